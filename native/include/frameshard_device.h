@@ -1,0 +1,144 @@
+/* frameshard shard device: the C control interface of the ggml device plugin.
+ *
+ * The library is a ggml backend plugin (ggml_backend_load registers device "FRAMESHARD0") and this header is how the
+ * engine steers it. Call order: ggml_backend_load -> fsd_configure -> fsd_set_shards -> llama model and context ->
+ * fsd_commit -> fsd_set_plan / fsd_set_budget -> llama_decode ...
+ *
+ * One device per process. Every function returns an fsd_status; fsd_last_error() has the words for the last failure on
+ * the calling thread. Functions marked [any thread] may be called while a graph runs; the others belong to the thread
+ * that calls llama_decode. Sizes are bytes, times seconds unless a name says otherwise. This header is C. */
+#ifndef FRAMESHARD_DEVICE_H
+#define FRAMESHARD_DEVICE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define FSD_API __declspec(dllexport)
+#else
+#define FSD_API __attribute__((visibility("default")))
+#endif
+
+#define FSD_INTERFACE_VERSION 1
+
+typedef enum {
+    FSD_OK = 0,
+    FSD_BAD_ARGUMENT = 1,   /* a value is out of range or a pointer is missing */
+    FSD_BAD_STATE = 2,      /* called out of order */
+    FSD_NO_DEVICE = 3,      /* no ggml device of that name; the message lists those there are */
+    FSD_VERSION = 4,        /* the running ggml is not the one this library was built against */
+    FSD_BELOW_FLOOR = 5,    /* the budget is below what the model needs; fsd_get_stats gives floor_bytes */
+    FSD_OUT_OF_MEMORY = 6,  /* the inner device refused an allocation that fits the budget */
+    FSD_TIMEOUT = 7         /* the time given ran out; the request stays in force */
+} fsd_status;
+
+typedef enum { FSD_STREAMED = 1, FSD_CPU = 2 } fsd_placement; /* of a shard that is not resident */
+
+/* A tier of plans: graphs of at least min_tokens tokens use it, up to the next tier's min_tokens. */
+#define FSD_MAX_TIERS 8
+
+typedef struct {
+    uint32_t struct_size;       /* sizeof(fsd_config) */
+    const char *inner_device;   /* "emulated", or a registered ggml device such as "CUDA0" */
+    uint64_t budget_bytes;      /* hard limit on everything in VRAM; 0: no limit (the inner device's memory) */
+    uint32_t n_threads;         /* for CPU shards and the emulated device's compute */
+    uint64_t piece_bytes;       /* a 2-D matrix larger than this is always computed in row pieces of this size; fixed for the
+                                   life of the device because it decides which kernels see which shapes */
+    uint64_t step_bytes;        /* streamed weights are gathered into steps of about this size; fixed likewise */
+    uint64_t slab_bytes;        /* arena slab; also fixed */
+    uint64_t chunk_bytes;       /* copies are cut into chunks of this size */
+    double emulated_link_gbps;  /* emulated device only: copy bandwidth in 1e9 bytes/s, 0: unlimited */
+    uint64_t emulated_vram_bytes; /* emulated device only: size of the card, 0: 8 GiB */
+} fsd_config;
+
+typedef struct {
+    const char *tensor; /* GGUF tensor name */
+    uint32_t shard;     /* index into the ladder; 0 is given up last */
+} fsd_shard_tensor;
+
+typedef struct {
+    uint32_t min_tokens;
+    const uint8_t *placement; /* n_shards values of fsd_placement: what a shard is while it is not resident */
+} fsd_tier;
+
+typedef struct {
+    uint32_t struct_size;
+    /* VRAM ledger, bytes */
+    uint64_t budget_bytes;     /* in force */
+    uint64_t used_bytes;       /* everything counted: overhead + kv_and_compute + arena + ring + scratch */
+    uint64_t peak_bytes;       /* highest used_bytes since the last fsd_reset_peak, taken at every allocation */
+    uint64_t overhead_bytes;   /* driver context and library workspaces, from fsd_set_overhead */
+    uint64_t buffers_bytes;    /* KV and compute buffers that llama.cpp asked for */
+    uint64_t core_bytes;       /* norms, biases and other small weights, always resident */
+    uint64_t arena_bytes;      /* slabs held */
+    uint64_t ring_bytes;
+    uint64_t scratch_bytes;
+    uint64_t floor_bytes;      /* no budget below this can be met (valid after fsd_commit) */
+    uint64_t full_bytes;       /* with this budget everything is resident */
+    /* placement of weights right now, bytes and shards; a shard is resident when all of it is */
+    uint64_t resident_bytes, streamed_bytes, cpu_bytes;
+    uint32_t resident_shards, streamed_shards, cpu_shards;
+    /* counters since load */
+    uint64_t graphs, steps, copies, copied_bytes, cpu_segments, evicted_slabs, filled_slabs, recompiles;
+    uint64_t budget_generation; /* counts budgets applied */
+    double copy_busy_s;         /* time the copy stream had work (emulated device: exact; others: 0) */
+    uint32_t host_weights_pinned; /* 1 when the model mapping is registered with the driver */
+} fsd_stats;
+
+/* Version of this interface, and the ggml version and commit that it was built against. */
+FSD_API uint32_t fsd_interface_version(void);
+FSD_API const char *fsd_build_ggml_version(void);
+FSD_API const char *fsd_build_ggml_commit(void);
+FSD_API const char *fsd_last_error(void);
+
+FSD_API fsd_status fsd_configure(const fsd_config *config);
+
+/* The ladder: every weight tensor with the index of its shard. Tensors left out form one more shard at the tail. */
+FSD_API fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uint32_t n_shards);
+
+/* After the llama context exists: checks the budget against the floor and takes the VRAM. Until then nothing is allocated. */
+FSD_API fsd_status fsd_commit(void);
+
+/* What non-resident shards do, by tier, and the size of the ring. Tiers in ascending min_tokens, the first with 0.
+ * stream-only mode is a plan whose placements are all FSD_STREAMED. Default: stream everything. */
+FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes);
+
+/* [any thread] Ask for a new budget; acts at the next step boundary of a running graph, at once otherwise. Waits until
+ * used_bytes <= bytes, at most timeout_s. A budget below the floor is refused with FSD_BELOW_FLOOR and changes nothing. */
+FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
+
+/* Copies weights into free budget until the resident set is as large as it may be, at most max_bytes; *filled gets the bytes. */
+FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
+
+/* [any thread] VRAM that the process holds but that no allocation of ours explains (driver context, workspaces). */
+FSD_API fsd_status fsd_set_overhead(uint64_t bytes);
+
+/* [any thread] The running graph, and later ones until cleared, stop at the next step boundary with GGML_STATUS_ABORTED. */
+FSD_API fsd_status fsd_set_abort(int on);
+
+/* [any thread] Share of time in (0, 1] that steps may take; after each step the executor idles for the rest. */
+FSD_API fsd_status fsd_set_duty(double share);
+
+FSD_API fsd_status fsd_get_stats(fsd_stats *stats); /* [any thread] */
+FSD_API fsd_status fsd_reset_peak(void);            /* [any thread] */
+
+/* Measured rates of this machine in bytes per second, for a profile. seconds_max bounds the probe. */
+typedef struct {
+    uint32_t struct_size;
+    double h2d_pinned, h2d_pageable, d2h; /* pieces of 4 MiB */
+    double dram_read;                     /* n_threads, one pass */
+    double cpu_gemv, gpu_gemv;            /* weight bytes per second, decode */
+    double cpu_gemm, gpu_gemm;            /* floating-point operations per second, 256 tokens */
+    double handoff_s;                     /* GPU -> CPU -> GPU with 8 KiB of activations */
+} fsd_probe_result;
+/* type: ggml type of the weights measured, rows x cols their shape. Before fsd_commit or between graphs. */
+FSD_API fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double seconds_max, fsd_probe_result *result);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
