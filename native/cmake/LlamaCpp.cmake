@@ -7,7 +7,7 @@ find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 
 if(NOT (LLAMA_CPP_INCLUDE AND LLAMA_CPP_LIB AND GGML_INTERNAL_INCLUDE))
   execute_process(
-    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/headers.py"
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/../tools/headers.py"
     OUTPUT_VARIABLE _found
     RESULT_VARIABLE _status)
   if(NOT _status EQUAL 0)

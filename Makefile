@@ -1,0 +1,79 @@
+# The one entry point for developers and CI. Everything happens in .venv and build/ here and in
+# ${XDG_CACHE_HOME:-~/.cache}/frameshard; nothing reads standard input; a second run takes seconds.
+#
+# A GPU is chosen once, by llama-cpp-python's own variable, and remembered in .venv:
+#   make build CMAKE_ARGS=-DGGML_CUDA=on      (or -DGGML_VULKAN=on, -DGGML_METAL=on; CMAKE_ARGS= goes back to the CPU)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The tools in .venv (cmake, ninja) are used even where the system has none.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONUNBUFFERED := 1
+
+SOURCES := $(shell find sdk native -type f -not -path '*/__pycache__/*' -not -path '*/.*') pyproject.toml README.md
+PYTHON_CODE := sdk tests samples native
+C_CODE = $(shell find native tests/native -name '*.h' -o -name '*.cpp' -o -name '*.c')
+NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
+
+.PHONY: help build demo test lint sanitize clean
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+build: $(VENV)/installed ## install frameshard and all it needs into .venv
+
+demo: $(VENV)/installed ## play samples/npc_dialogue unattended
+	$(BIN)/python samples/npc_dialogue/main.py --unattended
+
+test: lint ## lint, native tests, Python tests
+	$(NATIVE_BUILD) -B build/native-tests > build/native-tests.log || { cat build/native-tests.log; exit 1; }
+	cmake --build build/native-tests
+	ctest --test-dir build/native-tests --output-on-failure
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
+	ruff check $(PYTHON_CODE)
+	ruff format --check $(PYTHON_CODE)
+	mypy --strict sdk
+	clang-format --dry-run -Werror $(C_CODE)
+
+sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TSan
+	for kind in address thread; do \
+	  $(NATIVE_BUILD) -B build/native-$$kind -DFRAMESHARD_SANITIZE=$$kind && cmake --build build/native-$$kind && \
+	  ctest --test-dir build/native-$$kind --output-on-failure || exit 1; done
+
+clean: ## remove .venv and build/ (the cache of wheels and models stays)
+	rm -rf $(VENV) build
+
+$(VENV)/python:
+	@missing=; \
+	command -v g++ >/dev/null || command -v c++ >/dev/null || missing="$$missing g++"; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
+	if [ -n "$$missing" ]; then \
+	  echo "Missing on this system:$$missing. On Debian or Ubuntu: apt-get install g++ make python3 python3-venv"; exit 1; fi; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "frameshard needs Python 3.10 or newer")'
+	@echo "creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install 'scikit-build-core>=0.11' 'cmake>=3.24' ninja
+	@touch $@
+
+# Rewritten only when CMAKE_ARGS is given and differs, so that other runs keep the build that was chosen.
+$(VENV)/cmake_args: $(VENV)/python FORCE
+	@touch -a $@
+ifneq ($(origin CMAKE_ARGS),undefined)
+	@[ "$$(cat $@)" = "$(CMAKE_ARGS)" ] || echo "$(CMAKE_ARGS)" > $@
+endif
+FORCE:
+
+$(VENV)/llama: $(VENV)/cmake_args native/tools/llama_wheel.py native/tools/headers.py
+	wheel=$$(CMAKE_ARGS="$$(cat $<)" $(BIN)/python native/tools/llama_wheel.py) && \
+	$(PIP) install --force-reinstall --no-deps "$$wheel"
+	@touch $@
+
+$(VENV)/installed: $(VENV)/llama $(SOURCES)
+	CMAKE_ARGS= $(BIN)/python native/tools/progress.py "building frameshard" build/install.log \
+	  $(BIN)/python -m pip install --verbose --no-build-isolation '.[dev]'
+	@touch $@
