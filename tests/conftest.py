@@ -1,0 +1,39 @@
+"""Models for the tests: fetched or made once a machine and kept in frameshard's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import make_moe
+from frameshard import models
+
+
+def made(name: str, maker: Path, write: Callable[[Path], None]) -> Path:
+    """A file in the cache that ``write`` makes; it is made again when the source of ``maker`` changes."""
+    version = hashlib.sha256(maker.read_bytes()).hexdigest()[:12]
+    path = models.cache_dir() / "tests" / f"{name}-{version}.gguf"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            part = Path(scratch) / path.name
+            write(part)
+            os.replace(part, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """SmolLM2-135M-Instruct Q4_1."""
+    return models.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def moe_path(model_path: Path) -> Path:
+    """SmolLM2 with 8 experts, 2 a token; computes what SmolLM2 computes."""
+    return made("smollm2-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(model_path, path))
