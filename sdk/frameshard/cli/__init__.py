@@ -1,0 +1,112 @@
+"""The ``frameshard`` command.
+
+Each subcommand is a module of this package with ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of
+the command that is called gets imported, so ``frameshard --help`` answers at once and a tool that needs no GPU loads no
+GPU library.
+
+Exit status: 0 done, 1 the command ran and its check failed, 2 an error (with ``--json`` also ``{"error": ...}`` on
+stdout), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from frameshard.cli.common import emit_json
+from frameshard.errors import BadArgument, FrameshardError
+
+COMMANDS = {
+    "chat": "talk to a model in the terminal and change its VRAM while it answers",
+    "serve": "run the sidecar that games connect to",
+    "models": "fetch models, and list those at hand",
+    "plan": "what fits into a VRAM budget and how fast it would run, without loading anything",
+    "profile": "measure this machine's rates, which plans are made from",
+    "bench": "measured speed at each budget, beside the prediction and the physical bound",
+    "verify": "prove that answers stay right at each budget and across a change in mid-answer",
+}
+
+DESCRIPTION = """\
+frameshard runs a language model beside a game on one GPU and hands VRAM back to the game while the model talks.
+"""
+
+EPILOG = """\
+start here:
+  frameshard chat --model smollm2-135m                     a 93 MB model, fetched on first use
+  frameshard chat --model smollm2-135m --device emulated --vram-budget 64
+                                                           no GPU needed: a card of 64 MiB is emulated
+  frameshard plan --model my.gguf --vram-budget 2GiB,4GiB  what would fit, how fast
+  frameshard serve --model my.gguf --vram-budget 4GiB      the process that a game talks to
+
+budgets are in MiB, or carry a unit: 512, 1.5GiB, 800MB.
+devices: auto (first GPU, else the CPU), cpu, emulated, or a name that llama.cpp gives, such as CUDA0 or Vulkan0.
+with --json every command prints one JSON document on stdout; messages go to stderr.
+
+  frameshard COMMAND --help                                explains one command
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours, so that they too reach a program as JSON."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadArgument(f"{message} (see {self.prog} --help)")
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of all commands, complete for `command` and with a line of help for the others."""
+    parser = Parser(
+        prog="frameshard",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the versions in use and exit")
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"frameshard.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text)
+    return parser
+
+
+def versions() -> str:
+    names = ("frameshard", "llama-cpp-python")
+    return "\n".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
+    command = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        parser = build_parser(command)
+        args = parser.parse_args(argv)
+        if args.version:
+            print(versions())
+            return 0
+        if args.command is None:
+            parser.print_help()
+            return 0
+        status = args.run(args)
+        sys.stdout.flush()
+        return int(status)
+    except FrameshardError as error:
+        print(f"frameshard: {error.message}", file=sys.stderr)
+        if "--json" in argv:
+            emit_json({"error": error.to_wire()})
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone, as in "frameshard plan ... | head". Python's flush at exit must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -1,0 +1,107 @@
+"""What the subcommands share: arguments that mean the same everywhere, sizes, and JSON output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+from frameshard.errors import BadArgument
+
+UNITS = {
+    "": 2**20,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) *([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes for ``"64"`` (MiB), ``"1.5GiB"``, ``"800 MB"``; :class:`BadArgument` for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].lower() not in UNITS:
+        raise BadArgument(f"{text!r} is not a size: a number of MiB, or one with B, KB, KiB, MB, MiB, GB or GiB")
+    return round(float(match[1]) * UNITS[match[2].lower()])
+
+
+def parse_budgets(text: str) -> list[int]:
+    """Bytes for a list such as ``"64,96,1.5GiB"``."""
+    return [parse_size(part) for part in text.split(",")]
+
+
+def format_size(n_bytes: int) -> str:
+    """A size for people, in MiB, or in GiB from 10 GiB on."""
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 10 * 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+def positive(text: str) -> int:
+    """An integer from 1 to 2^31 - 1."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**31:
+        raise BadArgument(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A rate above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e6:
+        raise BadArgument(f"{text!r} is not a rate above 0")
+    return value
+
+
+def default_threads() -> int:
+    """Half of the logical CPUs this process may use: the game needs the others, and SMT siblings add little."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // 2)
+
+
+def add_model_args(parser: argparse.ArgumentParser) -> None:
+    """``--model --device --link-gbps --threads --json``."""
+    parser.add_argument(
+        "--model", required=True, metavar="PATH|NAME", help="a GGUF file, or a name that `frameshard models` knows"
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="D",
+        help="auto: the first GPU, else the CPU (default); cpu: llama.cpp alone; "
+        "emulated: a GPU emulated on the CPU; or a name such as CUDA0",
+    )
+    parser.add_argument(
+        "--link-gbps", type=rate, default=None, metavar="G", help="emulated device: copy bandwidth in GB/s (unlimited)"
+    )
+    parser.add_argument(
+        "--threads", type=positive, default=default_threads(), metavar="N", help="CPU threads (half of the CPUs)"
+    )
+    add_json_arg(parser)
+
+
+def add_json_arg(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+
+
+def add_context_args(parser: argparse.ArgumentParser) -> None:
+    """``--ctx --parallel --ubatch``."""
+    parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context in tokens, all jobs (4096)")
+    parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
+    parser.add_argument(
+        "--ubatch", type=positive, default=512, metavar="N", help="prompt tokens computed at once (512)"
+    )
+
+
+def emit_json(document: Mapping[str, object]) -> None:
+    """The one JSON document of a command, on stdout. NaN and infinity are refused: they are not JSON."""
+    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()

@@ -1,0 +1,150 @@
+"""The command line as a shell sees it: every test runs a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frameshard.cli import COMMANDS
+from frameshard.cli.common import UNITS, parse_budgets, parse_size
+from frameshard.errors import BadArgument
+
+
+def frameshard(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "frameshard", *args], input=stdin, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def error_of(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    """The typed error of a command that was given --json: the whole of stdout."""
+    assert result.returncode == 2, result.stderr
+    document = json.loads(result.stdout)
+    assert list(document) == ["error"]
+    assert set(document["error"]) == {"code", "name", "message", "retriable", "detail"}
+    assert str(document["error"]["message"]) in result.stderr
+    return dict(document["error"])
+
+
+def test_help_names_every_command_and_a_place_to_start() -> None:
+    result = frameshard("--help")
+    assert result.returncode == 0
+    for command in COMMANDS:
+        assert f"\n    {command}" in result.stdout
+    assert "frameshard chat --model smollm2-135m" in result.stdout
+
+
+def test_no_arguments_prints_the_help() -> None:
+    assert frameshard().stdout == frameshard("--help").stdout
+
+
+def test_help_loads_no_heavy_module() -> None:
+    code = "import sys; from frameshard.cli import main; main([]); print('modules', *sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = result.stdout.rpartition("\nmodules ")[2].split()
+    assert "frameshard.cli" in modules
+    assert not {"numpy", "llama_cpp", "zmq", "trio"} & set(modules)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str) -> None:
+    result = frameshard(command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: frameshard {command}")
+    assert "--json" in result.stdout or command == "chat"
+
+
+def test_the_installed_command_is_the_module() -> None:
+    script = Path(sys.executable).with_name("frameshard")
+    if not script.exists():
+        pytest.skip("run from the source tree: frameshard is not installed")
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+    assert result.stdout == frameshard("--version").stdout
+    assert "llama-cpp-python 0.3.36" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("args", [("frobnicate",), ("plan",), ("plan", "--model"), ("models", "--no-such-option")])
+def test_usage_errors_are_typed(args: tuple[str, ...]) -> None:
+    assert error_of(frameshard(*args, "--json"))["name"] == "bad_argument"
+
+
+@pytest.mark.parametrize("budget", ["", "lots", "-64", "64,,96", "64 parsecs", "1e3", "nan", "٦٤"])
+def test_bad_budgets_are_typed(budget: str) -> None:
+    error = error_of(frameshard("plan", "--model", "any.gguf", f"--vram-budget={budget}", "--json"))
+    assert error["name"] == "bad_argument"
+
+
+@pytest.mark.parametrize("command", [("plan", "--vram-budget", "64"), ("bench", "--vram-budget", "64"), ("chat",)])
+def test_a_missing_model_file_is_typed(command: tuple[str, ...], tmp_path: Path) -> None:
+    missing = tmp_path / "no.gguf"
+    error = error_of(frameshard(command[0], "--model", str(missing), "--device", "cpu", *command[1:], "--json"))
+    assert error["name"] == "model_not_found"
+    assert str(missing) in str(error["message"])
+
+
+def test_a_file_that_is_no_model_is_typed(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_text("once upon a time" * 100)
+    assert error_of(frameshard("plan", "--model", str(path), "--vram-budget", "64", "--json"))["name"] == "bad_model"
+
+
+def test_an_error_without_json_is_one_line_on_stderr(tmp_path: Path) -> None:
+    result = frameshard("plan", "--model", str(tmp_path / "no.gguf"), "--vram-budget", "64")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("frameshard: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_leaves_is_no_error_message() -> None:
+    """As with ``frameshard --help | head -0``."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out:
+        result = subprocess.run(
+            [sys.executable, "-m", "frameshard", "--help"], stdout=out, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("64", 64 << 20),
+        ("0", 0),
+        ("1.5GiB", 3 << 29),
+        ("1.5 gib", 3 << 29),
+        ("800MB", 800_000_000),
+        ("512 KiB", 512 << 10),
+        ("7B", 7),
+        (" 2 ", 2 << 20),
+    ],
+)
+def test_parse_size(text: str, n_bytes: int) -> None:
+    assert parse_size(text) == n_bytes
+
+
+@given(st.integers(0, 10**9), st.sampled_from(sorted(UNITS)))
+def test_parse_size_is_exact_for_whole_numbers(number: int, unit: str) -> None:
+    assert parse_size(f"{number}{unit}") == number * UNITS[unit]
+
+
+@given(st.text(max_size=12))
+def test_parse_size_gives_bytes_or_a_typed_error(text: str) -> None:
+    try:
+        n_bytes = parse_size(text)
+    except BadArgument:
+        return
+    assert n_bytes >= 0
+    assert text.strip()[0] in "0123456789"
+
+
+def test_parse_budgets_keeps_the_order() -> None:
+    assert parse_budgets("96,64,1GiB") == [96 << 20, 64 << 20, 1 << 30]
