@@ -1,0 +1,52 @@
+// The least test harness that does: TEST(name) { CHECK(...); } and one main per program, which runs all or those named.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+struct TestCase {
+    const char *name;
+    void (*run)();
+};
+
+inline std::vector<TestCase> &test_cases() {
+    static std::vector<TestCase> cases;
+    return cases;
+}
+
+struct TestRegistration {
+    TestRegistration(const char *name, void (*run)()) { test_cases().push_back({name, run}); }
+};
+
+#define TEST(name)                                                                                                     \
+    static void test_##name();                                                                                         \
+    static const TestRegistration registration_##name(#name, test_##name);                                             \
+    static void test_##name()
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition);                         \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
+    } while (0)
+
+#define TEST_MAIN()                                                                                                    \
+    int main(int argc, char **argv) {                                                                                  \
+        int n_run = 0;                                                                                                 \
+        for (const TestCase &test : test_cases()) {                                                                    \
+            bool wanted = argc == 1;                                                                                   \
+            for (int i = 1; i < argc; i++) {                                                                           \
+                wanted = wanted || std::strcmp(argv[i], test.name) == 0;                                               \
+            }                                                                                                          \
+            if (wanted) {                                                                                              \
+                std::fprintf(stderr, "%s\n", test.name);                                                               \
+                test.run();                                                                                            \
+                n_run++;                                                                                               \
+            }                                                                                                          \
+        }                                                                                                              \
+        std::fprintf(stderr, "%d passed\n", n_run);                                                                    \
+        return n_run > 0 ? 0 : 1;                                                                                      \
+    }
