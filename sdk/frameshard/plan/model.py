@@ -2,8 +2,8 @@
 
 Reading is also the preflight. llama.cpp trusts much of a header and ends the process where it is wrong (a repeated
 token string, more experts used than there are), so whatever it asserts is checked here first and becomes
-:class:`BadModel`. Nothing is loaded and llama.cpp is not needed; a 16 GiB file with 150,000 tokens takes a fraction of a
-second.
+:class:`BadModel`. Nothing is loaded and llama.cpp is not needed; a 16 GiB file with 150,000 tokens takes a fraction of
+a second.
 """
 
 from __future__ import annotations
