@@ -56,8 +56,8 @@ $(VENV)/python:
 	  echo "Missing on this system:$$missing. On Debian or Ubuntu: apt-get install g++ make python3 python3-venv"; exit 1; fi; \
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "frameshard needs Python 3.10 or newer")'
 	@echo "creating $(VENV)"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install 'scikit-build-core>=0.11' 'cmake>=3.24' ninja
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install 'scikit-build-core>=0.11' 'cmake>=3.24' ninja
 	@touch $@
 
 # Rewritten only when CMAKE_ARGS is given and differs, so that other runs keep the build that was chosen.
@@ -69,11 +69,11 @@ endif
 FORCE:
 
 $(VENV)/llama: $(VENV)/cmake_args native/tools/llama_wheel.py native/tools/headers.py
-	wheel=$$(CMAKE_ARGS="$$(cat $<)" $(BIN)/python native/tools/llama_wheel.py) && \
+	@wheel=$$(CMAKE_ARGS="$$(cat $<)" $(BIN)/python native/tools/llama_wheel.py) && \
 	$(PIP) install --force-reinstall --no-deps "$$wheel"
 	@touch $@
 
 $(VENV)/installed: $(VENV)/llama $(SOURCES)
-	CMAKE_ARGS= $(BIN)/python native/tools/progress.py "building frameshard" build/install.log \
+	@CMAKE_ARGS= $(BIN)/python native/tools/progress.py "building frameshard" build/install.log \
 	  $(BIN)/python -m pip install --verbose --no-build-isolation '.[dev]'
 	@touch $@
