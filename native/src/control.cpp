@@ -1,0 +1,318 @@
+// The C control interface (frameshard_device.h) and the plugin's entry point.
+#include "executor.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+
+#if !defined(FSD_BUILD_GGML_VERSION) || !defined(FSD_BUILD_GGML_COMMIT)
+#error "FSD_BUILD_GGML_VERSION and FSD_BUILD_GGML_COMMIT come from CMakeLists.txt"
+#endif
+
+using namespace fsd;
+
+static thread_local std::string last_error;
+
+static fsd_status fail(fsd_status status, std::string message) {
+    last_error = std::move(message);
+    return status;
+}
+
+static bool same_ggml() {
+    return strcmp(ggml_version(), FSD_BUILD_GGML_VERSION) == 0 && strcmp(ggml_commit(), FSD_BUILD_GGML_COMMIT) == 0;
+}
+
+static std::string device_list() {
+    std::string names = "emulated";
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        ggml_backend_dev_t dev = ggml_backend_dev_get(i);
+        if (dev != plugin_device() && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            names += std::string(", ") + ggml_backend_dev_name(dev);
+        }
+    }
+    return names;
+}
+
+extern "C" {
+
+// ggml_backend_load looks for this. The plugin interface's number does not change when its structs do, so the ggml that
+// runs must be the very one whose headers were compiled.
+FSD_API ggml_backend_reg_t ggml_backend_init(void) {
+    if (!same_ggml()) {
+        GGML_LOG_ERROR("frameshard: built for ggml %s (%s), running %s (%s); reinstall frameshard\n",
+                       FSD_BUILD_GGML_VERSION, FSD_BUILD_GGML_COMMIT, ggml_version(), ggml_commit());
+        return nullptr;
+    }
+    return registry();
+}
+
+uint32_t fsd_interface_version(void) { return FSD_INTERFACE_VERSION; }
+
+const char *fsd_build_ggml_version(void) { return FSD_BUILD_GGML_VERSION; }
+
+const char *fsd_build_ggml_commit(void) { return FSD_BUILD_GGML_COMMIT; }
+
+const char *fsd_last_error(void) { return last_error.c_str(); }
+
+fsd_status fsd_configure(const fsd_config *config) {
+    Device &d = device();
+    if (!config || config->struct_size != sizeof(fsd_config) || !config->inner_device || config->n_threads == 0 ||
+        config->chunk_bytes == 0 || !(config->emulated_link_gbps >= 0)) {
+        return fail(FSD_BAD_ARGUMENT, "fsd_config: a size, name or number is missing or out of range");
+    }
+    if (d.configured.load()) {
+        return fail(FSD_BAD_STATE, "the shard device is configured once per process");
+    }
+    if (!same_ggml()) {
+        return fail(FSD_VERSION, std::string("built for ggml ") + FSD_BUILD_GGML_VERSION + " (" +
+                                     FSD_BUILD_GGML_COMMIT + "), running " + ggml_version() + " (" + ggml_commit() +
+                                     ")");
+    }
+    if (strcmp(config->inner_device, "emulated") == 0) {
+        fs_emulated_config emulated;
+        emulated.link_gbps = config->emulated_link_gbps;
+        emulated.n_threads = config->n_threads;
+        if (config->emulated_vram_bytes > 0) {
+            emulated.vram_bytes = config->emulated_vram_bytes;
+        }
+        if (!fs_emulated_config_from_env(emulated)) {
+            return fail(FSD_BAD_ARGUMENT, "FRAMESHARD_FAULTS is not of the form alloc=7,compute_fail=12");
+        }
+        d.inner = fs_emulated_device(emulated);
+        d.emulated = true;
+    } else {
+        d.inner = ggml_backend_dev_by_name(config->inner_device);
+        if (d.inner && (d.inner == plugin_device() || ggml_backend_dev_type(d.inner) == GGML_BACKEND_DEVICE_TYPE_CPU)) {
+            d.inner = nullptr;
+        }
+    }
+    if (!d.inner) {
+        return fail(FSD_NO_DEVICE,
+                    std::string("no device named '") + config->inner_device + "'; there are: " + device_list());
+    }
+    // ggml-cuda registers host memory only where this is set; llama.cpp's own use of it is off with our buffers.
+    setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
+    d.compute = ggml_backend_dev_init(d.inner, nullptr);
+    d.copy = ggml_backend_dev_init(d.inner, nullptr);
+    d.cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
+    if (!d.compute || !d.copy || !d.cpu) {
+        d.inner = nullptr;
+        return fail(FSD_OUT_OF_MEMORY, std::string("the device '") + config->inner_device + "' could not be opened");
+    }
+    ggml_backend_reg_t cpu_reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(d.cpu));
+    if (auto set =
+            (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(cpu_reg, "ggml_backend_set_n_threads")) {
+        set(d.cpu, (int)config->n_threads);
+    }
+    d.n_threads = config->n_threads;
+    d.piece_bytes = config->piece_bytes;
+    d.step_bytes = config->step_bytes;
+    d.slab_bytes = config->slab_bytes;
+    d.chunk_bytes = config->chunk_bytes;
+    d.budget.store(config->budget_bytes ? config->budget_bytes : UINT64_MAX / 4);
+    d.requested_budget.store(d.budget.load());
+    d.configured.store(true);
+    return FSD_OK;
+}
+
+fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uint32_t n_shards) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (d.committed) {
+        return fail(FSD_BAD_STATE, "shards are set before fsd_commit");
+    }
+    std::map<std::string, uint32_t> map;
+    for (size_t i = 0; i < n_tensors; i++) {
+        if (!tensors || !tensors[i].tensor || tensors[i].shard >= n_shards) {
+            return fail(FSD_BAD_ARGUMENT, "a tensor has no name or its shard is not below n_shards");
+        }
+        map[tensors[i].tensor] = tensors[i].shard;
+    }
+    d.shard_of = std::move(map);
+    d.n_shards = n_shards;
+    return FSD_OK;
+}
+
+fsd_status fsd_commit(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.configured.load() || d.committed) {
+        return fail(FSD_BAD_STATE, "fsd_commit comes once, after fsd_configure and the llama context");
+    }
+    std::string why;
+    const fsd_status status = d.commit(why);
+    return status == FSD_OK ? FSD_OK : fail(status, why);
+}
+
+fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes) {
+    Device &d = device();
+    if (n_tiers > FSD_MAX_TIERS || (n_tiers > 0 && !tiers)) {
+        return fail(FSD_BAD_ARGUMENT, "too many tiers");
+    }
+    std::vector<Tier> plan;
+    for (size_t i = 0; i < n_tiers; i++) {
+        if (!tiers[i].placement ||
+            (i == 0 ? tiers[i].min_tokens != 0 : tiers[i].min_tokens <= tiers[i - 1].min_tokens)) {
+            return fail(FSD_BAD_ARGUMENT, "tiers ascend by min_tokens, the first with 0, each with placements");
+        }
+        Tier t;
+        t.min_tokens = tiers[i].min_tokens;
+        t.placement.assign(tiers[i].placement, tiers[i].placement + n_shards);
+        for (uint8_t p : t.placement) {
+            if (p != FSD_STREAMED && p != FSD_CPU) {
+                return fail(FSD_BAD_ARGUMENT, "a placement is neither FSD_STREAMED nor FSD_CPU");
+            }
+        }
+        plan.push_back(std::move(t));
+    }
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed) {
+        return fail(FSD_BAD_STATE, "fsd_set_plan comes after fsd_commit");
+    }
+    d.synchronize();
+    d.tiers = std::move(plan);
+    d.residency_generation++;
+    if (ring_bytes > 0) {
+        d.wanted_ring = ring_bytes;
+    }
+    const Residency r = residency(d.budget.load(), d.fixed(), d.min_ring, d.wanted_ring, d.slab_sizes);
+    if (d.ring.capacity > 0 && r.ring > 0 && d.ring.capacity != r.ring) {
+        while (d.slabs.size() > r.slabs) {
+            d.pop_slab();
+        }
+        if (!d.resize_ring(r.ring)) {
+            return fail(FSD_OUT_OF_MEMORY, "the device refused memory for the ring");
+        }
+    }
+    d.update_placements();
+    return FSD_OK;
+}
+
+fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
+    Device &d = device();
+    if (!d.configured.load()) {
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
+    }
+    const uint64_t wanted = bytes ? bytes : UINT64_MAX / 4;
+    if (wanted < d.floor.load()) {
+        return fail(FSD_BELOW_FLOOR, "a VRAM budget of " + std::to_string(wanted >> 20) +
+                                         " MiB is below the floor of " +
+                                         std::to_string((d.floor.load() + (1 << 20) - 1) >> 20) + " MiB");
+    }
+    uint64_t mine;
+    {
+        std::lock_guard<std::mutex> lock(d.state_mutex);
+        d.requested_budget.store(wanted);
+        mine = d.requested_generation.fetch_add(1) + 1;
+    }
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+    while (d.applied_generation.load() < mine) {
+        if (d.graph_mutex.try_lock()) { // no graph runs: apply it here
+            if (d.budget_is_pending()) {
+                d.apply_budget();
+            }
+            d.graph_mutex.unlock();
+            continue;
+        }
+        std::unique_lock<std::mutex> lock(d.state_mutex);
+        if (d.applied_generation.load() >= mine) {
+            break;
+        }
+        if (std::chrono::steady_clock::now() >= deadline) {
+            return fail(FSD_TIMEOUT, "the budget was not reached in time; it stays in force");
+        }
+        d.applied.wait_for(lock, std::chrono::milliseconds(1));
+    }
+    if (d.used() > wanted) {
+        return fail(FSD_TIMEOUT, "more is in use than the budget allows; it stays in force");
+    }
+    return FSD_OK;
+}
+
+fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed) {
+        return fail(FSD_BAD_STATE, "fsd_fill comes after fsd_commit");
+    }
+    if (d.budget_is_pending()) {
+        d.apply_budget();
+    }
+    const size_t n = d.fill(max_bytes, true);
+    if (filled) {
+        *filled = n;
+    }
+    return FSD_OK;
+}
+
+fsd_status fsd_set_overhead(uint64_t bytes) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    const uint64_t before = d.overhead.exchange(bytes);
+    if (d.committed) {
+        d.update_floor();
+    }
+    if (bytes > before && !d.make_room(0)) {
+        return fail(FSD_BELOW_FLOOR, "what the driver holds leaves less than the model's floor");
+    }
+    {
+        const uint64_t used = d.used();
+        std::lock_guard<std::mutex> state(d.state_mutex);
+        d.peak = std::max(d.peak, used);
+    }
+    if (d.committed) {
+        d.update_placements();
+    }
+    return FSD_OK;
+}
+
+fsd_status fsd_set_abort(int on) {
+    device().abort.store(on != 0);
+    return FSD_OK;
+}
+
+fsd_status fsd_set_duty(double share) {
+    if (!(share > 0.0 && share <= 1.0)) {
+        return fail(FSD_BAD_ARGUMENT, "duty is a share in (0, 1]");
+    }
+    device().duty.store(share);
+    return FSD_OK;
+}
+
+fsd_status fsd_get_stats(fsd_stats *stats) {
+    Device &d = device();
+    if (!stats || stats->struct_size != sizeof(fsd_stats)) {
+        return fail(FSD_BAD_ARGUMENT, "fsd_stats: struct_size is not sizeof(fsd_stats)");
+    }
+    {
+        std::lock_guard<std::mutex> lock(d.state_mutex);
+        *stats = d.counters;
+        stats->struct_size = sizeof(fsd_stats);
+        stats->overhead_bytes = d.overhead.load();
+        stats->buffers_bytes = d.used_by[(int)Use::buffers];
+        stats->core_bytes = d.used_by[(int)Use::core];
+        stats->arena_bytes = d.used_by[(int)Use::arena];
+        stats->ring_bytes = d.used_by[(int)Use::ring];
+        stats->scratch_bytes = d.used_by[(int)Use::scratch];
+        stats->used_bytes = stats->overhead_bytes + stats->buffers_bytes + stats->core_bytes + stats->arena_bytes +
+                            stats->ring_bytes + stats->scratch_bytes;
+        stats->peak_bytes = d.peak;
+    }
+    stats->budget_bytes = d.budget.load();
+    stats->floor_bytes = d.floor.load();
+    stats->full_bytes = d.floor.load() - std::min(d.min_ring, d.slabs_total) + d.slabs_total;
+    if (d.emulated) {
+        stats->copy_busy_s = fs_emulated_get_stats(d.inner).h2d_busy_s;
+    }
+    return FSD_OK;
+}
+
+fsd_status fsd_reset_peak(void) {
+    Device &d = device();
+    const uint64_t used = d.used();
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.peak = used;
+    return FSD_OK;
+}
+
+} // extern "C"

@@ -1,0 +1,196 @@
+// The shard device's one state, shared by the ggml vtables (device.cpp), the executor (executor.cpp) and the C interface
+// (control.cpp).
+//
+// Guarantees: used bytes never exceed the budget, because every inner allocation passes Device::allocate, which makes
+// room first; a resident set is a prefix of the ladder; which kernels see which shapes does not depend on the budget
+// (pieces and steps are fixed at commit), so stream-only output is bit-identical at every budget.
+//
+// Locks: `graph_mutex` is held while a graph runs and by whoever changes arena, ring or buffers; `state_mutex` guards
+// the figures that other threads read. Order: graph_mutex, then state_mutex.
+#pragma once
+
+#include "emulated.h"
+#include "frameshard_device.h"
+#include "layout.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace fsd {
+
+// Weights up to this size (norms, biases, router scales) are always resident: they cost little and would cut the graph.
+constexpr size_t kCoreBytes = 64 * 1024;
+
+struct Weight {
+    std::string name;
+    ggml_tensor shape; // a copy of the model's tensor, for type, ne and nb
+    const char *host = nullptr;
+    size_t bytes = 0;
+    uint32_t shard = 0;
+    bool core = false;
+    size_t core_offset = 0;
+    int first_piece = -1; // pieces of one tensor are consecutive
+    int n_pieces = 0;
+};
+
+// One buffer that llama.cpp asked for. Its addresses are reserved host addresses; the bytes live in `inner` once
+// committed. CPU segments compute in the reserved range itself, which therefore serves as the host mirror.
+struct Buffer {
+    char *base = nullptr;
+    size_t size = 0;
+    bool weights = false; // a window on the model file: no inner buffer, base is the mapping
+    bool pinned = false;
+    ggml_backend_buffer_t inner = nullptr;
+    char *inner_base = nullptr;
+};
+
+struct BufferDeleter {
+    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+};
+using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
+
+enum class Use { buffers, core, arena, ring, scratch, count };
+
+struct Slab {
+    InnerBuffer buffer;
+    char *base = nullptr;
+    bool ready = false;                    // usable by graphs that start from now on
+    ggml_backend_event_t filled = nullptr; // recorded on the copy stream after its last byte
+};
+
+struct Tier {
+    uint32_t min_tokens = 0;
+    std::vector<uint8_t> placement; // by shard
+};
+
+// One streamed step: the pieces that pass through the ring together.
+struct RingEntry {
+    std::vector<int> pieces;
+    bool operator==(const RingEntry &o) const { return pieces == o.pieces; }
+};
+
+struct Ring {
+    InnerBuffer buffer;
+    char *base = nullptr;
+    size_t capacity = 0;
+    std::vector<RingEntry> entries; // of the pass that it is laid out for
+    std::vector<RingSlot> slots;
+    std::vector<ggml_backend_event_t> ready, done; // by entry
+    uint64_t next_copy = 0, next_use = 0;          // endless sequence numbers; index = n % entries.size()
+};
+
+struct Program;
+
+struct Device {
+    // fixed by fsd_configure
+    ggml_backend_dev_t inner = nullptr;
+    bool emulated = false;
+    ggml_backend_t compute = nullptr; // streams of the inner device
+    ggml_backend_t copy = nullptr;
+    ggml_backend_t cpu = nullptr;
+    size_t piece_bytes = 0, step_bytes = 0, slab_bytes = 0, chunk_bytes = 0;
+    uint32_t n_threads = 1;
+    std::atomic<bool> configured{false};
+
+    // fixed by commit
+    bool committed = false;
+    std::vector<Weight> weights;
+    std::unordered_map<const void *, int> weight_at; // host address -> index
+    std::map<std::string, uint32_t> shard_of;
+    uint32_t n_shards = 0;
+    std::vector<Piece> pieces; // ladder order
+    std::vector<size_t> slab_sizes;
+    std::vector<size_t> shard_bytes;
+    std::vector<int> shard_last_slab; // a shard is resident when all slabs up to this one are
+    size_t slabs_total = 0;
+    size_t min_ring = 0; // smallest that any streamed step fits; 0 when there is nothing to stream
+    size_t core_size = 0;
+    InnerBuffer core;
+    char *core_base = nullptr;
+
+    // guarded by graph_mutex
+    std::mutex graph_mutex;
+    std::vector<Buffer *> buffers;
+    std::vector<Slab> slabs; // the resident prefix
+    Ring ring;
+    size_t wanted_ring = 0;
+    InnerBuffer scratch;
+    char *scratch_base = nullptr;
+    size_t scratch_size = 0;
+    std::vector<Tier> tiers;
+    uint64_t residency_generation = 1; // changes when compiled programs are no longer right
+    std::vector<std::unique_ptr<Program>> programs;
+    bool compute_pending = false;
+
+    // any thread
+    std::atomic<uint64_t> budget{0};           // in force for allocations
+    std::atomic<uint64_t> requested_budget{0}; // asked for; applied at a step boundary
+    std::atomic<uint64_t> requested_generation{0}, applied_generation{0};
+    std::atomic<uint64_t> overhead{0};
+    std::atomic<uint64_t> floor{0};
+    std::atomic<bool> abort{false};
+    std::atomic<double> duty{1.0};
+    std::mutex state_mutex;
+    std::condition_variable applied;
+    size_t used_by[(int)Use::count] = {};
+    uint64_t peak = 0;
+    fsd_stats counters = {};
+
+    // --- memory (memory.cpp); all need graph_mutex
+    InnerBuffer allocate(Use use, size_t bytes); // null when it cannot fit the budget or the inner device refuses
+    void release(Use use, InnerBuffer &buffer);
+    bool make_room(size_t bytes);
+    bool materialise(Buffer *b);
+    uint64_t used();
+    uint64_t fixed(); // overhead, buffers, core, scratch
+    void apply_budget();
+    bool budget_is_pending() const { return requested_generation.load() != applied_generation.load(); }
+    void pop_slab();
+    bool resize_ring(size_t bytes);
+    size_t fill(size_t max_bytes, bool wait); // returns bytes enqueued
+    void finish_fills();
+    bool reserve_scratch(size_t bytes);
+    void update_floor();
+    void update_placements();
+    void synchronize();
+    bool piece_resident(int piece) const {
+        const int s = pieces[piece].slab;
+        return s < (int)slabs.size() && slabs[s].ready;
+    }
+    fsd_status commit(std::string &why);
+
+    // --- executor.cpp
+    ggml_status run(ggml_cgraph *graph);
+    void reset_ring();
+    void pump_copies();
+    const Tier *tier_for(int64_t n_tokens) const;
+
+    Weight *weight_of(const ggml_tensor *t) {
+        const ggml_tensor *root = t->view_src ? t->view_src : t;
+        auto it = weight_at.find(root->data);
+        return it == weight_at.end() ? nullptr : &weights[it->second];
+    }
+};
+
+Device &device();
+
+// The context of one of our ggml buffers, or null for a foreign buffer.
+Buffer *buffer_of(const ggml_tensor *t);
+
+// A tensor of `bytes` raw bytes at an address of an inner buffer, for ggml's copy functions.
+ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes);
+
+ggml_backend_reg_t registry();
+ggml_backend_dev_t plugin_device();
+
+} // namespace fsd

@@ -1,0 +1,864 @@
+// The executor: cuts a graph into segments by shard, walks them, and keeps the ring filled ahead of use.
+//
+// A graph is first cut into steps, the same way at every budget: a step is a run of nodes that need one shard's weights,
+// at most step_bytes of them. A step becomes one GPU segment (its weights resident, or staged in the ring), or a few
+// CPU and GPU segments when its shard is computed on the CPU. Neighbouring resident steps are merged into one inner graph;
+// tensors that cross a step's border carry the output flag there too, so that inner devices fuse the same nodes in every
+// arrangement and stream-only results do not depend on the budget.
+//
+// The host never waits for the copy stream. It runs at most kRunAhead segments ahead of the compute stream, so that abort,
+// budget and pacing take effect within that many steps.
+#include "executor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <set>
+#include <thread>
+
+namespace fsd {
+
+static constexpr int kRunAhead = 2;
+static constexpr size_t kMaxPrograms = 6;
+static constexpr int kPrefillTokens = 32;
+
+static bool is_noop(const ggml_tensor *t) {
+    switch (t->op) {
+    case GGML_OP_NONE:
+    case GGML_OP_RESHAPE:
+    case GGML_OP_VIEW:
+    case GGML_OP_PERMUTE:
+    case GGML_OP_TRANSPOSE:
+        return true;
+    default:
+        return ggml_is_empty(t);
+    }
+}
+
+static const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
+
+// KV caches and recurrent state: buffers that outlive the graph.
+static bool is_persistent(const ggml_tensor *t) {
+    const ggml_tensor *root = root_of(t);
+    const Buffer *b = buffer_of(root);
+    return b && !b->weights && root->buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+}
+
+static int64_t tokens_of(const ggml_cgraph *graph, Device &d) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        if (n->op == GGML_OP_MUL_MAT && d.weight_of(n->src[0])) {
+            return n->ne[1] * n->ne[2] * n->ne[3];
+        }
+    }
+    return 1;
+}
+
+const Tier *Device::tier_for(int64_t n_tokens) const {
+    const Tier *best = nullptr;
+    for (const Tier &t : tiers) {
+        if (n_tokens >= t.min_tokens) {
+            best = &t;
+        }
+    }
+    return best;
+}
+
+// ---------------------------------------------------------------------------------------------------------- compiling
+
+namespace {
+
+class Compiler {
+  public:
+    Compiler(Device &device, ggml_cgraph *graph, Program &program) : d(device), g(graph), p(program) {}
+
+    // Fills program.segments from first_node on; false with a message when the graph cannot be run.
+    bool compile(std::string &why);
+
+  private:
+    struct Step {
+        int node0 = 0, node1 = 0;
+        int piece = 0; // row piece of a matrix that is always computed in pieces
+        bool row_piece = false;
+        bool odd = false;        // an operation that the inner device does not have: always on the CPU
+        std::vector<int> pieces; // weights needed, in order of use
+        size_t bytes = 0;
+        uint32_t shard = 0;
+    };
+
+    void survey();
+    void cut();
+    bool lower(std::string &why);
+    std::vector<int> pieces_of(const ggml_tensor *node, bool &split, bool &odd_use) const;
+    bool on_cpu(uint32_t shard) const {
+        return p.tier && shard < p.tier->placement.size() && p.tier->placement[shard] == FSD_CPU;
+    }
+    ggml_tensor *shadow(const ggml_tensor *t);
+    void add_shadow_node(const ggml_tensor *node);
+    bool add_row_piece(const Step &s);
+    void lower_cpu_step(int step, int node0);
+    void add_gpu(int step, int node0, int node1);
+    void add_cpu(int step, int node0, int node1);
+    void finish_cpu(Segment &seg);
+    void push_shadow(ggml_tensor *t);
+
+    Device &d;
+    ggml_cgraph *g;
+    Program &p;
+    std::vector<Step> steps;
+    std::vector<int> step_of;                               // by node
+    std::unordered_map<const ggml_tensor *, int> last_user; // root -> last node that reads it
+    std::unordered_map<const ggml_tensor *, int> node_at;
+    std::unordered_map<const ggml_tensor *, bool> escapes; // root is read outside its step, or outside the graph
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> shadows;
+    std::unordered_map<int, char *> staged; // piece -> address in the ring, for the segment being lowered
+    int64_t n_tokens = 1;
+    size_t merged_bytes = 0;
+};
+
+std::vector<int> Compiler::pieces_of(const ggml_tensor *node, bool &split, bool &odd_use) const {
+    std::vector<int> found;
+    split = false;
+    odd_use = false;
+    for (int j = 0; j < GGML_MAX_SRC; j++) {
+        const ggml_tensor *src = node->src[j];
+        if (!src || !buffer_of(root_of(src)) || !buffer_of(root_of(src))->weights) {
+            continue;
+        }
+        const Weight *w = d.weight_of(src);
+        if (!w || w->core) {
+            continue;
+        }
+        if (w->n_pieces > 1) {
+            const bool whole = src->view_src == nullptr && node->op == GGML_OP_MUL_MAT && j == 0;
+            split = split || whole;
+            odd_use = odd_use || !whole;
+        }
+        for (int k = 0; k < w->n_pieces; k++) {
+            const int piece = w->first_piece + k;
+            if (std::find(found.begin(), found.end(), piece) == found.end()) {
+                found.push_back(piece);
+            }
+        }
+    }
+    return found;
+}
+
+void Compiler::survey() {
+    n_tokens = tokens_of(g, d);
+    std::unordered_map<const ggml_tensor *, int> uses;
+    for (int i = 0; i < g->n_nodes; i++) {
+        const ggml_tensor *n = g->nodes[i];
+        node_at[n] = i;
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            if (n->src[j]) {
+                last_user[root_of(n->src[j])] = i;
+                last_user[n->src[j]] = i;
+                uses[n->src[j]]++;
+            }
+        }
+    }
+    // The scheduler's graph may be a view of a larger one: a node used more often than seen here is read elsewhere.
+    for (int i = 0; i < g->n_nodes; i++) {
+        const ggml_tensor *n = g->nodes[i];
+        bool out = (n->flags & GGML_TENSOR_FLAG_OUTPUT) || last_user.find(n) == last_user.end() || is_persistent(n);
+        if (!out && g->use_counts) {
+            const size_t at = ggml_hash_find(&g->visited_hash_set, n);
+            out =
+                at != GGML_HASHSET_FULL && ggml_bitset_get(g->visited_hash_set.used, at) && g->use_counts[at] > uses[n];
+        }
+        if (out) {
+            escapes[root_of(n)] = true;
+        }
+    }
+}
+
+void Compiler::cut() {
+    step_of.assign(g->n_nodes, 0);
+    bool closed = true; // the next node starts a new step
+    for (int i = 0; i < g->n_nodes; i++) {
+        const ggml_tensor *n = g->nodes[i];
+        bool split = false, odd_use = false;
+        std::vector<int> need = is_noop(n) ? std::vector<int>() : pieces_of(n, split, odd_use);
+        size_t bytes = 0;
+        for (int k : need) {
+            bytes += d.pieces[k].padded;
+        }
+        const bool too_large = !split && bytes > d.min_ring; // several large weights in one operation
+        const bool odd = !is_noop(n) && (odd_use || too_large || !ggml_backend_dev_supports_op(d.inner, n));
+        if (odd) {
+            Step s;
+            s.node0 = i;
+            s.node1 = i + 1;
+            s.odd = true;
+            step_of[i] = (int)steps.size();
+            steps.push_back(s);
+            closed = true;
+            continue;
+        }
+        if (split) {
+            for (size_t k = 0; k < need.size(); k++) {
+                Step s;
+                s.node0 = i;
+                s.node1 = i + 1;
+                s.row_piece = true;
+                s.piece = (int)k;
+                s.pieces = {need[k]};
+                s.bytes = d.pieces[need[k]].padded;
+                s.shard = d.pieces[need[k]].shard;
+                step_of[i] = (int)steps.size();
+                steps.push_back(s);
+            }
+            closed = true;
+            continue;
+        }
+        if (!closed && !need.empty() && !steps.back().pieces.empty()) {
+            Step &s = steps.back();
+            size_t more = 0;
+            for (int k : need) {
+                more += std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end() ? d.pieces[k].padded : 0;
+            }
+            closed = more > 0 && (s.bytes + more > d.step_bytes || s.shard != d.pieces[need[0]].shard);
+        }
+        if (closed) {
+            steps.emplace_back();
+            steps.back().node0 = i;
+            closed = false;
+        }
+        Step &s = steps.back();
+        for (int k : need) {
+            if (std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end()) {
+                if (s.pieces.empty()) {
+                    s.shard = d.pieces[k].shard;
+                }
+                s.pieces.push_back(k);
+                s.bytes += d.pieces[k].padded;
+            }
+        }
+        s.node1 = i + 1;
+        step_of[i] = (int)steps.size() - 1;
+    }
+    for (int i = 0; i < g->n_nodes; i++) {
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            const ggml_tensor *src = g->nodes[i]->src[j];
+            if (!src) {
+                continue;
+            }
+            auto it = node_at.find(src);
+            if (it != node_at.end() && step_of[it->second] != step_of[i]) {
+                escapes[src] = true;
+                escapes[root_of(src)] = true;
+            }
+        }
+    }
+}
+
+// The inner device's twin of a tensor: same shape and operation, inner buffer, inner address.
+ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
+    if (!t) {
+        return nullptr;
+    }
+    auto it = shadows.find(t);
+    if (it != shadows.end()) {
+        return it->second;
+    }
+    const ggml_tensor *root = root_of(t);
+    ggml_tensor *s = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
+    *s = *t;
+    s->extra = nullptr;
+    shadows[t] = s;
+    Buffer *b = buffer_of(root);
+    if (b && b->weights) {
+        const Weight *w = d.weight_of(t);
+        char *at = nullptr;
+        if (w && w->core) {
+            at = d.core_base + w->core_offset;
+            s->buffer = d.core.get();
+        } else if (w && w->n_pieces == 1) {
+            const Piece &piece = d.pieces[w->first_piece];
+            auto in_ring = staged.find(w->first_piece);
+            if (in_ring != staged.end()) {
+                at = in_ring->second;
+                s->buffer = d.ring.buffer.get();
+            } else if (d.piece_resident(w->first_piece)) {
+                at = d.slabs[piece.slab].base + piece.slab_offset;
+                s->buffer = d.slabs[piece.slab].buffer.get();
+            }
+        }
+        s->data = at ? at + ((const char *)t->data - (const char *)root->data) : nullptr;
+    } else if (b) {
+        s->buffer = b->inner;
+        s->data = t->data ? b->inner_base + ((char *)t->data - b->base) : nullptr;
+    }
+    s->view_src = shadow(t->view_src);
+    for (int j = 0; j < GGML_MAX_SRC; j++) {
+        s->src[j] = shadow(t->src[j]);
+    }
+    return s;
+}
+
+void Compiler::push_shadow(ggml_tensor *t) {
+    p.shadow->nodes[p.shadow->n_nodes++] = t;
+    ggml_hash_insert(&p.shadow->visited_hash_set, t);
+}
+
+void Compiler::add_shadow_node(const ggml_tensor *node) {
+    ggml_tensor *s = shadow(node);
+    if (escapes.count(node)) {
+        s->flags |= GGML_TENSOR_FLAG_OUTPUT;
+    }
+    push_shadow(s);
+}
+
+// One row piece of a matrix product. With several tokens the result's rows are strided, which inner devices do not
+// write, so it goes through scratch.
+bool Compiler::add_row_piece(const Step &st) {
+    const ggml_tensor *node = g->nodes[st.node0];
+    const Piece &piece = d.pieces[st.pieces[0]];
+    ggml_tensor *w = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
+    *w = *node->src[0];
+    w->extra = nullptr;
+    w->ne[1] = piece.rows;
+    w->nb[2] = w->nb[3] = piece.bytes;
+    auto in_ring = staged.find(st.pieces[0]);
+    if (in_ring != staged.end()) {
+        w->data = in_ring->second;
+        w->buffer = d.ring.buffer.get();
+    } else {
+        w->data = d.slabs[piece.slab].base + piece.slab_offset;
+        w->buffer = d.slabs[piece.slab].buffer.get();
+    }
+    ggml_tensor *full = shadow(node);
+    ggml_tensor *part = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
+    *part = *full;
+    part->src[0] = w;
+    part->ne[0] = piece.rows;
+    part->nb[1] = part->nb[0] * piece.rows;
+    part->nb[2] = part->nb[1] * part->ne[1];
+    part->nb[3] = part->nb[2] * part->ne[2];
+    part->flags |= GGML_TENSOR_FLAG_OUTPUT;
+    char *target = (char *)full->data + piece.row0 * full->nb[0];
+    if (ggml_nrows(node) == 1) {
+        part->data = target;
+        push_shadow(part);
+        return true;
+    }
+    const size_t bytes = ggml_nbytes(part);
+    if (!d.reserve_scratch(align_up(bytes))) {
+        return false;
+    }
+    part->data = d.scratch_base;
+    part->buffer = d.scratch.get();
+    push_shadow(part);
+    ggml_tensor *rows = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
+    *rows = *full;
+    rows->op = GGML_OP_NONE;
+    rows->ne[0] = piece.rows;
+    rows->data = target;
+    std::fill(rows->src, rows->src + GGML_MAX_SRC, nullptr);
+    ggml_tensor *put = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
+    *put = *rows;
+    put->op = GGML_OP_CPY;
+    memset(put->op_params, 0, sizeof(put->op_params));
+    put->src[0] = part;
+    put->src[1] = rows;
+    put->flags |= GGML_TENSOR_FLAG_OUTPUT;
+    push_shadow(put);
+    return true;
+}
+
+void Compiler::add_gpu(int step, int node0, int node1) {
+    const Step &s = steps[step];
+    bool work = s.row_piece;
+    for (int i = node0; i < node1 && !work; i++) {
+        work = !is_noop(g->nodes[i]);
+    }
+    std::vector<int> streamed;
+    size_t bytes = 0;
+    for (int k : s.pieces) {
+        if (!d.piece_resident(k) && !on_cpu(d.pieces[k].shard)) {
+            streamed.push_back(k);
+            bytes += d.pieces[k].padded;
+        }
+    }
+    // A prefill graph is not merged across steps: each is long enough to want a look at abort and budget.
+    const size_t merge_limit = n_tokens >= kPrefillTokens ? 0 : d.emulated ? (size_t)64 << 20 : (size_t)512 << 20;
+    Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
+    const bool merge = last && !last->cpu && last->entry < 0 && streamed.empty() && last->node1 == node0 &&
+                       (!work || merged_bytes + s.bytes <= merge_limit) && !s.row_piece && !last->row_piece;
+    if (!merge) {
+        Segment seg;
+        seg.step = step;
+        seg.row_piece = s.row_piece;
+        seg.node0 = node0;
+        seg.piece = s.piece;
+        seg.uid = (1ull << 62) + ggml_graph_next_uid();
+        p.segments.push_back(seg);
+        merged_bytes = 0;
+    }
+    Segment &seg = p.segments.back();
+    merged_bytes += s.bytes;
+    seg.node1 = node1;
+    if (!streamed.empty()) {
+        seg.entry = (int)p.entries.size();
+        p.entries.push_back({streamed});
+        p.entry_bytes.push_back(bytes);
+    }
+}
+
+void Compiler::add_cpu(int step, int node0, int node1) {
+    Segment seg;
+    seg.cpu = true;
+    seg.step = step;
+    seg.node0 = node0;
+    seg.node1 = node1;
+    p.segments.push_back(seg);
+}
+
+void Compiler::finish_cpu(Segment &seg) {
+    std::set<const ggml_tensor *> made; // roots written in full inside the segment
+    std::set<std::pair<const void *, size_t>> seen;
+    auto fetch = [&](const ggml_tensor *t) {
+        const ggml_tensor *root = root_of(t);
+        Buffer *b = buffer_of(root);
+        if (!b || b->weights || !t->data || made.count(root) || ggml_nbytes(t) == 0) {
+            return;
+        }
+        if (seen.insert({t->data, ggml_nbytes(t)}).second) {
+            seg.in.push_back({b, (size_t)((char *)t->data - b->base), ggml_nbytes(t)});
+        }
+    };
+    for (int i = seg.node0; i < seg.node1; i++) {
+        const ggml_tensor *n = g->nodes[i];
+        if (is_noop(n)) {
+            continue;
+        }
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            if (n->src[j]) {
+                fetch(n->src[j]);
+            }
+        }
+        if (n->view_src) {
+            fetch(n); // writes into part of something larger
+        } else {
+            made.insert(n);
+        }
+    }
+    for (int i = seg.node0; i < seg.node1; i++) {
+        const ggml_tensor *n = g->nodes[i];
+        if (is_noop(n)) {
+            continue;
+        }
+        const ggml_tensor *root = root_of(n);
+        Buffer *b = buffer_of(root);
+        auto last = last_user.find(root);
+        const bool later = last != last_user.end() && last->second >= seg.node1;
+        if (b && !b->weights && (later || escapes.count(root) || escapes.count(n) || is_persistent(n))) {
+            seg.out.push_back({b, (size_t)((char *)n->data - b->base), ggml_nbytes(n)});
+        }
+    }
+}
+
+// Nodes of one step whose weights the plan computes on the CPU: products with those weights, and what hangs on them
+// without touching KV, run on the CPU, the rest on the GPU.
+void Compiler::lower_cpu_step(int step, int node0) {
+    const Step &s = steps[step];
+    std::set<const ggml_tensor *> on_host;
+    int run0 = node0;
+    bool run_cpu = false;
+    auto close = [&](int end) {
+        if (end > run0) {
+            run_cpu ? add_cpu(step, run0, end) : add_gpu(step, run0, end);
+        }
+        run0 = end;
+    };
+    for (int i = node0; i < s.node1; i++) {
+        const ggml_tensor *n = g->nodes[i];
+        if (is_noop(n)) {
+            continue;
+        }
+        bool split, odd_use, host_weight = false, gpu_weight = false, touches_kv = is_persistent(n), follows = false;
+        for (int piece : pieces_of(n, split, odd_use)) {
+            (d.piece_resident(piece) ? gpu_weight : host_weight) = true;
+        }
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            touches_kv = touches_kv || (n->src[j] && is_persistent(n->src[j]));
+            follows = follows || (n->src[j] && on_host.count(root_of(n->src[j])));
+        }
+        const bool cpu = host_weight || (run_cpu && !gpu_weight && follows && !touches_kv);
+        if (cpu) {
+            on_host.insert(root_of(n));
+        }
+        if (cpu != run_cpu) {
+            close(i);
+            run_cpu = cpu;
+        }
+    }
+    close(s.node1);
+}
+
+bool Compiler::lower(std::string &why) {
+    // Segments first: the ring must be laid out before shadows can know their addresses.
+    for (int k = 0; k < (int)steps.size(); k++) {
+        const Step &s = steps[k];
+        if (s.node1 <= p.first_node || (s.node0 == p.first_node && s.row_piece && s.piece < p.first_piece)) {
+            continue; // computed before the program was compiled anew
+        }
+        const int node0 = std::max(s.node0, p.first_node);
+        bool host = false;
+        for (int piece : s.pieces) {
+            host = host || (!d.piece_resident(piece) && on_cpu(d.pieces[piece].shard));
+        }
+        if (s.odd) {
+            add_cpu(k, node0, s.node1);
+        } else if (host && s.row_piece) {
+            add_cpu(k, node0, s.node1); // the CPU takes the matrix whole
+            while (k + 1 < (int)steps.size() && steps[k + 1].node0 == s.node0) {
+                k++;
+            }
+        } else if (host) {
+            lower_cpu_step(k, node0);
+        } else {
+            add_gpu(k, node0, s.node1);
+        }
+    }
+
+    // The ring's layout follows from the list of streamed steps.
+    std::vector<RingSlot> slots;
+    if (!p.entries.empty()) {
+        slots = lay_ring(p.entry_bytes, d.ring.capacity);
+        if (slots.empty()) {
+            why = "a step of " + std::to_string(*std::max_element(p.entry_bytes.begin(), p.entry_bytes.end())) +
+                  " bytes does not fit the ring of " + std::to_string(d.ring.capacity);
+            return false;
+        }
+    }
+    for (size_t e = 0; e < p.entries.size(); e++) {
+        size_t at = slots[e].offset;
+        for (int piece : p.entries[e].pieces) {
+            staged[piece] = d.ring.base + at;
+            at += d.pieces[piece].padded;
+        }
+    }
+
+    for (Segment &seg : p.segments) {
+        if (seg.cpu) {
+            finish_cpu(seg);
+            continue;
+        }
+        seg.shadow0 = p.shadow->n_nodes;
+        if (seg.row_piece) {
+            if (!add_row_piece(steps[seg.step])) {
+                why = "no memory for the scratch of a matrix in row pieces";
+                return false;
+            }
+        } else {
+            for (int i = seg.node0; i < seg.node1; i++) {
+                add_shadow_node(g->nodes[i]);
+            }
+        }
+        seg.shadow1 = p.shadow->n_nodes;
+    }
+    // Use counts over the whole program: an inner device then never fuses away what a later segment reads.
+    for (int i = 0; i < p.shadow->n_nodes; i++) {
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            if (ggml_tensor *src = p.shadow->nodes[i]->src[j]) {
+                p.shadow->use_counts[ggml_hash_find_or_insert(&p.shadow->visited_hash_set, src)]++;
+            }
+        }
+    }
+    return true;
+}
+
+bool Compiler::compile(std::string &why) {
+    survey();
+    cut();
+    size_t extra = 0;
+    for (const Step &s : steps) {
+        extra += s.row_piece ? 3 : 0;
+    }
+    const size_t n_graph = g->n_nodes + 2 * extra + 16;
+    const size_t n_tensors = (size_t)g->n_nodes * 6 + 4 * extra + 64;
+    ggml_init_params params = {};
+    params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 4, false);
+    params.no_alloc = true;
+    p.ctx = ggml_init(params);
+    if (!p.ctx) {
+        why = "no memory for a compiled graph";
+        return false;
+    }
+    p.shadow = ggml_new_graph_custom(p.ctx, n_graph * 4, false);
+    std::fill_n(p.shadow->use_counts, p.shadow->visited_hash_set.size, 0);
+    return lower(why);
+}
+
+} // namespace
+
+// ---------------------------------------------------------------------------------------------------------------- ring
+
+void Device::reset_ring() {
+    if (ring.entries.empty()) {
+        return;
+    }
+    ggml_backend_synchronize(copy);
+    synchronize();
+    for (ggml_backend_event_t e : ring.ready) {
+        ggml_backend_event_free(e);
+    }
+    for (ggml_backend_event_t e : ring.done) {
+        ggml_backend_event_free(e);
+    }
+    ring.ready.clear();
+    ring.done.clear();
+    ring.entries.clear();
+    ring.slots.clear();
+    ring.next_copy = ring.next_use = 0;
+}
+
+// Starts every copy whose place in the ring is free or will be once queued work is done; never waits.
+void Device::pump_copies() {
+    const size_t n = ring.entries.size();
+    if (n == 0) {
+        return;
+    }
+    static const char zeros[65536] = {};
+    while (ring.next_copy < ring.next_use + n) {
+        const size_t i = ring.next_copy % n;
+        const size_t back = ring.slots[i].reuse_distance;
+        if (ring.next_copy >= back) {
+            const uint64_t previous = ring.next_copy - back;
+            if (previous >= ring.next_use) {
+                return; // its bytes are still waiting to be used
+            }
+            ggml_backend_event_wait(copy, ring.done[previous % n]);
+        }
+        size_t at = ring.slots[i].offset;
+        uint64_t bytes = 0;
+        for (int k : ring.entries[i].pieces) {
+            const Piece &p = pieces[k];
+            const char *host = weights[p.tensor].host + p.host_offset;
+            ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + at, p.padded);
+            for (size_t from = 0; from < p.bytes; from += chunk_bytes) {
+                ggml_backend_tensor_set_async(copy, &dst, host + from, from, std::min(chunk_bytes, p.bytes - from));
+            }
+            for (size_t from = p.bytes; from < p.padded; from += sizeof(zeros)) {
+                ggml_backend_tensor_set_async(copy, &dst, zeros, from, std::min(sizeof(zeros), p.padded - from));
+            }
+            at += p.padded;
+            bytes += p.bytes;
+        }
+        ggml_backend_event_record(ring.ready[i], copy);
+        ring.next_copy++;
+        std::lock_guard<std::mutex> lock(state_mutex);
+        counters.copies++;
+        counters.copied_bytes += bytes;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------- running
+
+namespace {
+
+struct Runner {
+    Device &d;
+    ggml_cgraph *graph;
+    ggml_backend_event_t ahead[kRunAhead] = {};
+    uint64_t queued = 0;
+
+    Runner(Device &device, ggml_cgraph *g) : d(device), graph(g) {}
+    ~Runner() {
+        for (ggml_backend_event_t e : ahead) {
+            if (e) {
+                ggml_backend_event_free(e);
+            }
+        }
+    }
+
+    Program *program(int first_node, int first_piece, const Tier *tier, std::string &why);
+    ggml_status gpu(Program &p, const Segment &s);
+    ggml_status cpu(const Segment &s);
+};
+
+Program *Runner::program(int first_node, int first_piece, const Tier *tier, std::string &why) {
+    static uint64_t clock = 0;
+    clock++;
+    for (auto &p : d.programs) {
+        if (graph->uid != 0 && p->uid == graph->uid && p->generation == d.residency_generation &&
+            p->first_node == first_node && p->first_piece == first_piece && p->tier == tier) {
+            p->used_at = clock;
+            return p.get();
+        }
+    }
+    d.synchronize(); // queued work may read the shadows of the program that makes way
+    // The least recently used program goes first, and any that a change of residency has outdated.
+    while (d.programs.size() >= kMaxPrograms) {
+        auto oldest = std::min_element(d.programs.begin(), d.programs.end(), [&](const auto &a, const auto &b) {
+            return std::make_pair(a->generation == d.residency_generation, a->used_at) <
+                   std::make_pair(b->generation == d.residency_generation, b->used_at);
+        });
+        d.programs.erase(oldest);
+    }
+    for (int attempt = 0; attempt < 2; attempt++) {
+        auto p = std::make_unique<Program>();
+        p->uid = graph->uid;
+        p->first_node = first_node;
+        p->first_piece = first_piece;
+        p->tier = tier;
+        p->used_at = clock;
+        const uint64_t generation = d.residency_generation;
+        Compiler compiler(d, graph, *p);
+        if (!compiler.compile(why)) {
+            return nullptr;
+        }
+        if (generation != d.residency_generation) {
+            continue; // taking scratch memory evicted a slab: its addresses are gone
+        }
+        p->generation = generation;
+        {
+            std::lock_guard<std::mutex> lock(d.state_mutex);
+            d.counters.recompiles++;
+        }
+        d.programs.push_back(std::move(p));
+        return d.programs.back().get();
+    }
+    why = "residency changed while compiling";
+    return nullptr;
+}
+
+ggml_status Runner::gpu(Program &p, const Segment &s) {
+    if (s.entry >= 0) {
+        ggml_backend_event_wait(d.compute, d.ring.ready[s.entry]);
+    }
+    ggml_cgraph view = *p.shadow;
+    view.nodes += s.shadow0;
+    view.n_nodes = s.shadow1 - s.shadow0;
+    view.n_leafs = 0;
+    view.leafs = nullptr;
+    view.uid = s.uid;
+    const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
+    d.compute_pending = true;
+    if (s.entry >= 0) {
+        ggml_backend_event_record(d.ring.done[s.entry], d.compute);
+        d.ring.next_use++;
+    }
+    return status;
+}
+
+ggml_status Runner::cpu(const Segment &s) {
+    d.synchronize();
+    for (const Span &in : s.in) {
+        ggml_tensor t = raw_tensor(in.buffer->inner, in.buffer->inner_base + in.offset, in.bytes);
+        ggml_backend_tensor_get(&t, in.buffer->base + in.offset, 0, in.bytes);
+    }
+    ggml_cgraph view = *graph;
+    view.nodes += s.node0;
+    view.n_nodes = s.node1 - s.node0;
+    view.n_leafs = 0;
+    view.leafs = nullptr;
+    view.uid = 0;
+    const ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
+    for (const Span &out : s.out) {
+        ggml_tensor t = raw_tensor(out.buffer->inner, out.buffer->inner_base + out.offset, out.bytes);
+        ggml_backend_tensor_set(&t, out.buffer->base + out.offset, 0, out.bytes);
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.cpu_segments++;
+    return status;
+}
+
+} // namespace
+
+ggml_status Device::run(ggml_cgraph *graph) {
+    std::lock_guard<std::mutex> graph_lock(graph_mutex);
+    if (!committed) {
+        GGML_LOG_ERROR("frameshard: a graph was run before fsd_commit\n");
+        return GGML_STATUS_FAILED;
+    }
+    if (abort.load()) {
+        return GGML_STATUS_ABORTED;
+    }
+    if (budget_is_pending()) {
+        apply_budget();
+    }
+    finish_fills();
+    {
+        std::lock_guard<std::mutex> lock(state_mutex);
+        counters.graphs++;
+    }
+    const Tier *tier = tier_for(tokens_of(graph, *this));
+    Runner runner(*this, graph);
+    std::string why;
+    int node = 0, piece = 0;
+    Program *p = nullptr;
+    size_t at = 0;
+    uint64_t compiled_for = 0;
+    while (node < graph->n_nodes) {
+        if (!p || compiled_for != residency_generation) {
+            p = runner.program(node, piece, tier, why);
+            if (!p) {
+                GGML_LOG_ERROR("frameshard: %s\n", why.c_str());
+                return GGML_STATUS_ALLOC_FAILED;
+            }
+            compiled_for = residency_generation;
+            at = 0;
+            if (ring.entries != p->entries || (!ring.entries.empty() && ring.next_use % ring.entries.size() != 0)) {
+                reset_ring();
+                ring.entries = p->entries;
+                ring.slots = lay_ring(p->entry_bytes, ring.capacity);
+                for (size_t i = 0; i < ring.entries.size(); i++) {
+                    ring.ready.push_back(ggml_backend_event_new(inner));
+                    ring.done.push_back(ggml_backend_event_new(inner));
+                }
+            }
+            pump_copies();
+        }
+        const Segment &s = p->segments[at];
+        const auto start = std::chrono::steady_clock::now();
+        const ggml_status status = s.cpu ? runner.cpu(s) : runner.gpu(*p, s);
+        if (status != GGML_STATUS_SUCCESS) {
+            synchronize();
+            reset_ring();
+            return status;
+        }
+        pump_copies();
+        {
+            std::lock_guard<std::mutex> lock(state_mutex);
+            counters.steps++;
+        }
+        // Where to go on if the program has to be compiled anew here.
+        at++;
+        if (at < p->segments.size()) {
+            node = p->segments[at].node0;
+            piece = p->segments[at].piece;
+        } else {
+            node = graph->n_nodes;
+            piece = 0;
+        }
+        // At most kRunAhead segments are queued, so that what follows takes effect soon.
+        ggml_backend_event_t &slot = runner.ahead[runner.queued++ % kRunAhead];
+        if (!slot) {
+            slot = ggml_backend_event_new(inner);
+        } else {
+            ggml_backend_event_synchronize(slot);
+        }
+        ggml_backend_event_record(slot, compute);
+        const double share = duty.load();
+        if (share < 1.0) {
+            ggml_backend_event_synchronize(slot);
+            const auto busy = std::chrono::steady_clock::now() - start;
+            std::this_thread::sleep_for(
+                std::chrono::duration<double>(std::chrono::duration<double>(busy).count() * (1.0 / share - 1.0)));
+        }
+        if (abort.load()) {
+            synchronize();
+            reset_ring();
+            return GGML_STATUS_ABORTED;
+        }
+        if (budget_is_pending()) {
+            apply_budget();
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+} // namespace fsd

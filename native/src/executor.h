@@ -1,0 +1,47 @@
+// A compiled graph: what the executor walks.
+#pragma once
+
+#include "device.h"
+
+#include "ggml-impl.h"
+
+namespace fsd {
+
+struct Span {
+    Buffer *buffer;
+    size_t offset, bytes;
+};
+
+// A run of nodes on one device. GPU segments are a range of the program's shadow nodes, CPU segments a range of the
+// original graph's nodes.
+struct Segment {
+    bool cpu = false;
+    bool row_piece = false;       // one row piece of a matrix; the segment is this and nothing else
+    int step = 0;                 // first step that it covers
+    int node0 = 0, node1 = 0;     // original nodes covered
+    int piece = 0;                // of a matrix computed in row pieces: which one, for resuming after an eviction
+    int shadow0 = 0, shadow1 = 0; // GPU: range of shadow nodes
+    int entry = -1;               // index into the ring's entries, if streamed
+    uint64_t uid = 0;
+    std::vector<Span> in, out; // CPU: activations to fetch before and to put back after
+};
+
+struct Program {
+    uint64_t uid = 0;
+    uint64_t generation = 0;
+    int first_node = 0, first_piece = 0;
+    const Tier *tier = nullptr;
+    uint64_t used_at = 0;
+    std::vector<Segment> segments;
+    std::vector<RingEntry> entries;
+    std::vector<size_t> entry_bytes;
+    ggml_cgraph *shadow = nullptr; // owned by ctx
+    ggml_context *ctx = nullptr;
+    ~Program() {
+        if (ctx) {
+            ggml_free(ctx);
+        }
+    }
+};
+
+} // namespace fsd

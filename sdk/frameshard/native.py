@@ -1,0 +1,333 @@
+"""The shard device seen from Python: ctypes over ``native/include/frameshard_device.h``.
+
+Order of calls: :class:`ShardDevice` -> :meth:`~ShardDevice.set_shards` -> llama model with ``devices =
+device.devices_array`` -> llama context -> :meth:`~ShardDevice.commit` -> :meth:`~ShardDevice.set_plan` ->
+:meth:`~ShardDevice.fill` -> decode. There is one device per process. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import errors
+
+STREAMED = 1
+CPU = 2
+
+LLAMA_CPP_PYTHON = "0.3.36"
+_INTERFACE_VERSION = 1
+_LIBRARY = {"win32": "frameshard_device.dll", "darwin": "libframeshard_device.dylib"}.get(
+    sys.platform, "libframeshard_device.so"
+)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("inner_device", ctypes.c_char_p),
+        ("budget_bytes", ctypes.c_uint64),
+        ("n_threads", ctypes.c_uint32),
+        ("piece_bytes", ctypes.c_uint64),
+        ("step_bytes", ctypes.c_uint64),
+        ("slab_bytes", ctypes.c_uint64),
+        ("chunk_bytes", ctypes.c_uint64),
+        ("emulated_link_gbps", ctypes.c_double),
+        ("emulated_vram_bytes", ctypes.c_uint64),
+    )
+
+
+class _ShardTensor(ctypes.Structure):
+    _fields_ = (("tensor", ctypes.c_char_p), ("shard", ctypes.c_uint32))
+
+
+class _Tier(ctypes.Structure):
+    _fields_ = (("min_tokens", ctypes.c_uint32), ("placement", ctypes.POINTER(ctypes.c_uint8)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The device's figures, each as ``fsd_stats`` in frameshard_device.h describes it."""
+
+    budget_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    overhead_bytes: int
+    buffers_bytes: int
+    core_bytes: int
+    arena_bytes: int
+    ring_bytes: int
+    scratch_bytes: int
+    floor_bytes: int
+    full_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
+    cpu_bytes: int
+    resident_shards: int
+    streamed_shards: int
+    cpu_shards: int
+    graphs: int
+    steps: int
+    copies: int
+    copied_bytes: int
+    cpu_segments: int
+    evicted_slabs: int
+    filled_slabs: int
+    recompiles: int
+    budget_generation: int
+    copy_busy_s: float
+    host_weights_pinned: bool
+
+
+def _c_type(name: str, annotation: str) -> Any:
+    if annotation == "float":
+        return ctypes.c_double
+    return ctypes.c_uint32 if annotation == "bool" or name.endswith("_shards") else ctypes.c_uint64
+
+
+class _Stats(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        *((f.name, _c_type(f.name, str(f.type))) for f in dataclasses.fields(Stats)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeResult:
+    """Measured rates: bytes/s for copies, memory and GEMV (of weights), FLOP/s for GEMM, seconds for the hand-off."""
+
+    h2d_pinned: float
+    h2d_pageable: float
+    d2h: float
+    dram_read: float
+    cpu_gemv: float
+    gpu_gemv: float
+    cpu_gemm: float
+    gpu_gemm: float
+    handoff_s: float
+
+
+class _Probe(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        *((f.name, ctypes.c_double) for f in dataclasses.fields(ProbeResult)),
+    )
+
+
+def check_llama_cpp_python() -> None:
+    """Raises VersionMismatch unless the installed llama-cpp-python is the pinned one: the plugin depends on its ABI."""
+    try:
+        found = metadata.version("llama-cpp-python")
+    except metadata.PackageNotFoundError:
+        return  # libraries laid out by hand (LLAMA_CPP_LIB_PATH): the plugin compares ggml's commit when it loads
+    if found != LLAMA_CPP_PYTHON:
+        raise errors.VersionMismatch(
+            f"llama-cpp-python {found} is installed, frameshard needs {LLAMA_CPP_PYTHON}: "
+            f"pip install llama-cpp-python=={LLAMA_CPP_PYTHON}",
+            found=found,
+            needed=LLAMA_CPP_PYTHON,
+        )
+
+
+def _ggml() -> ctypes.CDLL:
+    """libggml as llama_cpp loaded it; another copy in the process would have a registry of its own."""
+    import llama_cpp
+
+    directory = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
+    names = {"win32": "ggml.dll", "darwin": "libggml.dylib"}
+    ggml = ctypes.CDLL(str(directory / names.get(sys.platform, "libggml.so")))
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
+    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    for name in ("ggml_backend_dev_name", "ggml_backend_dev_type", "ggml_backend_dev_by_name"):
+        getattr(ggml, name).argtypes = [ctypes.c_char_p if name.endswith("by_name") else ctypes.c_void_p]
+    ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
+    ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
+    return ggml
+
+
+_GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
+
+
+def gpu_devices() -> list[str]:
+    """Names of the GPUs that this build of ggml sees, such as ``CUDA0``."""
+    ggml = _ggml()
+    found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    names = [ggml.ggml_backend_dev_name(d).decode() for d in found if ggml.ggml_backend_dev_type(d) in _GPU_TYPES]
+    return [n for n in names if n != "FRAMESHARD0"]
+
+
+def _load() -> tuple[ctypes.CDLL, int]:
+    """The plugin library and the ggml handle of its device."""
+    check_llama_cpp_python()
+    ggml = _ggml()
+    path = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or Path(__file__).parent / _LIBRARY)
+    if not path.exists():
+        raise errors.VersionMismatch(
+            f"the shard device library {path.name} is not installed with the package: reinstall frameshard "
+            "(pip install . in its source tree)"
+        )
+    if not ggml.ggml_backend_dev_by_name(b"FRAMESHARD0") and not ggml.ggml_backend_load(str(path).encode()):
+        raise errors.VersionMismatch(
+            f"ggml refused {path.name}: it was built against another ggml than the one that runs; "
+            f"reinstall frameshard against llama-cpp-python {LLAMA_CPP_PYTHON}"
+        )
+    lib = ctypes.CDLL(str(path))
+    lib.fsd_last_error.restype = ctypes.c_char_p
+    if lib.fsd_interface_version() != _INTERFACE_VERSION:
+        raise errors.VersionMismatch(
+            f"{path.name} speaks interface {lib.fsd_interface_version()}, this package {_INTERFACE_VERSION}: "
+            "reinstall frameshard"
+        )
+    return lib, ggml.ggml_backend_dev_by_name(b"FRAMESHARD0")
+
+
+class ShardDevice:
+    """The shard device over one inner device (``"emulated"`` or a ggml device such as ``"CUDA0"``).
+
+    ``budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
+    ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. Raises UnknownDevice,
+    VersionMismatch, BadArgument.
+    """
+
+    def __init__(
+        self,
+        inner: str,
+        *,
+        budget_bytes: int,
+        n_threads: int,
+        link_gbps: float = 0.0,
+        emulated_vram_bytes: int = 0,
+        piece_bytes: int = 0,
+        step_bytes: int = 0,
+        slab_bytes: int = 0,
+        chunk_bytes: int = 4 << 20,
+    ) -> None:
+        self._lib, handle = _load()
+        config = _Config(
+            struct_size=ctypes.sizeof(_Config),
+            inner_device=inner.encode(),
+            budget_bytes=budget_bytes,
+            n_threads=n_threads,
+            piece_bytes=piece_bytes,
+            step_bytes=step_bytes,
+            slab_bytes=slab_bytes,
+            chunk_bytes=chunk_bytes,
+            emulated_link_gbps=link_gbps,
+            emulated_vram_bytes=emulated_vram_bytes,
+        )
+        self._budget = budget_bytes
+        self._check(self._lib.fsd_configure(ctypes.byref(config)))
+        self.inner = inner
+        self.devices_array = (ctypes.c_void_p * 2)(handle, None)
+
+    def __repr__(self) -> str:
+        s = self.stats()
+        return f"<ShardDevice {self.inner} used={s.used_bytes >> 20} MiB of {s.budget_bytes >> 20} MiB>"
+
+    def _check(self, status: int, budget: int | None = None) -> None:
+        if status == 0:
+            return
+        text = self._lib.fsd_last_error().decode()
+        if status == 3:
+            raise errors.UnknownDevice(text, devices=["cpu", "emulated", *gpu_devices()])
+        if status == 4:
+            raise errors.VersionMismatch(text)
+        if status == 5:
+            floor = self.stats().floor_bytes
+            raise errors.BudgetBelowFloor(
+                text, budget_bytes=self._budget if budget is None else budget, floor_bytes=floor
+            )
+        if status == 6:
+            raise errors.OutOfMemory(text)
+        if status == 7:
+            raise errors.DeadlineMissed(text)
+        raise errors.BadArgument(text) if status == 1 else errors.FrameshardError(text)
+
+    def set_shards(self, shards: Sequence[Sequence[str]]) -> None:
+        """The ladder: for each shard, first to be kept first, the names of its tensors."""
+        rows = [(name.encode(), i) for i, names in enumerate(shards) for name in names]
+        array = (_ShardTensor * max(len(rows), 1))(*rows)
+        self._check(self._lib.fsd_set_shards(array, ctypes.c_size_t(len(rows)), ctypes.c_uint32(len(shards))))
+
+    def commit(self) -> None:
+        """Takes the VRAM the model cannot do without. Raises BudgetBelowFloor, OutOfMemory."""
+        self._check(self._lib.fsd_commit())
+
+    def set_plan(self, tiers: Sequence[tuple[int, Sequence[int]]], ring_bytes: int) -> None:
+        """``tiers``: (least tokens of a graph, placement by shard while it is not resident), ascending, the first from 0.
+        ``ring_bytes`` of 0 leaves the ring as it is."""
+        n_shards = len(tiers[0][1]) if tiers else 0
+        if any(len(p) != n_shards for _, p in tiers):
+            raise errors.BadArgument("every tier needs one placement for each shard")
+        placements = [(ctypes.c_uint8 * max(n_shards, 1))(*p) for _, p in tiers]
+        array = (_Tier * max(len(tiers), 1))()
+        for i, (least, _) in enumerate(tiers):
+            array[i] = _Tier(least, ctypes.cast(placements[i], ctypes.POINTER(ctypes.c_uint8)))
+        self._check(
+            self._lib.fsd_set_plan(
+                array, ctypes.c_size_t(len(tiers)), ctypes.c_uint32(n_shards), ctypes.c_uint64(ring_bytes)
+            )
+        )
+
+    def set_budget(self, budget_bytes: int, timeout_s: float = 5.0) -> None:
+        """Any thread, also while a graph runs: returns when no more than ``budget_bytes`` is in use.
+
+        Raises BudgetBelowFloor (nothing changes) and DeadlineMissed (the budget stays in force)."""
+        status = self._lib.fsd_set_budget(ctypes.c_uint64(budget_bytes), ctypes.c_double(timeout_s))
+        self._check(status, budget_bytes)
+        self._budget = budget_bytes
+
+    def fill(self, max_bytes: int = 2**63) -> int:
+        """Copies weights into free budget, at most about ``max_bytes``; returns the bytes. Between decodes."""
+        filled = ctypes.c_uint64()
+        self._check(self._lib.fsd_fill(ctypes.c_uint64(max_bytes), ctypes.byref(filled)))
+        return filled.value
+
+    def set_overhead(self, overhead_bytes: int) -> None:
+        """VRAM that the process holds beside the device's own allocations (driver context, library workspaces)."""
+        self._check(self._lib.fsd_set_overhead(ctypes.c_uint64(overhead_bytes)))
+
+    def set_abort(self, on: bool) -> None:
+        """Any thread: graphs stop at the next step until this is cleared; llama_decode then returns 2."""
+        self._check(self._lib.fsd_set_abort(ctypes.c_int(on)))
+
+    def set_duty(self, share: float) -> None:
+        """Share of time in (0, 1] that the device works; it idles after each step for the rest."""
+        self._check(self._lib.fsd_set_duty(ctypes.c_double(share)))
+
+    def stats(self) -> Stats:
+        """Any thread."""
+        raw = _Stats(struct_size=ctypes.sizeof(_Stats))
+        if self._lib.fsd_get_stats(ctypes.byref(raw)) != 0:
+            raise errors.VersionMismatch("the shard device library and this package do not belong together: reinstall")
+        values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Stats)}
+        return Stats(**{**values, "host_weights_pinned": bool(values["host_weights_pinned"])})
+
+    def reset_peak(self) -> None:
+        """``peak_bytes`` starts anew from what is in use."""
+        self._check(self._lib.fsd_reset_peak())
+
+    def probe(self, ggml_type: int, rows: int, cols: int, seconds: float) -> ProbeResult:
+        """Measures this machine in about ``seconds``, with weights of one ggml type and shape."""
+        raw = _Probe(struct_size=ctypes.sizeof(_Probe))
+        status = self._lib.fsd_probe(
+            ctypes.c_int(ggml_type),
+            ctypes.c_int64(rows),
+            ctypes.c_int64(cols),
+            ctypes.c_double(seconds),
+            ctypes.byref(raw),
+        )
+        if status != 0:
+            raise errors.OutOfMemory("the probe found no room for its matrices") if status == 6 else errors.BadArgument(
+                f"the probe cannot measure type {ggml_type} with {rows} rows of {cols}"
+            )
+        return ProbeResult(**{f.name: getattr(raw, f.name) for f in dataclasses.fields(ProbeResult)})
