@@ -30,6 +30,8 @@ namespace fsd {
 
 // Weights up to this size (norms, biases, router scales) are always resident: they cost little and would cut the graph.
 constexpr size_t kCoreBytes = 64 * 1024;
+// Results of matrices in row pieces pass through scratch of this size, some tokens at a time.
+constexpr size_t kScratchBytes = 2 * 1024 * 1024;
 
 struct Weight {
     std::string name;
@@ -159,7 +161,6 @@ struct Device {
     bool resize_ring(size_t bytes);
     size_t fill(size_t max_bytes, bool wait); // returns bytes enqueued
     void finish_fills();
-    bool reserve_scratch(size_t bytes);
     void update_floor();
     void update_placements();
     void synchronize();

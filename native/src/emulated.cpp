@@ -243,7 +243,7 @@ struct Event {
 };
 
 bool is_computed(const ggml_tensor *node) {
-    return !ggml_op_is_empty(node->op) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0;
+    return !ggml_op_is_empty(node->op) && !ggml_is_empty(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0;
 }
 
 // What an asynchronous compute needs of a ggml_cgraph after the caller has its own back: nodes and their use counts,

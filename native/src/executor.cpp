@@ -23,16 +23,7 @@ static constexpr size_t kMaxPrograms = 6;
 static constexpr int kPrefillTokens = 32;
 
 static bool is_noop(const ggml_tensor *t) {
-    switch (t->op) {
-    case GGML_OP_NONE:
-    case GGML_OP_RESHAPE:
-    case GGML_OP_VIEW:
-    case GGML_OP_PERMUTE:
-    case GGML_OP_TRANSPOSE:
-        return true;
-    default:
-        return ggml_is_empty(t);
-    }
+    return ggml_op_is_empty(t->op) || ggml_is_empty(t) || (t->flags & GGML_TENSOR_FLAG_COMPUTE) == 0;
 }
 
 static const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
@@ -95,7 +86,8 @@ class Compiler {
     }
     ggml_tensor *shadow(const ggml_tensor *t);
     void add_shadow_node(const ggml_tensor *node);
-    bool add_row_piece(const Step &s);
+    ggml_tensor *twin(const ggml_tensor *t);
+    void add_row_piece(const Step &s);
     void lower_cpu_step(int step, int node0);
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
@@ -263,9 +255,7 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
         return it->second;
     }
     const ggml_tensor *root = root_of(t);
-    ggml_tensor *s = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
-    *s = *t;
-    s->extra = nullptr;
+    ggml_tensor *s = twin(t);
     shadows[t] = s;
     Buffer *b = buffer_of(root);
     if (b && b->weights) {
@@ -310,14 +300,19 @@ void Compiler::add_shadow_node(const ggml_tensor *node) {
     push_shadow(s);
 }
 
-// One row piece of a matrix product. With several tokens the result's rows are strided, which inner devices do not
-// write, so it goes through scratch.
-bool Compiler::add_row_piece(const Step &st) {
+ggml_tensor *Compiler::twin(const ggml_tensor *t) {
+    ggml_tensor *s = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
+    *s = *t;
+    s->extra = nullptr;
+    return s;
+}
+
+// One row piece of a matrix product. With several tokens the piece's rows are strided in the result, which inner devices
+// do not write, so they go through scratch, as many tokens at a time as it holds.
+void Compiler::add_row_piece(const Step &st) {
     const ggml_tensor *node = g->nodes[st.node0];
     const Piece &piece = d.pieces[st.pieces[0]];
-    ggml_tensor *w = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
-    *w = *node->src[0];
-    w->extra = nullptr;
+    ggml_tensor *w = twin(node->src[0]);
     w->ne[1] = piece.rows;
     w->nb[2] = w->nb[3] = piece.bytes;
     auto in_ring = staged.find(st.pieces[0]);
@@ -328,43 +323,51 @@ bool Compiler::add_row_piece(const Step &st) {
         w->data = d.slabs[piece.slab].base + piece.slab_offset;
         w->buffer = d.slabs[piece.slab].buffer.get();
     }
-    ggml_tensor *full = shadow(node);
-    ggml_tensor *part = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
-    *part = *full;
-    part->src[0] = w;
-    part->ne[0] = piece.rows;
-    part->nb[1] = part->nb[0] * piece.rows;
-    part->nb[2] = part->nb[1] * part->ne[1];
-    part->nb[3] = part->nb[2] * part->ne[2];
-    part->flags |= GGML_TENSOR_FLAG_OUTPUT;
-    char *target = (char *)full->data + piece.row0 * full->nb[0];
-    if (ggml_nrows(node) == 1) {
-        part->data = target;
-        push_shadow(part);
-        return true;
+    const ggml_tensor *full = shadow(node);
+    const bool direct = ggml_nrows(node) == 1;
+    const int64_t most = direct ? 1 : (int64_t)(d.scratch_size / (piece.rows * sizeof(float)));
+    for (int64_t i3 = 0; i3 < node->ne[3]; i3++) {
+        for (int64_t i2 = 0; i2 < node->ne[2]; i2++) {
+            for (int64_t i1 = 0; i1 < node->ne[1]; i1 += most) {
+                const int64_t n = std::min(most, node->ne[1] - i1);
+                ggml_tensor *x = twin(full->src[1]);
+                x->ne[1] = n;
+                x->ne[2] = x->ne[3] = 1;
+                x->data = (char *)x->data + i1 * x->nb[1] + i2 * x->nb[2] + i3 * x->nb[3];
+                ggml_tensor *part = twin(full);
+                part->src[0] = w;
+                part->src[1] = x;
+                part->ne[0] = piece.rows;
+                part->ne[1] = n;
+                part->ne[2] = part->ne[3] = 1;
+                part->nb[1] = part->nb[0] * piece.rows;
+                part->nb[2] = part->nb[3] = part->nb[1] * n;
+                part->flags |= GGML_TENSOR_FLAG_OUTPUT;
+                char *target = (char *)full->data + piece.row0 * full->nb[0] + i1 * full->nb[1] + i2 * full->nb[2] +
+                               i3 * full->nb[3];
+                part->data = direct ? target : d.scratch_base;
+                part->buffer = direct ? full->buffer : d.scratch.get();
+                push_shadow(part);
+                if (direct) {
+                    continue;
+                }
+                ggml_tensor *rows = twin(full);
+                rows->op = GGML_OP_NONE;
+                rows->ne[0] = piece.rows;
+                rows->ne[1] = n;
+                rows->ne[2] = rows->ne[3] = 1;
+                rows->data = target;
+                std::fill(rows->src, rows->src + GGML_MAX_SRC, nullptr);
+                ggml_tensor *put = twin(rows);
+                put->op = GGML_OP_CPY;
+                memset(put->op_params, 0, sizeof(put->op_params));
+                put->src[0] = part;
+                put->src[1] = rows;
+                put->view_src = rows;
+                push_shadow(put);
+            }
+        }
     }
-    const size_t bytes = ggml_nbytes(part);
-    if (!d.reserve_scratch(align_up(bytes))) {
-        return false;
-    }
-    part->data = d.scratch_base;
-    part->buffer = d.scratch.get();
-    push_shadow(part);
-    ggml_tensor *rows = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
-    *rows = *full;
-    rows->op = GGML_OP_NONE;
-    rows->ne[0] = piece.rows;
-    rows->data = target;
-    std::fill(rows->src, rows->src + GGML_MAX_SRC, nullptr);
-    ggml_tensor *put = ggml_new_tensor_1d(p.ctx, GGML_TYPE_I8, 1);
-    *put = *rows;
-    put->op = GGML_OP_CPY;
-    memset(put->op_params, 0, sizeof(put->op_params));
-    put->src[0] = part;
-    put->src[1] = rows;
-    put->flags |= GGML_TENSOR_FLAG_OUTPUT;
-    push_shadow(put);
-    return true;
 }
 
 void Compiler::add_gpu(int step, int node0, int node1) {
@@ -548,10 +551,7 @@ bool Compiler::lower(std::string &why) {
         }
         seg.shadow0 = p.shadow->n_nodes;
         if (seg.row_piece) {
-            if (!add_row_piece(steps[seg.step])) {
-                why = "no memory for the scratch of a matrix in row pieces";
-                return false;
-            }
+            add_row_piece(steps[seg.step]);
         } else {
             for (int i = seg.node0; i < seg.node1; i++) {
                 add_shadow_node(g->nodes[i]);
@@ -573,21 +573,25 @@ bool Compiler::lower(std::string &why) {
 bool Compiler::compile(std::string &why) {
     survey();
     cut();
-    size_t extra = 0;
+    size_t extra = 0; // shadow nodes of matrices in row pieces; each brings at most five tensors
     for (const Step &s : steps) {
-        extra += s.row_piece ? 3 : 0;
+        if (s.row_piece) {
+            const ggml_tensor *n = g->nodes[s.node0];
+            const int64_t most = std::max<int64_t>(1, d.scratch_size / (d.pieces[s.pieces[0]].rows * sizeof(float)));
+            extra += 2 * (n->ne[1] / most + 1) * n->ne[2] * n->ne[3];
+        }
     }
-    const size_t n_graph = g->n_nodes + 2 * extra + 16;
-    const size_t n_tensors = (size_t)g->n_nodes * 6 + 4 * extra + 64;
+    const size_t n_graph = g->n_nodes + extra;
+    const size_t n_tensors = (size_t)g->n_nodes * (1 + GGML_MAX_SRC / 2) + 5 * extra;
     ggml_init_params params = {};
-    params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 4, false);
+    params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 5, false);
     params.no_alloc = true;
     p.ctx = ggml_init(params);
     if (!p.ctx) {
         why = "no memory for a compiled graph";
         return false;
     }
-    p.shadow = ggml_new_graph_custom(p.ctx, n_graph * 4, false);
+    p.shadow = ggml_new_graph_custom(p.ctx, n_graph * 5, false);
     std::fill_n(p.shadow->use_counts, p.shadow->visited_hash_set.size, 0);
     return lower(why);
 }
@@ -698,31 +702,23 @@ Program *Runner::program(int first_node, int first_piece, const Tier *tier, std:
         });
         d.programs.erase(oldest);
     }
-    for (int attempt = 0; attempt < 2; attempt++) {
-        auto p = std::make_unique<Program>();
-        p->uid = graph->uid;
-        p->first_node = first_node;
-        p->first_piece = first_piece;
-        p->tier = tier;
-        p->used_at = clock;
-        const uint64_t generation = d.residency_generation;
-        Compiler compiler(d, graph, *p);
-        if (!compiler.compile(why)) {
-            return nullptr;
-        }
-        if (generation != d.residency_generation) {
-            continue; // taking scratch memory evicted a slab: its addresses are gone
-        }
-        p->generation = generation;
-        {
-            std::lock_guard<std::mutex> lock(d.state_mutex);
-            d.counters.recompiles++;
-        }
-        d.programs.push_back(std::move(p));
-        return d.programs.back().get();
+    auto p = std::make_unique<Program>();
+    p->uid = graph->uid;
+    p->generation = d.residency_generation;
+    p->first_node = first_node;
+    p->first_piece = first_piece;
+    p->tier = tier;
+    p->used_at = clock;
+    Compiler compiler(d, graph, *p);
+    if (!compiler.compile(why)) {
+        return nullptr;
     }
-    why = "residency changed while compiling";
-    return nullptr;
+    {
+        std::lock_guard<std::mutex> lock(d.state_mutex);
+        d.counters.recompiles++;
+    }
+    d.programs.push_back(std::move(p));
+    return d.programs.back().get();
 }
 
 ggml_status Runner::gpu(Program &p, const Segment &s) {

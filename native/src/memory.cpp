@@ -123,23 +123,6 @@ bool Device::resize_ring(size_t bytes) {
     return true;
 }
 
-bool Device::reserve_scratch(size_t bytes) {
-    if (bytes <= scratch_size) {
-        return true;
-    }
-    synchronize();
-    release(Use::scratch, scratch);
-    scratch_size = 0;
-    scratch = allocate(Use::scratch, bytes);
-    if (!scratch) {
-        return false;
-    }
-    scratch_base = (char *)ggml_backend_buffer_get_base(scratch.get());
-    scratch_size = bytes;
-    update_floor();
-    return true;
-}
-
 bool Device::materialise(Buffer *b) {
     if (b->inner || b->weights || b->size == 0) {
         return true;
@@ -333,6 +316,7 @@ fsd_status Device::commit(std::string &why) {
     shard_last_slab.assign(n_shards, -1);
     core_size = 0;
     size_t largest_piece = 0;
+    int64_t largest_split_rows = 0;
     for (int i : order) {
         Weight &w = weights[i];
         const size_t padded = align_up(ggml_backend_buft_get_alloc_size(buft, &w.shape));
@@ -357,6 +341,7 @@ fsd_status Device::commit(std::string &why) {
                 p.bytes = w.bytes;
                 p.padded = padded;
             } else {
+                largest_split_rows = std::max(largest_split_rows, p.rows);
                 p.host_offset = (size_t)r * row;
                 p.bytes = (size_t)p.rows * row;
                 ggml_tensor part = w.shape;
@@ -386,7 +371,11 @@ fsd_status Device::commit(std::string &why) {
         wanted_ring = 3 * min_ring;
     }
 
-    uint64_t need = overhead.load() + core_size + std::min(min_ring, slabs_total);
+    if (largest_split_rows > 0) {
+        scratch_size = align_up(std::max(kScratchBytes, (size_t)largest_split_rows * sizeof(float)));
+    }
+
+    uint64_t need = overhead.load() + core_size + scratch_size + std::min(min_ring, slabs_total);
     for (Buffer *b : buffers) {
         need += b->weights ? 0 : b->size;
     }
@@ -418,6 +407,14 @@ fsd_status Device::commit(std::string &why) {
                 ggml_backend_tensor_set(&dst, w.host, 0, w.bytes);
             }
         }
+    }
+    if (scratch_size > 0) {
+        scratch = allocate(Use::scratch, scratch_size);
+        if (!scratch) {
+            why = "the device refused memory for scratch";
+            return FSD_OUT_OF_MEMORY;
+        }
+        scratch_base = (char *)ggml_backend_buffer_get_base(scratch.get());
     }
     committed = true;
     const Residency r = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);
