@@ -129,7 +129,7 @@ class Shard:
     active_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A checked model file. ``shards`` are in file order; tensors that stay in host memory (a token embedding that is
     not the output head as well) are in none of them. ``metadata`` has every key except long arrays."""

@@ -1,0 +1,484 @@
+"""Plans: what each shard does at a budget, and how long that will take.
+
+The resident set follows from the budget alone (a prefix of the ladder, cut into the same slabs as the shard device cuts
+it). What is left for a plan to choose is, by tier of graph size, which of the other shards stream through the ring and
+which the CPU computes. It is chosen by predicted time among a few dozen splits: experts go to the CPU first (a token
+reads few of them, streaming moves all), then feed-forward networks, the output head and attention, each spread evenly
+over the layers so that copies and CPU work at the same time.
+
+Prediction of one graph: the device and the CPU take turns (their times and the hand-offs add up) while copies run
+beside them, except where the ring is full. Copies and CPU slow each other down when host memory cannot serve both.
+
+Everything here is a pure function of its arguments. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frameshard.errors import BudgetBelowFloor
+from frameshard.plan import bounds
+from frameshard.plan.ladder import make_ladder
+from frameshard.plan.machine import Profile
+from frameshard.plan.model import Model, Shard
+
+STREAMED, CPU = 1, 2
+"""Placements of a shard that is not resident, as in the device's C interface."""
+
+Mode = Literal["planned", "stream_only"]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+# Tiers by tokens in a graph: (from this many, planned for this many).
+_TIERS = ((0, 1), (8, 16), (32, 64), (128, 512))
+_MiB = 1 << 20
+_ALIGN = 256  # kAlign of the shard device
+_SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
+_CPU_ORDER = ("experts", "ffn", "output", "attention")
+# Per shard and graph: kernels launched, and hand-offs when it runs on the CPU (attention hands over before and after
+# the attention kernel itself, which stays where the KV cache is).
+_KERNELS = {"attention": 13, "shared": 6, "ffn": 5, "experts": 14, "output": 2, "vision": 12, "other": 4}
+_HANDOFFS = {"attention": 2.0}
+_USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "output": 6}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the shard device cuts a model: pieces in ladder order, packed into slabs, and the least ring.
+
+    ``step_bytes`` is how much is streamed at once, ``min_ring`` what any such step fits, ``total`` all slabs together.
+    """
+
+    model: Model = field(repr=False)
+    ladder: tuple[Shard, ...] = field(repr=False)
+    slabs: tuple[int, ...] = field(repr=False)
+    pieces: tuple[tuple[int, int, int], ...] = field(repr=False)  # (shard, slab, bytes)
+    step_bytes: int
+    min_ring: int
+    total: int
+
+    def residency(self, room: int, wanted_ring: int) -> tuple[int, int]:
+        """(ring bytes, slabs held) in ``room`` bytes beside the fixed part; room for the least ring is the caller's to
+        see to."""
+        if self.total <= room:
+            return 0, len(self.slabs)
+        ring = min(max(wanted_ring, self.min_ring), room)
+        held = 0
+        for n_slabs, size in enumerate(self.slabs):
+            held += size
+            if held > room - ring:
+                return ring, n_slabs
+        return ring, len(self.slabs)
+
+    def resident_share(self, n_slabs: int) -> Floats:
+        """Of each shard, the share of its bytes in the first ``n_slabs`` slabs."""
+        shard, slab, n_bytes = self._piece_arrays
+        held = np.bincount(shard, weights=n_bytes * (slab < n_slabs), minlength=len(self.ladder))
+        return held / np.bincount(shard, weights=n_bytes, minlength=len(self.ladder))
+
+    @cached_property
+    def _piece_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+        columns = np.array(self.pieces, dtype=np.int64).reshape(-1, 3)
+        return columns[:, 0], columns[:, 1], columns[:, 2].astype(np.float64)
+
+    @cached_property
+    def use_order(self) -> NDArray[np.intp]:
+        """Ladder indices in the order in which a graph uses the shards."""
+
+        def key(i: int) -> tuple[float, int, int]:
+            shard = self.ladder[i]
+            layer = shard.layer if shard.layer is not None else -1 if shard.kind == "other" else float("inf")
+            return layer, _USE_ORDER[shard.kind], i
+
+        return np.array(sorted(range(len(self.ladder)), key=key), dtype=np.intp)
+
+
+@lru_cache(maxsize=8)
+def lay_out(model: Model, *, piece_bytes: int = 0, step_bytes: int = 0, slab_bytes: int = 0) -> Layout:
+    """The layout that the shard device makes of a model when configured with these sizes; 0 stands for its defaults."""
+    ladder = make_ladder(model)
+    tensors = [(i, tensor) for i, shard in enumerate(ladder) for tensor in shard.tensors]
+    total = model.core_bytes + sum(tensor.n_bytes for _, tensor in tensors)
+    layer_tensors = (tensor.n_bytes for _, tensor in tensors if tensor.name.startswith("blk."))
+    piece_bytes = piece_bytes or max(4 * _MiB, max(layer_tensors, default=0))
+    step_bytes = step_bytes or min(max(2 * _MiB, total // 64), 32 * _MiB)
+    slab_bytes = slab_bytes or min(max(_MiB, total // 64), 64 * _MiB)
+
+    slabs: list[int] = []
+    pieces: list[tuple[int, int, int]] = []
+    of_shard = [0] * len(ladder)
+    for i, tensor in tensors:
+        row_bytes = tensor.n_bytes // int(np.prod(tensor.shape[1:], dtype=object))
+        matrix = len(tensor.shape) == 2 or all(dim == 1 for dim in tensor.shape[2:])
+        whole = not matrix or tensor.n_bytes <= piece_bytes
+        each = tensor.n_bytes if whole else max(1, piece_bytes // row_bytes) * row_bytes
+        for start in range(0, tensor.n_bytes, each):
+            size = _aligned(min(each, tensor.n_bytes - start))
+            if not slabs or slabs[-1] + size > slab_bytes:
+                slabs.append(0)
+            slabs[-1] += size
+            of_shard[i] += size
+            pieces.append((i, len(slabs) - 1, size))
+    largest_piece = max((size for _, _, size in pieces), default=0)
+    return Layout(
+        model=model,
+        ladder=ladder,
+        slabs=tuple(slabs),
+        pieces=tuple(pieces),
+        step_bytes=step_bytes,
+        min_ring=max(largest_piece, min(step_bytes, max(of_shard, default=0))),
+        total=sum(slabs),
+    )
+
+
+def _aligned(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN
+
+
+def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, *, bytes_per_value: float = 2.0) -> int:
+    """KV cache and recurrent state. An upper bound: sliding windows and layers that share a cache count in full."""
+    heads = model.by_layer("attention.head_count")
+    kv_heads = model.by_layer("attention.head_count_kv", -1)
+    kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
+    head_dim = model.n_embd // max(max(heads, default=1), 1)
+    per_head = max(
+        model.integer(f"attention.key_length{suffix}", head_dim)
+        + model.integer(f"attention.value_length{suffix}", head_dim)
+        for suffix in ("", "_swa")
+    )
+    cells = -(-n_ctx // 256) * 256
+    cache = sum(kv_heads) * per_head * cells * bytes_per_value
+    return int(cache) + 4 * _recurrent_values(model) * n_seq
+
+
+def _recurrent_values(model: Model) -> int:
+    """Values of recurrent state of one sequence, in all layers."""
+    n_embd, conv = model.n_embd, max(model.integer("ssm.conv_kernel") - 1, 0)
+    inner, state, groups = (model.integer(f"ssm.{key}") for key in ("inner_size", "state_size", "group_count"))
+    n_head = max(model.integer("attention.head_count"), 1)
+    if head_size := model.integer("wkv.head_size"):
+        return (2 * n_embd + n_embd * head_size) * model.n_layer
+    if cache := model.integer("shortconv.l_cache"):
+        return n_embd * (cache - 1) * model.n_layer
+    if head_dim := model.integer("kda.head_dim"):
+        return (3 * conv * head_dim + head_dim * head_dim) * n_head * model.n_layer
+    return (conv * (inner + 2 * groups * state) + inner * state) * model.n_layer
+
+
+def estimate_fixed(
+    model: Model,
+    n_ctx: int,
+    n_ubatch: int = 512,
+    n_seq: int = 1,
+    *,
+    bytes_per_value: float = 2.0,
+    overhead_bytes: int = 0,
+) -> int:
+    """VRAM that does not depend on placement, for planning without loading: core, KV cache, compute buffer and
+    ``overhead_bytes`` (driver context). Once a model is loaded, the device's statistics give the exact figure."""
+    cells = -(-n_ctx // 256) * 256
+    n_ff = max(model.integer("feed_forward_length"), model.integer("expert_feed_forward_length") * model.n_expert_used)
+    n_tokens = min(n_ubatch, n_ctx)
+    query = model.integer("attention.head_count") * model.integer("attention.key_length")
+    inner = 2 * model.integer("ssm.inner_size")
+    activations = 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + inner)
+    mask = 6 * n_tokens * cells  # 32-bit, and the 16-bit copy that flash attention reads
+    logits = 4 * model.n_vocab * n_seq
+    core = sum(_aligned(tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
+    kv = kv_bytes(model, n_ctx, n_seq, bytes_per_value=bytes_per_value)
+    return overhead_bytes + core + kv + activations + mask + logits
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Graphs of at least ``min_tokens`` tokens: for each shard of the ladder what it does while it is not resident.
+
+    ``predicted_s`` and ``bound_s`` are for one graph of ``n_tokens``; ``n_*`` and ``*_bytes`` count placements as they
+    are at the plan's budget (a shard of which a part is resident counts by its bytes, and as what its rest does).
+    """
+
+    min_tokens: int
+    n_tokens: int
+    placements: tuple[int, ...] = field(repr=False)
+    predicted_s: float
+    bound_s: float
+    n_resident: int
+    n_streamed: int
+    n_cpu: int
+    resident_bytes: int
+    streamed_bytes: int
+    cpu_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every shard does at ``budget_bytes``: the first ``resident`` of the ladder are in VRAM (all of them if
+    ``ring_bytes`` is 0), the others do as the tier of a graph's size says."""
+
+    budget_bytes: int
+    fixed_bytes: int
+    floor_bytes: int
+    full_bytes: int
+    ring_bytes: int
+    resident: int
+    tiers: tuple[TierPlan, ...]
+    mode: Mode
+    n_ubatch: int
+    _costs: _Costs = field(repr=False, compare=False)
+
+    def predicted_ttft(self, n_tokens: int) -> float:
+        """Seconds from an empty context until the logits after a prompt of ``n_tokens``."""
+        return sum(self._graph_seconds(n, done) for done, n in self._graphs(n_tokens))
+
+    def bound_ttft(self, n_tokens: int) -> float:
+        """Least seconds for that with this resident set and size of graphs."""
+        graphs = list(self._graphs(n_tokens))
+        flops = sum(self._costs.flops(n, done) for done, n in graphs)
+        return bounds.prefill_seconds(self._costs.rates, flops, self._costs.left_out_bytes, len(graphs))
+
+    def predicted_decode_tps(self, n_parallel: int = 1) -> float:
+        """Tokens per second of ``n_parallel`` sequences together, one token each in a graph."""
+        return n_parallel / self._graph_seconds(n_parallel, self._costs.n_ctx_used)
+
+    def bound_decode_tps(self) -> float:
+        """Most tokens per second of one sequence that any placement of the rest gives with this resident set."""
+        return 1.0 / self._costs.decode_bound(may_use_cpu=self.mode == "planned")
+
+    def summary(self, n_prompt: int = 512, n_parallel: int = 1) -> dict[str, object]:
+        """The plan as plain values, for JSON and tables."""
+        tiers = [
+            {
+                "min_tokens": tier.min_tokens,
+                "resident": {"shards": tier.n_resident, "bytes": tier.resident_bytes},
+                "streamed": {"shards": tier.n_streamed, "bytes": tier.streamed_bytes},
+                "cpu": {"shards": tier.n_cpu, "bytes": tier.cpu_bytes},
+                "predicted_s": tier.predicted_s,
+                "bound_s": tier.bound_s,
+            }
+            for tier in self.tiers
+        ]
+        return {
+            "mode": self.mode,
+            "budget_bytes": self.budget_bytes,
+            "fixed_bytes": self.fixed_bytes,
+            "floor_bytes": self.floor_bytes,
+            "full_bytes": self.full_bytes,
+            "ring_bytes": self.ring_bytes,
+            "tiers": tiers,
+            "predicted_ttft_s": self.predicted_ttft(n_prompt),
+            "predicted_decode_tps": self.predicted_decode_tps(n_parallel),
+            "bound_ttft_s": self.bound_ttft(n_prompt),
+            "bound_decode_tps": self.bound_decode_tps(),
+        }
+
+    def _graphs(self, n_tokens: int) -> Iterator[tuple[int, int]]:
+        """(tokens before it, tokens in it) of each graph of a prompt."""
+        for done in range(0, n_tokens, self.n_ubatch):
+            yield done, min(self.n_ubatch, n_tokens - done)
+
+    def _graph_seconds(self, n_tokens: int, n_before: int) -> float:
+        tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
+        on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
+        return self._costs.at(n_tokens, n_before).seconds(on_cpu)
+
+
+def make_plan(
+    model: Model,
+    profile: Profile,
+    *,
+    budget_bytes: int,
+    fixed_bytes: int,
+    mode: Mode = "planned",
+    n_ctx_used: int = 512,
+    n_ubatch: int = 512,
+    layout: Layout | None = None,
+) -> Plan:
+    """The plan for a budget; ``budget_bytes`` of 0 means no limit.
+
+    ``fixed_bytes`` is what VRAM holds beside weights and ring: overhead, buffers and core, from the shard device after
+    commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of context. In mode
+    ``stream_only`` nothing is computed on the CPU. ``layout`` is needed only for a device not configured by default.
+    Raises :class:`BudgetBelowFloor`.
+    """
+    layout = layout or lay_out(model)
+    floor = fixed_bytes + min(layout.min_ring, layout.total)
+    full = fixed_bytes + layout.total
+    budget = budget_bytes or full
+    if budget < floor:
+        floor_mib = -(-floor // _MiB)
+        raise BudgetBelowFloor(
+            f"a VRAM budget of {budget // _MiB} MiB is below the floor: this model and context need {floor_mib} MiB",
+            budget_bytes=budget,
+            floor_bytes=floor,
+        )
+    ring, n_slabs = layout.residency(budget - fixed_bytes, 3 * layout.min_ring)
+    costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used)
+    tiers = tuple(_plan_tier(costs, *tier, mode, n_ubatch) for tier in _TIERS)
+    whole = costs.resident_share >= 1.0
+    return Plan(
+        budget_bytes=budget,
+        fixed_bytes=fixed_bytes,
+        floor_bytes=floor,
+        full_bytes=full,
+        ring_bytes=ring,
+        resident=len(whole) if whole.all() else int(np.argmin(whole)),
+        tiers=tiers,
+        mode=mode,
+        n_ubatch=n_ubatch,
+        _costs=costs,
+    )
+
+
+def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatch: int) -> TierPlan:
+    n_tokens = max(min(n_tokens, n_ubatch), 1)
+    decode = n_tokens == 1
+    n_before = costs.n_ctx_used if decode else 0
+    graph = costs.at(n_tokens, n_before)
+    # What evicted shards do until the next plan: a token reads few experts, so those are left to the CPU in decoding.
+    evicted = (
+        costs.kind_masks["experts"] if decode and mode == "planned" else np.zeros(len(costs.ladder), dtype=np.bool_)
+    )
+    best, on_cpu = float("inf"), evicted
+    for choice in _splits(costs) if mode == "planned" else [evicted]:
+        seconds = graph.seconds(choice)
+        if seconds < best:
+            best, on_cpu = seconds, choice
+    share, n_bytes = costs.resident_share, costs.n_bytes
+    left_out = share < 1.0
+    placements = np.where(np.where(left_out, on_cpu, evicted), CPU, STREAMED)
+    streamed, cpu = left_out & ~on_cpu, left_out & on_cpu
+    if decode:
+        bound = costs.decode_bound(may_use_cpu=mode == "planned")
+    else:
+        bound = bounds.prefill_seconds(costs.rates, costs.flops(n_tokens, n_before), costs.left_out_bytes, 1)
+    return TierPlan(
+        min_tokens=min_tokens,
+        n_tokens=n_tokens,
+        placements=tuple(placements.tolist()),
+        predicted_s=best,
+        bound_s=bound,
+        n_resident=int((~left_out).sum()),
+        n_streamed=int(streamed.sum()),
+        n_cpu=int(cpu.sum()),
+        resident_bytes=round(float((n_bytes * share).sum())),
+        streamed_bytes=round(float((n_bytes * (1 - share))[streamed].sum())),
+        cpu_bytes=round(float((n_bytes * (1 - share))[cpu].sum())),
+    )
+
+
+def _splits(costs: _Costs) -> Iterator[Mask]:
+    """Candidates for what the CPU computes, from nothing to everything, in the order of _CPU_ORDER."""
+    on_cpu = np.zeros(len(costs.ladder), dtype=np.bool_)
+    yield on_cpu
+    order = costs.layout.use_order
+    for kind in _CPU_ORDER:
+        members = order[(costs.kind_masks[kind] & (costs.resident_share < 1.0))[order]]
+        counts = sorted({round(len(members) * i / _SPLITS) for i in range(1, _SPLITS + 1)} - {0})
+        for count in counts:
+            candidate = on_cpu.copy()
+            candidate[members[((np.arange(count) + 0.5) * len(members) / count).astype(np.intp)]] = True
+            yield candidate
+        on_cpu = on_cpu.copy()
+        on_cpu[members] = True
+
+
+class _Costs:
+    """What each shard costs on this machine with this resident set."""
+
+    def __init__(self, layout: Layout, profile: Profile, share: Floats, ring: int, n_ctx_used: int) -> None:
+        self.layout, self.profile, self.resident_share, self.n_ctx_used = layout, profile, share, n_ctx_used
+        self.rates = profile.rates
+        self.ladder = layout.ladder
+        self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
+        self.active = np.array([shard.active_bytes for shard in self.ladder], dtype=np.float64) / self.n_bytes
+        weights = (sum(tensor.n_weights for tensor in shard.tensors) for shard in self.ladder)
+        self.n_weights = np.fromiter(weights, np.float64, len(self.ladder))
+        kinds = [shard.kind for shard in self.ladder]
+        self.kind_masks = {kind: np.array([k == kind for k in kinds], dtype=np.bool_) for kind in _USE_ORDER}
+        self.kernels_s = profile.kernel_s * np.array([_KERNELS[kind] for kind in kinds], dtype=np.float64)
+        self.handoffs = np.array([_HANDOFFS.get(kind, 1.0) for kind in kinds])
+        self.copy_s = self.n_bytes * (1 - share) / profile.h2d
+        # The copy engine runs ahead by what the ring holds beside the step in use.
+        self.ahead_s = max(ring - layout.min_ring, 0) / profile.h2d
+
+    @property
+    def left_out_bytes(self) -> float:
+        return float((self.n_bytes * (1 - self.resident_share)).sum())
+
+    def decode_bound(self, *, may_use_cpu: bool) -> float:
+        read = self.n_bytes * self.active
+        resident = float((read * self.resident_share).sum()) + self._kv_read(1, self.n_ctx_used)
+        left_out = float((read * (1 - self.resident_share)).sum())
+        return bounds.decode_seconds(self.rates, resident, left_out, may_use_cpu=may_use_cpu)
+
+    def flops(self, n_tokens: int, n_before: int) -> float:
+        """Operations of one graph. The output head computes one row."""
+        rows = np.where(self.kind_masks["output"], 1, n_tokens)
+        return float((2 * self.n_weights * self.active * rows).sum()) + self._attention_flops(n_tokens, n_before)
+
+    def _attention_flops(self, n_tokens: int, n_before: int) -> float:
+        model = self.layout.model
+        width = model.integer("attention.head_count") * model.integer(
+            "attention.key_length", model.n_embd // max(model.integer("attention.head_count"), 1)
+        )
+        return 4.0 * width * model.n_layer * n_tokens * (n_before + n_tokens / 2)
+
+    def _kv_read(self, n_tokens: int, n_before: int) -> float:
+        return kv_bytes(self.layout.model, 256) / 256 * (n_before + n_tokens)
+
+    def at(self, n_tokens: int, n_before: int) -> _Graph:
+        return _Graph(self, n_tokens, n_before)
+
+
+class _Graph:
+    """Times of one graph of ``n_tokens`` after ``n_before`` tokens of context."""
+
+    def __init__(self, costs: _Costs, n_tokens: int, n_before: int) -> None:
+        profile, rates = costs.profile, costs.rates
+        output = costs.kind_masks["output"]
+        # Of a layer's experts this share is used by at least one of the tokens.
+        touched = costs.n_bytes * (1 - (1 - costs.active) ** n_tokens)
+        flops = 2 * costs.n_weights * costs.active * np.where(output, 1, n_tokens)
+        order = costs.layout.use_order
+        share = costs.resident_share
+        on_device = np.maximum(touched / profile.gpu_gemv, flops / profile.gpu_flops)
+        on_host = np.maximum(touched / profile.cpu_gemv, flops / profile.cpu_flops)
+        activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
+        self._device_s = (on_device + costs.kernels_s)[order]
+        self._cpu_s = (on_host * (1 - share))[order]
+        self._beside_cpu_s = (on_device * share + costs.handoffs * (profile.handoff_s + activations))[order]
+        self._copy_s = costs.copy_s[order]
+        self._order, self._ahead_s = order, costs.ahead_s
+        self._left_out = share[order] < 1.0
+        attention = costs._attention_flops(n_tokens, n_before) / profile.gpu_flops
+        self._always_s = max(attention, costs._kv_read(n_tokens, n_before) / profile.gpu_gemv) + profile.handoff_s
+        self._slowdown = max((rates.cpu + rates.copy) / rates.memory - 1.0, 0.0)
+
+    def seconds(self, on_cpu: Mask) -> float:
+        """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream."""
+        cpu = on_cpu[self._order] & self._left_out
+        streamed = self._left_out & ~cpu
+        copy = float(self._copy_s[streamed].sum())
+        host = float(self._cpu_s[cpu].sum())
+        turns = np.where(cpu, self._beside_cpu_s, self._device_s)
+        device = float(turns.sum()) + self._always_s
+        # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
+        both = max(copy, device + host)
+        host_slower = 1 + self._slowdown * min(copy / both, 1.0)
+        copy_slower = 1 + self._slowdown * host / both
+        chain = device + host * host_slower
+        if copy == 0.0:
+            return chain
+        # Between two streamed shards the copy engine gets ahead by the ring at most; then it waits.
+        starts = np.flatnonzero(streamed)
+        between = np.where(streamed, 0.0, turns + np.where(cpu, self._cpu_s * host_slower, 0.0))
+        gaps = np.add.reduceat(between, starts)
+        gaps[-1] += between[: starts[0]].sum()
+        waits = float(np.maximum(gaps - self._ahead_s, 0.0).sum())
+        return max(chain, copy * copy_slower + waits)
