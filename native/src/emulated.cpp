@@ -10,12 +10,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -107,14 +107,14 @@ struct Block {
     size_t src_stride;
 };
 
-// One direction of the bus. Copies of all streams take turns on it, a chunk at a time, by a clock that runs ahead of
-// real time at the link's rate: a copy that memcpy or the scheduler delayed catches up, as a DMA engine would not have
-// noticed.
+// One direction of the bus. Copies of all streams take turns on it, a chunk at a time. Its clock advances by bytes over
+// bandwidth, not by when threads got to run: a copy that memcpy or the scheduler delayed catches up, as a DMA engine would
+// not have been delayed.
 class CopyLink {
   public:
     explicit CopyLink(double gbps) : bytes_per_s(gbps * 1e9) {}
 
-    // Copies and returns when the link is done. The link had the work since `ready`; returns when it finished it.
+    // Copies, and sleeps until the link would be done, given that it could have begun at `ready`; returns that time.
     time_point copy(const Block &b, time_point ready) {
         const time_point begin = clock_type::now();
         size_t chunk = 0;
@@ -530,7 +530,7 @@ ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
         d.used += size;
         d.peak = std::max(d.peak, d.used);
     }
-    // Mapping under the lock would be simpler, but a slow free of one thread must not stall another's alloc.
+    // Counted before it is mapped, so that two threads never both take the last bytes.
     void *memory = map_memory(size);
     if (memory == nullptr) {
         std::lock_guard<std::mutex> lock(d.ledger);

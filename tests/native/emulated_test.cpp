@@ -391,6 +391,14 @@ TEST(a_graph_that_uses_host_memory_is_refused) {
     CHECK(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_FAILED);
 }
 
+TEST(tensors_without_elements_have_no_memory_to_check) {
+    Device d;
+    Backend backend(d.dev);
+    Tensors t;
+    ggml_cgraph *graph = t.graph_of(ggml_sqr(t.ctx, ggml_new_tensor_1d(t.ctx, GGML_TYPE_F32, 0)));
+    CHECK(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS);
+}
+
 TEST(a_slow_free_counts_until_it_is_done) {
     fs_emulated_config config;
     config.faults.free_ms = 30;
