@@ -1,0 +1,152 @@
+"""Every error a user can meet, named by what went wrong and saying what to do.
+
+An error has a stable integer ``code``, a stable ``name`` for programs, ``retriable`` (the same call may succeed later
+without a change) and a ``detail`` map with figures such as the floor of a budget. The same four travel in the protocol;
+:func:`from_wire` and :meth:`FrameshardError.to_wire` are the only places that translate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class FrameshardError(Exception):
+    """Base class. ``str(error)`` is a sentence for a person; ``name`` and ``code`` are for programs."""
+
+    code: ClassVar[int] = 1
+    name: ClassVar[str] = "internal"
+    retriable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **detail: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.detail = detail
+
+    def to_wire(self) -> dict[str, object]:
+        """The protocol's error map: code, name, message, retriable, detail."""
+        return {
+            "code": self.code,
+            "name": self.name,
+            "message": self.message,
+            "retriable": self.retriable,
+            "detail": dict(self.detail),
+        }
+
+
+class BadArgument(FrameshardError):
+    """A value given by the caller is out of range or of the wrong type."""
+
+    code, name = 10, "bad_argument"
+
+
+class BadMessage(FrameshardError):
+    """A message is malformed, too large, of an unknown kind or wrongly typed. The server ignores it and lives on."""
+
+    code, name = 11, "bad_message"
+
+
+class UnknownJob(FrameshardError):
+    """No such job in this session: it never existed or it has ended."""
+
+    code, name = 12, "unknown_job"
+
+
+class ContextOverflow(FrameshardError):
+    """Prompt and answer do not fit the context; detail has ``n_prompt``, ``n_ctx``."""
+
+    code, name = 13, "context_overflow"
+
+
+class Unsupported(FrameshardError):
+    """The request is understood but this model or build cannot do it."""
+
+    code, name = 14, "unsupported"
+
+
+class ModelNotFound(FrameshardError):
+    """The model file does not exist or cannot be read."""
+
+    code, name = 20, "model_not_found"
+
+
+class BadModel(FrameshardError):
+    """The file is not a GGUF that can be served: wrong magic, truncated, inconsistent, or refused by llama.cpp."""
+
+    code, name = 21, "bad_model"
+
+
+class UnknownDevice(FrameshardError):
+    """No device of that name; detail has ``devices``, those there are. Never replaced silently by another."""
+
+    code, name = 22, "unknown_device"
+
+
+class BudgetBelowFloor(FrameshardError):
+    """The VRAM budget is below what the model cannot go under; detail has ``budget_bytes`` and ``floor_bytes``."""
+
+    code, name = 23, "budget_below_floor"
+
+
+class VersionMismatch(FrameshardError):
+    """Protocol, llama-cpp-python or shard device are not the versions that belong together."""
+
+    code, name = 24, "version_mismatch"
+
+
+class OutOfMemory(FrameshardError):
+    """The device refused memory although the budget allows it: another program holds it. Lower the budget or free some."""
+
+    code, name, retriable = 25, "out_of_memory", True
+
+
+class EndpointInUse(FrameshardError):
+    """Another server answers on this endpoint."""
+
+    code, name = 30, "endpoint_in_use"
+
+
+class ConnectionLost(FrameshardError):
+    """The sidecar does not answer any more. Jobs of this client are over; launch or connect again."""
+
+    code, name, retriable = 31, "connection_lost", True
+
+
+class EngineDied(FrameshardError):
+    """The engine process ended and could not be brought back within its restart limit."""
+
+    code, name, retriable = 32, "engine_died", True
+
+
+class Overloaded(FrameshardError):
+    """Too many jobs wait, or this client does not read its events. Try again when some have ended."""
+
+    code, name, retriable = 33, "overloaded", True
+
+
+class DeadlineMissed(FrameshardError):
+    """A request was not met in the time given; it stays in force where its text says so."""
+
+    code, name, retriable = 34, "deadline_missed", True
+
+
+class JobCancelled(FrameshardError):
+    """The job was cancelled before it ended."""
+
+    code, name = 40, "cancelled"
+
+
+class DownloadFailed(FrameshardError):
+    """A model could not be fetched or its hash is wrong. Nothing half-written is left behind."""
+
+    code, name, retriable = 41, "download_failed", True
+
+
+BY_NAME: dict[str, type[FrameshardError]] = {c.name: c for c in [FrameshardError, *FrameshardError.__subclasses__()]}
+
+
+def from_wire(error: Mapping[str, object]) -> FrameshardError:
+    """The exception for a protocol error map; a name unknown here becomes :class:`FrameshardError`."""
+    cls = BY_NAME.get(str(error.get("name")), FrameshardError)
+    detail = error.get("detail")
+    return cls(str(error.get("message", "")), **({str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {}))
