@@ -1,0 +1,457 @@
+"""Which tokens to decode next, for whom, and what comes of them.
+
+A job has one sequence while it runs. Decode steps take one token of every job that is speaking; prompts are read one
+job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, so that a long prompt stops nobody.
+
+Same text again: on one device, which kernels run, and so the last bits of the logits, depend on the *shapes* in which
+a sequence was decoded. A resumed job therefore repeats them: its prompt in the chunks of the first time (``history``,
+from its "started" event), then its own tokens one at a time. Rejected: reading those tokens as one chunk, which is
+faster and now and then ends in another text.
+
+Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
+from frameshard.engine.sampling import Sampler, SamplingParams
+from frameshard.engine.text import TextStream
+from frameshard.errors import BadArgument, ContextOverflow, FrameshardError, Overloaded
+
+Event = dict[str, Any]
+
+MAX_PROMPT_BYTES = 1 << 20
+MAX_MESSAGES = 1024
+MAX_QUEUED = 1024
+RATE_WINDOW_S = 2.0
+
+
+@dataclass(eq=False)
+class Job:
+    """One request. ``shapes`` are the prompt chunks still to read; ``resume`` the tokens it had produced before."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    max_new: int
+    conversation: str | None
+    resume: list[int]
+    history: list[int]
+    text: TextStream
+    slot: Slot | None = None
+    sampler: Sampler | None = None
+    shapes: collections.deque[int] = field(default_factory=collections.deque)
+    produced: list[int] = field(default_factory=list)
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+
+    @property
+    def reading(self) -> bool:
+        """Part of the prompt is still to be decoded."""
+        return bool(self.shapes)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A sequence of the context and what its key-value cells hold: ``tokens``, decoded in batches of ``shapes``."""
+
+    seq: int
+    tokens: list[int] = field(default_factory=list)
+    shapes: list[int] = field(default_factory=list)
+    conversation: str | None = None
+    job: Job | None = None
+    used_at: int = 0
+
+    def cut(self, length: int) -> None:
+        """Forgets all but the first ``length`` tokens."""
+        del self.tokens[length:]
+        left, kept = length, []
+        for shape in self.shapes:
+            if left <= 0:
+                break
+            kept.append(min(shape, left))
+            left -= shape
+        self.shapes = kept
+
+
+class Batcher:
+    """The jobs of one :class:`Runtime`. Belongs to the runtime's thread, except for what says [any thread]."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._slots = [Slot(seq) for seq in range(runtime.config.n_parallel)]
+        self._queued: collections.deque[Job] = collections.deque()
+        self._turns = 0
+        self._read_last = False
+        self._rate: collections.deque[tuple[float, int]] = collections.deque()
+        self._lock = threading.Lock()
+        self._interrupted: set[int] = set()
+        self._in_flight: frozenset[int] = frozenset()
+
+    # --- what the outside may ask ---------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """There is something to decode."""
+        return bool(self._queued) or any(slot.job for slot in self._slots)
+
+    @property
+    def decoding(self) -> bool:
+        """[any thread] A decode is running right now."""
+        return bool(self._in_flight)
+
+    def statistics(self) -> dict[str, object]:
+        """[any thread] Jobs running and queued, conversations kept, and tokens per second of the last two seconds."""
+        now = time.monotonic()
+        recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
+        rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
+        return {
+            "jobs_running": sum(slot.job is not None for slot in self._slots),
+            "jobs_queued": len(self._queued),
+            "conversations": sum(slot.conversation is not None for slot in self._slots),
+            "tokens_per_second": rate,
+        }
+
+    def submit(self, message: Mapping[str, object]) -> None:
+        """Takes a submit message.
+
+        :raises BadArgument: a field is missing, of the wrong type or out of range, or the job number is in use.
+        :raises ContextOverflow: prompt and answer do not fit one sequence of the context.
+        :raises Unsupported: a chat with a model that has no chat template.
+        :raises Overloaded: too many jobs wait.
+        """
+        job = self._parse(message)
+        if any(job.id == other.id for other in self._jobs()):
+            raise BadArgument(f"job {job.id} exists", field="job")
+        if len(self._queued) >= MAX_QUEUED:
+            raise Overloaded(f"{MAX_QUEUED} jobs wait already")
+        self._queued.append(job)
+
+    def cancel(self, job_id: int) -> list[Event]:
+        """Ends the job; its conversation keeps what was decoded. No event where no such job is known (it has ended)."""
+        with self._lock:
+            self._interrupted.discard(job_id)
+        for job in self._jobs():
+            if job.id == job_id:
+                if job.slot is None:
+                    self._queued.remove(job)
+                return [self._end(job, {"ev": "cancelled", "job": job.id})]
+        return []
+
+    def interrupt(self, job_id: int) -> None:
+        """[any thread] No decode shall run for this job any more, the present one included unless it works for others
+        too. A :meth:`cancel` has to follow."""
+        with self._lock:
+            self._interrupted.add(job_id)
+            if self._in_flight and self._in_flight <= self._interrupted:
+                self._runtime.abort()
+
+    def step(self) -> list[Event]:
+        """Starts what can start, runs at most one decode, and returns what happened.
+
+        :raises FrameshardError: the device failed; the runtime must not be used any more.
+        """
+        events = self._start_queued()
+        batch = self._choose()
+        if not batch:
+            return events
+        rows = [Rows(job_slot(job).seq, tokens) for job, tokens in batch]
+        with self._lock:
+            self._in_flight = frozenset(job.id for job, _ in batch)
+            if self._in_flight <= self._interrupted:
+                self._in_flight = frozenset()
+                return events
+        outputs: list[int] = []
+        failure: DecodeAborted | ContextOverflow | None = None
+        try:
+            outputs = self._runtime.decode(rows)
+        except (DecodeAborted, ContextOverflow) as error:
+            failure = error
+        with self._lock:
+            self._in_flight = frozenset()
+            self._runtime.resume()
+        if failure is not None:
+            for job, _ in batch:
+                slot = job_slot(job)
+                slot.cut(self._runtime.length(slot.seq))
+                # An aborted job is about to be cancelled.
+                if isinstance(failure, FrameshardError):
+                    events.append(self._end(job, {"ev": "failed", "job": job.id, "error": failure.to_wire()}))
+            return events
+        now = time.monotonic()
+        for (job, tokens), row in zip(batch, outputs, strict=True):
+            slot = job_slot(job)
+            slot.tokens += tokens
+            slot.shapes.append(len(tokens))
+            if job.reading:
+                job.shapes.popleft()
+            if not job.reading:
+                events += self._next_token(job, row, now)
+        return events
+
+    def close(self) -> None:
+        """Frees the samplers of jobs that still run."""
+        for job in self._jobs():
+            if job.sampler is not None:
+                job.sampler.close()
+
+    # --- deciding -------------------------------------------------------------------------------------------------
+
+    def _jobs(self) -> Iterable[Job]:
+        yield from self._queued
+        yield from (slot.job for slot in self._slots if slot.job is not None)
+
+    def _choose(self) -> list[tuple[Job, list[int]]]:
+        """The next batch, sequences in ascending order."""
+        running = [slot.job for slot in self._slots if slot.job is not None]
+        speaking = [job for job in running if not job.reading]
+        reading = min((job for job in running if job.reading), key=lambda job: job.started_at, default=None)
+        if reading is not None and not (speaking and self._read_last):
+            self._read_last = True
+            at = len(job_slot(reading).tokens)
+            return [(reading, reading.prompt[at : at + reading.shapes[0]])]
+        self._read_last = False
+        return [(job, job.produced[-1:]) for job in speaking]
+
+    def _start_queued(self) -> list[Event]:
+        events: list[Event] = []
+        waiting: set[str] = set()
+        for job in list(self._queued):
+            # Jobs of one conversation run in the order they came.
+            slot = None if job.conversation in waiting else self._slot_for(job)
+            if slot is None:
+                if job.conversation is not None:
+                    waiting.add(job.conversation)
+                continue
+            self._queued.remove(job)
+            events.append(self._start(job, slot))
+        return events
+
+    def _slot_for(self, job: Job) -> Slot | None:
+        if job.conversation is not None:
+            for slot in self._slots:
+                if slot.conversation == job.conversation:
+                    return slot if slot.job is None else None
+        idle = [slot for slot in self._slots if slot.job is None]
+        # An empty one first; else the conversation that was silent longest is forgotten and read again when it goes on.
+        return min(idle, key=lambda slot: (slot.conversation is not None, slot.used_at, slot.seq), default=None)
+
+    def _start(self, job: Job, slot: Slot) -> Event:
+        self._runtime.check_file()
+        keep = 0
+        if slot.conversation == job.conversation and job.conversation is not None and not (job.resume or job.history):
+            # At least one prompt token is decoded: its logits are what the answer starts from.
+            keep = min(_common(slot.tokens, job.prompt), len(job.prompt) - 1)
+        slot.cut(self._runtime.trim(slot.seq, keep))
+        kept = len(slot.tokens)
+        slot.conversation, slot.job = job.conversation, job
+        job.slot = slot
+        job.shapes.extend(job.history)
+        left = len(job.prompt) - kept - sum(job.history)
+        while left > 0:
+            job.shapes.append(min(left, self._runtime.n_ubatch))
+            left -= job.shapes[-1]
+        job.started_at = time.monotonic()
+        job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, job.prompt)
+        return {
+            "ev": "started",
+            "job": job.id,
+            "n_prompt": len(job.prompt),
+            "n_reused": kept,
+            "seed": job.seed,
+            "history": _pack_shapes(slot.shapes + list(job.shapes)),
+        }
+
+    # --- what comes of it -----------------------------------------------------------------------------------------
+
+    def _next_token(self, job: Job, row: int, now: float) -> list[Event]:
+        assert job.sampler is not None
+        if not np.isfinite(self._runtime.logits(row).max()):
+            raise FrameshardError("the device computes values that are no numbers")
+        index = len(job.produced)
+        if index == 0:
+            job.first_token_at = now
+        resumed = index < len(job.resume)
+        if resumed:
+            token = job.resume[index]
+            job.sampler.accept(token)
+        else:
+            token = job.sampler.sample(self._runtime.context, row, index)
+        job.produced.append(token)
+        self._count(now)
+        reason = None
+        if self._runtime.is_end(token):
+            text, reason = job.text.finish(), "stop"
+        else:
+            text = job.text.push(self._runtime.piece(token))
+            if job.text.stopped:
+                reason = "stop"
+            elif index + 1 == job.max_new:
+                text, reason = text + job.text.finish(), "length"
+        events: list[Event] = []
+        if not resumed:
+            events.append({"ev": "token", "job": job.id, "n": index, "id": token, "text": text})
+        if reason is not None:
+            done = {
+                "ev": "done",
+                "job": job.id,
+                "reason": reason,
+                "n_prompt": len(job.prompt),
+                "n_generated": len(job.produced),
+                "prefill_s": job.first_token_at - job.started_at,
+                "decode_s": now - job.first_token_at,
+            }
+            events.append(self._end(job, done))
+        return events
+
+    def _count(self, now: float) -> None:
+        if self._rate and self._rate[-1][0] == now:
+            self._rate[-1] = (now, self._rate[-1][1] + 1)
+        else:
+            self._rate.append((now, 1))
+        while self._rate[0][0] < now - RATE_WINDOW_S:
+            self._rate.popleft()
+
+    def _end(self, job: Job, event: Event) -> Event:
+        if job.sampler is not None:
+            job.sampler.close()
+        if job.slot is not None:
+            slot, job.slot = job.slot, None
+            self._turns += 1
+            slot.job = None
+            if slot.conversation is None:
+                self._runtime.clear(slot.seq)
+                slot.cut(0)
+                slot.used_at = 0
+            else:
+                slot.used_at = self._turns
+        return event
+
+    # --- reading a request ----------------------------------------------------------------------------------------
+
+    def _parse(self, message: Mapping[str, object]) -> Job:
+        runtime = self._runtime
+        params = message.get("params", {})
+        if not isinstance(params, Mapping):
+            raise BadArgument("params must be a map", field="params")
+        sampling = SamplingParams.from_wire(params)
+        conversation = message.get("conversation")
+        if conversation is not None and (not isinstance(conversation, str) or not 0 < len(conversation) <= 256):
+            raise BadArgument("conversation must be a string of 1 to 256 characters", field="conversation")
+        prompt = self._prompt(message)
+        n_prompt = len(prompt)
+        if not n_prompt:
+            raise BadArgument("the prompt is empty", field="prompt")
+        if n_prompt + (sampling.max_tokens or 1) > runtime.n_ctx_seq:
+            raise ContextOverflow(
+                f"a prompt of {n_prompt} tokens and an answer of {sampling.max_tokens or 1} do not fit "
+                f"the {runtime.n_ctx_seq} tokens of a conversation",
+                n_prompt=n_prompt,
+                n_ctx=runtime.n_ctx_seq,
+            )
+        max_new = sampling.max_tokens or runtime.n_ctx_seq - n_prompt
+        resume = _whole_list("resume", message.get("resume") or [], runtime.n_vocab - 1)
+        if len(resume) > max_new:
+            raise BadArgument("more tokens to resume than the job may produce", field="resume")
+        return Job(
+            id=_whole("job", message.get("job"), 2**53),
+            prompt=prompt,
+            params=sampling,
+            seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
+            max_new=max_new,
+            conversation=conversation,
+            resume=resume,
+            history=_unpack_shapes(message.get("history") or [], n_prompt, runtime.n_ubatch),
+            text=TextStream(sampling.stop),
+        )
+
+    def _prompt(self, message: Mapping[str, object]) -> list[int]:
+        kind = message.get("kind")
+        if kind == "completion":
+            prompt = message.get("prompt")
+            if not isinstance(prompt, str):
+                raise BadArgument("a completion needs a prompt", field="prompt")
+            _check_size(len(prompt.encode("utf-8", "replace")))
+            return self._runtime.tokenize(prompt)
+        if kind != "chat":
+            raise BadArgument("kind must be chat or completion", field="kind")
+        messages = message.get("messages")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not 0 < len(messages) <= MAX_MESSAGES:
+            raise BadArgument(f"a chat needs 1 to {MAX_MESSAGES} messages", field="messages")
+        size = 0
+        for each in messages:
+            if not isinstance(each, Mapping) or set(each) != {"role", "content"}:
+                raise BadArgument("a message has role and content", field="messages")
+            if not all(isinstance(value, str) for value in each.values()):
+                raise BadArgument("role and content must be strings", field="messages")
+            size += sum(len(value.encode("utf-8", "replace")) for value in each.values())
+        _check_size(size)
+        return self._runtime.chat_tokens(messages)
+
+
+def job_slot(job: Job) -> Slot:
+    """The sequence of a job that runs."""
+    assert job.slot is not None
+    return job.slot
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_PROMPT_BYTES:
+        raise BadArgument(f"the prompt is longer than {MAX_PROMPT_BYTES} bytes", field="prompt")
+
+
+def _whole(name: str, value: object, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+        raise BadArgument(f"{name} must be a whole number from 0 to {high}", field=name)
+    return value
+
+
+def _whole_list(name: str, value: object, high: int) -> list[int]:
+    if not isinstance(value, list):
+        raise BadArgument(f"{name} must be a list", field=name)
+    return [_whole(name, item, high) for item in value]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def _pack_shapes(shapes: Iterable[int]) -> list[list[int]]:
+    """[3, 1, 1] -> [[3, 1], [1, 2]]: batch length and how often in a row."""
+    packed: list[list[int]] = []
+    for shape in shapes:
+        if packed and packed[-1][0] == shape:
+            packed[-1][1] += 1
+        else:
+            packed.append([shape, 1])
+    return packed
+
+
+def _unpack_shapes(packed: object, n_prompt: int, n_ubatch: int) -> list[int]:
+    if not isinstance(packed, list):
+        raise BadArgument("history must be a list", field="history")
+    shapes: list[int] = []
+    for pair in packed:
+        length, count = pair if isinstance(pair, list) and len(pair) == 2 else (0, 0)
+        if _whole("history", length, n_ubatch) == 0 or _whole("history", count, n_prompt) == 0:
+            raise BadArgument("history must be pairs of batch length and count", field="history")
+        shapes += [length] * count
+        if sum(shapes) > n_prompt:
+            raise BadArgument("history is longer than the prompt", field="history")
+    return shapes

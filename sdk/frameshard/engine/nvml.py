@@ -1,0 +1,62 @@
+"""What the NVIDIA driver counts for this process: the cross-check of the device's own ledger.
+
+Not every system tells: without NVIDIA's library, under Windows' WDDM, or where process numbers are hidden,
+:meth:`Observer.used` is ``None`` and the ledger stands alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+logger = logging.getLogger("frameshard.engine")
+
+
+class Observer:
+    """Make it before the process opens a GPU: a process that NVML lists only afterwards, when its numbers are those of
+    another namespace, is this one."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._before: set[int] = set()
+        self._pid: int | None = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            self._before = set(self._processes())
+        except Exception as error:  # nvmlInit raises a class of its own for each thing that can be missing
+            self._nvml = None
+            logger.info("no NVML, VRAM is counted by the device's ledger alone: %s", error)
+
+    @property
+    def available(self) -> bool:
+        """NVML answers on this machine."""
+        return self._nvml is not None
+
+    def used(self) -> int | None:
+        """Bytes of VRAM that the driver counts for this process over all GPUs; ``None`` where it does not tell."""
+        if self._nvml is None:
+            return None
+        try:
+            processes = self._processes()
+        except self._nvml.NVMLError:
+            return None
+        if self._pid is None:
+            new = [pid for pid in processes if pid not in self._before]
+            if os.getpid() in processes:
+                self._pid = os.getpid()
+            elif len(new) == 1:
+                self._pid = new[0]
+        return None if self._pid is None else processes.get(self._pid)
+
+    def _processes(self) -> dict[int, int]:
+        used: dict[int, int] = {}
+        for handle in self._handles:
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.usedGpuMemory is not None:
+                    used[process.pid] = used.get(process.pid, 0) + process.usedGpuMemory
+        return used

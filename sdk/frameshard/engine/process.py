@@ -1,0 +1,353 @@
+"""The engine process: ``python -m frameshard.engine.process --fd N``, started by the broker.
+
+``N`` is one end of a Unix stream socket pair. Each frame is a 4-byte little-endian length and one msgpack map, whose
+``op`` (from the broker) or ``ev`` (to it) names it.
+
+Threads: the *reader* takes frames and never waits for the GPU; what can act in the middle of a decode (interrupting a
+job, statistics) it does itself, the rest goes to the *main* thread in order. The *budget* thread waits for the device
+to release memory. The main thread decodes, and between decodes answers pings: a stuck engine shows by its silence. One
+decode can last longer than the broker's patience (a long chunk of a large model on a slow CPU), so while a decode
+visibly moves the reader answers in its place.
+
+The process ends when the socket does: it must never outlive the broker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, FrameshardError
+from frameshard.wire import channel
+
+logger = logging.getLogger("frameshard.engine")
+
+EXIT_FATAL = 3
+CLEANUP_S = 0.5
+"""How long the main thread gets to free the model when the broker is gone."""
+
+FILL_S = 0.005
+"""Filling may hold up the next decode by about this much."""
+
+OBSERVE_EVERY_S = 2.0
+OOM_SCORE_ADJ = 500  # when memory runs out, the sidecar goes before the game
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """Frames on the broker's socket. :meth:`send` may be called from any thread, :meth:`messages` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """:raises OSError: the broker is gone."""
+        frame = channel.pack(message)
+        with self._lock:
+            self._socket.sendall(frame)
+
+    def messages(self) -> Iterator[Message]:
+        """Each message that comes, until the broker closes.
+
+        :raises BadMessage: what came is no message; the stream cannot be trusted any more.
+        """
+        reader = channel.Reader()
+        while data := self._socket.recv(1 << 16):
+            yield from reader.feed(data)
+
+
+class Engine:
+    """Everything between the channel and the :class:`Runtime`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._budgets: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._runtime: Runtime | None = None
+        self._batcher: Batcher | None = None
+        self._loaded = threading.Event()
+        self._closed = threading.Event()
+        self._replan = threading.Event()
+        self._stop = False
+        self._filling = False
+        self._seen_progress = -1
+
+    # --- main thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serves until told to stop; returns the exit code."""
+        for work in (self._read, self._serve_budgets):
+            threading.Thread(target=work, daemon=True, name=work.__name__).start()
+        try:
+            while not self._stop:
+                self._turn()
+        except FrameshardError as error:
+            return self._fatal(error)
+        except OSError:  # the broker is gone
+            return 0
+        except Exception as error:
+            logger.exception("a defect of the engine")
+            return self._fatal(FrameshardError(f"{type(error).__name__}: {error}"))
+        if self._batcher is not None:
+            self._batcher.close()
+        if self._runtime is not None:
+            self._runtime.close()
+        self._closed.set()
+        return 0
+
+    def _fatal(self, error: FrameshardError) -> int:
+        """Nothing is freed: a device that failed may never return from it."""
+        logger.error("fatal: %s", error)
+        with contextlib.suppress(OSError):
+            self._channel.send({"ev": "fatal", "error": error.to_wire()})
+        return EXIT_FATAL
+
+    def _turn(self) -> None:
+        """Commands that came, then one decode, then a little filling."""
+        idle = not self._filling and not (self._batcher and self._batcher.busy)
+        with contextlib.suppress(queue.Empty):
+            while not self._stop:
+                self._commands.get(block=idle)()
+                idle = False
+        if self._runtime is None or self._batcher is None or self._stop:
+            return
+        if self._replan.is_set():
+            self._replan.clear()
+            try:
+                self._runtime.replan()
+            except BudgetBelowFloor as error:  # the device accepted this budget and keeps it with the plan it has
+                logger.warning("%s", error)
+            self._filling = True
+        if self._batcher.busy:
+            self._send_all(self._batcher.step())
+        if self._filling:
+            self._filling = self._runtime.fill(self._fill_bytes) > 0
+
+    def _load(self, message: Message) -> None:
+        if self._runtime is not None:
+            raise BadMessage("load came twice")
+        started = time.monotonic()
+        self._runtime = Runtime.load(EngineConfig.from_wire(message))
+        self._batcher = Batcher(self._runtime)
+        self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
+        self._loaded.set()
+        self._channel.send({"ev": "ready", "info": {**self._info(), "load_s": time.monotonic() - started}})
+
+    def _submit(self, message: Message) -> None:
+        if self._batcher is None:
+            raise BadMessage("submit came before load")
+        try:
+            self._batcher.submit(message)
+        except FrameshardError as error:
+            self._channel.send({"ev": "failed", "job": message.get("job"), "error": error.to_wire()})
+
+    def _cancel(self, job: int) -> None:
+        if self._batcher is not None:
+            self._send_all(self._batcher.cancel(job))
+
+    def _send_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._channel.send(event)
+
+    def _stop_main(self) -> None:
+        self._stop = True
+
+    # --- reader thread --------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            for message in self._channel.messages():
+                self._dispatch(message)
+        except (OSError, FrameshardError) as error:
+            logger.error("the broker's channel failed: %s", error)
+        finally:
+            # The broker is gone. Whatever the main thread does, the process ends now.
+            self._end()
+            self._closed.wait(CLEANUP_S)
+            os._exit(0)
+
+    def _dispatch(self, message: Message) -> None:
+        op = message.pop("op", None)
+        if op == "load":
+            self._commands.put(lambda: self._load(message))
+        elif op == "submit":
+            self._commands.put(lambda: self._submit(message))
+        elif op == "cancel":
+            job = _integer(message, "job")
+            if self._batcher is not None:
+                self._batcher.interrupt(job)
+            self._commands.put(lambda: self._cancel(job))
+        elif op == "budget":
+            self._budgets.put(message)
+        elif op == "stats":
+            self._channel.send({"ev": "stats", "seq": _integer(message, "seq"), "stats": self._stats()})
+        elif op == "ping":
+            self._ping(_integer(message, "seq"))
+        elif op == "stop":
+            self._end()
+        else:
+            raise BadMessage(f"unknown op {op!r}")
+
+    def _end(self) -> None:
+        self._commands.put(self._stop_main)
+        if self._runtime is not None:
+            self._runtime.abort()
+
+    def _ping(self, seq: int) -> None:
+        pong = {"ev": "pong", "seq": seq}
+        if self._runtime is not None and self._batcher is not None and self._batcher.decoding:
+            seen, self._seen_progress = self._seen_progress, self._runtime.progress
+            if seen != self._seen_progress:
+                self._channel.send(pong)
+                return
+        self._commands.put(lambda: self._channel.send(pong))
+
+    def _stats(self) -> dict[str, object]:
+        runtime, batcher = self._runtime, self._batcher
+        if runtime is None or batcher is None:
+            return {}
+        stats: dict[str, object] = batcher.statistics()
+        stats["nvml"] = runtime.observer is not None and runtime.observer.available
+        if runtime.device is not None:
+            stats.update(dataclasses.asdict(runtime.device.stats()))
+            stats["budget_bytes"] = runtime.budget_bytes
+        if runtime.observer is not None:
+            stats["observed_bytes"] = runtime.observer.used()
+        return stats
+
+    def _info(self) -> dict[str, object]:
+        assert self._runtime is not None
+        runtime, model = self._runtime, self._runtime.model_info
+        device = runtime.device.stats() if runtime.device is not None else None
+        return {
+            "name": os.path.basename(runtime.config.model),
+            "arch": model.arch,
+            "device": runtime.device_name,
+            "n_layer": model.n_layer,
+            "n_vocab": runtime.n_vocab,
+            "n_ctx": runtime.n_ctx_seq,
+            "n_parallel": runtime.config.n_parallel,
+            "n_ubatch": runtime.n_ubatch,
+            "n_threads": runtime.n_threads,
+            "chat": runtime.chat is not None,
+            "file_bytes": model.file_bytes,
+            "budget_bytes": runtime.budget_bytes,
+            "floor_bytes": device.floor_bytes if device else 0,
+            "full_bytes": device.full_bytes if device else 0,
+            "plan": runtime.plan.summary() if runtime.plan else {},
+        }
+
+    # --- budget thread --------------------------------------------------------------------------------------------
+
+    def _serve_budgets(self) -> None:
+        self._loaded.wait()
+        assert self._runtime is not None
+        standing, since = -1, time.monotonic()
+        while True:
+            try:
+                message = self._budgets.get(timeout=OBSERVE_EVERY_S if self._runtime.observer else None)
+            except queue.Empty:
+                used = self._runtime.device.stats().used_bytes if self._runtime.device else 0
+                if used != standing:
+                    standing, since = used, time.monotonic()
+                elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S:
+                    self._measure_overhead(self._runtime)
+                continue
+            with contextlib.suppress(OSError):  # the reader sees that too, and ends the process
+                self._set_budget(self._runtime, message)
+
+    def _measure_overhead(self, runtime: Runtime) -> None:
+        try:
+            runtime.measure_overhead()
+        except BudgetBelowFloor as error:
+            logger.warning("%s", error)
+
+    def _set_budget(self, runtime: Runtime, message: Message) -> None:
+        started = time.monotonic()
+        event: Event = {"ev": "budget", "seq": message.get("seq")}
+        try:
+            wanted, timeout_s = _integer(message, "bytes"), _seconds(message, "timeout_s", 5.0)
+            if runtime.device is not None:
+                try:
+                    runtime.device.set_budget(wanted, timeout_s)
+                finally:
+                    self._replan.set()
+                    self._commands.put(lambda: None)  # wakes an idle main thread
+        except FrameshardError as error:
+            self._channel.send({**event, "phase": "refused", "error": error.to_wire()})
+            return
+        # Without a shard device the process holds no VRAM, and any budget is kept.
+        self._channel.send(
+            {
+                **event,
+                "phase": "released",
+                "budget_bytes": runtime.budget_bytes,
+                "used_bytes": runtime.device.stats().used_bytes if runtime.device is not None else 0,
+                "seconds": time.monotonic() - started,
+            }
+        )
+        observed = self._await_observed(runtime, wanted, started + timeout_s)
+        self._channel.send(
+            {**event, "phase": "observed", "observed_bytes": observed, "seconds": time.monotonic() - started}
+        )
+
+    def _await_observed(self, runtime: Runtime, wanted: int, deadline: float) -> int | None:
+        """The driver's figure as soon as it is within the budget, else the last one before ``deadline``."""
+        if runtime.observer is None:
+            return None
+        observed = runtime.observer.used()
+        while observed is not None and wanted and observed > wanted and time.monotonic() < deadline:
+            time.sleep(0.02)  # NVML has no event for this
+            observed = runtime.observer.used()
+        return observed
+
+
+def _integer(message: Message, name: str) -> int:
+    value = message.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadMessage(f"{name} must be a whole number")
+    return value
+
+
+def _seconds(message: Message, name: str, default: float) -> float:
+    value = message.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 3600:
+        raise BadArgument(f"{name} must be a number of seconds up to 3600", field=name)
+    return float(value)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the child process."""
+    parser = argparse.ArgumentParser(prog="frameshard.engine.process")
+    parser.add_argument("--fd", type=int, required=True)
+    args = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the broker's to answer
+    with contextlib.suppress(OSError):
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write(str(OOM_SCORE_ADJ))
+    sock = socket.socket(fileno=args.fd)
+    sock.set_inheritable(False)
+    code = Engine(Channel(sock)).run()
+    logging.shutdown()
+    # Without unwinding: other threads still wait in native code, and the plugin must never be unloaded.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,619 @@
+"""One model, one context, and the shard device under them. Every call into llama.cpp is made here or in ``sampling``.
+
+Guarantees: a :class:`Runtime` belongs to the thread that made it, except for what says [any thread]; llama.cpp's return
+codes become ``frameshard.errors`` here and nowhere else; what a sequence holds is known exactly after every call, also
+after an aborted one.
+
+Each sequence has key-value cells of its own (``kv_unified`` off). A unified cache would let one conversation use the
+room of all, but then the cells a sequence gets, and with them the order in which attention adds up, depend on what
+other sequences do: the same text could not be promised. So ``n_ctx`` is shared out evenly: each sequence has
+``n_ctx_seq``.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+# ggml_abort otherwise runs a debugger on the process.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+
+import llama_cpp
+
+from frameshard.engine.chat import ChatTemplate
+from frameshard.engine.nvml import Observer
+from frameshard.errors import (
+    BadArgument,
+    BadModel,
+    BudgetBelowFloor,
+    ContextOverflow,
+    FrameshardError,
+    OutOfMemory,
+    Unsupported,
+)
+from frameshard.plan.ladder import make_ladder
+from frameshard.plan.machine import Profile, load_or_probe
+from frameshard.plan.model import Model, read_model
+from frameshard.plan.planner import Mode, Plan, make_plan
+
+if TYPE_CHECKING:
+    from frameshard.native import ShardDevice
+
+logger = logging.getLogger("frameshard.engine")
+_llama_logger = logging.getLogger("frameshard.llama")
+
+ALL_LAYERS = 999
+STOCK = "stock:"
+MAX_SEQUENCES = 64
+
+
+class DecodeAborted(Exception):
+    """:meth:`Runtime.abort` stopped the decode. The sequences of that batch are back at the length they had before it,
+    except where :meth:`Runtime.length` says otherwise: a recurrent state cannot be rolled back, that one is empty."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What to load and how.
+
+    ``device``: "cpu" (stock llama.cpp), "emulated", a ggml device name such as "CUDA0", or "auto" (the first GPU, else
+    the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` tokens are shared evenly by ``n_parallel`` sequences.
+    ``n_threads`` 0 picks a number that leaves room for copies and the game. ``link_gbps`` (1e9 bytes/s) is the
+    emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
+    have the same bits at any budget. ``n_outputs_max`` 0 means ``n_parallel``: how many rows of logits one decode may
+    ask for.
+
+    :raises BadArgument: a value is of the wrong type or out of range.
+    """
+
+    model: str
+    device: str = "cpu"
+    vram_budget: int = 0
+    n_ctx: int = 4096
+    n_ubatch: int = 512
+    n_parallel: int = 4
+    n_threads: int = 0
+    link_gbps: float = 0.0
+    mode: Mode = "planned"
+    n_outputs_max: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("model", "device", "mode"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise BadArgument(f"{name} must be a non-empty string", field=name)
+        limits = {
+            "vram_budget": (0, 2**53),
+            "n_ctx": (1, 2**24),
+            "n_ubatch": (1, 2**16),
+            "n_parallel": (1, MAX_SEQUENCES),
+            "n_threads": (0, 1024),
+            "n_outputs_max": (0, 2**16),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise BadArgument(f"{name} must be a whole number from {low} to {high}", field=name)
+        link = self.link_gbps
+        if isinstance(link, bool) or not isinstance(link, (int, float)) or not 0 <= link <= 1e6:
+            raise BadArgument("link_gbps must be a number from 0 to 1e6", field="link_gbps")
+        if self.mode not in get_args(Mode):
+            raise BadArgument(f"mode must be one of {', '.join(get_args(Mode))}", field="mode")
+        if min(self.n_ubatch, self.n_ctx) < self.n_parallel:
+            raise BadArgument("n_ubatch and n_ctx must be at least n_parallel", field="n_parallel")
+
+    @classmethod
+    def from_wire(cls, message: Mapping[str, object]) -> EngineConfig:
+        """From the fields of a load message.
+
+        :raises BadArgument: an unknown or missing field, or a value of the wrong type or range.
+        """
+        names = {f.name for f in fields(cls)}
+        for name in message:
+            if name not in names:
+                raise BadArgument(f"unknown load field {name!r}", field=name)
+        if "model" not in message:
+            raise BadArgument("load needs a model", field="model")
+        values: dict[str, Any] = dict(message)
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Part of a decode batch: ``tokens`` go to the end of sequence ``seq``; ``logits`` is "last", "all" or "none"."""
+
+    seq: int
+    tokens: Sequence[int]
+    logits: str = "last"
+
+
+class Runtime:
+    """A loaded model with its context. Make it with :meth:`load`; a context manager that closes it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Nothing is loaded yet; use :meth:`load`."""
+        self.config = config
+        self.device: ShardDevice | None = None
+        """The shard device; ``None`` on the CPU."""
+        self.device_name = ""
+        self.observer: Observer | None = None
+        """NVML's view of this process; only for a real GPU."""
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        """The plan in force; ``None`` on the CPU."""
+        self.mode = config.mode
+        """"planned" or "stream_only"; a change takes effect with the next :meth:`replan`."""
+        self._model: Any = None
+        self._context: Any = None
+        self._abort = False
+        self._nodes = 0
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Runtime:
+        """Checks the file, loads the model, makes the context, takes the VRAM and runs one token through it.
+
+        :raises ModelNotFound: no such file.
+        :raises BadModel: not a GGUF that can be served.
+        :raises Unsupported: a model of a kind that cannot chat or complete (encoder, diffusion).
+        :raises UnknownDevice: no such device.
+        :raises BudgetBelowFloor: the budget is too small for this model and context; the error names the floor.
+        :raises OutOfMemory: the device or the host refuses the memory.
+        """
+        runtime = cls(config)
+        try:
+            runtime._load()
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    def _load(self) -> None:
+        config = self.config
+        _install_log()
+        self.model_info: Model = read_model(config.model)
+        # What was checked must be what is served: the file is held open and compared before each job.
+        self._file = open(config.model, "rb")  # noqa: SIM115 - closed by close()
+        self._file_state = _state(os.fstat(self._file.fileno()))
+        self.n_threads = config.n_threads or _default_threads()
+        self.device_name = resolve_device(config.device)
+
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
+        if self.device_name == "cpu":
+            self._devices = (ctypes.c_void_p * 1)(None)  # an empty list, or llama.cpp would take every GPU it finds
+            model_params.n_gpu_layers = 0
+        elif self.device_name.startswith(STOCK):
+            from frameshard.native import device_handle
+
+            self._devices = (ctypes.c_void_p * 2)(device_handle(self.device_name[len(STOCK) :]), None)
+            model_params.n_gpu_layers = ALL_LAYERS
+        else:
+            self.device = self._make_device()
+            self._devices = self.device.devices_array
+            model_params.n_gpu_layers = ALL_LAYERS
+        model_params.devices = ctypes.cast(self._devices, ctypes.c_void_p).value
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(config.model), model_params)
+        if not self._model:
+            raise BadModel(f"llama.cpp refuses {config.model}: {_last_errors()}")
+        if (
+            llama_cpp.llama_model_has_encoder(self._model)
+            or not llama_cpp.llama_model_has_decoder(self._model)
+            or llama_cpp.llama_model_is_diffusion(self._model)
+        ):
+            raise Unsupported("this model does not generate text token by token", arch=self.model_info.arch)
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        self._make_context()
+        self._make_batch()
+        self.chat = self._make_chat()
+        if self.device is not None:
+            self.measure_overhead()
+            self.profile = self._probe(self.device)
+            self.device.commit()
+            self.replan()
+            while self.fill():
+                pass
+        self._warm_up()
+        self.measure_overhead()  # libraries of the driver take their workspaces in the first decode
+
+    def _make_device(self) -> ShardDevice:
+        from frameshard.native import ShardDevice
+
+        if self.device_name != "emulated":
+            self.observer = Observer()
+        device = ShardDevice(
+            self.device_name,
+            budget_bytes=self.config.vram_budget,
+            n_threads=self.n_threads,
+            link_gbps=self.config.link_gbps,
+        )
+        self.ladder = make_ladder(self.model_info)
+        device.set_shards([[tensor.name for tensor in shard.tensors] for shard in self.ladder])
+        return device
+
+    def _probe(self, device: ShardDevice) -> Profile:
+        try:
+            return load_or_probe(
+                device,
+                self.model_info,
+                inner=self.device_name,
+                n_threads=self.n_threads,
+                link_gbps=self.config.link_gbps,
+            )
+        except OutOfMemory:
+            device.commit()  # a budget that has no room for the probe is below the floor, and this says so
+            raise
+
+    def _make_context(self) -> None:
+        config = self.config
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = config.n_ctx
+        params.n_batch = config.n_ubatch
+        params.n_ubatch = config.n_ubatch
+        params.n_seq_max = config.n_parallel
+        params.n_outputs_max = config.n_outputs_max or config.n_parallel
+        params.n_threads = self.n_threads
+        params.n_threads_batch = self.n_threads
+        params.kv_unified = False
+        params.offload_kqv = self.device_name != "cpu"
+        params.op_offload = self.device_name != "cpu"
+        params.no_perf = True
+        if self.device is None:
+            # Counting the calls costs about a thousandth of a token and shows that a long decode moves.
+            self._abort_callback = llama_cpp.ggml_abort_callback(self._on_node)
+            params.abort_callback = self._abort_callback
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise OutOfMemory(f"llama.cpp cannot make a context of {config.n_ctx} tokens: {_last_errors()}")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self.n_ctx = int(llama_cpp.llama_n_ctx(self._context))
+        self.n_ctx_seq = int(llama_cpp.llama_n_ctx_seq(self._context))
+        self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))
+        self.n_outputs_max = int(params.n_outputs_max)
+        self._lengths = [0] * config.n_parallel
+
+    def _make_batch(self) -> None:
+        n = self.n_ubatch
+        self._tokens = np.zeros(n, np.int32)
+        self._positions = np.zeros(n, np.int32)
+        self._n_seqs = np.ones(n, np.int32)
+        self._seqs = np.zeros(n, np.int32)
+        self._wanted = np.zeros(n, np.int8)
+        self._seq_pointers = (self._seqs.ctypes.data + np.arange(n) * self._seqs.itemsize).astype(np.uintp)
+        batch = llama_cpp.llama_batch()
+        batch.embd = None
+        for name, array in (
+            ("token", self._tokens),
+            ("pos", self._positions),
+            ("n_seq_id", self._n_seqs),
+            ("seq_id", self._seq_pointers),
+            ("logits", self._wanted),
+        ):
+            kind = dict(llama_cpp.llama_batch._fields_)[name]
+            setattr(batch, name, ctypes.cast(array.ctypes.data, kind))
+        self._batch = batch
+
+    def _make_chat(self) -> ChatTemplate | None:
+        source = self.model_info.chat_template
+        if source is None:
+            return None
+
+        def special(token: int) -> str:
+            return self._piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+        self._bos = special(llama_cpp.llama_vocab_bos(self._vocab))
+        try:
+            return ChatTemplate(source, bos=self._bos, eos=special(llama_cpp.llama_vocab_eos(self._vocab)))
+        except Unsupported as error:
+            logger.warning("no chat with this model: %s", error)
+            return None
+
+    def _warm_up(self) -> None:
+        """A model whose first decode fails should fail here, not in somebody's job."""
+        token = llama_cpp.llama_vocab_bos(self._vocab)
+        self.decode([Rows(0, [max(0, token)])])
+        self.clear(0)
+
+    def close(self) -> None:
+        """Frees the context, then the model. Safe to call twice and after a failed load."""
+        if self._context:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        if self._model:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- text -----------------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of ``text``. ``add_special`` adds BOS/EOS where the model wants them; ``parse_special`` reads
+        control tokens written out in the text."""
+        data = text.encode("utf-8", "replace")
+        room = len(data) + 8
+        while True:
+            tokens = (llama_cpp.llama_token * room)()
+            n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, add_special, parse_special)
+            if n >= 0:
+                return list(tokens[:n])
+            room = -n
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt that the model's chat template makes of ``messages``.
+
+        :raises Unsupported: the model has no usable chat template.
+        :raises BadArgument: the template refuses the messages.
+        """
+        if self.chat is None:
+            raise Unsupported("this model has no chat template; ask for a completion instead")
+        prompt = self.chat.render(messages)
+        begun = bool(self._bos) and prompt.startswith(self._bos)
+        return self.tokenize(prompt, add_special=not begun, parse_special=True)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that ``token`` adds to a text; control tokens add none. May end inside a code point."""
+        return self._piece(token, special=False)
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+
+    def is_end(self, token: int) -> bool:
+        """The model ends its answer with this token."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    def length(self, seq: int) -> int:
+        """Tokens that sequence ``seq`` holds."""
+        return self._lengths[seq]
+
+    def trim(self, seq: int, length: int) -> int:
+        """Cuts sequence ``seq`` to its first ``length`` tokens and returns how many it has then: ``length``, or 0 where
+        the model's memory cannot be cut (recurrent states)."""
+        if length >= self._lengths[seq]:
+            return self._lengths[seq]
+        if length <= 0 or not llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1):
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            length = 0
+        self._lengths[seq] = length
+        return length
+
+    def clear(self, seq: int) -> None:
+        """Empties sequence ``seq``."""
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        self._lengths[seq] = 0
+
+    seq_clear = clear
+
+    def decode(self, batch: Sequence[Rows]) -> list[int]:
+        """Runs one batch of at most ``n_ubatch`` tokens; returns the rows for :meth:`logits` in the order of the batch.
+
+        Rows of several sequences must come in ascending order of ``seq``: adjacent ones are computed together.
+
+        :raises DecodeAborted: :meth:`abort` was called.
+        :raises ContextOverflow: a sequence is full; nothing was changed.
+        :raises FrameshardError: the device or llama.cpp failed. The runtime must not be used any more.
+        """
+        n, outputs = 0, []
+        for rows in batch:
+            count = len(rows.tokens)
+            start = self._lengths[rows.seq]
+            if start + count > self.n_ctx_seq:
+                raise ContextOverflow("the context is full", n_prompt=start + count, n_ctx=self.n_ctx_seq)
+            end = n + count
+            if end > self.n_ubatch:
+                raise BadArgument(f"a batch has at most {self.n_ubatch} tokens")
+            self._tokens[n:end] = rows.tokens
+            self._positions[n:end] = np.arange(start, start + count)
+            self._seqs[n:end] = rows.seq
+            self._wanted[n:end] = rows.logits == "all"
+            if rows.logits == "last" and count:
+                self._wanted[end - 1] = 1
+            outputs += [int(row) + n for row in np.flatnonzero(self._wanted[n:end])]
+            n = end
+        if not n:
+            raise BadArgument("an empty batch")
+        if int(self._tokens[:n].min()) < 0 or int(self._tokens[:n].max()) >= self.n_vocab:
+            raise BadArgument(f"token ids must be from 0 to {self.n_vocab - 1}")
+        if len(outputs) > self.n_outputs_max:  # llama.cpp ends the process here
+            raise BadArgument(f"a batch has at most {self.n_outputs_max} rows of logits")
+        self._batch.n_tokens = n
+        code = llama_cpp.llama_decode(self._context, self._batch)
+        if code == 0:
+            for rows in batch:
+                self._lengths[rows.seq] += len(rows.tokens)
+            return outputs
+        if code == 1:
+            raise ContextOverflow("no room in the key-value cache", n_ctx=self.n_ctx_seq)
+        if code == 2:
+            for rows in batch:
+                # llama.cpp removed some of it or none; a recurrent state is lost either way
+                before, self._lengths[rows.seq] = self._lengths[rows.seq], self.n_ctx_seq
+                self.trim(rows.seq, before)
+            raise DecodeAborted
+        if code == -2:
+            raise OutOfMemory(f"memory for a decode was refused: {_last_errors()}")
+        raise FrameshardError(f"llama_decode failed with {code}: {_last_errors()}")
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """The logits of a row of the last decode, shape [n_vocab]; a view that the next decode overwrites."""
+        pointer = llama_cpp.llama_get_logits_ith(self._context, row)
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
+        """Appends ``tokens`` to sequence ``seq`` in chunks of ``n_ubatch``; returns the logits asked for, [n, n_vocab].
+
+        "all" needs a configuration with ``n_outputs_max`` of ``n_ubatch``. Raises like :meth:`decode`.
+        """
+        out = []
+        for at in range(0, len(tokens), self.n_ubatch):
+            chunk = tokens[at : at + self.n_ubatch]
+            last = at + len(chunk) == len(tokens)
+            want = logits if logits != "last" or last else "none"
+            out += [self.logits(row).copy() for row in self.decode([Rows(seq, chunk, want)])]
+        return np.stack(out) if out else np.empty((0, self.n_vocab), np.float32)
+
+    @property
+    def context(self) -> Any:
+        """llama.cpp's context, for a sampler."""
+        return self._context
+
+    def check_file(self) -> None:
+        """:raises BadModel: the model file was changed in place since it was loaded; its mapping cannot be trusted."""
+        if _state(os.fstat(self._file.fileno())) != self._file_state:
+            raise BadModel(f"{self.config.model} was changed while it was in use")
+
+    # --- abort and progress ---------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """[any thread] The running decode, or else the next, ends with :class:`DecodeAborted`, until :meth:`resume`."""
+        self._abort = True
+        if self.device is not None:
+            self.device.set_abort(True)
+
+    def resume(self) -> None:
+        """[any thread] Takes :meth:`abort` back."""
+        if self._abort:
+            self._abort = False
+            if self.device is not None:
+                self.device.set_abort(False)
+
+    @property
+    def progress(self) -> int:
+        """[any thread] A number that changes while a decode gets on. If it stands still in a decode, that is stuck."""
+        return self._nodes if self.device is None else self.device.stats().steps
+
+    def _on_node(self, _data: object) -> bool:
+        self._nodes += 1
+        return self._abort
+
+    # --- budget ---------------------------------------------------------------------------------------------------
+
+    @property
+    def budget_bytes(self) -> int:
+        """[any thread] The VRAM budget in force; 0 for no limit."""
+        return 0 if self.device is None else _limit(self.device.stats().budget_bytes)
+
+    def replan(self) -> None:
+        """Makes the plan for the budget in force and gives it to the device. To be called between decodes after the
+        budget changed; the device keeps within its budget before that too, by the old plan."""
+        assert self.device is not None
+        assert self.profile is not None
+        while True:
+            stats = self.device.stats()
+            self.plan = make_plan(
+                self.model_info,
+                self.profile,
+                budget_bytes=_limit(stats.budget_bytes),
+                fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
+                mode=self.mode,
+                n_ubatch=self.n_ubatch,
+            )
+            try:
+                tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
+                self.device.set_plan(tiers, self.plan.ring_bytes)
+            except BudgetBelowFloor:
+                if self.device.stats().budget_generation == stats.budget_generation:
+                    raise
+            else:
+                return
+
+    def measure_overhead(self) -> None:
+        """[any thread] Tells the device how much more the driver counts for this process than the device's ledger
+        explains. Only while the ledger stands still: the driver's figure may be late by seconds.
+
+        :raises BudgetBelowFloor: what the driver holds leaves less than the floor.
+        """
+        used = self.observer.used() if self.observer is not None else None
+        if used is not None and self.device is not None:
+            stats = self.device.stats()
+            self.device.set_overhead(max(0, used - (stats.used_bytes - stats.overhead_bytes)))
+
+    def fill(self, max_bytes: int = 2**63) -> int:
+        """Copies up to about ``max_bytes`` of weights into free budget; returns the bytes copied, 0 when there is no
+        more to do, also because another program holds memory that the budget allows."""
+        try:
+            return 0 if self.device is None else self.device.fill(max_bytes)
+        except OutOfMemory as error:
+            logger.warning("fewer weights are resident than the budget allows: %s", error)
+            return 0
+
+
+def resolve_device(name: str) -> str:
+    """The device that ``name`` stands for: ``auto`` is the first GPU, else the CPU, and says which on the log."""
+    if name != "auto":
+        return name
+    from frameshard.native import gpu_devices
+
+    found = gpu_devices()
+    name = found[0] if found else "cpu"
+    logger.warning("device auto: using %s", name)
+    return name
+
+
+def _default_threads() -> int:
+    """An eighth of the cores is left to the copy thread and the game: copies collapse when every core computes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores <= 2 else cores - max(1, cores // 8)
+
+
+def _limit(budget_bytes: int) -> int:
+    """The device's "no limit" is a number beyond any memory; everywhere else it is 0."""
+    return budget_bytes if budget_bytes < 2**53 else 0
+
+
+def _state(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+# --- llama.cpp's log ----------------------------------------------------------------------------------------------
+
+_LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # ggml_log_level
+_OF_ABORTS = ("removing memory module entries", "failed to decode, ret = 2")
+_errors: collections.deque[str] = collections.deque(maxlen=3)
+
+
+def _on_log(level: int, text: bytes, _data: object) -> None:
+    if level in _LEVELS:
+        line = text.decode("utf-8", "replace").strip()
+        if any(part in line for part in _OF_ABORTS):
+            return
+        _llama_logger.log(_LEVELS[level], "%s", line)
+        if level == 4:
+            _errors.append(line)
+
+
+_log_callback = llama_cpp.llama_log_callback(_on_log)  # llama.cpp keeps the pointer for the life of the process
+
+
+def _install_log() -> None:
+    _errors.clear()
+    llama_cpp.llama_log_set(_log_callback, None)
+
+
+def _last_errors() -> str:
+    return "; ".join(_errors) or "no reason given"

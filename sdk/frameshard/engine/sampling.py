@@ -1,0 +1,149 @@
+"""Sampling parameters and llama.cpp's sampler chain.
+
+Token ``i`` of a job is drawn with a generator seeded from ``(seed, i)`` alone, so a resumed job needs no saved
+generator state to go on with the same text: the logits and the tokens before it are enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+
+from frameshard.errors import BadArgument
+
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
+PENALTY_WINDOW = 64
+"""Tokens (prompt and answer) that ``repeat_penalty`` looks back on."""
+
+GREEDY_BELOW = 0.001  # dividing logits by less leaves the range of a float
+
+_SEED_LIMIT = 2**53  # what every protocol peer can hold exactly
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to pick tokens and when to stop.
+
+    ``temperature`` below 0.001 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repeat_penalty`` 1 switch that
+    step off. ``max_tokens`` ``None`` means what the context has left; ``seed`` ``None`` means a random one.
+
+    :raises BadArgument: a value is not finite or out of range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, _SEED_LIMIT - 1)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
+            raise BadArgument("stop must be a list of strings", field="stop")
+        if len(self.stop) > MAX_STOPS:
+            raise BadArgument(f"at most {MAX_STOPS} stop strings", field="stop")
+        if not all(0 < len(s.encode("utf-8", "surrogatepass")) <= MAX_STOP_BYTES for s in self.stop):
+            raise BadArgument(f"a stop string must have 1 to {MAX_STOP_BYTES} bytes", field="stop")
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, object]) -> SamplingParams:
+        """From a message's map; absent fields take the defaults.
+
+        :raises BadArgument: an unknown field, or a value of the wrong type or range.
+        """
+        known: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name not in cls.__dataclass_fields__:
+                raise BadArgument(f"unknown sampling parameter {name!r}", field=name)
+            known[name] = tuple(value) if name == "stop" and isinstance(value, list) else value
+        return cls(**known)
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadArgument(f"{name} must be a whole number from {low} to {high}", field=name)
+
+
+def _real(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise BadArgument(f"{name} must be a finite number", field=name)
+    if not low <= value <= high:
+        raise BadArgument(f"{name} must be from {low:g} to {high:g}", field=name)
+
+
+def token_seed(seed: int, index: int) -> int:
+    """The 32-bit generator seed of token ``index``: splitmix64 over both, so that neighbours have nothing in common."""
+    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    folded = (x ^ (x >> 31)) & 0xFFFFFFFF
+    return folded if folded != llama_cpp.LLAMA_DEFAULT_SEED else 0  # the default seed would mean "random"
+
+
+class Sampler:
+    """One job's sampler chain: penalties, top-k, top-p, min-p, temperature, then the seeded draw.
+
+    ``context_tokens`` are the prompt tokens that the repeat penalty starts from. Free it with :meth:`close`.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int, n_vocab: int, context_tokens: Sequence[int]) -> None:
+        self._seed = seed
+        self._draws = params.temperature >= GREEDY_BELOW
+        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        steps = []
+        if params.repeat_penalty != 1.0:
+            steps.append(
+                llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, params.repeat_penalty, 0.0, 0.0)
+            )
+        if self._draws:
+            if params.top_k > 0:
+                steps.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
+            if params.top_p < 1.0:
+                steps.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
+            if params.min_p > 0.0:
+                steps.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
+            steps.append(llama_cpp.llama_sampler_init_temp(params.temperature))
+        else:
+            steps.append(llama_cpp.llama_sampler_init_greedy())
+        for step in steps:
+            llama_cpp.llama_sampler_chain_add(self._chain, step)
+        self._n_steps = len(steps)
+        for token in context_tokens[-PENALTY_WINDOW:]:
+            self.accept(token)
+
+    def sample(self, context: Any, row: int, index: int) -> int:
+        """Token ``index`` of the answer, from output ``row`` of the context's last decode; it counts as accepted."""
+        if not self._draws:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+        draw = llama_cpp.llama_sampler_init_dist(token_seed(self._seed, index))
+        llama_cpp.llama_sampler_chain_add(self._chain, draw)
+        try:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+        finally:
+            llama_cpp.llama_sampler_free(llama_cpp.llama_sampler_chain_remove(self._chain, self._n_steps))
+
+    def accept(self, token: int) -> None:
+        """Takes a token that was not sampled here (a resumed one) into the penalty window."""
+        llama_cpp.llama_sampler_accept(self._chain, token)
+
+    def close(self) -> None:
+        """Frees the chain. Safe to call twice."""
+        if self._chain is not None:
+            llama_cpp.llama_sampler_free(self._chain)
+            self._chain = None
