@@ -165,6 +165,14 @@ def gpu_devices() -> list[str]:
     return [n for n in names if n != "FRAMESHARD0"]
 
 
+def device_handle(name: str) -> int:
+    """ggml's handle of a registered device, for ``llama_model_params.devices``. Raises UnknownDevice."""
+    handle: int | None = _ggml().ggml_backend_dev_by_name(name.encode())
+    if not handle:
+        raise errors.UnknownDevice(f"no device named {name!r}; there are: {gpu_devices()}", devices=gpu_devices())
+    return handle
+
+
 def _load() -> tuple[ctypes.CDLL, int]:
     """The plugin library and the ggml handle of its device."""
     check_llama_cpp_python()

@@ -1,0 +1,243 @@
+"""``frameshard verify``: the same text through stock llama.cpp and through the shard device at several budgets.
+
+Stream-only rows must have the very bits that the same device gives with everything resident, also across a change of
+budget in mid-generation. Planned rows may compute on the CPU, whose rounding differs: there the next token and the
+perplexity must agree with stock llama.cpp. The device's own ledger, sampled at every allocation, must stay within the
+budget. The reference is stock llama.cpp on the CPU for the emulated device, and on the GPU itself for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from . import common
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from frameshard.engine.runtime import EngineConfig, Runtime
+    from frameshard.native import ShardDevice
+
+    Floats = npt.NDArray[np.float32]
+
+logger = logging.getLogger("frameshard.verify")
+
+TOP1_AGREEMENT = 0.97  # planned rows: share of positions with the same most likely token as stock llama.cpp
+PERPLEXITY_RATIO = 0.01  # planned rows: relative difference of perplexity
+MODES = ("stream_only", "planned")
+_LOGITS_OF_PROMPT = 16  # rows of logits looked at in the prompt, several in one graph
+_COLUMNS = ("budget_mb", "mode", "max_abs_logit_diff", "top1_agreement", "kl", "perplexity", "perplexity_ref")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="prove that a model's output does not change with the VRAM budget",
+        description="Runs one text through stock llama.cpp and through the shard device at each budget, with a change of "
+        "budget in mid-generation. Exit status 1 if a row fails.",
+    )
+    common.add_model_args(parser)
+    parser.add_argument(
+        "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
+    )
+    parser.add_argument("--prompt", type=common.positive, default=96, metavar="N", help="tokens of prompt (96)")
+    parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens one by one (64)")
+    parser.add_argument("--ctx", type=common.positive, default=512, metavar="N", help="context in tokens (512)")
+    parser.add_argument("--ubatch", type=common.positive, default=64, metavar="N", help="prompt tokens at once (64)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from frameshard import errors, models
+    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+
+    device = resolve_device(args.device)
+    if device == "cpu":
+        raise errors.BadArgument("verify compares the shard device with stock llama.cpp: name a GPU, or --device emulated")
+    wanted = [w.strip() for w in args.vram_budget.split(",")]
+    sizes = [w if w in ("floor", "full") else common.parse_size(w) for w in wanted]
+    if args.prompt + args.generate > args.ctx:
+        raise errors.BadArgument(f"--prompt and --generate need {args.prompt + args.generate} tokens, --ctx is {args.ctx}")
+
+    def config(device: str) -> EngineConfig:
+        return EngineConfig(
+            model=str(models.resolve(args.model)),
+            device=device,
+            n_ctx=args.ctx,
+            n_ubatch=args.ubatch,
+            n_parallel=1,
+            n_threads=args.threads,
+            link_gbps=args.link_gbps or 0.0,
+            n_outputs_max=_LOGITS_OF_PROMPT,
+        )
+
+    reference_device = "cpu" if device == "emulated" else f"stock:{device}"
+    with Runtime.load(config(reference_device)) as runtime:
+        tokens = _tokens(runtime, args.prompt + args.generate)
+        reference = _logits(runtime, tokens, args.prompt)
+    rows = []
+    with Runtime.load(config(device)) as runtime:
+        assert runtime.device is not None
+        stats = runtime.device.stats()
+        named = {"floor": stats.floor_bytes, "full": stats.full_bytes}
+        budgets = [named[size] if isinstance(size, str) else size for size in sizes]
+        for budget in budgets:
+            if budget < stats.floor_bytes:
+                raise errors.BudgetBelowFloor(
+                    f"a VRAM budget of {budget / 2**20:.0f} MiB is below the floor: this model and context need "
+                    f"{-(-stats.floor_bytes // 2**20)} MiB",
+                    budget_bytes=budget,
+                    floor_bytes=stats.floor_bytes,
+                )
+        _set_mode(runtime, "stream_only", stats.full_bytes)
+        resident = _logits(runtime, tokens, args.prompt)
+        for budget in budgets:
+            for mode in MODES:
+                logger.info("%s at %s", mode, common.format_size(budget))
+                row = _row(runtime, tokens, args.prompt, budget, mode, reference, resident)
+                rows.append(row)
+                if not args.json:
+                    _print_row(row, header=len(rows) == 1)
+    if args.json:
+        common.emit_json({"model": args.model, "device": device, "reference": reference_device, "rows": rows})
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _tokens(runtime: Runtime, n: int) -> list[int]:
+    from .passage import PASSAGE
+
+    tokens = runtime.tokenize(PASSAGE)
+    return (tokens * -(-n // len(tokens)))[:n]
+
+
+def _logits(runtime: Runtime, tokens: Sequence[int], n_prompt: int, before: Callable[[int], None] | None = None) -> Floats:
+    """Logits [rows, n_vocab] of the last prompt positions, computed together, and of each later token by itself."""
+    import numpy as np
+
+    runtime.clear(0)
+    tail = min(_LOGITS_OF_PROMPT, n_prompt, runtime.n_ubatch)
+    if n_prompt > tail:
+        runtime.decode_tokens(0, tokens[: n_prompt - tail], "none")
+    out = [runtime.decode_tokens(0, tokens[n_prompt - tail : n_prompt], "all")]
+    for i in range(n_prompt, len(tokens)):
+        if before is not None:
+            before(i - n_prompt)
+        out.append(runtime.decode_tokens(0, tokens[i : i + 1]))
+    return np.concatenate(out)
+
+
+def _set_mode(runtime: Runtime, mode: str, budget: int) -> None:
+    assert runtime.device is not None
+    runtime.mode = mode
+    runtime.device.set_budget(budget)
+    runtime.replan()
+    runtime.fill()
+
+
+class _MidGeneration:
+    """Changes the budget while a token is being computed, a third of the way through, and back after two thirds."""
+
+    def __init__(self, runtime: Runtime, budget: int, n_generate: int) -> None:
+        assert runtime.device is not None
+        self.runtime, self.device, self.budget = runtime, runtime.device, budget
+        floor, full = self.device.stats().floor_bytes, self.device.stats().full_bytes
+        room = budget - floor
+        self.other = floor + room // 3 if room > (full - floor) // 16 else floor + (full - floor) // 2
+        self.at = {n_generate // 3: self.other, 2 * n_generate // 3: budget}
+        self.peaks: list[tuple[int, int]] = []
+        self.pending: threading.Thread | None = None
+
+    def __call__(self, index: int) -> None:
+        self._join()
+        if index in self.at:
+            self.peaks.append((self.device.stats().budget_bytes, self.device.stats().peak_bytes))
+            self.pending = threading.Thread(target=_change_budget, args=(self.device, self.at[index]))
+            self.pending.start()
+
+    def _join(self) -> None:
+        if self.pending is not None:
+            self.pending.join()
+            self.pending = None
+            self.runtime.replan()
+            self.runtime.fill()
+
+    def finish(self) -> list[tuple[int, int]]:
+        """(budget, peak bytes) of each stretch of the run."""
+        self._join()
+        self.peaks.append((self.device.stats().budget_bytes, self.device.stats().peak_bytes))
+        return self.peaks
+
+
+def _change_budget(device: ShardDevice, budget: int) -> None:
+    device.set_budget(budget, timeout_s=60.0)
+    device.reset_peak()
+
+
+def _row(
+    runtime: Runtime, tokens: Sequence[int], n_prompt: int, budget: int, mode: str, reference: Floats, resident: Floats
+) -> dict[str, object]:
+    import numpy as np
+
+    assert runtime.device is not None
+    _set_mode(runtime, mode, budget)
+    runtime.device.reset_peak()
+    change = _MidGeneration(runtime, budget, len(tokens) - n_prompt)
+    logits = _logits(runtime, tokens, n_prompt, change)
+    peaks = change.finish()
+
+    # Row k predicts the token after it; the last row predicts nothing that we know.
+    targets = np.array(tokens[len(tokens) - len(logits) + 1 :])
+    log_p, log_ref = _log_softmax(logits), _log_softmax(reference)
+    kl = float((np.exp(log_ref) * (log_ref - log_p)).sum(axis=1).mean())
+    perplexity, perplexity_ref = _perplexity(log_p, targets), _perplexity(log_ref, targets)
+    diff = float(np.abs(logits - resident).max())
+    top1 = float((logits.argmax(axis=1) == reference.argmax(axis=1)).mean())
+    within = all(peak <= limit for limit, peak in peaks)
+    if mode == "stream_only":
+        same = diff == 0.0
+    else:
+        same = top1 >= TOP1_AGREEMENT and abs(perplexity / perplexity_ref - 1) <= PERPLEXITY_RATIO
+    return {
+        "budget_mb": round(budget / 2**20, 3),
+        "mode": mode,
+        "max_abs_logit_diff": diff,
+        "top1_agreement": round(top1, 4),
+        "kl": kl,
+        "perplexity": perplexity,
+        "perplexity_ref": perplexity_ref,
+        "peak_vram_mb": round(max(peak for limit, peak in peaks if limit == budget) / 2**20, 3),
+        "changed_to_mb": round(change.other / 2**20, 3),
+        "within_budget": within,
+        "ok": bool(same and within and np.isfinite(logits).all()),
+    }
+
+
+def _log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+    import numpy as np
+
+    x = logits.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
+    return x
+
+
+def _perplexity(log_p: npt.NDArray[np.float64], targets: npt.NDArray[np.int64]) -> float:
+    import numpy as np
+
+    return float(np.exp(-log_p[np.arange(len(targets)), targets].mean()))
+
+
+def _print_row(row: dict[str, object], *, header: bool) -> None:
+    if header:
+        print(f"{'budget':>10} {'mode':>12} {'logit diff':>11} {'top-1':>7} {'KL':>9} {'ppl':>9} {'ref':>9} {'peak':>10}")
+    print(
+        f"{row['budget_mb']:>6.0f} MiB {row['mode']:>12} {row['max_abs_logit_diff']:>11.3g} {row['top1_agreement']:>7.3f} "
+        f"{row['kl']:>9.2g} {row['perplexity']:>9.3f} {row['perplexity_ref']:>9.3f} {row['peak_vram_mb']:>6.0f} MiB "
+        f"{'ok' if row['ok'] else 'FAILED'}",
+        flush=True,
+    )
