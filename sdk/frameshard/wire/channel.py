@@ -1,0 +1,37 @@
+"""Frames on the stream socket between broker and engine process: 4 bytes of length, little-endian, then one map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frameshard.errors import BadMessage
+from frameshard.wire import codec
+
+_HEADER = 4
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """The bytes of one frame. Raises :class:`BadArgument` for what the codec does not carry."""
+    body = codec.encode(message, codec.ENGINE)
+    return len(body).to_bytes(_HEADER, "little") + body
+
+
+class Reader:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that `data` completes. Raises :class:`BadMessage`; nothing after it can be trusted."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _HEADER:
+            size = int.from_bytes(self._buffer[:_HEADER], "little")
+            if size > codec.ENGINE.frame:
+                raise BadMessage(f"a frame of {size} bytes, the limit is {codec.ENGINE.frame}")
+            if len(self._buffer) < _HEADER + size:
+                break
+            messages.append(codec.decode(bytes(self._buffer[_HEADER : _HEADER + size]), codec.ENGINE))
+            del self._buffer[: _HEADER + size]
+        return messages

@@ -1,0 +1,474 @@
+"""Both sides of a session without I/O: frames and times in, typed messages and frames out.
+
+What the transport may do to us: lose everything in flight when a peer freezes for longer than ZeroMQ's heartbeats and
+its connection is made anew. What this module makes of it, for any transport that keeps order while it lasts:
+
+- Events of a job arrive once, in order and without gaps. The server keeps what the client has not taken; the client
+  drops duplicates, asks again after a gap, and learns of a lost tail from the next pong.
+- A client that reads slowly gets fewer and larger deltas; its events under way are bounded by its window, the text held
+  back by `held_bytes`. Beyond that the job fails with Overloaded. No other job waits for it.
+- Answers go ahead of events, so a budget never queues behind tokens.
+- A request is carried out once although it may be sent twice (again after a resumption): jobs have numbers that the
+  client gives, and all other requests say what shall be, not what to change.
+- Silence is counted in beats of this side's own clock, so a process that was itself stopped (breakpoint, suspended
+  machine) blames nobody when it wakes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from frameshard.errors import BadArgument, BadMessage, ConnectionLost, FrameshardError, Overloaded, VersionMismatch
+from frameshard.wire import messages as m
+from frameshard.wire import states
+
+MAX_ANSWERS = 256
+"""Answers waiting for a client that sends requests and does not read."""
+
+BEAT_S = 0.5
+"""Seconds between two calls of :meth:`ClientConnection.beat`."""
+
+LOST_AFTER_BEATS = 5
+
+
+class _Outbox:
+    """Events of one job on their way to a client."""
+
+    def __init__(self, job: int, timeline: int, window: int) -> None:
+        self.job = job
+        self.timeline = timeline
+        self.window = window
+        self.taken = 0  # by the client: events before this number are gone
+        self.sent = 0
+        self.numbered = 0
+        self.kept: deque[bytes] = deque()  # frames of taken..numbered
+        self.waiting: deque[tuple[type[Any], dict[str, Any]]] = deque()  # beyond the window: a start, one delta, an end
+        self.ended = False
+
+    def add(self, kind: type[Any], fields: dict[str, Any], epoch: int) -> None:
+        if kind is m.Delta and self.waiting and self.waiting[-1][0] is m.Delta:
+            held = self.waiting[-1][1]
+            held["text"] += fields["text"]
+            held["tokens"] += fields["tokens"]
+        else:
+            self.waiting.append((kind, fields))
+        self.ended = self.ended or kind in m.TERMINAL
+        self.number(epoch)
+
+    def number(self, epoch: int) -> None:
+        while self.waiting and self.numbered < self.taken + self.window:
+            kind, fields = self.waiting.popleft()
+            event = kind(job=self.job, seq=self.numbered, epoch=epoch, timeline=self.timeline, **fields)
+            self.kept.append(m.encode(event))
+            self.numbered += 1
+
+    def held_bytes(self) -> int:
+        return sum(len(fields["text"].encode()) for kind, fields in self.waiting if kind is m.Delta)
+
+    @property
+    def over(self) -> bool:
+        return self.ended and not self.waiting and self.taken == self.numbered
+
+
+class ServerConnection:
+    """The server's side of one session. A stream is open from :meth:`open` until its last event has been taken."""
+
+    def __init__(self, session: int, *, epoch: int, held_bytes: int, now: float) -> None:
+        self.session = session
+        self.epoch = epoch
+        self.heard_at = now
+        self.overrun = False
+        """The client does not read its answers; the session cannot go on."""
+        self._held_bytes = held_bytes
+        self._answers: deque[bytes] = deque()
+        self._streams: dict[int, _Outbox] = {}
+        self._sending: _Outbox | None = None
+
+    def receive(self, frame: bytes, now: float) -> m.Request | None:
+        """A request for the server to act on, or None when it was dealt with here."""
+        self.heard_at = now
+        try:
+            request = m.decode_request(frame)
+            if isinstance(request, m.Hello):
+                return request
+            if request.epoch != self.epoch:
+                raise ConnectionLost("this request was meant for another launch of the server", id=_id_of(request))
+            if isinstance(request, m.Credit):
+                self._credit(request)
+                return None
+        except FrameshardError as error:
+            self.refuse(error.detail.pop("id", None), error)
+            return None
+        if isinstance(request, m.Ping):
+            sent = tuple((stream.job, stream.sent) for stream in self._streams.values())
+            self.reply(m.Pong(request.id, self.epoch, sent))
+            return None
+        return request
+
+    def reply(self, answer: m.Reply | m.Engine) -> None:
+        """Queues an answer, ahead of all events."""
+        if len(self._answers) >= MAX_ANSWERS:
+            self.overrun = True
+            return
+        self._answers.append(m.encode(answer))
+
+    def ok(self, request_id: int) -> None:
+        self.reply(m.Ok(request_id, self.epoch))
+
+    def refuse(self, request_id: object, error: FrameshardError) -> None:
+        """Answers a request with `error`."""
+        self.reply(m.Error(request_id if type(request_id) is int else None, self.epoch, m.ErrorInfo.of(error)))
+
+    @property
+    def jobs(self) -> Iterable[int]:
+        """Jobs whose last event the client has not taken."""
+        return self._streams.keys()
+
+    def open(self, job: int, timeline: int, window: int) -> None:
+        """A new stream of events."""
+        self._streams[job] = _Outbox(job, timeline, window)
+
+    def started(self, job: int, n_prompt: int) -> None:
+        self._streams[job].add(m.Started, {"n_prompt": n_prompt}, self.epoch)
+
+    def delta(self, job: int, text: str, tokens: int) -> None:
+        """More text. Raises :class:`Overloaded` when too much is held back already: the job must be failed."""
+        stream = self._streams[job]
+        if stream.waiting and stream.held_bytes() + len(text.encode()) > self._held_bytes:
+            raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
+        stream.add(m.Delta, {"text": text, "tokens": tokens}, self.epoch)
+
+    def done(
+        self, job: int, *, reason: str, n_prompt: int, n_generated: int, prefill_s: float, decode_s: float
+    ) -> None:
+        fields = {
+            "reason": reason,
+            "n_prompt": n_prompt,
+            "n_generated": n_generated,
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+        }
+        self._streams[job].add(m.Done, fields, self.epoch)
+
+    def failed(self, job: int, error: FrameshardError) -> None:
+        self._streams[job].add(m.Failed, {"error": m.ErrorInfo.of(error)}, self.epoch)
+
+    def cancelled(self, job: int) -> None:
+        self._streams[job].add(m.Cancelled, {}, self.epoch)
+
+    def next_frame(self) -> bytes | None:
+        """What to send next; the same again until :meth:`sent`."""
+        if self._answers:
+            return self._answers[0]
+        self._sending = next((stream for stream in self._streams.values() if stream.sent < stream.numbered), None)
+        return None if self._sending is None else self._sending.kept[self._sending.sent - self._sending.taken]
+
+    def sent(self) -> None:
+        """The transport has taken the frame that :meth:`next_frame` returned."""
+        if self._answers:
+            self._answers.popleft()
+        elif self._sending is not None:
+            self._sending.sent += 1
+            # The next one to look at is another job's, so that a long burst delays no one.
+            self._streams[self._sending.job] = self._streams.pop(self._sending.job)
+
+    def _credit(self, credit: m.Credit) -> None:
+        stream = self._streams.get(credit.job)
+        if stream is None:
+            return  # crossed with the end of the job
+        if credit.next > stream.numbered:
+            raise BadMessage(f"credit.next: job {credit.job} has no event {credit.next - 1} yet")
+        while stream.taken < credit.next:
+            stream.kept.popleft()
+            stream.taken += 1
+        # Behind a resend, events are taken that are not sent again yet.
+        stream.sent = stream.taken if credit.resend else max(stream.sent, stream.taken)
+        stream.number(self.epoch)
+        if stream.over:
+            del self._streams[stream.job]
+
+
+def _id_of(request: m.Request) -> int | None:
+    return None if isinstance(request, m.Credit) else request.id
+
+
+class _Inbox:
+    """Events of one job at the client."""
+
+    def __init__(self, timeline: int, window: int) -> None:
+        self.timeline = timeline
+        self.window = window
+        self.expected = 0
+        self.granted = 0
+        self.accepted = False
+        self.asked_again = False
+        self.abandoned = False
+        self.ended = False
+
+
+class ClientConnection:
+    """The client's side of one session.
+
+    :meth:`receive` returns what the program shall see: answers (with the id that the request's method returned), events
+    of jobs in order, and engine states. When :attr:`error` is set, everything that is open has ended with it.
+    """
+
+    def __init__(self, client: str, *, epoch: int | None = None) -> None:
+        self.state = states.Session.GREETING
+        self.error: FrameshardError | None = None
+        self.welcome: m.Welcome | None = None
+        self._client = client
+        self._epoch = epoch
+        self._ids = 0
+        self._jobs = 0
+        self._silent_beats = 0
+        self._outgoing: deque[bytes] = deque()
+        self._unanswered: dict[int, m.Request] = {}
+        self._inboxes: dict[int, _Inbox] = {}
+        self._hello()
+
+    # ---- requests: each returns its id, which the answer carries ----------------------------------------------------
+
+    def submit(
+        self,
+        kind: m.Kind,
+        *,
+        messages: tuple[m.ChatMessage, ...] = (),
+        prompt: str = "",
+        conversation: str | None = None,
+        sampling: m.Sampling = m.DEFAULT_SAMPLING,
+        timeline: int = 0,
+        window: int = 32,
+    ) -> tuple[int, int]:
+        """Asks for a job; returns the request's id and the job's. Raises :class:`BadArgument`, naming the field."""
+        job = self._jobs + 1
+        request_id = self._request(
+            m.Submit,
+            job=job,
+            kind=kind,
+            messages=messages,
+            prompt=prompt,
+            conversation=conversation,
+            sampling=sampling,
+            timeline=timeline,
+            window=window,
+        )
+        self._jobs = job
+        self._inboxes[job] = _Inbox(timeline, window)
+        return request_id, job
+
+    def cancel(self, job: int) -> int:
+        return self._request(m.Cancel, job=job)
+
+    def abandon(self, job: int) -> None:
+        """Nobody wants the rest of this job's events: they are taken unseen."""
+        inbox = self._inboxes.get(job)
+        if inbox is not None:
+            inbox.abandoned = True
+            self._grant(job, inbox, inbox.expected)
+            if inbox.ended:
+                del self._inboxes[job]
+
+    def budget_set(self, vram_budget_bytes: int, timeout_s: float) -> int:
+        """Answered twice: released, then observed."""
+        return self._request(m.BudgetSet, vram_budget_bytes=vram_budget_bytes, timeout_s=timeout_s)
+
+    def budget_get(self) -> int:
+        return self._request(m.BudgetGet)
+
+    def model_info(self) -> int:
+        return self._request(m.ModelInfoGet)
+
+    def stats(self) -> int:
+        return self._request(m.StatsGet)
+
+    def bye(self) -> int:
+        return self._request(m.Bye)
+
+    def shutdown(self) -> int:
+        return self._request(m.Shutdown)
+
+    def taken(self, event: m.JobEvent) -> None:
+        """The program has taken `event`: the server may send as many more."""
+        inbox = self._inboxes.get(event.job)
+        if inbox is None:
+            return
+        if isinstance(event, m.TERMINAL):
+            self._grant(event.job, inbox, event.seq + 1)
+            del self._inboxes[event.job]
+        elif event.seq + 1 - inbox.granted >= max(1, inbox.window // 2):
+            self._grant(event.job, inbox, event.seq + 1)
+
+    def close(self) -> None:
+        self._move("close")
+
+    # ---- transport --------------------------------------------------------------------------------------------------
+
+    def next_frame(self) -> bytes | None:
+        """What to send next; the same again until :meth:`sent`."""
+        return self._outgoing[0] if self._outgoing else None
+
+    def sent(self) -> None:
+        self._outgoing.popleft()
+
+    def beat(self) -> None:
+        """To be called every :data:`BEAT_S` seconds: pings, and finds out that nobody is there."""
+        if self.state in (states.Session.LOST, states.Session.CLOSED):
+            return
+        self._silent_beats += 1
+        if self._silent_beats > LOST_AFTER_BEATS:
+            self._lose("silence", ConnectionLost("the sidecar does not answer"))
+        elif self._outgoing:
+            pass  # the transport takes nothing now; more would not help
+        elif self.state is states.Session.OPEN:
+            assert self._epoch is not None
+            self._ids += 1
+            self._send(m.Ping(self._ids, self._epoch))
+        else:
+            self._hello()
+
+    def receive(self, frame: bytes) -> list[m.Reply | m.JobEvent | m.Engine]:
+        """What the program shall see of this frame."""
+        if self.state in (states.Session.LOST, states.Session.CLOSED):
+            return []
+        try:
+            message = m.decode_answer(frame)
+        except BadMessage as error:
+            self._lose("silence", ConnectionLost(f"the server does not speak this protocol: {error.message}"))
+            return []
+        self._silent_beats = 0
+        if isinstance(message, m.Welcome):
+            return self._welcomed(message)
+        if isinstance(message, m.Error):
+            return self._refused(message)
+        if message.epoch != self._epoch:
+            return []
+        if isinstance(message, m.Pong):
+            return self._compare(message)
+        if isinstance(message, m.JobEvent):
+            return self._event(message)
+        if isinstance(message, m.Engine):
+            return [message]
+        if isinstance(message, m.Released):
+            return [message] if message.id in self._unanswered else []
+        request = self._unanswered.pop(message.id, None)
+        if request is None:
+            return []  # answered twice after a resumption
+        if isinstance(request, m.Submit) and request.job in self._inboxes:
+            self._inboxes[request.job].accepted = True
+        return [message]
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _move(self, event: str) -> None:
+        self.state = states.SESSION[self.state].get(event, self.state)
+
+    def _send(self, message: m.Request) -> None:
+        self._outgoing.append(m.encode(message))
+
+    def _request(self, message: type[Any], **fields: Any) -> int:
+        if self.error is not None or self._epoch is None:
+            raise self.error or ConnectionLost("not connected yet")
+        try:
+            request: m.Request = message(id=self._ids + 1, epoch=self._epoch, **fields)
+        except m.Refused as refused:
+            raise BadArgument(str(refused)) from None
+        self._send(request)
+        self._ids += 1
+        self._unanswered[self._ids] = request
+        return self._ids
+
+    def _hello(self) -> None:
+        session = None if self.welcome is None else self.welcome.session
+        self._ids += 1
+        self._hello_id = self._ids
+        self._send(m.Hello(self._ids, m.VERSION, self._client, self._epoch, session))
+
+    def _lose(self, event: str, error: FrameshardError) -> None:
+        self._move(event)
+        self.error = error
+        self._outgoing.clear()
+        self._unanswered.clear()
+        self._inboxes.clear()
+
+    def _welcomed(self, welcome: m.Welcome) -> list[m.Reply | m.JobEvent | m.Engine]:
+        if welcome.protocol != m.VERSION:
+            self._lose("refused", VersionMismatch(f"the server speaks protocol {welcome.protocol}, we {m.VERSION}"))
+        elif self.state is states.Session.RESUMING and not welcome.resumed:
+            self._lose("welcome", ConnectionLost("the server has forgotten this session"))
+        elif self.state is states.Session.RESUMING:
+            self._move("resumed")
+            for request in self._unanswered.values():
+                self._send(request)
+            for job, inbox in self._inboxes.items():
+                if inbox.accepted:
+                    self._grant(job, inbox, inbox.granted, resend=True)
+        elif self.state is states.Session.GREETING:
+            self._move("welcome")
+            self._epoch = welcome.epoch
+            self.welcome = welcome
+            return [welcome]
+        return []
+
+    def _refused(self, refusal: m.Error) -> list[m.Reply | m.JobEvent | m.Engine]:
+        error = refusal.error.exception()
+        if self.state in (states.Session.GREETING, states.Session.RESUMING):
+            # What was under way while we say hello again is refused too; only hello's own answer counts.
+            if refusal.id == self._hello_id:
+                self._lose("refused", error)
+        elif isinstance(error, ConnectionLost) and refusal.epoch == self._epoch and self.welcome is not None:
+            self._move("stranger")
+            self._outgoing.clear()
+            self._hello()
+        elif refusal.epoch != self._epoch:
+            self._lose("silence", error)
+        elif refusal.id is not None and refusal.id in self._unanswered:
+            request = self._unanswered.pop(refusal.id)
+            if isinstance(request, m.Submit):
+                self._inboxes.pop(request.job, None)
+            return [refusal]
+        return []
+
+    def _event(self, event: m.JobEvent) -> list[m.Reply | m.JobEvent | m.Engine]:
+        inbox = self._inboxes.get(event.job)
+        if inbox is None or event.seq < inbox.expected:
+            return []
+        if event.seq > inbox.expected:
+            self._ask_again(event.job, inbox)
+            return []
+        inbox.expected += 1
+        inbox.asked_again = False
+        inbox.ended = isinstance(event, m.TERMINAL)
+        if inbox.abandoned:
+            self.taken(event)
+            return []
+        return [event]
+
+    def _compare(self, pong: m.Pong) -> list[m.Reply | m.JobEvent | m.Engine]:
+        sent = dict(pong.jobs)
+        lost: list[m.Reply | m.JobEvent | m.Engine] = []
+        for job, inbox in list(self._inboxes.items()):
+            if sent.get(job, 0) > inbox.expected:
+                inbox.asked_again = False  # what was asked for has been lost as well
+                self._ask_again(job, inbox)
+            elif inbox.accepted and not inbox.ended and job not in sent:
+                del self._inboxes[job]
+                gone = m.ErrorInfo.of(ConnectionLost("the server has forgotten this job"))
+                lost.append(m.Failed(job, inbox.expected, pong.epoch, inbox.timeline, gone))
+        for job in sent.keys() - self._inboxes.keys():
+            # We have taken its last event, and our saying so was lost.
+            self._send(m.Credit(pong.epoch, job, sent[job]))
+        return lost
+
+    def _ask_again(self, job: int, inbox: _Inbox) -> None:
+        # One request for a gap: what follows the gap and is still under way must not ask for it again.
+        if not inbox.asked_again:
+            inbox.asked_again = True
+            self._grant(job, inbox, inbox.granted, resend=True)
+
+    def _grant(self, job: int, inbox: _Inbox, next_seq: int, *, resend: bool = False) -> None:
+        assert self._epoch is not None
+        inbox.granted = next_seq
+        self._send(m.Credit(self._epoch, job, next_seq, resend))

@@ -1,0 +1,191 @@
+"""What passes between a host and the sidecar that it starts: one JSON line each way, before any socket is opened.
+
+The host writes a :class:`ServeConfig` to the sidecar's standard input and keeps that pipe open for as long as it lives:
+its end is the host's end. The sidecar answers on standard output with ``{"ready": ConnectInfo}`` or ``{"error": ...}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from frameshard.errors import BadArgument, FrameshardError, from_wire
+from frameshard.wire import messages
+
+T = TypeVar("T")
+
+MODES = ("planned", "stream_only")
+TRANSPORTS = ("ipc", "tcp")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What a sidecar serves and how.
+
+    :param model: path of a GGUF file.
+    :param device: ``cpu``, ``emulated``, a ggml device such as ``CUDA0``, or ``auto``.
+    :param vram_budget_bytes: all that the sidecar may hold in VRAM; 0 is no limit.
+    :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
+    :param n_threads: 0 leaves it to the engine.
+    :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
+    :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
+    :param transport: ``ipc`` or ``tcp`` on the loopback; both carry CURVE.
+    :param endpoint: where to listen, such as ``ipc:///run/game/npc.sock`` or ``tcp://127.0.0.1:5555``; by default a
+        fresh place.
+    :param connect_file: where to leave the :class:`ConnectInfo` for other clients, readable by this user only.
+    :param engine: command that starts the engine process; by default frameshard's own.
+    :param max_jobs: jobs of all clients that have not ended.
+    :param max_client_jobs: the same of one client.
+    :param held_bytes: text kept for one job whose client does not read.
+    :param silent_s: a client that says nothing for so long loses its jobs.
+    :param hang_idle_s: an engine without work that does not answer for so long is replaced; `hang_busy_s` with work,
+        `hang_load_s` while it loads.
+    :param restart_limit: engine deaths without progress in `restart_window_s` after which it stays off.
+    :raises BadArgument: a value is of the wrong type or out of range.
+    """
+
+    model: str
+    device: str = "auto"
+    vram_budget_bytes: int = 0
+    n_ctx: int = 4096
+    n_ubatch: int = 512
+    n_parallel: int = 4
+    n_threads: int = 0
+    link_gbps: float = 0.0
+    mode: str = "planned"
+    transport: str = "tcp" if sys.platform == "win32" else "ipc"
+    endpoint: str | None = None
+    connect_file: str | None = None
+    engine: tuple[str, ...] = (sys.executable, "-m", "frameshard.engine.process")
+    max_jobs: int = 256
+    max_client_jobs: int = 64
+    held_bytes: int = 49152
+    silent_s: float = 10.0
+    hang_idle_s: float = 5.0
+    hang_busy_s: float = 60.0
+    hang_load_s: float = 600.0
+    restart_limit: int = 3
+    restart_window_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise BadArgument("model must be the path of a GGUF file", field="model")
+        if not isinstance(self.device, str) or not self.device:
+            raise BadArgument("device must be a name", field="device")
+        if self.mode not in MODES:
+            raise BadArgument(f"mode must be one of {', '.join(MODES)}", field="mode")
+        if self.transport not in TRANSPORTS:
+            raise BadArgument(f"transport must be one of {', '.join(TRANSPORTS)}", field="transport")
+        for name in ("endpoint", "connect_file"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise BadArgument(f"{name} must be a string", field=name)
+        if self.endpoint is not None and not self.endpoint.startswith(("ipc:///", "tcp://127.0.0.1:")):
+            raise BadArgument("endpoint must begin with ipc:/// or tcp://127.0.0.1:", field="endpoint")
+        engine = self.engine
+        if not isinstance(engine, tuple) or not engine or not all(isinstance(word, str) and word for word in engine):
+            raise BadArgument("engine must be a command", field="engine")
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise BadArgument(f"{name} must be an integer from {low} to {high}", field=name)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value <= 1e6:
+                raise BadArgument(f"{name} must be a number from 0 to 1e6", field=name)
+
+
+_INTEGERS = {
+    "vram_budget_bytes": (0, 2**53 - 1),
+    "n_ctx": (1, 2**24),
+    "n_ubatch": (1, 2**16),
+    "n_parallel": (1, 64),
+    "n_threads": (0, 1024),
+    "max_jobs": (1, 1024),
+    "max_client_jobs": (1, 1024),
+    "held_bytes": (0, 49152),
+    "restart_limit": (0, 1000),
+}
+_NUMBERS = ("link_gbps", "silent_s", "hang_idle_s", "hang_busy_s", "hang_load_s", "restart_window_s")
+
+
+@dataclass(frozen=True, repr=False)
+class ConnectInfo:
+    """All that a client needs to connect. The keys are CURVE's, as Z85 text, new for each launch and secret."""
+
+    protocol: int
+    endpoint: str
+    epoch: int
+    pid: int
+    server_key: str
+    client_key: str
+    client_secret: str
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not (int if field.type == "int" else str):
+                raise BadArgument(f"{field.name} must be of type {field.type}", field=field.name)
+
+    def __repr__(self) -> str:
+        return f"ConnectInfo(endpoint={self.endpoint!r}, epoch={self.epoch}, pid={self.pid})"
+
+
+def to_line(value: Mapping[str, Any]) -> bytes:
+    """One line of JSON."""
+    return json.dumps(value).encode() + b"\n"
+
+
+def config_line(config: ServeConfig) -> bytes:
+    """What the host writes."""
+    return to_line(dataclasses.asdict(config))
+
+
+def parse_config(line: bytes) -> ServeConfig:
+    """Raises :class:`BadArgument`."""
+    fields = _parse(line)
+    engine = fields.get("engine")
+    return _make(ServeConfig, {**fields, "engine": tuple(engine)} if isinstance(engine, list) else fields)
+
+
+def ready_line(info: ConnectInfo) -> bytes:
+    """What the sidecar writes when it serves."""
+    return to_line({"ready": dataclasses.asdict(info)})
+
+
+def error_line(error: FrameshardError) -> bytes:
+    """What the sidecar writes when it cannot serve."""
+    return to_line({"error": dataclasses.asdict(messages.ErrorInfo.of(error))})
+
+
+def parse_ready(line: bytes) -> ConnectInfo:
+    """Raises the error that the sidecar reports, or :class:`BadArgument`."""
+    fields = _parse(line)
+    if isinstance(fields.get("error"), Mapping):
+        raise from_wire(fields["error"])
+    return parse_info(json.dumps(fields.get("ready")))
+
+
+def parse_info(text: str | bytes) -> ConnectInfo:
+    """A connect file's content. Raises :class:`BadArgument`."""
+    return _make(ConnectInfo, _parse(text))
+
+
+def _parse(text: str | bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        raise BadArgument("not JSON") from None
+    if not isinstance(fields, dict):
+        raise BadArgument("not a JSON object")
+    return fields
+
+
+def _make(cls: type[T], fields: dict[str, Any]) -> T:
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise BadArgument(str(error).replace("__init__() ", "")) from None

@@ -1,0 +1,623 @@
+"""One frozen type per message, and the strict conversion between them and msgpack's maps.
+
+A field's annotation is its check: it takes what msgpack gave and returns the typed value or refuses it. Fields without
+a default must be there, unknown fields are refused, and an integer is never taken for a boolean or a float for an
+integer. Names of messages and fields are those of bindings/PROTOCOL.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from frameshard.errors import BadArgument, BadMessage, FrameshardError, VersionMismatch, from_wire
+from frameshard.wire import codec
+
+VERSION = 1
+"""Of the protocol. Both sides must have the same."""
+
+MAX_WINDOW = 256
+"""Events that may be under way to a client for one job."""
+
+T = TypeVar("T")
+Check = Callable[[Any], Any]
+
+
+class Refused(ValueError):
+    """A value that its field does not take. ``str()`` says which and why."""
+
+
+# ---- checks: what a field takes, as its annotation ------------------------------------------------------------------
+
+
+def _integer(low: int = 0, high: int = codec.MAX_ID) -> Check:
+    def check(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise Refused(f"must be an integer from {low} to {high}")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float) -> Check:
+    def check(value: Any) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise Refused(f"must be a number from {low} to {high}")
+        return float(value)
+
+    return check
+
+
+def _text(limit: int, least: int = 0) -> Check:
+    def check(value: Any) -> str:
+        if type(value) is not str or not least <= len(value.encode(errors="replace")) <= limit:
+            raise Refused(f"must be a string of {least} to {limit} bytes")
+        return value
+
+    return check
+
+
+def _boolean(value: Any) -> bool:
+    if type(value) is not bool:
+        raise Refused("must be true or false")
+    return value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Refused("must be a map")
+    return value
+
+
+def _one_of(allowed: tuple[str, ...]) -> Check:
+    def check(value: Any) -> str:
+        if type(value) is not str or value not in allowed:
+            raise Refused(f"must be one of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+def _array(inner: Check, limit: int) -> Check:
+    def check(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or len(value) > limit:
+            raise Refused(f"must be an array of at most {limit}")
+        return tuple(inner(item) for item in value)
+
+    return check
+
+
+def _pair(first: Check, second: Check) -> Check:
+    def check(value: Any) -> tuple[Any, Any]:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise Refused("must be an array of two")
+        return first(value[0]), second(value[1])
+
+    return check
+
+
+def _record(cls: type[Any]) -> Check:
+    return lambda value: convert(cls, _mapping(value))
+
+
+def _check_for(hint: Any) -> Check:
+    """The check that an annotation stands for. An array without a limit of its own has the codec's."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        if isinstance(args[1], int):
+            return _array(_check_for(get_args(args[0])[0]), args[1])
+        check: Check = args[1]
+        return check
+    if origin is Literal:
+        return _one_of(args)
+    if origin in (Union, UnionType):
+        inner = _check_for(args[0])
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        if args[1] is Ellipsis:
+            return _array(_check_for(args[0]), codec.CLIENT.array)
+        return _pair(_check_for(args[0]), _check_for(args[1]))
+    if origin is Mapping:
+        return _mapping
+    return _boolean if hint is bool else _record(hint)
+
+
+@cache
+def _checks(cls: type[Any]) -> dict[str, tuple[Check, bool]]:
+    """Of each field its check and whether it must be there."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        field.name: (_check_for(hints[field.name]), field.default is dataclasses.MISSING)
+        for field in dataclasses.fields(cls)
+    }
+
+
+Id = Annotated[int, _integer(1)]
+Count = Annotated[int, _integer()]
+Seconds = Annotated[float, _number(0, 1e9)]
+Name = Annotated[str, _text(256)]
+Text = Annotated[str, _text(codec.CLIENT.string)]
+
+# ---- records inside messages ----------------------------------------------------------------------------------------
+
+Role = Literal["system", "user", "assistant"]
+StopString = Annotated[str, _text(256, least=1)]
+Kind = Literal["chat", "completion"]
+Reason = Literal["stop", "length"]
+EngineState = Literal["loading", "ready", "restarting", "off"]
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: Role
+    content: Text
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The same values and the same `seed` give the same text.
+
+    `max_tokens` bounds the answer; `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; without a `seed` the
+    sidecar draws one. Generation ends before any of the strings in `stop`.
+    """
+
+    max_tokens: Annotated[int, _integer(1, 1 << 20)] = 256
+    temperature: Annotated[float, _number(0, 5)] = 0.8
+    top_k: Annotated[int, _integer(0, 1 << 20)] = 40
+    top_p: Annotated[float, _number(0, 1)] = 0.95
+    min_p: Annotated[float, _number(0, 1)] = 0.05
+    repeat_penalty: Annotated[float, _number(0.5, 2)] = 1.0
+    seed: Annotated[int, _integer(0, 2**32 - 1)] | None = None
+    stop: Annotated[tuple[StopString, ...], 16] = ()
+
+
+DEFAULT_SAMPLING = Sampling()
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """An error on its way; :func:`frameshard.errors.from_wire` makes the exception of it."""
+
+    code: Count
+    name: Annotated[str, _text(64)]
+    message: Text
+    retriable: bool
+    detail: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, error: FrameshardError) -> ErrorInfo:
+        """What `error` says. A detail that the wire cannot carry is left out rather than losing the error."""
+        detail: dict[str, Any] = {}
+        for key, value in error.detail.items():
+            try:
+                codec.encode({"error": {"detail": {key: value}}})
+            except BadArgument:
+                continue
+            detail[key] = value
+        return cls(error.code, error.name, error.message[:4096], error.retriable, detail)
+
+    def exception(self) -> FrameshardError:
+        return from_wire(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that is loaded. No VRAM budget below `floor_bytes` is possible; with `full_bytes` all is resident."""
+
+    name: Annotated[str, _text(4096)]
+    arch: Name
+    device: Name
+    n_ctx: Count
+    n_vocab: Count
+    n_layer: Count
+    chat: bool
+    floor_bytes: Count
+    full_bytes: Count
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What this server accepts."""
+
+    message_bytes: Count
+    string_bytes: Count
+    jobs: Count
+    window: Count
+    silent_s: Seconds
+
+
+# ---- client to broker -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of a connection. `session` resumes one; `epoch` refuses any other launch of the server."""
+
+    id: Id
+    protocol: Count
+    client: Annotated[str, _text(64)]
+    epoch: Id | None = None
+    session: Id | None = None
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Asks for a job. `job` is chosen by the client and never used again in the session."""
+
+    id: Id
+    epoch: Id
+    job: Id
+    kind: Kind
+    messages: tuple[ChatMessage, ...] = ()
+    prompt: Text = ""
+    conversation: Annotated[str, _text(128, least=1)] | None = None
+    sampling: Sampling = DEFAULT_SAMPLING
+    timeline: Count = 0
+    window: Annotated[int, _integer(1, MAX_WINDOW)] = 32
+
+    def __post_init__(self) -> None:
+        if self.kind == "chat" and (not self.messages or self.prompt):
+            raise Refused("messages: a chat has messages and no prompt")
+        if self.kind == "completion" and (self.messages or not self.prompt):
+            raise Refused("prompt: a completion has a prompt and no messages")
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Ends a job early. The job's last event says how it ended."""
+
+    id: Id
+    epoch: Id
+    job: Id
+
+
+@dataclass(frozen=True)
+class Credit:
+    """The client has taken all events of `job` before `next`; `resend` asks for those from `next` on once more."""
+
+    epoch: Id
+    job: Id
+    next: Count
+    resend: bool = False
+
+
+@dataclass(frozen=True)
+class BudgetSet:
+    """The host's word on VRAM: everything the sidecar holds there must fit; 0 is no limit."""
+
+    id: Id
+    epoch: Id
+    vram_budget_bytes: Count
+    timeout_s: Annotated[float, _number(0.001, 60)] = 5.0
+
+
+@dataclass(frozen=True)
+class BudgetGet:
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class ModelInfoGet:
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class StatsGet:
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class Ping:
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The client leaves: its jobs are cancelled and the session ends."""
+
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Ends the sidecar."""
+
+    id: Id
+    epoch: Id
+
+
+# ---- broker to client: answers, with the request's id ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Answer to hello. `resumed` is true when the session asked for was found; if not, its jobs are lost."""
+
+    id: Id
+    epoch: Id
+    protocol: Count
+    session: Id
+    resumed: bool
+    server: Annotated[str, _text(64)]
+    limits: ServerLimits
+    engine: EngineState
+    model: ModelInfo | None
+
+
+@dataclass(frozen=True)
+class Model:
+    id: Id
+    epoch: Id
+    model: ModelInfo
+
+
+@dataclass(frozen=True)
+class Ok:
+    """The request has been taken; for submit: the job is queued."""
+
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class Error:
+    """The request has been refused and has changed nothing. `id` is null when the frame did not show one."""
+
+    id: Id | None
+    epoch: Id
+    error: ErrorInfo
+
+
+@dataclass(frozen=True)
+class Released:
+    """First acknowledgement of budget_set: what the sidecar holds, exact by its own count, and after what time."""
+
+    id: Id
+    epoch: Id
+    vram_budget_bytes: Count
+    used_bytes: Count
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Second acknowledgement: what the driver counts for the engine process, or null where it does not say."""
+
+    id: Id
+    epoch: Id
+    observed_bytes: Count | None
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Budget:
+    id: Id
+    epoch: Id
+    vram_budget_bytes: Count
+    floor_bytes: Count
+    full_bytes: Count
+
+
+@dataclass(frozen=True)
+class BrokerStats:
+    """The broker's own figures. Jobs of all clients."""
+
+    pid: Count
+    engine_pid: Count | None
+    engine: EngineState
+    engine_restarts: Count
+    sessions: Count
+    jobs_queued: Count
+    jobs_running: Count
+    uptime_s: Seconds
+
+
+@dataclass(frozen=True)
+class Stats:
+    """`engine` is null while no engine runs."""
+
+    id: Id
+    epoch: Id
+    broker: BrokerStats
+    engine: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Pong:
+    """`jobs` pairs each open job with the number of its events sent so far: a client that has fewer has lost some."""
+
+    id: Id
+    epoch: Id
+    jobs: tuple[tuple[Id, Count], ...]
+
+
+# ---- broker to client: events of a job, numbered from 0 without gaps ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started:
+    """The job runs."""
+
+    job: Id
+    seq: Count
+    epoch: Id
+    timeline: Count
+    n_prompt: Count
+
+
+@dataclass(frozen=True)
+class Delta:
+    """More text, never cut within a code point. `tokens` counts what it was made of since the last delta."""
+
+    job: Id
+    seq: Count
+    epoch: Id
+    timeline: Count
+    text: Annotated[str, _text(codec.CLIENT.string, least=1)]
+    tokens: Annotated[int, _integer(1)]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Last event: the answer is complete."""
+
+    job: Id
+    seq: Count
+    epoch: Id
+    timeline: Count
+    reason: Reason
+    n_prompt: Count
+    n_generated: Count
+    prefill_s: Seconds
+    decode_s: Seconds
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Last event: the job ended by an error. The text so far stands."""
+
+    job: Id
+    seq: Count
+    epoch: Id
+    timeline: Count
+    error: ErrorInfo
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Last event: the job was cancelled."""
+
+    job: Id
+    seq: Count
+    epoch: Id
+    timeline: Count
+
+
+# ---- broker to client: to every session -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine process changed state; `error` says why it is off. Jobs go on by themselves after a restart."""
+
+    epoch: Id
+    state: EngineState
+    restarts: Count
+    error: ErrorInfo | None = None
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+Request = Hello | Submit | Cancel | Credit | BudgetSet | BudgetGet | ModelInfoGet | StatsGet | Ping | Bye | Shutdown
+JobEvent = Started | Delta | Done | Failed | Cancelled
+Reply = Welcome | Model | Ok | Error | Released | Observed | Budget | Stats | Pong
+Message = Request | Reply | JobEvent | Engine
+
+REQUESTS: dict[str, type[Any]] = {
+    "hello": Hello,
+    "submit": Submit,
+    "cancel": Cancel,
+    "credit": Credit,
+    "budget_set": BudgetSet,
+    "budget_get": BudgetGet,
+    "model_info": ModelInfoGet,
+    "stats": StatsGet,
+    "ping": Ping,
+    "bye": Bye,
+    "shutdown": Shutdown,
+}
+
+ANSWERS: dict[str, type[Any]] = {
+    "welcome": Welcome,
+    "model_info": Model,
+    "ok": Ok,
+    "error": Error,
+    "released": Released,
+    "observed": Observed,
+    "budget": Budget,
+    "stats": Stats,
+    "pong": Pong,
+    "started": Started,
+    "delta": Delta,
+    "done": Done,
+    "failed": Failed,
+    "cancelled": Cancelled,
+    "engine": Engine,
+}
+
+TERMINAL = (Done, Failed, Cancelled)
+
+_NAMES: dict[type[Any], str] = {cls: name for table in (REQUESTS, ANSWERS) for name, cls in table.items()}
+
+# ---- conversion -----------------------------------------------------------------------------------------------------
+
+
+def convert(cls: type[T], fields: Mapping[str, Any]) -> T:
+    """An instance of the message or record `cls` from a map. Raises :class:`Refused`, naming the field."""
+    checks = _checks(cls)  # type: ignore[arg-type]  # mypy finds type[T] not hashable
+    values = {}
+    for name, value in fields.items():
+        if name not in checks:
+            raise Refused(f"{name}: unknown field")
+        try:
+            values[name] = checks[name][0](value)
+        except Refused as refused:
+            raise Refused(f"{name}: {refused}") from None
+    for name, (_, required) in checks.items():
+        if required and name not in values:
+            raise Refused(f"{name}: missing")
+    return cls(**values)
+
+
+def encode(message: Message) -> bytes:
+    """The frame for `message`. Raises :class:`BadArgument`, naming the field, for what the other side would refuse."""
+    fields = dataclasses.asdict(message)
+    try:
+        convert(type(message), fields)
+    except Refused as refused:
+        raise BadArgument(str(refused)) from None
+    return codec.encode({"t": _NAMES[type(message)], **fields})
+
+
+def decode_request(frame: bytes) -> Request:
+    """What a client sent.
+
+    Raises :class:`BadMessage`, or :class:`VersionMismatch` for another protocol's hello. The error's detail has ``id``
+    when the frame shows one.
+    """
+    request: Request = _decode(REQUESTS, frame)
+    return request
+
+
+def decode_answer(frame: bytes) -> Reply | JobEvent | Engine:
+    """What a broker sent. Raises :class:`BadMessage`."""
+    answer: Reply | JobEvent | Engine = _decode(ANSWERS, frame)
+    return answer
+
+
+def _decode(table: dict[str, type[Any]], frame: bytes) -> Any:
+    fields = codec.decode(frame)
+    request_id = fields.get("id")
+    detail = {"id": request_id} if type(request_id) is int and request_id > 0 else {}
+    name = fields.pop("t", None)
+    if type(name) is not str or name not in table:
+        raise BadMessage("t: unknown message", **detail)
+    if name == "hello" and type(fields.get("protocol")) is int and fields["protocol"] != VERSION:
+        # Before its other fields, which another version may have changed.
+        raise VersionMismatch(f"this server speaks protocol {VERSION}", protocol=VERSION, **detail)
+    try:
+        return convert(table[name], fields)
+    except Refused as refused:
+        raise BadMessage(f"{name}.{refused}", **detail) from None
