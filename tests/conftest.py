@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import make_moe
+import tiny_models
 from frameshard import models
 
 
@@ -37,3 +38,10 @@ def model_path() -> Path:
 def moe_path(model_path: Path) -> Path:
     """SmolLM2 with 8 experts, 2 a token; computes what SmolLM2 computes."""
     return made("smollm2-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(model_path, path))
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str], Path]:
+    """The file of a model of ``tiny_models.ARCHS``, by its name there."""
+    source = Path(tiny_models.__file__)
+    return lambda name: made(f"tiny-{name}", source, lambda path: tiny_models.make(name, path))

@@ -1,0 +1,345 @@
+"""Tiny models with random weights, one for each kind of architecture that the shard device must run.
+
+They are small (a few MB) but not toys: most matrices are larger than the 64 KiB below which a tensor belongs to the
+core, so that each layer has shards to stream and to evict. Weights are scaled so that logits spread by a few units, and
+the same name always gives the same bytes. The vocabulary has the 256 byte tokens, so any text can be tokenised.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+N_VOCAB = 1024
+N_CTX_TRAIN = 4096
+
+
+class _File:
+    """One model file in the making: keys and tensors of an architecture, written by :meth:`close`."""
+
+    def __init__(self, name: str, path: Path, arch: str, n_layer: int, n_embd: int) -> None:
+        self.n_layer, self.n_embd, self._arch = n_layer, n_embd, arch
+        self._rng = np.random.default_rng(zlib.crc32(name.encode()))
+        self._writer = gguf.GGUFWriter(path, arch)
+        self._writer.add_name(f"tiny {name}")
+        self.key("block_count", n_layer)
+        self.key("context_length", N_CTX_TRAIN)
+        self.key("embedding_length", n_embd)
+        self.key("attention.layer_norm_rms_epsilon", 1e-6)
+        self._add_vocabulary()
+
+    def _add_vocabulary(self) -> None:
+        tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % i for i in range(256))]
+        tokens += ["▁w%d".encode() % i for i in range(N_VOCAB - len(tokens))]
+        writer = self._writer
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(i) for i in range(N_VOCAB)])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (N_VOCAB - 259))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_add_bos_token(True)
+
+    def key(self, name: str, value: bool | int | float | list[int] | list[bool]) -> None:
+        """An architecture's key, with the type that llama.cpp wants."""
+        key = f"{self._arch}.{name}"
+        if isinstance(value, list):
+            self._writer.add_array(key, value)
+        elif isinstance(value, bool):
+            self._writer.add_bool(key, value)
+        elif isinstance(value, int):
+            self._writer.add_uint32(key, value)
+        else:
+            self._writer.add_float32(key, value)
+
+    def matrix(self, name: str, *shape: int, kind: str = "F16", gain: float = 1.0) -> None:
+        """Random weights, scaled by the fan-in; ``shape`` in ggml's order."""
+        values = self._rng.standard_normal(shape[::-1], dtype=np.float32) * (gain / shape[0] ** 0.5)
+        quant = gguf.GGMLQuantizationType[kind]
+        self._writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, quant), raw_dtype=quant)
+
+    def vector(self, name: str, *shape: int, mean: float = 1.0, spread: float = 0.1) -> None:
+        """Norms, biases and other small 32-bit tensors; ``name`` with its suffix."""
+        values = mean + spread * self._rng.standard_normal(shape[::-1], dtype=np.float32)
+        self._writer.add_tensor(name, values.astype(np.float32))
+
+    def head(self, *, tied: bool = False, kind: str = "F16", norm: str = "output_norm") -> None:
+        """Token embedding, last norm and output head."""
+        self.matrix("token_embd", self.n_embd, N_VOCAB, kind=kind)
+        self.vector(f"{norm}.weight", self.n_embd, mean=3.0)
+        if not tied:
+            self.matrix("output", self.n_embd, N_VOCAB, kind=kind)
+
+    def attention_keys(self, n_head: int, n_kv: int | list[int], dim: int) -> None:
+        self.key("attention.head_count", n_head)
+        self.key("attention.head_count_kv", n_kv)
+        self.key("attention.key_length", dim)
+        self.key("attention.value_length", dim)
+        self.key("rope.dimension_count", dim)
+        self.key("rope.freq_base", 10000.0)
+
+    def attention(self, i: int, n_head: int, n_kv: int, dim: int, *, kind: str = "F16", norms: bool = False) -> None:
+        self.matrix(f"blk.{i}.attn_q", self.n_embd, n_head * dim, kind=kind)
+        if n_kv:
+            self.matrix(f"blk.{i}.attn_k", self.n_embd, n_kv * dim, kind=kind)
+            self.matrix(f"blk.{i}.attn_v", self.n_embd, n_kv * dim, kind=kind)
+        self.matrix(f"blk.{i}.attn_output", n_head * dim, self.n_embd, kind=kind)
+        if norms:
+            self.vector(f"blk.{i}.attn_q_norm.weight", dim)
+            self.vector(f"blk.{i}.attn_k_norm.weight", dim)
+
+    def ffn(self, i: int, n_ff: int, *, kind: str = "F16") -> None:
+        self.matrix(f"blk.{i}.ffn_gate", self.n_embd, n_ff, kind=kind)
+        self.matrix(f"blk.{i}.ffn_up", self.n_embd, n_ff, kind=kind)
+        self.matrix(f"blk.{i}.ffn_down", n_ff, self.n_embd, kind=kind)
+
+    def experts(self, i: int, n_expert: int, n_ff: int, *, kind: str) -> None:
+        self.matrix(f"blk.{i}.ffn_gate_inp", self.n_embd, n_expert, kind="F32", gain=3.0)
+        self.matrix(f"blk.{i}.ffn_gate_exps", self.n_embd, n_ff, n_expert, kind=kind)
+        self.matrix(f"blk.{i}.ffn_up_exps", self.n_embd, n_ff, n_expert, kind=kind)
+        self.matrix(f"blk.{i}.ffn_down_exps", n_ff, self.n_embd, n_expert, kind=kind)
+
+    def mamba2_keys(self, inner: int, state: int, n_head: int) -> None:
+        self.key("ssm.conv_kernel", 4)
+        self.key("ssm.inner_size", inner)
+        self.key("ssm.state_size", state)
+        self.key("ssm.time_step_rank", n_head)
+        self.key("ssm.group_count", 1)
+
+    def mamba2(self, i: int, inner: int, state: int, n_head: int) -> None:
+        conv = inner + 2 * state
+        self.matrix(f"blk.{i}.ssm_in", self.n_embd, inner + conv + n_head)
+        self.vector(f"blk.{i}.ssm_conv1d.weight", 4, conv, mean=0.0, spread=0.5)
+        self.vector(f"blk.{i}.ssm_conv1d.bias", conv, mean=0.0)
+        self.vector(f"blk.{i}.ssm_dt.bias", n_head, mean=-2.0, spread=1.0)
+        self.vector(f"blk.{i}.ssm_a", 1, n_head, mean=-1.0)
+        self.vector(f"blk.{i}.ssm_d", 1, n_head)
+        self.vector(f"blk.{i}.ssm_norm.weight", inner, 1)
+        self.matrix(f"blk.{i}.ssm_out", inner, self.n_embd)
+
+    def norms(self, i: int, *names: str, mean: float = 1.0) -> None:
+        for name in names:
+            self.vector(f"blk.{i}.{name}.weight", self.n_embd, mean=mean)
+
+    def close(self) -> None:
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_tensors_to_file()
+        self._writer.close()
+
+
+def _llama(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.attention_keys(6, 3, 64)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.attention(i, 6, 3, 64)
+        file.ffn(i, 512)
+
+
+def _qwen3moe(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.key("expert_count", 16)
+    file.key("expert_used_count", 4)
+    file.key("expert_feed_forward_length", 128)
+    file.attention_keys(6, 3, 64)
+    file.head(kind="Q8_0")
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.attention(i, 6, 3, 64, kind="Q8_0", norms=True)
+        file.experts(i, 16, 128, kind="Q4_0")
+
+
+def _deepseek2(file: _File) -> None:
+    n_head, rope, nope, value, q_lora, kv_lora = 4, 32, 64, 64, 128, 128
+    file.key("feed_forward_length", 512)
+    file.key("leading_dense_block_count", 1)
+    file.key("expert_count", 8)
+    file.key("expert_used_count", 2)
+    file.key("expert_shared_count", 1)
+    file.key("expert_feed_forward_length", 160)
+    file.key("expert_weights_scale", 1.0)
+    file.key("expert_weights_norm", True)
+    file.key("attention.head_count", n_head)
+    file.key("attention.head_count_kv", 1)
+    file.key("attention.q_lora_rank", q_lora)
+    file.key("attention.kv_lora_rank", kv_lora)
+    file.key("attention.key_length", kv_lora + rope)
+    file.key("attention.value_length", kv_lora)
+    file.key("attention.key_length_mla", nope + rope)
+    file.key("attention.value_length_mla", value)
+    file.key("rope.dimension_count", rope)
+    file.key("rope.freq_base", 10000.0)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.matrix(f"blk.{i}.attn_q_a", file.n_embd, q_lora)
+        file.vector(f"blk.{i}.attn_q_a_norm.weight", q_lora)
+        file.matrix(f"blk.{i}.attn_q_b", q_lora, n_head * (nope + rope))
+        file.matrix(f"blk.{i}.attn_kv_a_mqa", file.n_embd, kv_lora + rope)
+        file.vector(f"blk.{i}.attn_kv_a_norm.weight", kv_lora)
+        file.matrix(f"blk.{i}.attn_k_b", nope, kv_lora, n_head)
+        file.matrix(f"blk.{i}.attn_v_b", kv_lora, value, n_head)
+        file.matrix(f"blk.{i}.attn_output", n_head * value, file.n_embd)
+        if i == 0:
+            file.ffn(i, 512)
+            continue
+        file.experts(i, 8, 160, kind="F16")
+        file.matrix(f"blk.{i}.ffn_gate_shexp", file.n_embd, 160)
+        file.matrix(f"blk.{i}.ffn_up_shexp", file.n_embd, 160)
+        file.matrix(f"blk.{i}.ffn_down_shexp", 160, file.n_embd)
+
+
+def _gemma3(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.attention_keys(6, 3, 64)
+    file.key("attention.sliding_window", 32)
+    file.key("attention.sliding_window_pattern", 2)
+    file.head(tied=True)
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        # Large beside the embedding, which a tied head would else find again: the model would repeat its input.
+        file.norms(i, "post_attention_norm", "post_ffw_norm", mean=4.0)
+        file.attention(i, 6, 3, 64, norms=True)
+        file.ffn(i, 512)
+
+
+def _gemma4(file: _File) -> None:
+    n_shared, per_layer = 2, 128
+    windows = [True, True, True, False, True, False]  # the last two share the caches of the two before them
+    file.key("feed_forward_length", 512)
+    file.attention_keys(4, 2, 64)
+    file.key("attention.key_length_swa", 64)
+    file.key("attention.value_length_swa", 64)
+    file.key("rope.dimension_count_swa", 64)
+    file.key("attention.sliding_window", 32)
+    file.key("attention.sliding_window_pattern", windows)
+    file.key("attention.shared_kv_layers", n_shared)
+    file.key("embedding_length_per_layer_input", per_layer)
+    file.head(tied=True)
+    file.matrix("per_layer_token_embd", per_layer * file.n_layer, N_VOCAB, gain=10.0)
+    file.matrix("per_layer_model_proj", file.n_embd, per_layer * file.n_layer)
+    file.vector("per_layer_proj_norm.weight", per_layer)
+    file.vector("rope_freqs.weight", 32)
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.norms(i, "post_attention_norm", "post_ffw_norm", "post_norm", mean=4.0)
+        file.attention(i, 4, 2 if i < file.n_layer - n_shared else 0, 64)
+        file.vector(f"blk.{i}.attn_q_norm.weight", 64)
+        if i < file.n_layer - n_shared:
+            file.vector(f"blk.{i}.attn_k_norm.weight", 64)
+        file.ffn(i, 512)
+        file.matrix(f"blk.{i}.inp_gate", file.n_embd, per_layer)
+        file.matrix(f"blk.{i}.proj", per_layer, file.n_embd)
+        file.vector(f"blk.{i}.layer_output_scale.weight", 1)
+
+
+def _mamba2(file: _File) -> None:
+    file.key("feed_forward_length", 0)
+    file.key("attention.head_count", 0)
+    file.mamba2_keys(512, 64, 8)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm")
+        file.mamba2(i, 512, 64, 8)
+
+
+def _rwkv7(file: _File) -> None:
+    n_embd, lora = file.n_embd, 64
+    file.key("feed_forward_length", 768)
+    file.key("attention.head_count", 0)
+    file.key("attention.layer_norm_epsilon", 1e-5)
+    file.key("wkv.head_size", 64)
+    for name in ("decay", "iclr", "value_residual_mix", "gate"):
+        file.key(f"attention.{name}_lora_rank", lora)
+    file.head()
+    for name in ("output_norm", "token_embd_norm"):
+        file.vector(f"{name}.bias", n_embd, mean=0.0)
+    file.vector("token_embd_norm.weight", n_embd)
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "attn_norm_2", "time_mix_ln")
+        for name in ("attn_norm", "attn_norm_2", "time_mix_ln"):
+            file.vector(f"blk.{i}.{name}.bias", n_embd, mean=0.0)
+        for part in ("w", "a", "v", "g"):
+            file.matrix(f"blk.{i}.time_mix_{part}1", n_embd, lora)
+            file.matrix(f"blk.{i}.time_mix_{part}2", lora, n_embd)
+            if part != "g":
+                file.vector(f"blk.{i}.time_mix_{part}0.weight", n_embd, mean=0.0, spread=0.5)
+        file.vector(f"blk.{i}.time_mix_lerp_fused.weight", n_embd, 1, 1, 6, mean=0.5)
+        for name in ("k_k", "k_a"):
+            file.vector(f"blk.{i}.time_mix_{name}.weight", n_embd)
+        file.vector(f"blk.{i}.time_mix_r_k.weight", n_embd, mean=0.0)
+        for name in ("key", "value", "receptance", "output"):
+            file.matrix(f"blk.{i}.time_mix_{name}", n_embd, n_embd)
+        file.vector(f"blk.{i}.channel_mix_lerp_k.weight", n_embd, 1, 1, mean=0.5)
+        file.matrix(f"blk.{i}.channel_mix_key", n_embd, 768)
+        file.matrix(f"blk.{i}.channel_mix_value", 768, n_embd)
+
+
+def _lfm2(file: _File) -> None:
+    n_kv = [0, 2] * (file.n_layer // 2)
+    file.key("feed_forward_length", 512)
+    file.key("shortconv.l_cache", 3)
+    file.attention_keys(4, n_kv, file.n_embd // 4)
+    file.head(tied=True, norm="token_embd_norm")
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        if n_kv[i]:
+            file.attention(i, 4, n_kv[i], file.n_embd // 4, norms=True)
+        else:
+            file.vector(f"blk.{i}.shortconv.conv.weight", 3, file.n_embd, mean=0.0, spread=0.5)
+            file.matrix(f"blk.{i}.shortconv.in_proj", file.n_embd, 3 * file.n_embd)
+            file.matrix(f"blk.{i}.shortconv.out_proj", file.n_embd, file.n_embd)
+        file.ffn(i, 512)
+
+
+def _falcon_h1(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.attention_keys(6, 3, 64)
+    file.mamba2_keys(512, 64, 8)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm")
+        file.vector(f"blk.{i}.ffn_norm", file.n_embd)
+        file.attention(i, 6, 3, 64)
+        file.mamba2(i, 512, 64, 8)
+        file.ffn(i, 512)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What an entry of :data:`ARCHS` stands for, and how it is made."""
+
+    about: str
+    arch: str
+    n_layer: int
+    n_embd: int
+    fill: Callable[[_File], None]
+
+
+ARCHS: dict[str, Tiny] = {
+    "llama": Tiny("dense", "llama", 4, 256, _llama),
+    "qwen3moe": Tiny("experts, quantised", "qwen3moe", 4, 256, _qwen3moe),
+    "deepseek2": Tiny("latent attention, shared experts, a dense first layer", "deepseek2", 4, 256, _deepseek2),
+    "gemma3": Tiny("sliding window on every other layer, tied embedding", "gemma3", 4, 256, _gemma3),
+    "gemma4": Tiny("layers that share the KV cache of others, embeddings by layer", "gemma4", 6, 256, _gemma4),
+    "mamba2": Tiny("recurrent, state space", "mamba2", 4, 256, _mamba2),
+    "rwkv7": Tiny("recurrent, linear attention", "rwkv7", 4, 256, _rwkv7),
+    "lfm2": Tiny("hybrid: convolutions and attention in turns", "lfm2", 4, 256, _lfm2),
+    "falcon-h1": Tiny("hybrid: state space and attention in each layer", "falcon-h1", 4, 256, _falcon_h1),
+}
+
+
+def make(name: str, path: Path) -> None:
+    """Write the model ``name`` of :data:`ARCHS` to ``path``."""
+    tiny = ARCHS[name]
+    file = _File(name, path, tiny.arch, tiny.n_layer, tiny.n_embd)
+    tiny.fill(file)
+    file.close()
