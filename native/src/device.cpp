@@ -288,7 +288,9 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
         std::lock_guard<std::mutex> state(d.state_mutex);
         d.counters.host_weights_pinned = c->pinned;
     }
-    return ggml_backend_buffer_init(buffer_type(), buffer_vtable, c.release(), size);
+    // ggml checks that a tensor's padding, which the file does not have, lies in the buffer; nothing ever reads it here.
+    constexpr size_t padding = 64 * 1024;
+    return ggml_backend_buffer_init(buffer_type(), buffer_vtable, c.release(), size + padding);
 }
 
 static bool dev_supports_op(ggml_backend_dev_t, const ggml_tensor *op) {

@@ -159,6 +159,7 @@ struct Device {
     bool budget_is_pending() const { return requested_generation.load() != applied_generation.load(); }
     void pop_slab();
     bool resize_ring(size_t bytes);
+    bool ensure_ring();
     size_t fill(size_t max_bytes, bool wait); // returns bytes enqueued
     void finish_fills();
     void update_floor();

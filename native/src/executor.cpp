@@ -777,6 +777,10 @@ ggml_status Device::run(ggml_cgraph *graph) {
         apply_budget();
     }
     finish_fills();
+    if (!ensure_ring()) {
+        GGML_LOG_ERROR("frameshard: the device refused memory for the ring\n");
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     {
         std::lock_guard<std::mutex> lock(state_mutex);
         counters.graphs++;

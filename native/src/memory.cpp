@@ -123,6 +123,15 @@ bool Device::resize_ring(size_t bytes) {
     return true;
 }
 
+// A budget that has room for everything needs no ring once the arena is full; until then weights stream.
+bool Device::ensure_ring() {
+    if (ring.capacity > 0 || slabs.size() == slab_sizes.size()) {
+        return true;
+    }
+    const uint64_t limit = budget.load(), held = used();
+    return resize_ring(std::min(std::max<uint64_t>(min_ring, limit > held ? limit - held : 0), (uint64_t)wanted_ring));
+}
+
 bool Device::materialise(Buffer *b) {
     if (b->inner || b->weights || b->size == 0) {
         return true;

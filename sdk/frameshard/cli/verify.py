@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from . import common
+from .vram import Sampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -187,8 +188,9 @@ def _row(
     _set_mode(runtime, mode, budget)
     runtime.device.reset_peak()
     change = _MidGeneration(runtime, budget, len(tokens) - n_prompt)
-    logits = _logits(runtime, tokens, n_prompt, change)
-    peaks = change.finish()
+    with Sampler(runtime.observer) as nvml:
+        logits = _logits(runtime, tokens, n_prompt, change)
+        peaks = change.finish()
 
     # Row k predicts the token after it; the last row predicts nothing that we know.
     targets = np.array(tokens[len(tokens) - len(logits) + 1 :])
@@ -198,6 +200,8 @@ def _row(
     diff = float(np.abs(logits - resident).max())
     top1 = float((logits.argmax(axis=1) == reference.argmax(axis=1)).mean())
     within = all(peak <= limit for limit, peak in peaks)
+    if nvml.peak_bytes is not None:
+        within = within and nvml.peak_bytes <= max(limit for limit, _ in peaks)
     if mode == "stream_only":
         same = diff == 0.0
     else:
@@ -211,6 +215,7 @@ def _row(
         "perplexity": perplexity,
         "perplexity_ref": perplexity_ref,
         "peak_vram_mb": round(max(peak for limit, peak in peaks if limit == budget) / 2**20, 3),
+        "peak_nvml_mb": None if nvml.peak_bytes is None else round(nvml.peak_bytes / 2**20, 3),
         "changed_to_mb": round(change.other / 2**20, 3),
         "within_budget": within,
         "ok": bool(same and within and np.isfinite(logits).all()),

@@ -1,0 +1,40 @@
+"""Peak VRAM of this process as the driver counts it."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from frameshard.engine.nvml import Observer
+
+INTERVAL_S = 0.01
+
+
+class Sampler:
+    """A context manager that asks NVML every 10 ms; ``peak_bytes`` is ``None`` where NVML does not tell."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        self.peak_bytes: int | None = None
+        self._observer = observer
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while True:
+            used = self._observer.used() if self._observer is not None else None
+            if used is not None:
+                self.peak_bytes = max(self.peak_bytes or 0, used)
+            if used is None or self._stop.wait(INTERVAL_S):
+                return
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
