@@ -58,11 +58,14 @@ class Profile:
         memory = max(self.dram * _MEMORY_OVER_READ, self.cpu_gemv, self.h2d)
         return Rates(self.h2d, self.cpu_gemv, self.gpu_gemv, memory, self.gpu_flops)
 
+    def to_dict(self) -> dict[str, object]:
+        """Plain values under ``schema_version``, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "fingerprint"}
+        return {"schema_version": SCHEMA_VERSION, "fingerprint": dict(self.fingerprint), **values}
+
     def to_json(self) -> str:
         """One JSON document; :meth:`from_json` reads it back."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "fingerprint"}
-        document = {"schema_version": SCHEMA_VERSION, "fingerprint": dict(self.fingerprint), **values}
-        return json.dumps(document, indent=2) + "\n"
+        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:

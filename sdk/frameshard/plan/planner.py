@@ -26,7 +26,7 @@ from frameshard.errors import BudgetBelowFloor
 from frameshard.plan import bounds
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile
-from frameshard.plan.model import Model, Shard
+from frameshard.plan.model import GGML_TYPES, Model, Shard, Tensor
 
 STREAMED, CPU = 1, 2
 """Placements of a shard that is not resident, as in the device's C interface."""
@@ -39,6 +39,8 @@ Mask = NDArray[np.bool_]
 _TIERS = ((0, 1), (8, 16), (32, 64), (128, 512))
 _MiB = 1 << 20
 _ALIGN = 256  # kAlign of the shard device
+_ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
+_SCRATCH = 2 * _MiB  # kScratchBytes
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDER = ("experts", "ffn", "output", "attention")
 # Per shard and graph: kernels launched, and hand-offs when it runs on the CPU (attention hands over before and after
@@ -52,16 +54,17 @@ _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4
 class Layout:
     """How the shard device cuts a model: pieces in ladder order, packed into slabs, and the least ring.
 
-    ``step_bytes`` is how much is streamed at once, ``min_ring`` what any such step fits, ``total`` all slabs together.
+    ``min_ring`` is what any streamed step fits, ``total`` all slabs together, ``scratch`` what results of matrices pass
+    through that are cut into several pieces.
     """
 
     model: Model = field(repr=False)
     ladder: tuple[Shard, ...] = field(repr=False)
     slabs: tuple[int, ...] = field(repr=False)
     pieces: tuple[tuple[int, int, int], ...] = field(repr=False)  # (shard, slab, bytes)
-    step_bytes: int
     min_ring: int
     total: int
+    scratch: int
 
     def residency(self, room: int, wanted_ring: int) -> tuple[int, int]:
         """(ring bytes, slabs held) in ``room`` bytes beside the fixed part; room for the least ring is the caller's to
@@ -119,7 +122,7 @@ def lay_out(model: Model, *, piece_bytes: int = 0, step_bytes: int = 0, slab_byt
         whole = not matrix or tensor.n_bytes <= piece_bytes
         each = tensor.n_bytes if whole else max(1, piece_bytes // row_bytes) * row_bytes
         for start in range(0, tensor.n_bytes, each):
-            size = _aligned(min(each, tensor.n_bytes - start))
+            size = _padded(tensor, min(each, tensor.n_bytes - start))
             if not slabs or slabs[-1] + size > slab_bytes:
                 slabs.append(0)
             slabs[-1] += size
@@ -131,14 +134,18 @@ def lay_out(model: Model, *, piece_bytes: int = 0, step_bytes: int = 0, slab_byt
         ladder=ladder,
         slabs=tuple(slabs),
         pieces=tuple(pieces),
-        step_bytes=step_bytes,
         min_ring=max(largest_piece, min(step_bytes, max(of_shard, default=0))),
         total=sum(slabs),
+        scratch=_SCRATCH if len(pieces) > len(tensors) else 0,
     )
 
 
-def _aligned(n: int) -> int:
-    return -(-n // _ALIGN) * _ALIGN
+def _padded(tensor: Tensor, n_bytes: int) -> int:
+    """What ``n_bytes`` of whole rows take: kernels read quantised rows in runs of 512 weights, also past the last."""
+    _, block, block_bytes = GGML_TYPES[tensor.ggml_type]
+    if block > 1:
+        n_bytes += -tensor.shape[0] % _ROW // block * block_bytes
+    return -(-n_bytes // _ALIGN) * _ALIGN
 
 
 def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, *, bytes_per_value: float = 2.0) -> int:
@@ -147,13 +154,12 @@ def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, *, bytes_per_value: float
     kv_heads = model.by_layer("attention.head_count_kv", -1)
     kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
     head_dim = model.n_embd // max(max(heads, default=1), 1)
-    per_head = max(
-        model.integer(f"attention.key_length{suffix}", head_dim)
-        + model.integer(f"attention.value_length{suffix}", head_dim)
-        for suffix in ("", "_swa")
-    )
+    keys = max(model.integer(f"attention.key_length{suffix}", head_dim) for suffix in ("", "_swa"))
+    values = max(model.integer(f"attention.value_length{suffix}", head_dim) for suffix in ("", "_swa"))
+    if model.integer("attention.key_length_mla"):
+        values = 0  # latent attention reads its values out of the keys
     cells = -(-n_ctx // 256) * 256
-    cache = sum(kv_heads) * per_head * cells * bytes_per_value
+    cache = sum(kv_heads) * (keys + values) * cells * bytes_per_value
     return int(cache) + 4 * _recurrent_values(model) * n_seq
 
 
@@ -180,19 +186,18 @@ def estimate_fixed(
     bytes_per_value: float = 2.0,
     overhead_bytes: int = 0,
 ) -> int:
-    """VRAM that does not depend on placement, for planning without loading: core, KV cache, compute buffer and
-    ``overhead_bytes`` (driver context). Once a model is loaded, the device's statistics give the exact figure."""
-    cells = -(-n_ctx // 256) * 256
+    """VRAM that does not depend on placement, for planning without loading: core, scratch, KV cache, compute buffer
+    and ``overhead_bytes`` (driver context). Once a model is loaded, the device's statistics give the exact figure."""
     n_ff = max(model.integer("feed_forward_length"), model.integer("expert_feed_forward_length") * model.n_expert_used)
     n_tokens = min(n_ubatch, n_ctx)
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
-    inner = 2 * model.integer("ssm.inner_size")
-    activations = 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + inner)
-    mask = 6 * n_tokens * cells  # 32-bit, and the 16-bit copy that flash attention reads
+    recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
+    activations = 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
+    mask = 6 * n_tokens * (-(-n_ctx // (256 * n_seq)) * 256)  # 32-bit, and the 16-bit copy for flash attention
     logits = 4 * model.n_vocab * n_seq
-    core = sum(_aligned(tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
+    core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
     kv = kv_bytes(model, n_ctx, n_seq, bytes_per_value=bytes_per_value)
-    return overhead_bytes + core + kv + activations + mask + logits
+    return overhead_bytes + core + lay_out(model).scratch + kv + activations + mask + logits
 
 
 @dataclass(frozen=True)
@@ -301,8 +306,8 @@ def make_plan(
 ) -> Plan:
     """The plan for a budget; ``budget_bytes`` of 0 means no limit.
 
-    ``fixed_bytes`` is what VRAM holds beside weights and ring: overhead, buffers and core, from the shard device after
-    commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of context. In mode
+    ``fixed_bytes`` is what VRAM holds beside arena and ring: overhead, buffers, core and scratch, from the shard device
+    after commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of context. In mode
     ``stream_only`` nothing is computed on the CPU. ``layout`` is needed only for a device not configured by default.
     Raises :class:`BudgetBelowFloor`.
     """

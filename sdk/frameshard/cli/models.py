@@ -1,0 +1,62 @@
+"""``frameshard models``: fetch models by name, and see which are at hand."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import common
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "models",
+        help="fetch models, and list those at hand",
+        description="Models are named by a short name (see `models list`), by hf:OWNER/REPO/FILE.gguf on Hugging Face, "
+        "or by a path.",
+    )
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="known names and what is fetched")
+    fetch = actions.add_parser("fetch", help="fetch a model now; does nothing if it is there")
+    path = actions.add_parser("path", help="print where a model's file is, fetching it if need be")
+    for action in (fetch, path):
+        action.add_argument("name", metavar="NAME", help="a known name or hf:OWNER/REPO/FILE.gguf")
+    for action in (listing, fetch, path):
+        common.add_json_arg(action)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from frameshard import models
+
+    if args.action == "list":
+        return _list(args)
+    path = models.resolve(args.name)
+    if args.json:
+        common.emit_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        print(path)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from frameshard import models
+
+    known = [
+        {
+            "name": model.name,
+            "about": model.about,
+            "bytes": model.n_bytes,
+            "path": str(path) if (path := models.path_of(model.name)).is_file() else None,
+        }
+        for model in models.KNOWN.values()
+    ]
+    paths = {model["path"] for model in known}
+    others = [{"path": str(p), "bytes": p.stat().st_size} for p in models.fetched() if str(p) not in paths]
+    if args.json:
+        common.emit_json({"known": known, "others": others})
+        return 0
+    for model in known:
+        print(f"{model['name']:20}{model['path'] or 'not fetched yet'}\n{'':20}{model['about']}")
+    for other in others:
+        print(f"{'':20}{other['path']} ({common.format_size(int(str(other['bytes'])))})")
+    return 0

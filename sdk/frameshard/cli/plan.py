@@ -1,0 +1,85 @@
+"""``frameshard plan``: what fits into a budget and how fast it will run, without loading the model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from . import common
+
+if TYPE_CHECKING:
+    from frameshard.plan.planner import Plan
+
+_MiB = 1 << 20
+_DRIVER_BYTES = 512 * _MiB  # what a driver's context and libraries hold; exact once an engine runs
+_COLUMNS = ("budget", "resident", "streamed", "cpu", "ring", "TTFT s", "bound", "tok/s", "bound")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="what fits into a VRAM budget and how fast it would run, without loading anything",
+        description="For each budget: how many MiB of weights are resident, streamed and computed on the CPU while "
+        "decoding, and the predicted time to the first token and decode rate beside their bounds.",
+    )
+    common.add_model_args(parser)
+    common.add_context_args(parser)
+    parser.add_argument(
+        "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
+    )
+    parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of prompt (512)")
+    parser.add_argument("--profile", metavar="FILE", help="plan for the machine of this profile, measuring nothing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from frameshard import models
+    from frameshard.cli.profile import measure
+    from frameshard.plan import machine, planner
+    from frameshard.plan.model import read_model
+
+    words = [word.strip() for word in args.vram_budget.split(",")]
+    budgets = [None if word in ("floor", "full") else common.parse_size(word) for word in words]
+    model = read_model(models.resolve(args.model))
+    profile = machine.load(args.profile) if args.profile else measure(args, model)
+    device = str(profile.fingerprint.get("device", ""))
+    fixed = planner.estimate_fixed(
+        model, args.ctx, args.ubatch, args.parallel, overhead_bytes=0 if device == "emulated" else _DRIVER_BYTES
+    )
+
+    def plan(budget_bytes: int) -> Plan:
+        return planner.make_plan(
+            model,
+            profile,
+            budget_bytes=budget_bytes,
+            fixed_bytes=fixed,
+            n_ctx_used=min(args.prompt, args.ctx),
+            n_ubatch=args.ubatch,
+        )
+
+    full = plan(0)
+    floors = {"floor": full.floor_bytes, "full": full.full_bytes}
+    plans = [plan(floors[word] if size is None else size) for word, size in zip(words, budgets, strict=True)]
+    if args.json:
+        rows = [{"budget_mb": plan.budget_bytes / _MiB, **plan.summary(args.prompt)} for plan in plans]
+        document = {"model": str(model.path), "device": device, "profile": profile.to_dict(), "rows": rows}
+        common.emit_json(document)
+        return 0
+    print(
+        f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {device}\n"
+        f"floor {-(-full.floor_bytes // _MiB)} MiB, everything resident from {-(-full.full_bytes // _MiB)} MiB "
+        f"({fixed // _MiB} MiB of it for a context of {args.ctx} tokens and buffers, estimated)"
+    )
+    print("".join(f"{column:>10}" for column in _COLUMNS))
+    for plan_ in plans:
+        print(_row(plan_, args.prompt))
+    return 0
+
+
+def _row(plan: Plan, n_prompt: int) -> str:
+    decode = plan.tiers[0]
+    sizes = (plan.budget_bytes, decode.resident_bytes, decode.streamed_bytes, decode.cpu_bytes, plan.ring_bytes)
+    times = (plan.predicted_ttft(n_prompt), plan.bound_ttft(n_prompt))
+    rates = (plan.predicted_decode_tps(), plan.bound_decode_tps())
+    cells = [f"{size / _MiB:.0f}" for size in sizes] + [f"{t:.3f}" for t in times] + [f"{r:.1f}" for r in rates]
+    return "".join(f"{cell:>10}" for cell in cells)
