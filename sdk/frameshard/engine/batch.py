@@ -158,11 +158,13 @@ class Batcher:
                 self._runtime.abort()
 
     def step(self) -> list[Event]:
-        """Starts what can start, runs at most one decode, and returns what happened.
+        """Starts what can start, or else runs one decode, and returns what happened.
 
         :raises FrameshardError: the device failed; the runtime must not be used any more.
         """
         events = self._start_queued()
+        if events:
+            return events  # to be sent before a decode that may take long
         batch = self._choose()
         if not batch:
             return events

@@ -42,6 +42,9 @@ CLEANUP_S = 0.5
 FILL_S = 0.005
 """Filling may hold up the next decode by about this much."""
 
+STUCK_S = 2.0
+"""A decode in which nothing moves for so long leaves pings unanswered; one operation may take about a second."""
+
 OBSERVE_EVERY_S = 2.0
 OOM_SCORE_ADJ = 500  # when memory runs out, the sidecar goes before the game
 
@@ -85,7 +88,8 @@ class Engine:
         self._replan = threading.Event()
         self._stop = False
         self._filling = False
-        self._seen_progress = -1
+        self._progress = -1
+        self._moved_at = 0.0
 
     # --- main thread ----------------------------------------------------------------------------------------------
 
@@ -173,8 +177,10 @@ class Engine:
         try:
             for message in self._channel.messages():
                 self._dispatch(message)
-        except (OSError, FrameshardError) as error:
-            logger.error("the broker's channel failed: %s", error)
+        except OSError as error:
+            logger.info("the broker's channel closed: %s", error)
+        except FrameshardError as error:
+            logger.error("the broker's channel cannot be read: %s", error)
         finally:
             # The broker is gone. Whatever the main thread does, the process ends now.
             self._end()
@@ -211,8 +217,10 @@ class Engine:
     def _ping(self, seq: int) -> None:
         pong = {"ev": "pong", "seq": seq}
         if self._runtime is not None and self._batcher is not None and self._batcher.decoding:
-            seen, self._seen_progress = self._seen_progress, self._runtime.progress
-            if seen != self._seen_progress:
+            progress, now = self._runtime.progress, time.monotonic()
+            if progress != self._progress:
+                self._progress, self._moved_at = progress, now
+            if now - self._moved_at < STUCK_S:
                 self._channel.send(pong)
                 return
         self._commands.put(lambda: self._channel.send(pong))

@@ -21,13 +21,9 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
-
-# ggml_abort otherwise runs a debugger on the process.
-os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-
-import llama_cpp
 
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.nvml import Observer
@@ -220,10 +216,13 @@ class Runtime:
             self.profile = self._probe(self.device)
             self.device.commit()
             self.replan()
+        self._warm_up()
+        if self.device is not None:
+            # The driver's libraries took their workspaces in the warm-up; what is left of the budget is for weights.
+            self.measure_overhead()
+            self.replan()
             while self.fill():
                 pass
-        self._warm_up()
-        self.measure_overhead()  # libraries of the driver take their workspaces in the first decode
 
     def _make_device(self) -> ShardDevice:
         from frameshard.native import ShardDevice
@@ -318,9 +317,13 @@ class Runtime:
             return None
 
     def _warm_up(self) -> None:
-        """A model whose first decode fails should fail here, not in somebody's job."""
-        token = llama_cpp.llama_vocab_bos(self._vocab)
-        self.decode([Rows(0, [max(0, token)])])
+        """A model whose first decode fails should fail here, not in somebody's job. On a GPU also a prompt as long as
+        one graph takes: drivers allocate workspaces at first use, and that must happen while the arena is still empty.
+        """
+        token = max(0, int(llama_cpp.llama_vocab_bos(self._vocab)))
+        if self.observer is not None:
+            self.decode([Rows(0, [token] * min(self.n_ubatch, self.n_ctx_seq - 1), "last")])
+        self.decode([Rows(0, [token])])
         self.clear(0)
 
     def close(self) -> None:
@@ -593,7 +596,12 @@ def _state(stat: os.stat_result) -> tuple[int, int]:
 # --- llama.cpp's log ----------------------------------------------------------------------------------------------
 
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # ggml_log_level
-_OF_ABORTS = ("removing memory module entries", "failed to decode, ret = 2")
+_OF_ABORTS = (  # llama.cpp reports an abort as if it were an error
+    "failed with error 1",
+    "compute status: 1",
+    "removing memory module entries",
+    "failed to decode, ret = 2",
+)
 _errors: collections.deque[str] = collections.deque(maxlen=3)
 
 

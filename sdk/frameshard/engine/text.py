@@ -22,10 +22,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + self._decoder.decode(piece)
-        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if ends:
+        # The stop string that is complete first counts, however the text arrived; of those, the longest.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self.stopped, self._held = True, ""
-            return text[: min(ends)]
+            return text[: min(found)[1]]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

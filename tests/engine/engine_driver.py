@@ -1,0 +1,124 @@
+"""The broker's side of the channel, for tests: a real engine process on a socket pair."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from frameshard.wire import channel
+
+PATIENCE_S = 120.0
+Event = dict[str, Any]
+
+
+class EngineProcess:
+    """One child. Every wait has a deadline, after which the test fails."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "frameshard.engine.process", "--fd", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self.socket = ours
+        self._reader = channel.Reader()
+        self._events: list[Event] = []
+        self._numbers = itertools.count(1)
+
+    def send(self, **message: object) -> None:
+        self.socket.sendall(channel.pack(message))
+
+    def next_event(self, *, seconds: float = PATIENCE_S) -> Event:
+        """The next event, whatever it is. Raises EOFError when the engine has closed."""
+        deadline = time.monotonic() + seconds
+        while not self._events:
+            self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self._events += self._reader.feed(data)
+        return self._events.pop(0)
+
+    def wait_for(self, *names: str, job: int | None = None, seconds: float = PATIENCE_S) -> Event:
+        """The next event with one of these names (and of this job); others that come before it are dropped."""
+        deadline = time.monotonic() + seconds
+        while True:
+            event = self.next_event(seconds=deadline - time.monotonic())
+            if event["ev"] in names and job in (None, event.get("job")):
+                return event
+
+    def load(self, model: Path, **fields: object) -> Event:
+        """Loads and returns the first event: "ready" or "fatal"."""
+        self.send(op="load", model=str(model), **fields)
+        return self.wait_for("ready", "fatal")
+
+    def submit(self, prompt: str | Sequence[dict[str, str]], **fields: Any) -> int:
+        """Asks for a completion (a string) or a chat (messages); greedy unless told otherwise. Returns the job."""
+        job = next(self._numbers)
+        params = {"temperature": 0.0, "max_tokens": 24, **fields.pop("params", {})}
+        kind, field = ("completion", "prompt") if isinstance(prompt, str) else ("chat", "messages")
+        self.send(op="submit", job=job, kind=kind, params=params, **{field: prompt}, **fields)
+        return job
+
+    def finish(self, *jobs: int) -> dict[int, list[Event]]:
+        """All events of these jobs up to the last one's end."""
+        events: dict[int, list[Event]] = {job: [] for job in jobs}
+        open_jobs = set(jobs)
+        while open_jobs:
+            event = self.next_event()
+            assert event["ev"] != "fatal", event
+            if event.get("job") in events:
+                events[event["job"]].append(event)
+                if event["ev"] in ("done", "failed", "cancelled"):
+                    open_jobs.discard(event["job"])
+        return events
+
+    def run(self, prompt: str | Sequence[dict[str, str]], **fields: Any) -> list[Event]:
+        """Submits one job and returns its events."""
+        job = self.submit(prompt, **fields)
+        return self.finish(job)[job]
+
+    def close(self) -> None:
+        self.socket.close()
+        try:
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+
+
+@contextmanager
+def engine(model: Path, **fields: object) -> Iterator[EngineProcess]:
+    """A loaded engine with small, quick defaults."""
+    child = EngineProcess()
+    try:
+        ready = child.load(model, **{"device": "cpu", "n_ctx": 2048, "n_parallel": 4, "n_threads": 1, **fields})
+        assert ready["ev"] == "ready", ready
+        yield child
+    finally:
+        child.close()
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def text(events: Sequence[Event]) -> str:
+    return "".join(event["text"] for event in events if event["ev"] == "token")
+
+
+def ids(events: Sequence[Event]) -> list[int]:
+    return [event["id"] for event in events if event["ev"] == "token"]
+
+
+def device_library() -> bool:
+    """The shard device is where an installation or a developer's environment has it."""
+    import frameshard
+
+    return "FRAMESHARD_DEVICE_LIB" in os.environ or any(Path(frameshard.__path__[0]).glob("libframeshard_device.*"))

@@ -1,0 +1,440 @@
+"""The engine process as the broker sees it, on the real model."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from engine_driver import EngineProcess, Event, engine, ids, text, user
+
+CASTLE = user("Who lives in the old castle?")
+PERSONA = [
+    {"role": "system", "content": "You are the innkeeper of the Red Dragon. Answer in short sentences."},
+    {"role": "user", "content": "Good evening! What is for dinner?"},
+]
+LONG = "The wind blew over the hills and the old road was empty. "
+
+QUIET = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+
+
+@pytest.fixture(scope="module")
+def cpu(model_path: Path) -> Iterator[EngineProcess]:
+    with engine(model_path) as child:
+        yield child
+
+
+def reference(model_path: Path, question: str, n: int) -> str:
+    """Greedy answer of a loop that shares nothing with the engine but llama.cpp itself."""
+    llama_cpp.llama_log_set(QUIET, None)
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(str(model_path).encode(), model_params)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 512
+    params.n_threads = params.n_threads_batch = 1
+    context = llama_cpp.llama_init_from_model(model, params)
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    chat = (llama_cpp.llama_chat_message * 2)(
+        (b"system", b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+        (b"user", question.encode()),
+    )
+    room = ctypes.create_string_buffer(4096)
+    length = llama_cpp.llama_chat_apply_template(b"chatml", chat, 2, True, room, len(room))
+    tokens = (llama_cpp.llama_token * 512)()
+    count = llama_cpp.llama_tokenize(vocab, room.raw[:length], length, tokens, 512, False, True)
+    sampler = llama_cpp.llama_sampler_init_greedy()
+    batch = llama_cpp.llama_batch_get_one(tokens, count)
+    answer = b""
+    try:
+        for _ in range(n):
+            assert llama_cpp.llama_decode(context, batch) == 0
+            token = llama_cpp.llama_sampler_sample(sampler, context, -1)
+            if llama_cpp.llama_vocab_is_eog(vocab, token):
+                break
+            piece = ctypes.create_string_buffer(64)
+            length = llama_cpp.llama_token_to_piece(vocab, token, piece, 64, 0, False)
+            answer += piece.raw[:length]
+            one = (llama_cpp.llama_token * 1)(token)
+            batch = llama_cpp.llama_batch_get_one(one, 1)
+        return answer.decode()
+    finally:
+        llama_cpp.llama_sampler_free(sampler)
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+
+
+def last(events: list[Event]) -> Event:
+    return events[-1]
+
+
+# --- one job ----------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_chat_streams_what_llama_cpp_says(cpu: EngineProcess, model_path: Path) -> None:
+    events = cpu.run(CASTLE, params={"max_tokens": 40})
+    assert [event["ev"] for event in events] == ["started"] + ["token"] * 40 + ["done"]
+    assert [event["n"] for event in events[1:-1]] == list(range(40))
+    assert text(events) == reference(model_path, CASTLE[0]["content"], 40)
+    done = last(events)
+    assert done["reason"] == "length"
+    assert done["n_generated"] == 40
+    assert done["n_prompt"] == events[0]["n_prompt"] > 0
+    assert done["prefill_s"] > 0
+    assert done["decode_s"] > 0
+
+
+def test_the_model_ends_its_answer_itself(cpu: EngineProcess) -> None:
+    events = cpu.run(user("Say yes."), params={"max_tokens": 200})
+    assert last(events)["reason"] == "stop"
+    assert "<|im_end|>" not in text(events)
+
+
+def test_a_seed_repeats_and_another_differs(cpu: EngineProcess) -> None:
+    warm = {"temperature": 1.0, "repeat_penalty": 1.2, "top_k": 0, "min_p": 0.0, "max_tokens": 30}
+    first = cpu.run(CASTLE, params={**warm, "seed": 7})
+    assert first[0]["seed"] == 7
+    assert ids(cpu.run(CASTLE, params={**warm, "seed": 7})) == ids(first)
+    assert ids(cpu.run(CASTLE, params={**warm, "seed": 8})) != ids(first)
+
+
+def test_without_a_seed_the_started_event_names_one_that_repeats(cpu: EngineProcess) -> None:
+    warm = {"temperature": 1.0, "max_tokens": 20}
+    first = cpu.run(CASTLE, params=warm)
+    assert ids(cpu.run(CASTLE, params={**warm, "seed": first[0]["seed"]})) == ids(first)
+
+
+def test_stop_strings_across_tokens(cpu: EngineProcess) -> None:
+    whole = text(cpu.run(CASTLE, params={"max_tokens": 40}))
+    for start in range(5, len(whole) - 12, 9):
+        stop = whole[start : start + 12]
+        events = cpu.run(CASTLE, params={"max_tokens": 40, "stop": ["never said", stop]})
+        assert text(events) == whole[: whole.index(stop)]
+        assert last(events)["reason"] == "stop"
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_last_token(cpu: EngineProcess) -> None:
+    whole = text(cpu.run(CASTLE, params={"max_tokens": 20}))
+    assert text(cpu.run(CASTLE, params={"max_tokens": 20, "stop": [whole[-6:] + "\0"]})) == whole
+
+
+def test_a_completion_reads_no_control_tokens_in_the_prompt(cpu: EngineProcess) -> None:
+    plain = cpu.run("<|im_start|>", params={"max_tokens": 1})
+    assert plain[0]["n_prompt"] > 1
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0, "max_tokens": 40},
+        {"temperature": 0.9, "seed": 11, "repeat_penalty": 1.1, "max_tokens": 20},
+    ],
+)
+def test_resume_at_every_token(cpu: EngineProcess, params: dict[str, object]) -> None:
+    params = {**params, "stop": ["never said"]}
+    whole = cpu.run(PERSONA, params=params)
+    produced, started = ids(whole), whole[0]
+    for cut in range(len(produced) + 1):
+        job = cpu.submit(PERSONA, params=params, resume=produced[:cut], history=started["history"])
+        events = cpu.finish(job)[job]
+        assert events[0] == {**started, "job": job, "seed": events[0]["seed"]}
+        assert [event["n"] for event in events if event["ev"] == "token"] == list(range(cut, len(produced)))
+        assert ids(events) == produced[cut:]
+        assert text(events) == "".join(event["text"] for event in whole[1 + cut : -1])
+        assert last(events)["n_generated"] == len(produced)
+
+
+def test_resume_of_a_later_turn_in_a_new_engine(cpu: EngineProcess, model_path: Path) -> None:
+    """A prompt that was read in several goes (a conversation) is read in the same goes again."""
+    first = cpu.run(PERSONA, conversation="turns")
+    turn = [*PERSONA, {"role": "assistant", "content": text(first)}, *user("And to drink?")]
+    whole = cpu.run(turn, conversation="turns", params={"max_tokens": 40})
+    assert whole[0]["n_reused"] > first[0]["n_prompt"]
+    cut = 15
+    with engine(model_path) as other:
+        job = other.submit(
+            turn,
+            conversation="turns",
+            params={"max_tokens": 40},
+            resume=ids(whole)[:cut],
+            history=whole[0]["history"],
+        )
+        assert ids(other.finish(job)[job]) == ids(whole)[cut:]
+
+
+# --- several jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_jobs_together_say_what_they_say_alone(cpu: EngineProcess) -> None:
+    prompts = [CASTLE, PERSONA, user("Name a sea."), user("Tell me of dragons."), user("What is snow?"), user("Hi")]
+    params = {"max_tokens": 30, "temperature": 0.7, "seed": 5}
+    alone = [text(cpu.run(prompt, params=params)) for prompt in prompts]
+    jobs = [cpu.submit(prompt, params=params) for prompt in prompts]  # two more than run at once
+    together = cpu.finish(*jobs)
+    assert [text(together[job]) for job in jobs] == alone
+
+
+def test_a_long_prompt_does_not_stop_the_others(model_path: Path) -> None:
+    with engine(model_path, n_ctx=4096, n_parallel=2, n_ubatch=64) as child:
+        talker = child.submit(CASTLE, params={"max_tokens": 60})
+        child.wait_for("token", job=talker)
+        reader = child.submit(LONG * 60, params={"max_tokens": 1})
+        child.wait_for("started", job=reader)
+        tokens = 0
+        while (event := child.next_event())["ev"] != "done":
+            tokens += event["ev"] == "token" and event["job"] == talker
+        assert tokens >= 8
+
+
+def test_conversations_keep_what_they_have_read(cpu: EngineProcess) -> None:
+    first = cpu.run(PERSONA, conversation="inn")
+    assert first[0]["n_reused"] == 0
+    turn = [*PERSONA, {"role": "assistant", "content": text(first)}, *user("And to drink?")]
+    fresh = text(cpu.run(turn))
+    second = cpu.run(turn, conversation="inn")
+    assert second[0]["n_reused"] >= first[0]["n_prompt"]
+    assert text(second)[:20] == fresh[:20]
+    again = cpu.run(turn, conversation="inn")  # the same turn anew: the answer is dropped
+    assert again[0]["n_reused"] == again[0]["n_prompt"] - 1
+
+
+def test_more_conversations_than_sequences(cpu: EngineProcess) -> None:
+    names = [f"npc{i}" for i in range(7)]
+    first = [text(cpu.run(user(f"I am {name}."), conversation=name)) for name in names]
+    oldest = cpu.run(user("I am npc0."), conversation=names[0])
+    assert oldest[0]["n_reused"] == 0
+    assert text(oldest) == first[0]
+    newest = cpu.run(user("I am npc6."), conversation=names[6])
+    assert newest[0]["n_reused"] > 0
+
+
+def test_jobs_of_one_conversation_run_in_turn(cpu: EngineProcess) -> None:
+    jobs = [cpu.submit(user(f"Count to {i}."), conversation="queue", params={"max_tokens": 6}) for i in range(3)]
+    order: list[tuple[str, int]] = []
+    while len([name for name, _ in order if name == "done"]) < 3:
+        event = cpu.next_event()
+        if event["ev"] in ("started", "done"):
+            order.append((event["ev"], event["job"]))
+    assert order == [(name, job) for job in jobs for name in ("started", "done")]
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_in_a_long_prompt_is_quick_and_harms_nobody(model_path: Path) -> None:
+    with engine(model_path, n_ctx=8192, n_parallel=2, n_ubatch=4096) as child:
+        alone = text(child.run(CASTLE))
+        job = child.submit(LONG * 250, conversation="long")
+        child.wait_for("started", job=job)
+        start = time.monotonic()
+        child.send(op="cancel", job=job)
+        assert child.wait_for("cancelled", "done", job=job)["ev"] == "cancelled"
+        assert time.monotonic() - start < 2.0  # the whole prompt takes many times that
+        assert text(child.run(CASTLE)) == alone
+        assert text(child.run(CASTLE, conversation="long")) == alone  # on the sequence that was interrupted
+
+
+def test_cancel_while_others_speak(cpu: EngineProcess) -> None:
+    alone = text(cpu.run(PERSONA, params={"max_tokens": 40}))
+    other, job = cpu.submit(PERSONA, params={"max_tokens": 40}), cpu.submit(CASTLE, params={"max_tokens": 400})
+    cpu.wait_for("token", job=job)
+    cpu.send(op="cancel", job=job)
+    events = cpu.finish(other, job)
+    assert last(events[job])["ev"] == "cancelled"
+    assert last(events[other])["ev"] == "done"
+    assert alone.endswith(text(events[other]))
+
+
+def test_cancel_before_it_starts_and_after_it_ended(cpu: EngineProcess) -> None:
+    running = [cpu.submit(CASTLE, params={"max_tokens": 30}) for _ in range(4)]
+    queued = cpu.submit(CASTLE)
+    cpu.send(op="cancel", job=queued)
+    assert [event["ev"] for event in cpu.finish(queued)[queued]] == ["cancelled"]
+    cpu.send(op="cancel", job=queued)
+    cpu.send(op="cancel", job=123456)
+    events = cpu.finish(*running)
+    assert all(last(events[job])["ev"] == "done" for job in running)
+
+
+def test_cancels_at_once_after_submit_are_never_lost(cpu: EngineProcess) -> None:
+    for _ in range(30):
+        job = cpu.submit(CASTLE, params={"max_tokens": 400})
+        cpu.send(op="cancel", job=job)
+        assert last(cpu.finish(job)[job])["ev"] == "cancelled"
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"prompt": LONG * 200}, "context_overflow"),
+        ({"params": {"max_tokens": 5000}}, "context_overflow"),
+        ({"params": {"temperature": -1}}, "bad_argument"),
+        ({"params": {"top_p": "all"}}, "bad_argument"),
+        ({"params": {"magic": 1}}, "bad_argument"),
+        ({"resume": [-1]}, "bad_argument"),
+        ({"resume": [10**9]}, "bad_argument"),
+        ({"resume": [1] * 30}, "bad_argument"),
+        ({"history": [[0, 1]]}, "bad_argument"),
+        ({"history": [[1, 100000]]}, "bad_argument"),
+        ({"history": 7}, "bad_argument"),
+        ({"conversation": ""}, "bad_argument"),
+        ({"prompt": 7}, "bad_argument"),
+        ({"kind": "poem"}, "bad_argument"),
+        ({"kind": "chat", "messages": []}, "bad_argument"),
+        ({"kind": "chat", "messages": ["hello"]}, "bad_argument"),
+        ({"kind": "chat", "messages": [{"role": "user"}]}, "bad_argument"),
+        ({"kind": "chat", "messages": [{"role": "user", "content": 1}]}, "bad_argument"),
+    ],
+)
+def test_bad_jobs_fail_alone(cpu: EngineProcess, fields: dict[str, object], name: str) -> None:
+    neighbour = cpu.submit("Once upon a time")
+    message = {"op": "submit", "kind": "completion", "prompt": "Hello", "params": {"max_tokens": 20}, **fields}
+    cpu.send(**message, job=900_000)
+    events = cpu.finish(900_000, neighbour)
+    assert [event["ev"] for event in events[900_000]] == ["failed"]
+    error = events[900_000][0]["error"]
+    assert error["name"] == name
+    if name == "context_overflow":
+        assert error["detail"]["n_ctx"] == 512
+        assert error["detail"]["n_prompt"] > 0
+    assert last(events[neighbour])["ev"] == "done"
+
+
+def test_a_number_in_use_is_refused(cpu: EngineProcess) -> None:
+    job = cpu.submit(CASTLE, params={"max_tokens": 50})
+    cpu.wait_for("started", job=job)
+    cpu.send(op="submit", job=job, kind="completion", prompt="x", params={})
+    assert cpu.wait_for("failed", job=job)["error"]["name"] == "bad_argument"
+    assert last(cpu.finish(job)[job])["ev"] == "done"
+
+
+def load_error(model: Path, **fields: object) -> dict[str, object]:
+    child = EngineProcess()
+    try:
+        event = child.load(model, **{"n_ctx": 512, "n_threads": 1, **fields})
+        assert event["ev"] == "fatal", event
+        assert child.process.wait(30) == 3
+        error: dict[str, object] = event["error"]
+        return error
+    finally:
+        child.close()
+
+
+def test_models_that_cannot_be_served(model_path: Path, tmp_path: Path) -> None:
+    assert load_error(tmp_path / "none.gguf")["name"] == "model_not_found"
+    (tmp_path / "text.gguf").write_text("not a model\n" * 1000)
+    assert load_error(tmp_path / "text.gguf")["name"] == "bad_model"
+    half = tmp_path / "half.gguf"
+    shutil.copy(model_path, half)
+    with half.open("r+b") as file:
+        file.truncate(model_path.stat().st_size // 2)
+    assert load_error(half)["name"] == "bad_model"
+    (tmp_path / "empty.gguf").touch()
+    assert load_error(tmp_path / "empty.gguf")["name"] == "bad_model"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n_ctx": 0}, {"n_ctx": "all"}, {"n_parallel": 65}, {"mode": "fast"}, {"vram_budget": -1}, {"colour": 1}],
+)
+def test_bad_load_fields(model_path: Path, fields: dict[str, object]) -> None:
+    error = load_error(model_path, **fields)
+    assert error["name"] == "bad_argument"
+
+
+def test_a_model_changed_in_use_ends_the_engine(model_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copy(model_path, copy)
+    with engine(copy) as child:
+        copy.touch()
+        child.submit(CASTLE)
+        event = child.wait_for("fatal")
+        assert event["error"]["name"] == "bad_model"
+        assert child.process.wait(30) == 3
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def test_ready_tells_what_was_loaded(model_path: Path) -> None:
+    child = EngineProcess()
+    try:
+        ready = child.load(model_path, device="cpu", n_ctx=1024, n_parallel=2, n_threads=1)
+        info = ready["info"]
+        assert (info["arch"], info["device"], info["n_ctx"], info["n_layer"]) == ("llama", "cpu", 512, 30)
+        assert info["n_vocab"] == 49152
+        assert info["chat"] is True
+        child.send(op="stats", seq=4)
+        stats = child.wait_for("stats")
+        assert stats["seq"] == 4
+        assert stats["stats"]["jobs_running"] == 0
+        assert stats["stats"]["nvml"] is False
+        child.send(op="ping", seq=5)
+        assert child.wait_for("pong") == {"ev": "pong", "seq": 5}
+        child.send(op="budget", seq=6, bytes=1 << 20, timeout_s=1.0)
+        released, observed = child.next_event(), child.next_event()
+        assert (released["seq"], released["phase"], released["used_bytes"]) == (6, "released", 0)
+        assert (observed["seq"], observed["phase"], observed["observed_bytes"]) == (6, "observed", None)
+        child.send(op="stop")
+        assert child.process.wait(30) == 0
+    finally:
+        child.close()
+
+
+def test_pings_are_answered_in_a_long_prompt(model_path: Path) -> None:
+    with engine(model_path, n_ctx=8192, n_parallel=1, n_ubatch=4096) as child:
+        job = child.submit(LONG * 250)
+        child.wait_for("started", job=job)
+        for seq in range(5):
+            child.send(op="ping", seq=seq)
+            assert child.wait_for("pong", "token", "done") == {"ev": "pong", "seq": seq}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_process_ends_with_its_broker(model_path: Path, busy: bool) -> None:
+    with engine(model_path, n_ctx=8192, n_parallel=1, n_ubatch=4096) as child:
+        if busy:
+            job = child.submit(LONG * 250)
+            child.wait_for("started", job=job)
+        child.socket.close()
+        assert child.process.wait(5) == 0
+
+
+def test_it_ends_with_its_broker_before_anything_is_loaded() -> None:
+    child = EngineProcess()
+    child.socket.close()
+    child.process.wait(30)
+
+
+@pytest.mark.parametrize("noise", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", b"\x02\x00\x00\x00\x81\xa1"])
+def test_a_stream_that_is_no_protocol_ends_it(noise: bytes) -> None:
+    child = EngineProcess()
+    try:
+        child.socket.sendall(noise)
+        child.socket.shutdown(socket.SHUT_WR)
+        child.process.wait(30)
+    finally:
+        child.close()
+
+
+def test_it_goes_first_when_memory_runs_out(cpu: EngineProcess) -> None:
+    if sys.platform == "linux":
+        assert Path(f"/proc/{cpu.process.pid}/oom_score_adj").read_text().strip() == "500"
+
+
+def test_a_terminals_interrupt_is_not_its_business(cpu: EngineProcess) -> None:
+    subprocess.run(["kill", "-INT", str(cpu.process.pid)], check=True)
+    assert last(cpu.run("Once"))["ev"] == "done"
