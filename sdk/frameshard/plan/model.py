@@ -1,13 +1,15 @@
 """A model as the planner sees it: tensors and shards, read from the GGUF header alone.
 
 Reading is also the preflight. llama.cpp trusts much of a header and ends the process where it is wrong (a repeated
-token string, more experts used than there are), so whatever it asserts is checked here first and becomes
-:class:`BadModel`. Nothing is loaded and llama.cpp is not needed; a 16 GiB file with 150,000 tokens takes a fraction of
-a second.
+token string, more experts used than there are, a norm of integers). What it is known to trip over in any architecture
+is checked here first and becomes :class:`BadModel`; what is left to the checks of single architectures ends at worst an
+engine process. Nothing is loaded and llama.cpp is not needed; a 16 GiB file with 150,000 tokens takes a fraction of a
+second.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -73,6 +75,10 @@ _MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
 _MAX_EMBD = 1 << 20
 _MAX_HEADS = 1 << 16
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_BYTE = 6  # token type
+_PLAIN = ("F32", "F16", "BF16")
+_NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
+_TABLE = re.compile(r"tid2eid|ordering|d2t|position_ids")
 _SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -205,6 +211,7 @@ def _wrong(text: str) -> NoReturn:
 class _Header:
     metadata: dict[str, Value]
     tokens: list[bytes] | None
+    token_types: np.ndarray | None
     array_lengths: dict[str, int]
     tensors: list[Tensor]
     file_bytes: int
@@ -299,6 +306,7 @@ def _parse(reader: _Reader, file_bytes: int, part: int) -> _Header:
     metadata: dict[str, Value] = {}
     array_lengths: dict[str, int] = {}
     tokens: list[bytes] | None = None
+    token_types: np.ndarray | None = None
     for _ in range(n_keys):
         key = _text(reader.string(), "key")
         if key in metadata or key in array_lengths:
@@ -317,7 +325,9 @@ def _parse(reader: _Reader, file_bytes: int, part: int) -> _Header:
                     tokens = strings
             else:
                 values = reader.array(_dtype(key, kind), n)
-                if n <= _MAX_LAYERS:
+                if key == "tokenizer.ggml.token_type":
+                    token_types = values
+                elif n <= _MAX_LAYERS:
                     metadata[key] = tuple(values.tolist())
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
@@ -336,7 +346,7 @@ def _parse(reader: _Reader, file_bytes: int, part: int) -> _Header:
             _wrong(f"truncated: tensor {info.name} ends at byte {end}, the file has {file_bytes}")
         tensors.append(Tensor(info.name, info.ggml_type, info.shape, info.n_bytes, start + offset, part))
         offset += -(-info.n_bytes // alignment) * alignment
-    return _Header(metadata, tokens, array_lengths, tensors, file_bytes)
+    return _Header(metadata, tokens, token_types, array_lengths, tensors, file_bytes)
 
 
 def _dtype(key: str, kind: int) -> str:
@@ -421,7 +431,12 @@ def _build(path: Path, header: _Header, tensors: tuple[Tensor, ...], file_bytes:
     if arch != "clip" and not 1 <= n_ctx_train < 1 << 31:
         _wrong(f"{arch}.context_length is {n_ctx_train}")
     n_vocab = _check_vocabulary(header)
-    _check_heads(metadata, arch, n_layer)
+    _check_numbers(metadata, arch)
+    _check_heads(metadata, arch, n_layer, n_embd)
+    _check_shared_caches(metadata, arch, n_layer)
+    if arch != "clip":
+        for tensor in tensors:
+            _check_type(tensor)
     n_expert, used = _check_experts(metadata, arch, n_layer)
     n_nextn = _int(metadata, f"{arch}.nextn_predict_layers", 0)
     if not 0 <= n_nextn < max(n_layer, 1):
@@ -462,6 +477,7 @@ def _check_vocabulary(header: _Header) -> int:
             if word in seen:
                 _wrong(f"token {i} ({word[:80]!r}) is in the vocabulary twice")
             seen.add(word)
+    _check_bytes(header, words)
     for name in ("scores", "token_type"):
         n = header.array_lengths.get(f"tokenizer.ggml.{name}", n_vocab)
         if n < n_vocab:
@@ -475,6 +491,38 @@ def _check_vocabulary(header: _Header) -> int:
     return n_vocab
 
 
+def _check_bytes(header: _Header, words: list[bytes]) -> None:
+    """In a sentencepiece vocabulary any byte must have a token, and byte tokens are read as hexadecimal."""
+    if header.metadata.get("tokenizer.ggml.model") != "llama":
+        return
+    known = set(words)
+    for byte in range(256):
+        if b"<0x%02X>" % byte not in known and bytes([byte]) not in known:
+            _wrong(f"the vocabulary has no token for byte 0x{byte:02X}")
+    for i in np.flatnonzero(header.token_types == _BYTE)[: len(words)] if header.token_types is not None else ():
+        if not re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", words[i]):
+            _wrong(f"token {i} ({words[i][:80]!r}) is marked as a byte but names none")
+
+
+def _check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
+    for key, value in metadata.items():
+        if key.startswith(f"{arch}."):
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                _wrong(f"{key} is {value}")
+            if key.endswith("_epsilon") and not (isinstance(value, float) and value >= 0):
+                _wrong(f"{key} is {value}")
+
+
+def _check_type(tensor: Tensor) -> None:
+    name, kind = tensor.name, GGML_TYPES[tensor.ggml_type][0]
+    if name.endswith(".bias") or "norm" in name:
+        if kind not in _PLAIN:
+            _wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
+    elif len(tensor.shape) > 1 and kind in _NO_WEIGHTS and not _TABLE.search(name):
+        _wrong(f"tensor {name} is of type {kind}, which no weights can be")
+
+
 def _layers(metadata: Mapping[str, Value], key: str, n_layer: int, default: int) -> list[int]:
     value = metadata.get(key, default)
     if isinstance(value, tuple):
@@ -484,17 +532,44 @@ def _layers(metadata: Mapping[str, Value], key: str, n_layer: int, default: int)
     return [_int(metadata, key, default)] * n_layer
 
 
-def _check_heads(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
+def _check_heads(metadata: Mapping[str, Value], arch: str, n_layer: int, n_embd: int) -> None:
     heads = _layers(metadata, f"{arch}.attention.head_count", n_layer, 0)
     kv_heads = metadata.get(f"{arch}.attention.head_count_kv")
     by_layer = heads if kv_heads is None else _layers(metadata, f"{arch}.attention.head_count_kv", n_layer, 0)
     for layer, (n_head, n_head_kv) in enumerate(zip(heads, by_layer, strict=True)):
         if not 0 <= n_head <= _MAX_HEADS or not 0 <= n_head_kv <= _MAX_HEADS or (n_head_kv and n_head % n_head_kv):
             _wrong(f"layer {layer} has {n_head} attention heads and {n_head_kv} key-value heads")
-    for key in ("key_length", "value_length"):
-        length = _int(metadata, f"{arch}.attention.{key}", 1)
-        if not 0 <= length <= _MAX_EMBD:
-            _wrong(f"{arch}.attention.{key} is {length}")
+    n_head = max(heads, default=0)
+    for suffix in ("", "_swa"):
+        lengths = [_int(metadata, f"{arch}.attention.{key}_length{suffix}", 0) for key in ("key", "value")]
+        if not all(0 <= length <= _MAX_EMBD for length in lengths):
+            _wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
+        width = lengths[0] or _int(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
+        rotated = max(_layers(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, 0), default=0)
+        if n_head and (not 0 <= rotated <= width or rotated % 2):
+            _wrong(f"{arch}.rope.dimension_count{suffix} is {rotated}, of heads {width} wide")
+        latent = _int(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
+        rank = _int(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
+        if latent and rotated and (rotated >= latent or width != rank + rotated):
+            _wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
+    head_size = _int(metadata, f"{arch}.wkv.head_size", 1)
+    if head_size < 1 or n_embd % head_size:
+        _wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
+
+
+def _check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
+    """Layers without a KV cache use that of the last layer that has one, or of the one before it, whichever has the
+    same kind of window."""
+    n_shared = _int(metadata, f"{arch}.attention.shared_kv_layers", 0)
+    if not 0 <= n_shared <= max(n_layer - 2, 0):
+        _wrong(f"{n_shared} of {n_layer} layers share the KV cache of others")
+    windows = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    if n_shared and isinstance(windows, tuple):
+        if len(windows) != n_layer:
+            _wrong(f"{arch}.attention.sliding_window_pattern has {len(windows)} entries for {n_layer} layers")
+        owners = windows[: n_layer - n_shared][-2:]
+        if any(bool(owners[0 if window else 1]) != bool(window) for window in windows[n_layer - n_shared :]):
+            _wrong(f"{arch} has layers that share a KV cache with another kind of window")
 
 
 def _check_experts(metadata: Mapping[str, Value], arch: str, n_layer: int) -> tuple[int, list[int]]:
