@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -85,6 +84,19 @@ class EngineProcess:
         job = self.submit(prompt, **fields)
         return self.finish(job)[job]
 
+    def stats(self) -> Event:
+        """The engine's statistics now; job events that come before them are dropped."""
+        seq = next(self._numbers)
+        self.send(op="stats", seq=seq)
+        stats: Event = self.wait_for("stats")["stats"]
+        return stats
+
+    def budget(self, n_bytes: int, timeout_s: float = 10.0) -> int:
+        """Asks for a VRAM budget; returns the request's number."""
+        seq = next(self._numbers)
+        self.send(op="budget", seq=seq, bytes=n_bytes, timeout_s=timeout_s)
+        return seq
+
     def close(self) -> None:
         self.socket.close()
         try:
@@ -115,10 +127,3 @@ def text(events: Sequence[Event]) -> str:
 
 def ids(events: Sequence[Event]) -> list[int]:
     return [event["id"] for event in events if event["ev"] == "token"]
-
-
-def device_library() -> bool:
-    """The shard device is where an installation or a developer's environment has it."""
-    import frameshard
-
-    return "FRAMESHARD_DEVICE_LIB" in os.environ or any(Path(frameshard.__path__[0]).glob("libframeshard_device.*"))

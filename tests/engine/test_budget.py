@@ -1,0 +1,188 @@
+"""VRAM given back and taken again in the middle of an answer, on the emulated device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_driver import EngineProcess, Event, engine, ids, text, user
+
+CASTLE = user("Who lives in the old castle?")
+LONG = "The wind blew over the hills and the old road was empty. "
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def streamer(model_path: Path) -> Iterator[EngineProcess]:
+    with engine(model_path, device="emulated", mode="stream_only", n_ctx=4096, n_parallel=2) as child:
+        yield child
+
+
+@pytest.fixture
+def full(streamer: EngineProcess) -> EngineProcess:
+    """The engine without a limit and with all weights resident."""
+    settle(streamer, 0)
+    return streamer
+
+
+def settle(child: EngineProcess, n_bytes: int) -> Event:
+    """Sets a budget on an idle engine and waits until it has filled what the budget allows."""
+    child.budget(n_bytes)
+    assert child.wait_for("budget")["phase"] == "released"
+    assert child.wait_for("budget")["phase"] == "observed"
+    deadline = time.monotonic() + 60
+    before, stats = -1, child.stats()
+    while stats["filled_slabs"] != before or stats["budget_bytes"] != n_bytes:
+        assert time.monotonic() < deadline
+        child.send(op="ping", seq=0)  # answered by the main thread: it has taken a turn since
+        child.wait_for("pong")
+        before, stats = stats["filled_slabs"], child.stats()
+    return stats
+
+
+def test_ready_names_floor_and_full(model_path: Path) -> None:
+    child = EngineProcess()
+    try:
+        info = child.load(model_path, device="emulated", n_ctx=512, n_parallel=1, n_threads=1)["info"]
+        assert 0 < info["floor_bytes"] < info["full_bytes"]
+        assert info["budget_bytes"] == 0
+        assert info["plan"]["ring_bytes"] == 0
+        stats = child.stats()
+        assert stats["used_bytes"] <= info["full_bytes"]
+        assert stats["resident_shards"] > 0
+        assert stats["streamed_shards"] == stats["cpu_shards"] == 0
+    finally:
+        child.close()
+
+
+def test_loads_at_the_floor_and_not_below(model_path: Path) -> None:
+    fields: dict[str, object] = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
+    child = EngineProcess()
+    try:
+        event = child.load(model_path, **fields, vram_budget=20 * MIB)
+        assert event["ev"] == "fatal"
+        assert event["error"]["name"] == "budget_below_floor"
+        floor = event["error"]["detail"]["floor_bytes"]
+        assert floor > 20 * MIB
+    finally:
+        child.close()
+    with engine(model_path, **fields, vram_budget=floor) as child:
+        assert text(child.run(CASTLE))
+        stats = child.stats()
+        assert stats["peak_bytes"] <= stats["budget_bytes"] == floor
+
+
+def test_unknown_device(model_path: Path) -> None:
+    child = EngineProcess()
+    try:
+        event = child.load(model_path, device="CUDA77")
+        assert event["error"]["name"] == "unknown_device"
+        assert "emulated" in event["error"]["detail"]["devices"]
+        assert child.process.wait(30) == 3
+    finally:
+        child.close()
+
+
+def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
+    params = {"max_tokens": 60}
+    alone = full.run(CASTLE, params=params)
+    floor, everything = full.stats()["floor_bytes"], full.stats()["full_bytes"]
+    budgets = {5: floor, 20: (floor + everything) // 2, 30: floor + MIB, 40: 0}
+    job = full.submit(CASTLE, params=params)
+    events: list[Event] = []
+    released: list[Event] = []
+    while not events or events[-1]["ev"] != "done":
+        event = full.next_event()
+        if event["ev"] == "budget":
+            released += [event] if event["phase"] == "released" else []
+        elif event.get("job") == job:
+            events.append(event)
+            if event["ev"] == "token" and event["n"] in budgets:
+                full.budget(budgets[event["n"]])
+    assert ids(events) == ids(alone)
+    assert text(events) == text(alone)
+    assert [event["budget_bytes"] for event in released] == list(budgets.values())
+    for event in released:
+        assert event["used_bytes"] <= (event["budget_bytes"] or everything)
+        assert event["seconds"] < 5
+
+
+def test_shrinks_in_the_middle_of_a_prompt(full: EngineProcess) -> None:
+    prompt = LONG * 60
+    alone = text(full.run(prompt, params={"max_tokens": 8}))
+    floor = full.stats()["floor_bytes"]
+    job = full.submit(prompt, params={"max_tokens": 8})
+    full.wait_for("started", job=job)
+    seq = full.budget(floor)
+    event = full.wait_for("budget", "token")
+    assert (event["ev"], event["seq"], event["phase"]) == ("budget", seq, "released")
+    assert event["used_bytes"] <= floor
+    assert text(full.finish(job)[job]) == alone
+
+
+def test_below_the_floor_is_refused_and_nothing_changes(full: EngineProcess) -> None:
+    job = full.submit(CASTLE, params={"max_tokens": 40})
+    full.wait_for("token", job=job)
+    floor = full.stats()["floor_bytes"]
+    seq = full.budget(floor - 1)
+    event = full.wait_for("budget")
+    assert (event["seq"], event["phase"]) == (seq, "refused")
+    assert event["error"]["name"] == "budget_below_floor"
+    assert event["error"]["detail"] == {"budget_bytes": floor - 1, "floor_bytes": floor}
+    assert full.stats()["budget_bytes"] == 0
+    assert full.finish(job)[job][-1]["ev"] == "done"
+
+
+@pytest.mark.parametrize("fields", [{"bytes": -1}, {"bytes": "all"}, {}, {"bytes": MIB, "timeout_s": "long"}])
+def test_bad_budgets(full: EngineProcess, fields: dict[str, object]) -> None:
+    full.send(op="budget", seq=3, **fields)
+    event = full.wait_for("budget")
+    assert (event["seq"], event["phase"]) == (3, "refused")
+    assert event["error"]["name"] in ("bad_message", "bad_argument")
+
+
+def test_grows_again_while_idle_and_while_it_speaks(full: EngineProcess) -> None:
+    everything, floor = full.stats()["full_bytes"], full.stats()["floor_bytes"]
+    small = settle(full, floor)
+    assert small["used_bytes"] <= floor
+    large = settle(full, 0)
+    assert large["streamed_shards"] == large["cpu_shards"] == 0
+    assert large["used_bytes"] <= everything
+    settle(full, floor)
+    job = full.submit(CASTLE, params={"max_tokens": 120})
+    full.wait_for("token", job=job)
+    full.budget(0)
+    while True:
+        event = full.wait_for("token", "done", job=job)
+        assert event["ev"] == "token", "the answer ended before all weights were resident again"
+        if event["n"] % 10 == 0 and full.stats()["streamed_shards"] == 0:
+            break
+    assert full.finish(job)[job][-1]["ev"] == "done"
+
+
+def test_cancel_in_a_long_prompt(full: EngineProcess) -> None:
+    alone = text(full.run(CASTLE))
+    job = full.submit(LONG * 100, conversation="long")
+    full.wait_for("started", job=job)
+    full.send(op="ping", seq=9)
+    assert full.wait_for("pong", "token")["ev"] == "pong"
+    start = time.monotonic()
+    full.send(op="cancel", job=job)
+    assert full.wait_for("cancelled", "done", job=job)["ev"] == "cancelled"
+    assert time.monotonic() - start < 2.0
+    assert text(full.run(CASTLE, conversation="long")) == alone
+
+
+def test_planned_mode_keeps_its_budget(model_path: Path) -> None:
+    with engine(model_path, device="emulated", link_gbps=4.0, n_ctx=1024, n_parallel=2, vram_budget=100 * MIB) as child:
+        jobs = [child.submit(CASTLE, params={"max_tokens": 30}) for _ in range(3)]
+        child.wait_for("token", job=jobs[0])
+        child.budget(80 * MIB)
+        child.finish(*jobs)
+        stats = child.stats()
+        assert stats["budget_bytes"] == 80 * MIB
+        assert stats["used_bytes"] <= 80 * MIB
+        assert stats["peak_bytes"] <= 100 * MIB
+        assert stats["cpu_bytes"] + stats["streamed_bytes"] > 0
