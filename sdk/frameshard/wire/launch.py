@@ -134,14 +134,14 @@ class ConnectInfo:
         return f"ConnectInfo(endpoint={self.endpoint!r}, epoch={self.epoch}, pid={self.pid})"
 
 
-def to_line(value: Mapping[str, Any]) -> bytes:
+def _line(value: Mapping[str, Any]) -> bytes:
     """One line of JSON."""
     return json.dumps(value).encode() + b"\n"
 
 
 def config_line(config: ServeConfig) -> bytes:
     """What the host writes."""
-    return to_line(dataclasses.asdict(config))
+    return _line(dataclasses.asdict(config))
 
 
 def parse_config(line: bytes) -> ServeConfig:
@@ -151,14 +151,19 @@ def parse_config(line: bytes) -> ServeConfig:
     return _make(ServeConfig, {**fields, "engine": tuple(engine)} if isinstance(engine, list) else fields)
 
 
+def info_line(info: ConnectInfo) -> bytes:
+    """A connect file's content."""
+    return _line(dataclasses.asdict(info))
+
+
 def ready_line(info: ConnectInfo) -> bytes:
     """What the sidecar writes when it serves."""
-    return to_line({"ready": dataclasses.asdict(info)})
+    return _line({"ready": dataclasses.asdict(info)})
 
 
 def error_line(error: FrameshardError) -> bytes:
     """What the sidecar writes when it cannot serve."""
-    return to_line({"error": dataclasses.asdict(messages.ErrorInfo.of(error))})
+    return _line({"error": dataclasses.asdict(messages.ErrorInfo.of(error))})
 
 
 def parse_ready(line: bytes) -> ConnectInfo:

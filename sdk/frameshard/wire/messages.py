@@ -208,12 +208,17 @@ class ErrorInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that is loaded. No VRAM budget below `floor_bytes` is possible; with `full_bytes` all is resident."""
+    """The model that is loaded.
+
+    `n_ctx` tokens are what one conversation has, and `n_parallel` jobs run at a time. No VRAM budget below
+    `floor_bytes` is possible; with `full_bytes` all weights are resident.
+    """
 
     name: Annotated[str, _text(4096)]
     arch: Name
     device: Name
     n_ctx: Count
+    n_parallel: Count
     n_vocab: Count
     n_layer: Count
     chat: bool

@@ -1,0 +1,15 @@
+"""The broker: sessions of clients, their jobs, the VRAM lease, and the engine process. Never touches the GPU.
+
+server      the one task group that owns the socket, and :func:`serve`
+session     which connection belongs to which session
+jobs        jobs of all clients, and what is replayed after an engine's death
+leases      the VRAM budget and who waits for its acknowledgement
+supervisor  starts, watches and restarts the engine process
+endpoint    where to listen, without two servers at one place or anything left behind
+
+jobs, leases and session decide and do no I/O.
+"""
+
+from frameshard.broker.server import serve
+
+__all__ = ["serve"]

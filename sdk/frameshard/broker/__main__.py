@@ -1,0 +1,53 @@
+"""``python -m frameshard.broker``: how a host starts a sidecar. See bindings/PROTOCOL.md, "Starting a sidecar".
+
+One JSON line in, on standard input, which the host then keeps open; one JSON line out. No key and no path of a model
+appears in the arguments, where every user of the machine could read it. Exit codes: 0 in good order, 3 after an error
+that the line names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from frameshard.broker.server import serve
+from frameshard.errors import BadArgument, FrameshardError
+from frameshard.wire import launch
+
+MAX_LINE = 1 << 16
+EXIT_ERROR = 3
+
+
+def main() -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sidecar: %(levelname)s: %(message)s")
+    # The line's place is taken from standard output, so that nothing else can ever be written there.
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def ready(info: launch.ConnectInfo, _: Path) -> None:
+        os.write(out, launch.ready_line(info))
+        os.close(out)
+
+    try:
+        serve(launch.parse_config(_read_line(0)), on_ready=ready, host_pipe=0)
+    except FrameshardError as error:
+        os.write(out, launch.error_line(error))
+        return EXIT_ERROR
+    return 0
+
+
+def _read_line(fd: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        # Byte by byte: what follows the line is the pipe that the host's life is read from.
+        byte = os.read(fd, 1)
+        if not byte or len(line) >= MAX_LINE:
+            raise BadArgument("standard input must begin with one line of JSON")
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

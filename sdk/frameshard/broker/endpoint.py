@@ -1,0 +1,145 @@
+"""Where to listen.
+
+Every launch has a fresh directory that only this user can enter, with its connect file, and its socket where the
+transport has one. A lock file says that its server lives; the system drops the lock with the process, however that
+ends, so what a killed server left is recognised and swept by the next one. A second bind of an ipc path would steal it
+without an error, hence the lock for paths that the user gives as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from frameshard.errors import BadArgument, EndpointInUse
+
+if sys.platform != "win32":
+    import fcntl
+
+MAX_SOCKET_PATH = 100
+"""Bytes; the systems' limits are 104 and 108."""
+
+
+@contextmanager
+def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
+    """Directory of this launch and the endpoint to bind, ours until the end of the block, when both are removed.
+
+    Raises :class:`EndpointInUse`, :class:`BadArgument` for a path that cannot be used.
+    """
+    with ExitStack() as stack:
+        directory = stack.enter_context(_fresh_directory())
+        if endpoint is None:
+            endpoint = f"ipc://{directory / 'socket'}" if transport == "ipc" else "tcp://127.0.0.1:*"
+        if endpoint.startswith("ipc://"):
+            stack.enter_context(_socket_path(Path(endpoint[len("ipc://") :])))
+        yield directory, endpoint
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Writes a file that only this user can read, whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        part.unlink()
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    part.replace(path)
+
+
+@contextmanager
+def _fresh_directory() -> Iterator[Path]:
+    root = _root()
+    _sweep(root)
+    while True:
+        directory = Path(tempfile.mkdtemp(dir=root, prefix="run-"))
+        lock = _lock(directory / "lock")
+        if lock is not None:
+            break  # else a sweep came between the two
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def _socket_path(path: Path) -> Iterator[None]:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise BadArgument(f"the socket's path is longer than {MAX_SOCKET_PATH} bytes: {path}", field="endpoint")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = _lock(path.with_name(path.name + ".lock"))
+    except OSError as error:
+        raise BadArgument(f"cannot listen at {path}: {error.strerror}", field="endpoint") from None
+    if lock is None:
+        raise EndpointInUse(f"another server listens at {path}", endpoint=f"ipc://{path}")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise EndpointInUse(f"{path} exists and is no socket", endpoint=f"ipc://{path}")
+            path.unlink()
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()
+        with contextlib.suppress(OSError):
+            path.with_name(path.name + ".lock").unlink()
+        os.close(lock)
+
+
+def _root() -> Path:
+    """Directory of all launches of this user. Short, since socket paths are."""
+    if sys.platform == "win32":
+        root = Path(tempfile.gettempdir()) / "frameshard"
+        root.mkdir(exist_ok=True)
+        return root
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and len(runtime) < 40 and os.access(runtime, os.W_OK):
+        root = Path(runtime) / "frameshard"
+    else:
+        root = Path(f"/tmp/frameshard-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        raise BadArgument(f"{root} must be a directory of yours with mode 700; remove it")
+    return root
+
+
+def _sweep(root: Path) -> None:
+    """Removes what servers that were killed have left."""
+    for directory in root.glob("run-*"):
+        if sys.platform == "win32" or not (directory / "lock").exists():
+            continue  # just being made
+        lock = _lock(directory / "lock")
+        if lock is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """The lock file at `path`, locked and open; None when another process holds it or its directory is gone."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        except FileNotFoundError:
+            return None
+        if sys.platform == "win32":
+            return fd  # no two launches share a directory, and ipc, the other use, does not exist there
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # its holder has removed it since we opened it

@@ -1,0 +1,239 @@
+"""Jobs of all clients: who waits, who runs, and how they go on after an engine's death.
+
+Decides and does no I/O: what the engine shall do is left in :attr:`Jobs.ops`, what clients shall hear goes to their
+connections. A job is replayed from its prompt, its seed and the tokens that it has produced, so its client sees one
+stream without a gap; the text is the same because the engine draws token i from (seed, i) alone and repeats the batch
+shapes of the first run, which it names in ``history``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from frameshard.errors import BadArgument, BadMessage, FrameshardError, Overloaded, UnknownJob, from_wire
+from frameshard.wire import messages as m
+from frameshard.wire import states
+from frameshard.wire.connection import ServerConnection
+
+Op = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Job:
+    """One job. `number` is its name at the engine, where clients' numbers may collide."""
+
+    number: int
+    connection: ServerConnection
+    request: m.Submit
+    seed: int
+    state: states.Job = states.Job.QUEUED
+    at_engine: bool = False
+    cancelling: bool = False
+    tokens: list[int] = field(default_factory=list)
+    unsaid: int = 0
+    """Tokens since the last delta: some have no text of their own."""
+    n_prompt: int = 0
+    history: Any = None
+
+    def op(self) -> Op:
+        """What the engine needs to run it, from the start or from where it was."""
+        request = self.request
+        op: Op = {
+            "op": "submit",
+            "job": self.number,
+            "kind": request.kind,
+            "params": {**dataclasses.asdict(request.sampling), "seed": self.seed, "stop": list(request.sampling.stop)},
+        }
+        if request.kind == "chat":
+            op["messages"] = [dataclasses.asdict(message) for message in request.messages]
+        else:
+            op["prompt"] = request.prompt
+        if request.conversation is not None:
+            # Clients do not share conversations, whatever they call them.
+            op["conversation"] = f"{self.connection.session}/{request.conversation}"
+        if self.tokens:
+            op["resume"] = list(self.tokens)
+        if self.history is not None:
+            op["history"] = self.history
+        return op
+
+
+class Jobs:
+    """All jobs that have not ended."""
+
+    def __init__(self, *, slots: int, max_jobs: int, max_client_jobs: int) -> None:
+        self._slots = slots
+        self._max_jobs = max_jobs
+        self._max_client_jobs = max_client_jobs
+        self._numbers = 0
+        self._jobs: dict[int, Job] = {}
+        self._leaving: set[int] = set()  # ended for their client, still at the engine
+        self._engine_ready = False
+        self.ops: list[Op] = []
+        """For the engine, in order; the caller takes them out."""
+
+    @property
+    def queued(self) -> int:
+        return sum(not job.at_engine for job in self._jobs.values())
+
+    @property
+    def running(self) -> int:
+        """Jobs at the engine, those that are leaving included."""
+        return sum(job.at_engine for job in self._jobs.values()) + len(self._leaving)
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def submit(self, connection: ServerConnection, request: m.Submit) -> None:
+        """Takes a job. The same request again (after a resumption) changes nothing. Raises :class:`Overloaded`."""
+        if request.job in connection.jobs:
+            return
+        if len(self._jobs) >= self._max_jobs:
+            raise Overloaded(f"{self._max_jobs} jobs wait already", max_jobs=self._max_jobs)
+        if len(list(connection.jobs)) >= self._max_client_jobs:
+            raise Overloaded("this client has too many jobs open", max_jobs=self._max_client_jobs)
+        seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
+        self._numbers += 1
+        self._jobs[self._numbers] = Job(self._numbers, connection, request, seed)
+        connection.open(request.job, request.timeline, request.window)
+        self._fill_slots()
+
+    def cancel(self, connection: ServerConnection, job_id: int) -> None:
+        """Ends a job early. Raises :class:`UnknownJob`; a job whose end is on its way to the client is known."""
+        for job in self._jobs.values():
+            if job.connection is connection and job.request.job == job_id:
+                self._cancel(job)
+                return
+        if job_id not in connection.jobs:
+            raise UnknownJob(f"no job {job_id} is open", job=job_id)
+
+    def drop(self, connection: ServerConnection, error: FrameshardError | None = None) -> None:
+        """Ends all jobs of a client: with `error`, or without a word when nobody is there to hear it."""
+        for job in list(self._jobs.values()):
+            if job.connection is connection:
+                if error is not None:
+                    connection.failed(job.request.job, error)
+                self._leave(job)
+
+    # ---- engine -----------------------------------------------------------------------------------------------------
+
+    def engine_ready(self) -> None:
+        """An engine can take jobs: those of its predecessor first, since they are the oldest."""
+        self._engine_ready = True
+        self._fill_slots()
+
+    def engine_lost(self) -> None:
+        """The engine is gone; its jobs wait for the next one, except those that were to end anyway."""
+        self._engine_ready = False
+        self._leaving.clear()
+        self.ops.clear()
+        for job in list(self._jobs.values()):
+            job.at_engine = False
+            if job.cancelling:
+                self._end(job, "cancelled")
+
+    def fail_all(self, error: FrameshardError) -> None:
+        """There will be no engine."""
+        for job in list(self._jobs.values()):
+            self._end(job, "failed", error)
+
+    def engine_event(self, event: dict[str, Any]) -> bool:
+        """Takes a job's event; true when it was progress. Raises :class:`BadMessage` when the engine makes no sense."""
+        kind, number = event.get("ev"), event.get("job")
+        if number in self._leaving:
+            if kind in ("done", "failed", "cancelled"):
+                self._leaving.discard(number)
+                self._fill_slots()
+            return False
+        job = self._jobs.get(number) if type(number) is int else None
+        if job is None:
+            return False  # its cancel crossed with its end
+        if type(kind) is not str or kind not in states.JOB[job.state]:
+            raise BadMessage(f"the engine says {kind!r} of a job that is {job.state.value}")
+        try:
+            self._take(job, kind, event)
+        except (KeyError, TypeError, ValueError, BadArgument) as error:
+            raise BadMessage(f"the engine's {kind!r} is wrong: {error!r}") from None
+        return kind == "token"
+
+    def _take(self, job: Job, kind: str, event: dict[str, Any]) -> None:
+        if kind == "started":
+            if job.state is states.Job.QUEUED:
+                job.n_prompt = event["n_prompt"]
+                job.connection.started(job.request.job, job.n_prompt)
+            if job.history is None:
+                job.history = event.get("history")
+            job.state = states.JOB[job.state][kind]
+        elif kind == "token":
+            if event["n"] != len(job.tokens):
+                raise ValueError(f"token {event['n']} after {len(job.tokens)} tokens")
+            job.tokens.append(event["id"])
+            job.unsaid += 1
+            if event["text"]:
+                self._say(job, event["text"])
+        elif kind == "done":
+            self._end(job, kind, event=event)
+        elif kind == "failed":
+            self._end(job, kind, from_wire(event["error"]))
+        else:
+            self._end(job, kind)
+
+    def _say(self, job: Job, text: str) -> None:
+        tokens, job.unsaid = job.unsaid, 0
+        try:
+            job.connection.delta(job.request.job, text, tokens)
+        except Overloaded as error:
+            job.connection.failed(job.request.job, error)
+            self._leave(job)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _fill_slots(self) -> None:
+        if not self._engine_ready:
+            return
+        free = self._slots - self.running
+        for job in self._jobs.values():
+            if free <= 0:
+                break
+            if not job.at_engine:
+                job.at_engine = True
+                self.ops.append(job.op())
+                free -= 1
+
+    def _cancel(self, job: Job) -> None:
+        if not job.at_engine:
+            self._end(job, "cancelled")
+        elif not job.cancelling:
+            job.cancelling = True
+            self.ops.append({"op": "cancel", "job": job.number})
+
+    def _leave(self, job: Job) -> None:
+        """The job is over for its client; the engine may have to be told."""
+        del self._jobs[job.number]
+        if job.at_engine:
+            self._leaving.add(job.number)
+            if not job.cancelling:
+                self.ops.append({"op": "cancel", "job": job.number})
+
+    def _end(
+        self, job: Job, kind: str, error: FrameshardError | None = None, event: dict[str, Any] | None = None
+    ) -> None:
+        connection, job_id = job.connection, job.request.job
+        if event is not None:
+            connection.done(
+                job_id,
+                reason=event["reason"],
+                n_prompt=job.n_prompt,
+                n_generated=len(job.tokens),
+                prefill_s=event["prefill_s"],
+                decode_s=event["decode_s"],
+            )
+        elif error is not None:
+            connection.failed(job_id, error)
+        else:
+            connection.cancelled(job_id)
+        job.state = states.JOB[job.state][kind]
+        del self._jobs[job.number]
+        self._fill_slots()

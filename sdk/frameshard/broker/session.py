@@ -1,0 +1,148 @@
+"""Which connection belongs to which session.
+
+A session outlives its connection: a client that was frozen (breakpoint, suspended machine) comes back under another
+ZeroMQ address and resumes by number. Nothing is kept for a stranger who has not said hello.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from frameshard.errors import BadMessage, ConnectionLost, FrameshardError, Overloaded
+from frameshard.transport import new_number
+from frameshard.wire import codec
+from frameshard.wire import messages as m
+from frameshard.wire.connection import ServerConnection
+
+MAX_SESSIONS = 32
+MAX_STRANGERS = 64
+"""Answers waiting for peers without a session; more are dropped."""
+
+
+class Session:
+    """A client's session and where it is reached."""
+
+    def __init__(self, peer: bytes, client: str, connection: ServerConnection) -> None:
+        self.peer = peer
+        self.client = client
+        self.connection = connection
+        self.reachable = True
+        """False from a send that found nobody until the client is heard again."""
+
+    def __repr__(self) -> str:
+        return f"<Session {self.connection.session} of {self.client!r}>"
+
+
+class Sessions:
+    """All sessions of one launch."""
+
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        held_bytes: int,
+        silent_s: float,
+        max_client_jobs: int,
+        describe: Callable[[], tuple[m.EngineState, m.ModelInfo | None]],
+    ) -> None:
+        self._epoch = epoch
+        self._held_bytes = held_bytes
+        self._describe = describe
+        self._limits = m.ServerLimits(
+            message_bytes=codec.CLIENT.frame,
+            string_bytes=codec.CLIENT.string,
+            jobs=max_client_jobs,
+            window=m.MAX_WINDOW,
+            silent_s=silent_s,
+        )
+        self._by_peer: dict[bytes, Session] = {}
+        self._by_number: dict[int, Session] = {}
+        self.strangers: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_STRANGERS)
+        """Address and frame of answers to peers without a session."""
+        self.evicted: deque[Session] = deque()
+        """Sessions that have ended here; their jobs are to be dropped."""
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_number.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def receive(self, peer: bytes, parts: list[bytes], now: float) -> tuple[Session, m.Request] | None:
+        """A request to act on, with its session; None when it was dealt with here."""
+        session = self._by_peer.get(peer)
+        if len(parts) != 1:
+            error = BadMessage(f"a message has one part, this one has {len(parts)} or more")
+            self._answer_stranger(peer, None, error) if session is None else session.connection.refuse(None, error)
+            return None
+        if session is not None:
+            session.reachable = True
+            request = session.connection.receive(parts[0], now)
+            if isinstance(request, m.Hello):
+                self._greet(peer, request, now)
+                return None
+            return None if request is None else (session, request)
+        try:
+            hello = m.decode_request(parts[0])
+            if not isinstance(hello, m.Hello):
+                request_id = None if isinstance(hello, m.Credit) else hello.id
+                raise ConnectionLost("no session on this connection: say hello first", id=request_id)
+        except FrameshardError as error:
+            self._answer_stranger(peer, error.detail.pop("id", None), error)
+        else:
+            self._greet(peer, hello, now)
+        return None
+
+    def end(self, session: Session) -> None:
+        """Forgets a session."""
+        self._by_number.pop(session.connection.session, None)
+        self._by_peer.pop(session.peer, None)
+
+    def _greet(self, peer: bytes, hello: m.Hello, now: float) -> None:
+        if hello.epoch not in (None, self._epoch):
+            self._answer_stranger(peer, hello.id, ConnectionLost("the sidecar has been launched anew"))
+            return
+        session = None if hello.session is None else self._by_number.get(hello.session)
+        resumed = session is not None
+        if session is None:
+            session = self._by_peer.get(peer)  # its first welcome was lost
+        if session is None:
+            try:
+                self._make_room(now)
+            except Overloaded as error:
+                self._answer_stranger(peer, hello.id, error)
+                return
+            number = new_number()
+            connection = ServerConnection(number, epoch=self._epoch, held_bytes=self._held_bytes, now=now)
+            session = self._by_number[number] = Session(peer, hello.client, connection)
+        self._by_peer.pop(session.peer, None)
+        self._by_peer[peer] = session
+        session.peer, session.reachable, session.connection.heard_at = peer, True, now
+        engine, model = self._describe()
+        session.connection.reply(
+            m.Welcome(
+                id=hello.id,
+                epoch=self._epoch,
+                protocol=m.VERSION,
+                session=session.connection.session,
+                resumed=resumed,
+                server="frameshard",
+                limits=self._limits,
+                engine=engine,
+                model=model,
+            )
+        )
+
+    def _make_room(self, now: float) -> None:
+        if len(self._by_number) < MAX_SESSIONS:
+            return
+        oldest = min(self._by_number.values(), key=lambda session: session.connection.heard_at)
+        if now - oldest.connection.heard_at < self._limits.silent_s:
+            raise Overloaded(f"{MAX_SESSIONS} clients are connected already")
+        self.end(oldest)
+        self.evicted.append(oldest)
+
+    def _answer_stranger(self, peer: bytes, request_id: object, error: FrameshardError) -> None:
+        answer = m.Error(request_id if type(request_id) is int else None, self._epoch, m.ErrorInfo.of(error))
+        self.strangers.append((peer, m.encode(answer)))

@@ -1,0 +1,232 @@
+"""Starts the engine process, watches it, and starts it again.
+
+Guarantees: the engine ends when this process does (its socket closes; on an orderly end it is also killed); an engine
+that stops answering is replaced; a death that was asked for never counts. An engine that dies again and again without
+progress is given up, while one that gets a little further each time is not: only then may a long answer be finished on
+a machine that resets its driver every minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from subprocess import DEVNULL
+from typing import Any, Protocol
+
+import trio
+
+from frameshard.errors import BadMessage, EngineDied, FrameshardError, from_wire
+from frameshard.wire import channel, states
+from frameshard.wire.launch import ServeConfig
+
+logger = logging.getLogger("frameshard.broker")
+
+WATCH_S = 0.5
+"""Between two looks at the engine. Silence is counted in looks, so that a machine that slept blames nobody."""
+
+STOP_S = 1.0
+"""For an orderly end of the engine; then it is killed."""
+
+BACKOFF_S = 0.25
+MAX_BACKLOG = 4096
+"""Messages waiting for an engine that does not read: it hangs."""
+
+_ASIDE = ("budget", "stats")
+"""Events that do not come from the engine's main loop and so do not prove that it turns."""
+
+
+class Owner(Protocol):
+    """Whom the supervisor serves. Called in the supervisor's task; must not wait."""
+
+    def engine_ready(self, info: dict[str, Any]) -> None: ...
+    def engine_event(self, event: dict[str, Any]) -> bool:
+        """True for progress. Raises :class:`BadMessage` when the engine makes no sense."""
+
+    def engine_lost(self) -> None: ...
+    def engine_off(self, error: FrameshardError) -> None: ...
+    def engine_busy(self) -> bool: ...
+    def engine_changed(self) -> None:
+        """Something that was said above may have to be sent on."""
+
+
+class RestartPolicy:
+    """Whether, and after how long, to start again."""
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._deaths: deque[float] = deque()
+
+    def died(self, now: float, *, progress: bool) -> float | None:
+        """Seconds to wait before the next start, or None to give up."""
+        if progress:
+            self._deaths.clear()
+        self._deaths.append(now)
+        while self._deaths[0] < now - self._window_s:
+            self._deaths.popleft()
+        if len(self._deaths) > self._limit:
+            return None
+        return BACKOFF_S * (len(self._deaths) - 1)
+
+
+class Supervisor:
+    """One engine at a time."""
+
+    def __init__(self, config: ServeConfig, owner: Owner, load: Callable[[], dict[str, Any]]) -> None:
+        self.state = states.Engine.LOADING
+        self.pid: int | None = None
+        self.restarts = 0
+        self.error: FrameshardError | None = None
+        """Why the engine is off, or why the first one could not be loaded."""
+        self._config = config
+        self._owner = owner
+        self._load = load
+        self._send: trio.MemorySendChannel[dict[str, Any]] | None = None
+        self._silent = 0
+        self._ping_open = False
+        self._progress = False
+        self._stopping = False
+        self._fatal: FrameshardError | None = None
+
+    async def run(self) -> None:
+        """Until :meth:`stop`, a first load that fails, or the engine is given up; :attr:`error` says why."""
+        policy = RestartPolicy(self._config.restart_limit, self._config.restart_window_s)
+        while True:
+            status = await self._live()
+            if self._stopping:
+                return
+            was = self.state
+            logger.warning("the engine ended (%s) while %s", status, was.value)
+            if was is states.Engine.LOADING:
+                self.error = self._fatal or EngineDied(f"the engine ended while it loaded the model ({status})")
+                return
+            self._move("died")
+            self._owner.engine_lost()
+            delay = policy.died(trio.current_time(), progress=self._progress)
+            hopeless = self._fatal is not None and was is states.Engine.RESTARTING and not self._fatal.retriable
+            if delay is None or hopeless:
+                self.error = self._fatal if hopeless else EngineDied(f"the engine keeps dying, last with {status}")
+                self._move("gave up")
+                assert self.error is not None
+                self._owner.engine_off(self.error)
+                self._owner.engine_changed()
+                return
+            self._owner.engine_changed()
+            await trio.sleep(delay)
+            self.restarts += 1
+
+    def send(self, op: dict[str, Any]) -> None:
+        """Queues a message for the engine; without an engine it is dropped, since a new one is told everything."""
+        if self._send is None:
+            return
+        if self._send.statistics().current_buffer_used >= MAX_BACKLOG:
+            self.kill("it does not read")
+            return
+        self._send.send_nowait(op)
+
+    def kill(self, why: str) -> None:
+        """Ends the engine at once. It is started again."""
+        if self.pid is not None:
+            logger.warning("killing the engine: %s", why)
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Ends the engine for good."""
+        self._stopping = True
+        self.send({"op": "stop"})
+        with trio.move_on_after(STOP_S):
+            while self.pid is not None:
+                await trio.sleep(0.01)
+        self.kill("it does not stop")
+
+    def _move(self, event: str) -> None:
+        self.state = states.ENGINE[self.state][event]
+
+    async def _live(self) -> str:
+        """One engine's life; returns how it ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await trio.lowlevel.open_process(
+                [*self._config.engine, "--fd", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=DEVNULL,
+                stdout=2,
+                start_new_session=True,  # a Ctrl-C in the terminal is the broker's to answer
+                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+            )
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self.pid, self._fatal = process.pid, None
+        self._silent, self._ping_open, self._progress = 0, False, False
+        self._send, receive = trio.open_memory_channel[dict[str, Any]](math.inf)
+        self.send({"op": "load", **self._load()})
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, stream, receive)
+                nursery.start_soon(self._watch)
+                await self._read(stream)
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                process.kill()
+                await process.wait()
+                self.pid = self._send = None
+                await trio.aclose_forcefully(stream)
+        code = process.returncode
+        assert code is not None
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def _write(self, stream: trio.SocketStream, ops: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
+        try:
+            async for op in ops:
+                await stream.send_all(channel.pack(op))
+        except trio.BrokenResourceError:
+            pass  # the reader sees the end too
+
+    async def _read(self, stream: trio.SocketStream) -> None:
+        reader = channel.Reader()
+        try:
+            while data := await stream.receive_some(1 << 16):
+                for event in reader.feed(data):
+                    self._take(event)
+                self._owner.engine_changed()
+        except trio.BrokenResourceError:
+            pass
+        except BadMessage as error:
+            # Its memory may be damaged: nothing that it says can be used.
+            logger.error("the engine talks nonsense: %s", error)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event.get("ev")
+        if kind not in _ASIDE:
+            self._silent = 0
+        if kind == "pong":
+            self._ping_open = False
+        elif kind == "ready":
+            self._move("ready")
+            self._owner.engine_ready(event.get("info", {}))
+        elif kind == "fatal":
+            error = event.get("error")
+            self._fatal = from_wire(error) if isinstance(error, dict) else EngineDied("the engine gave no reason")
+            logger.error("the engine reports: %s", self._fatal)
+        elif self._owner.engine_event(event):
+            self._progress = True
+
+    async def _watch(self) -> None:
+        while True:
+            await trio.sleep(WATCH_S)
+            self._silent += 1
+            if self.state is not states.Engine.READY:
+                bound = self._config.hang_load_s
+            else:
+                bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
+            if self._silent * WATCH_S > bound:
+                self.kill(f"it has not answered for {bound:g} s")
+                return
+            if not self._ping_open:
+                self._ping_open = True
+                self.send({"op": "ping", "seq": 0})

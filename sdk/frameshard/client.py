@@ -1,0 +1,684 @@
+"""The asynchronous client, for trio.
+
+    async with frameshard.launch(model=path, vram_budget_mb=2048) as client:
+        async with client.ask("Any rooms left?", conversation="innkeeper") as stream:
+            async for event in stream:
+                print(event.text, end="")
+
+What is open belongs to a scope: leaving a stream's block cancels its job, leaving the client's ends all of them, and a
+launched sidecar with it. No task runs and no cancel scope is open inside an iterator, so a stream may be left, handed
+on or dropped at any point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import trio
+import zmq
+
+from frameshard.errors import (
+    BadArgument,
+    ConnectionLost,
+    ContextOverflow,
+    DeadlineMissed,
+    EngineDied,
+    FrameshardError,
+    JobCancelled,
+)
+from frameshard.transport import Socket, configure
+from frameshard.wire import launch as wire_launch
+from frameshard.wire import messages as m
+from frameshard.wire.connection import BEAT_S, ClientConnection
+from frameshard.wire.launch import ConnectInfo, ServeConfig
+
+MIB = 1 << 20
+RETRY_S = 0.01
+ANSWER_S = 10.0
+"""For any answer that does not wait for work. A sidecar that is gone is noticed sooner, by its silence."""
+
+SHUTDOWN_S = 1.0
+EXIT_S = 3.0
+MAX_READY_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. `reason` is ``stop`` or ``length``; times in seconds, without waiting in the queue."""
+
+    text: str
+    reason: str
+    n_prompt: int
+    n_generated: int
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the driver counts for the engine process. `bytes` is None where the system does not tell."""
+
+    bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BudgetResult:
+    """A change of the VRAM budget that is in force: `used_bytes` are held, exact by the sidecar's own count, `seconds`
+    after it was asked. `observed` is the driver's word, None when it was not waited for."""
+
+    budget_bytes: int
+    used_bytes: int
+    seconds: float
+    observed: Observation | None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`budget_bytes` in force (0: no limit), the least possible, and the one from which on all weights are resident."""
+
+    budget_bytes: int
+    floor_bytes: int
+    full_bytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of the broker, and of the engine's device and batches (None while no engine runs)."""
+
+    broker: m.BrokerStats
+    engine: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class EngineChange:
+    """The engine process changed `state`: ``ready``, ``restarting`` or, with an `error`, ``off``."""
+
+    state: m.EngineState
+    restarts: int
+    error: FrameshardError | None
+
+
+class Stream:
+    """The answer to one request: an async context manager and an async iterator over :class:`frameshard.Delta`.
+
+    Iteration ends when the answer is complete; then :attr:`result` is set. It raises the job's error if it fails:
+    :class:`ContextOverflow`, :class:`EngineDied`, :class:`Overloaded`, :class:`ConnectionLost`, or
+    :class:`JobCancelled` after :meth:`cancel`. Reading slowly slows down nobody else; deltas get larger then.
+    """
+
+    def __init__(self, client: Client, submit: Callable[[], tuple[int, int]], conversation: _Turn | None) -> None:
+        self.result: Completion | None = None
+        self.text = ""
+        """All text so far."""
+        self._client = client
+        self._submit = submit
+        self._turn = conversation
+        self._job: int | None = None
+        self._ended = False
+        self._events: trio.MemoryReceiveChannel[m.JobEvent] | None = None
+
+    def __repr__(self) -> str:
+        state = "new" if self._job is None else "ended" if self._ended else "open"
+        return f"<Stream of job {self._job}, {state}, {len(self.text)} characters>"
+
+    async def __aenter__(self) -> Stream:
+        if self._job is not None:
+            raise BadArgument("a stream is entered once")
+        if self._turn is not None:
+            self._turn.begin()
+        try:
+            await self._open()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancels the job unless it has ended. Returns at once; the engine stops within one shard."""
+        if self._job is not None and not self._ended:
+            self._client._leave(self._job)
+        self._end()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> m.Delta:
+        while not self._ended:
+            if self._events is None:
+                raise BadArgument("a stream is read inside its async with block")
+            try:
+                event = await self._events.receive()
+            except trio.EndOfChannel:
+                self._end()
+                raise self._client._why() from None
+            self._client._taken(event)
+            if isinstance(event, m.Delta):
+                self.text += event.text
+                return event
+            if isinstance(event, m.Started):
+                continue
+            if isinstance(event, m.Failed):
+                error = event.error.exception()
+                if isinstance(error, ContextOverflow) and self._turn is not None and self._turn.shorten():
+                    await self._open()
+                    continue
+                self._end()
+                raise error
+            if isinstance(event, m.Done):
+                self.result = Completion(
+                    self.text, event.reason, event.n_prompt, event.n_generated, event.prefill_s, event.decode_s
+                )
+            self._end()
+            if isinstance(event, m.Cancelled):
+                raise JobCancelled("the job was cancelled")
+        raise StopAsyncIteration
+
+    async def completed(self) -> Completion:
+        """Reads to the end and returns the whole answer. Needs no ``async with`` of its own."""
+        if self._job is None:
+            async with self:
+                return await self.completed()
+        async for _ in self:
+            pass
+        if self.result is None:
+            raise JobCancelled("the stream was closed before its end")
+        return self.result
+
+    async def cancel(self) -> None:
+        """Asks for the job's end; reading goes on to its last event, JobCancelled or an end that came first."""
+        if self._job is not None and not self._ended:
+            self._client._cancel(self._job)
+
+    async def _open(self) -> None:
+        request_id, self._job, self._events = self._client._open(self._submit)
+        await self._client._answer(request_id)
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            if self._turn is not None:
+                self._turn.end(self.text)
+
+
+class _Conversation:
+    """What was said so far, as far as it was heard."""
+
+    def __init__(self) -> None:
+        self.system: m.ChatMessage | None = None
+        self.exchanges: list[tuple[m.ChatMessage, m.ChatMessage]] = []
+        self.speaking = False
+
+
+class _Turn:
+    """One question in a conversation."""
+
+    def __init__(self, conversation: _Conversation, system: str | None, text: str) -> None:
+        self._conversation = conversation
+        self._system = system
+        self._question = m.ChatMessage("user", text)
+
+    def messages(self) -> tuple[m.ChatMessage, ...]:
+        conversation = self._conversation
+        system = () if conversation.system is None else (conversation.system,)
+        return (*system, *(said for exchange in conversation.exchanges for said in exchange), self._question)
+
+    def begin(self) -> None:
+        if self._conversation.speaking:
+            raise BadArgument("this conversation's last answer is still open: leave its stream first")
+        self._conversation.speaking = True
+        if self._system is not None:
+            self._conversation.system = m.ChatMessage("system", self._system)
+
+    def shorten(self) -> bool:
+        """Forgets the oldest exchange; false when there is none."""
+        if not self._conversation.exchanges:
+            return False
+        del self._conversation.exchanges[0]
+        return True
+
+    def end(self, answer: str) -> None:
+        self._conversation.speaking = False
+        if answer:
+            self._conversation.exchanges.append((self._question, m.ChatMessage("assistant", answer)))
+
+
+class Client:
+    """A session with a sidecar; made by :func:`launch` and :func:`connect`. For the tasks of one thread."""
+
+    def __init__(self, core: ClientConnection, socket: Socket, info: ConnectInfo) -> None:
+        self.info = info
+        """Where the sidecar is; :func:`connect` takes it too. Holds the keys: keep it to yourself."""
+        self._core = core
+        self._socket = socket
+        self._answers: dict[int, trio.MemorySendChannel[m.Reply]] = {}
+        self._inboxes: dict[int, trio.MemoryReceiveChannel[m.Reply]] = {}
+        self._streams: dict[int, trio.MemorySendChannel[m.JobEvent]] = {}
+        self._watchers: list[trio.MemorySendChannel[EngineChange]] = []
+        self._conversations: dict[str, _Conversation] = {}
+        self._welcomed = trio.Event()
+        self._blocked = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.info.endpoint}, {self._core.state.value}, {len(self._streams)} jobs>"
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        text: str,
+        *,
+        conversation: str | None = None,
+        system: str | None = None,
+        sampling: m.Sampling = m.DEFAULT_SAMPLING,
+        timeline: int = 0,
+    ) -> Stream:
+        """Says `text` to the model and streams its answer.
+
+        With a `conversation`, what was said in it before belongs to the prompt: answers as far as they were read, also
+        of streams that were left early. Its oldest exchanges are forgotten when the context is full. `system` sets the
+        conversation's persona, and stays. `timeline` comes back in each event, so a game that loads a save can tell
+        tokens that were meant for another past.
+        """
+        named = (
+            _Conversation() if conversation is None else self._conversations.setdefault(conversation, _Conversation())
+        )
+        turn = _Turn(named, system, text)
+
+        def submit() -> tuple[int, int]:
+            return self._core.submit(
+                "chat", messages=turn.messages(), conversation=conversation, sampling=sampling, timeline=timeline
+            )
+
+        return Stream(self, submit, turn)
+
+    def chat(
+        self,
+        messages: Sequence[m.ChatMessage],
+        *,
+        conversation: str | None = None,
+        sampling: m.Sampling = m.DEFAULT_SAMPLING,
+        timeline: int = 0,
+    ) -> Stream:
+        """Like :meth:`ask` for callers that keep the history themselves. A `conversation` names what the engine should
+        keep in its cache, so that a prompt which begins as the last one did is read faster."""
+
+        def submit() -> tuple[int, int]:
+            return self._core.submit(
+                "chat", messages=tuple(messages), conversation=conversation, sampling=sampling, timeline=timeline
+            )
+
+        return Stream(self, submit, None)
+
+    def complete(self, prompt: str, *, sampling: m.Sampling = m.DEFAULT_SAMPLING, timeline: int = 0) -> Stream:
+        """Streams what follows `prompt`, without a chat template."""
+        return Stream(
+            self, lambda: self._core.submit("completion", prompt=prompt, sampling=sampling, timeline=timeline), None
+        )
+
+    def forget(self, conversation: str) -> None:
+        """Begins a conversation anew."""
+        self._conversations.pop(conversation, None)
+
+    # ---- VRAM and figures -------------------------------------------------------------------------------------------
+
+    async def set_budget(self, vram_budget_mb: float, *, timeout_s: float = 5.0, observe: bool = True) -> BudgetResult:
+        """All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit.
+
+        Returns when the memory is released and, with `observe`, the driver was asked as well. Jobs go on meanwhile.
+        Raises :class:`BudgetBelowFloor` (nothing changes), :class:`DeadlineMissed` (stays in force) or
+        :class:`EngineDied`.
+        """
+        budget_bytes = mebibytes(vram_budget_mb)
+        request_id = self._ask(lambda: self._core.budget_set(budget_bytes, timeout_s))
+        released = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
+        assert isinstance(released, m.Released)
+        observation = None
+        if observe:
+            observed = await self._answer(request_id, timeout_s + ANSWER_S)
+            assert isinstance(observed, m.Observed)
+            observation = Observation(observed.observed_bytes, observed.seconds)
+        else:
+            self._drop(request_id)
+        return BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, observation)
+
+    async def budget(self) -> Budget:
+        """The budget in force and its bounds."""
+        answer = await self._answer(self._ask(self._core.budget_get))
+        assert isinstance(answer, m.Budget)
+        return Budget(answer.vram_budget_bytes, answer.floor_bytes, answer.full_bytes)
+
+    async def model_info(self) -> m.ModelInfo:
+        """The model that is loaded and how."""
+        answer = await self._answer(self._ask(self._core.model_info))
+        assert isinstance(answer, m.Model)
+        return answer.model
+
+    async def stats(self) -> Stats:
+        """Figures of this moment."""
+        answer = await self._answer(self._ask(self._core.stats))
+        assert isinstance(answer, m.Stats)
+        return Stats(answer.broker, answer.engine)
+
+    def engine_changes(self) -> trio.MemoryReceiveChannel[EngineChange]:
+        """Changes of the engine's state from now on. Whoever does not read misses what comes after the first 16."""
+        send, receive = trio.open_memory_channel[EngineChange](16)
+        self._watchers.append(send)
+        return receive
+
+    async def shutdown(self) -> None:
+        """Ends the sidecar, for all its clients."""
+        await self._answer(self._ask(self._core.shutdown))
+
+    # ---- for streams ------------------------------------------------------------------------------------------------
+
+    def _open(self, submit: Callable[[], tuple[int, int]]) -> tuple[int, int, trio.MemoryReceiveChannel[m.JobEvent]]:
+        request_id, job = submit()
+        self._expect(request_id)
+        # The window bounds what is under way, and one more may be made up here when the server has forgotten the job.
+        self._streams[job], events = trio.open_memory_channel[m.JobEvent](m.MAX_WINDOW + 1)
+        self._flush()
+        return request_id, job, events
+
+    def _taken(self, event: m.JobEvent) -> None:
+        self._core.taken(event)
+        if isinstance(event, m.TERMINAL):
+            self._streams.pop(event.job, None)
+        self._flush()
+
+    def _cancel(self, job: int) -> None:
+        if self._core.error is None:
+            self._core.cancel(job)
+            self._flush()
+
+    def _leave(self, job: int) -> None:
+        self._streams.pop(job, None)
+        if self._core.error is None:
+            self._core.abandon(job)
+            self._cancel(job)
+
+    def _why(self) -> FrameshardError:
+        return self._core.error or ConnectionLost("the client is closed")
+
+    # ---- answers ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Callable[[], int]) -> int:
+        request_id = request()
+        self._expect(request_id)
+        self._flush()
+        return request_id
+
+    def _expect(self, request_id: int) -> None:
+        self._answers[request_id], self._inboxes[request_id] = trio.open_memory_channel[m.Reply](2)
+
+    def _drop(self, request_id: int) -> None:
+        self._answers.pop(request_id, None)
+        self._inboxes.pop(request_id, None)
+
+    async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, last: bool = True) -> m.Reply:
+        try:
+            with trio.fail_after(timeout_s):
+                answer = await self._inboxes[request_id].receive()
+        except trio.TooSlowError:
+            self._drop(request_id)
+            raise DeadlineMissed(f"no answer within {timeout_s:g} s") from None
+        except trio.EndOfChannel:
+            self._drop(request_id)
+            raise self._why() from None
+        except BaseException:
+            self._drop(request_id)
+            raise
+        if last or isinstance(answer, m.Error):
+            self._drop(request_id)
+        if isinstance(answer, m.Error):
+            raise answer.error.exception()
+        return answer
+
+    # ---- tasks ------------------------------------------------------------------------------------------------------
+
+    async def _run(self, nursery: trio.Nursery) -> None:
+        for task in (self._receive, self._beat, self._retry):
+            nursery.start_soon(task)
+        await self._welcomed.wait()
+        if self._core.error is not None:
+            raise self._core.error
+
+    async def _receive(self) -> None:
+        while True:
+            for frame in await self._socket.receive():
+                for message in self._core.receive(frame):
+                    self._deliver(message)
+            self._flush()
+
+    async def _beat(self) -> None:
+        while True:
+            await trio.sleep(BEAT_S)
+            self._core.beat()
+            self._flush()
+
+    async def _retry(self) -> None:
+        while True:
+            await self._blocked.wait()
+            self._blocked = trio.Event()
+            await trio.sleep(RETRY_S)
+            self._flush()
+
+    def _deliver(self, message: m.Reply | m.JobEvent | m.Engine) -> None:
+        if isinstance(message, m.JobEvent):
+            if message.job in self._streams:
+                self._streams[message.job].send_nowait(message)
+        elif isinstance(message, m.Engine):
+            change = EngineChange(message.state, message.restarts, message.error.exception() if message.error else None)
+            for watcher in list(self._watchers):
+                try:
+                    watcher.send_nowait(change)
+                except trio.WouldBlock:
+                    pass
+                except trio.BrokenResourceError:
+                    self._watchers.remove(watcher)
+        elif isinstance(message, m.Welcome):
+            self._welcomed.set()
+        elif message.id in self._answers:
+            self._answers[message.id].send_nowait(message)
+
+    def _flush(self) -> None:
+        while (frame := self._core.next_frame()) is not None:
+            if not self._socket.try_send([frame]):
+                self._blocked.set()
+                break
+            self._core.sent()
+        if self._core.error is not None:
+            self._lost()
+
+    def _lost(self) -> None:
+        """Everything that waits hears why."""
+        self._welcomed.set()
+        channels: tuple[trio.MemorySendChannel[Any], ...]
+        channels = (*self._answers.values(), *self._streams.values(), *self._watchers)
+        for channel in channels:
+            channel.close()
+        self._answers.clear()
+        self._streams.clear()
+        self._watchers.clear()
+
+
+class ClientScope:
+    """What :func:`launch` and :func:`connect` return: ``async with`` it to get the :class:`Client`."""
+
+    def __init__(self, name: str, info: ConnectInfo | None, config: ServeConfig | None, log: int | None) -> None:
+        self._name = name
+        self._info = info
+        self._config = config
+        self._log = log
+        self._sidecar: trio.Process | None = None
+        self._client: Client | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    async def __aenter__(self) -> Client:
+        # The nursery's end is called by hand, without the block's exception: a user's error must come out of the block
+        # as it is and not in a group.
+        self._tasks = trio.open_nursery()
+        self._nursery = await self._tasks.__aenter__()
+        try:
+            if self._config is not None:
+                self._info = await self._start(self._config)
+            assert self._info is not None
+            self._client = self._connect(self._info)
+            await self._client._run(self._nursery)
+            return self._client
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        client = self._client
+        if client is not None:
+            with trio.CancelScope(shield=True):
+                await self._leave(client)
+        self._nursery.cancel_scope.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            if client is not None:
+                client._socket.close()
+            if self._context is not None:
+                self._context.destroy(linger=0)
+            if self._sidecar is not None:
+                with trio.CancelScope(shield=True):
+                    await self._end(self._sidecar)
+
+    async def _leave(self, client: Client) -> None:
+        if client._core.error is None and client._core.welcome is not None:
+            with trio.move_on_after(SHUTDOWN_S), contextlib.suppress(FrameshardError):
+                await client._answer(client._ask(client._core.shutdown if self._config else client._core.bye))
+        client._core.close()
+        client._lost()
+
+    async def _end(self, sidecar: trio.Process) -> None:
+        assert sidecar.stdin is not None
+        assert sidecar.stdout is not None
+        await sidecar.stdin.aclose()
+        await sidecar.stdout.aclose()
+        with trio.move_on_after(EXIT_S):
+            await sidecar.wait()
+        sidecar.kill()
+        await sidecar.wait()
+
+    async def _start(self, config: ServeConfig) -> ConnectInfo:
+        self._sidecar = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "frameshard.broker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,  # a Ctrl-C in the terminal is the host's to answer
+        )
+        stdin, stdout = self._sidecar.stdin, self._sidecar.stdout
+        assert stdin is not None
+        assert stdout is not None
+        line = b""
+        try:
+            await stdin.send_all(wire_launch.config_line(config))
+            while not line.endswith(b"\n") and len(line) < MAX_READY_LINE:
+                data = await stdout.receive_some()
+                if not data:
+                    break
+                line += data
+        except trio.BrokenResourceError:
+            pass
+        if not line.endswith(b"\n"):
+            raise EngineDied("the sidecar ended before it was ready")
+        return wire_launch.parse_ready(line)
+
+    def _connect(self, info: ConnectInfo) -> Client:
+        self._context = zmq.Context()
+        dealer = self._context.socket(zmq.DEALER)
+        configure(dealer, linger_ms=0)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, info.server_key.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, info.client_key.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, info.client_secret.encode())
+        try:
+            dealer.connect(info.endpoint)
+        except zmq.ZMQError as error:
+            raise BadArgument(f"cannot connect to {info.endpoint}: {error}", field="endpoint") from None
+        client = Client(ClientConnection(self._name, epoch=info.epoch), Socket(dealer), info)
+        client._flush()
+        return client
+
+
+def launch(
+    model: str | os.PathLike[str],
+    *,
+    vram_budget_mb: float = 0,
+    device: str = "auto",
+    n_ctx: int = 4096,
+    n_parallel: int = 4,
+    name: str = "python",
+    log: int | None = None,
+    **options: Any,
+) -> ClientScope:
+    """Starts a sidecar with a model and connects to it: ``async with launch(...) as client``.
+
+    The sidecar ends with the block, and also when this process ends in whatever way.
+
+    :param model: path of a GGUF file; :func:`frameshard.models.resolve` finds one by name.
+    :param vram_budget_mb: MiB of VRAM for everything that the sidecar does; 0 is no limit.
+    :param device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``emulated``, or a device's name such as ``CUDA0``.
+    :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
+    :param name: of this client, for the sidecar's log.
+    :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
+    :param options: further fields of :class:`frameshard.ServeConfig`.
+
+    Entering raises what the model or the device is refused with: :class:`ModelNotFound`, :class:`BadModel`,
+    :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...
+    """
+    try:
+        config = ServeConfig(
+            model=os.path.abspath(model),
+            vram_budget_bytes=mebibytes(vram_budget_mb),
+            device=device,
+            n_ctx=n_ctx,
+            n_parallel=n_parallel,
+            **options,
+        )
+    except TypeError as error:
+        raise BadArgument(str(error)) from None
+    return ClientScope(name, None, config, log)
+
+
+def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python") -> ClientScope:
+    """Connects to a sidecar that runs: ``async with connect(...) as client``. Leaving the block does not end it.
+
+    `target` is the path of its connect file, or another client's :attr:`Client.info`. Entering raises
+    :class:`ConnectionLost` when nobody answers there.
+    """
+    if isinstance(target, ConnectInfo):
+        return ClientScope(name, target, None, None)
+    try:
+        text = Path(target).read_bytes()
+    except OSError as error:
+        raise ConnectionLost(f"no sidecar has left its connect file at {os.fspath(target)}: {error.strerror}") from None
+    return ClientScope(name, wire_launch.parse_info(text), None, None)
+
+
+def mebibytes(count: float) -> int:
+    """Bytes of so many MiB. Raises :class:`BadArgument`."""
+    if type(count) not in (int, float) or not 0 <= count < 2**33:
+        raise BadArgument("a budget is a number of MiB, 0 for no limit", field="vram_budget_mb")
+    return int(count * MIB)

@@ -1,0 +1,103 @@
+"""ZeroMQ in trio: the one adapter around a pyzmq socket, and the options that both ends set.
+
+pyzmq knows asyncio but not trio, and a ZeroMQ socket's file descriptor is edge-triggered: it signals that the socket's
+state *may* have changed, and any call on the socket (a send as well) can consume the signal. A task that waits for the
+descriptor after another one's send waits for ever. So after every operation the state itself (``EVENTS``) is read, and
+a parked receiver is woken when there is something for it. Rejected: a thread for the socket, which costs two hand-overs
+a message and a second place for state.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import trio
+import zmq
+
+from frameshard.wire import codec
+
+HEARTBEAT_MS = 500
+HEARTBEAT_TIMEOUT_MS = 1500
+HANDSHAKE_MS = 1000
+HIGH_WATER = 256
+"""Messages queued to or from one peer inside ZeroMQ."""
+
+BROKER_LINGER_MS = 200
+ZAP_DOMAIN = b"frameshard"
+MAX_PARTS = 3
+"""Of one message, a router's address included."""
+
+
+class Unreachable(Exception):
+    """The peer that a router was to send to is not connected now."""
+
+
+class Socket:
+    """A ZeroMQ socket for the tasks of one thread. One task may receive; any may send."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, max_parts: int = MAX_PARTS) -> None:
+        self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._max_parts = max_parts
+        self._parked: trio.CancelScope | None = None
+
+    async def receive(self) -> list[bytes]:
+        """The next message. One part more than the limit stands for any number: the rest is dropped unread."""
+        await trio.lowlevel.checkpoint()
+        while True:
+            try:
+                return self._receive_now()
+            except zmq.Again:
+                pass
+            # A receive that finds nothing has consumed the signals so far; later ones make the descriptor readable.
+            with trio.CancelScope() as self._parked:
+                await trio.lowlevel.wait_readable(self._fd)
+            self._parked = None
+
+    def try_send(self, parts: list[bytes]) -> bool:
+        """False when the peer's queue is full, or no peer is connected yet. Raises :class:`Unreachable`."""
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise Unreachable from None
+        finally:
+            if self._parked is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._parked.cancel()
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive_now(self) -> list[bytes]:
+        parts = [self._socket.recv(zmq.NOBLOCK)]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            part = self._socket.recv(zmq.NOBLOCK)
+            if len(parts) <= self._max_parts:
+                parts.append(part)
+        return parts
+
+
+def new_number() -> int:
+    """A fresh random number for an epoch or a session."""
+    return secrets.randbelow(codec.MAX_ID) + 1
+
+
+def configure(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
+    """What both ends set."""
+    options: list[tuple[int, Any]] = [
+        (zmq.MAXMSGSIZE, codec.CLIENT.frame),
+        (zmq.SNDHWM, HIGH_WATER),
+        (zmq.RCVHWM, HIGH_WATER),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+        (zmq.LINGER, linger_ms),
+    ]
+    for option, value in options:
+        socket.setsockopt(option, value)
