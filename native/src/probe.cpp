@@ -1,6 +1,8 @@
 // Measures this machine: copies, host memory, and products of the model's shape on both processors.
 #include "device.h"
 
+#include "ggml-alloc.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -27,26 +29,49 @@ static double timed(double budget_s, const std::function<void()> &call) {
     return runs[runs.size() / 2];
 }
 
-// A product of a rows x cols weight matrix with n columns, in memory of one buffer type.
-struct Product {
+// Decoding reads weights that no cache holds, so the products below go through at least this many bytes of them.
+static constexpr size_t kBeyondCaches = (size_t)512 << 20;
+
+// Products of rows x cols weight matrices with n columns each, in memory of one buffer type: as many matrices as make up
+// `total` bytes, at least one.
+struct Products {
+    Device *ledger = nullptr;
     ggml_context *ctx = nullptr;
     ggml_cgraph *graph = nullptr;
-    ggml_tensor *w = nullptr, *x = nullptr, *y = nullptr;
     InnerBuffer memory;
+    size_t weight_bytes = 0;
+    int count = 0;
 
-    Product(ggml_backend_buffer_type_t buft, ggml_type type, int64_t rows, int64_t cols, int64_t n) {
+    // `device`, if given, has the memory in its ledger.
+    Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total) : ledger(device) {
+        const size_t each = ggml_row_size(type, cols) * (size_t)rows;
+        count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);
+        weight_bytes = each * count;
         ggml_init_params params = {};
-        params.mem_size = 8 * ggml_tensor_overhead() + ggml_graph_overhead();
+        params.mem_size = (2 * count + 8) * ggml_tensor_overhead() + ggml_graph_overhead_custom(2 * count + 8, false);
         params.no_alloc = true;
         ctx = ggml_init(params);
-        w = ggml_new_tensor_2d(ctx, type, cols, rows);
-        x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, cols, n);
-        y = ggml_mul_mat(ctx, w, x);
-        graph = ggml_new_graph(ctx);
-        ggml_build_forward_expand(graph, y);
-        memory.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
+        ggml_tensor *x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, cols, n);
+        graph = ggml_new_graph_custom(ctx, 2 * count + 8, false);
+        std::vector<ggml_tensor *> weights;
+        for (int i = 0; i < count; i++) {
+            weights.push_back(ggml_new_tensor_2d(ctx, type, cols, rows));
+            ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights.back(), x));
+        }
+        ggml_backend_buffer_type_t buft =
+            ledger ? ggml_backend_dev_buffer_type(ledger->inner) : ggml_backend_cpu_buffer_type();
+        size_t size = kAlign;
+        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+            size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
+        }
+        memory =
+            ledger ? ledger->allocate(Use::scratch, size) : InnerBuffer(ggml_backend_buft_alloc_buffer(buft, size));
         if (!memory) {
             return;
+        }
+        ggml_tallocr place = ggml_tallocr_new(memory.get());
+        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+            ggml_tallocr_alloc(&place, t);
         }
         // Quantised from small random numbers: zeros can run faster than real data.
         std::vector<float> values((size_t)std::max(rows, n) * cols);
@@ -56,25 +81,29 @@ struct Product {
             v = ((float)(state >> 8) / 16777216.0f - 0.5f) * 0.1f;
         }
         ggml_backend_tensor_set(x, values.data(), 0, ggml_nbytes(x));
-        std::vector<uint8_t> bytes(ggml_nbytes(w));
-        const bool plain = type == GGML_TYPE_F32;
-        if (plain) {
+        std::vector<uint8_t> bytes(each);
+        if (type == GGML_TYPE_F32) {
             memcpy(bytes.data(), values.data(), bytes.size());
         } else if (ggml_quantize_requires_imatrix(type)) {
             memset(bytes.data(), 0x11, bytes.size()); // such types cannot be quantised without one; any bits will do
         } else {
             ggml_quantize_chunk(type, values.data(), bytes.data(), 0, rows, cols, nullptr);
         }
-        ggml_backend_tensor_set(w, bytes.data(), 0, bytes.size());
+        for (ggml_tensor *w : weights) {
+            ggml_backend_tensor_set(w, bytes.data(), 0, bytes.size());
+        }
     }
-    ~Product() {
+    ~Products() {
+        if (ledger) {
+            ledger->release(Use::scratch, memory);
+        }
         memory.reset();
         ggml_free(ctx);
     }
     bool ok() const { return memory != nullptr; }
 };
 
-static double seconds_of(ggml_backend_t backend, Product &p, double budget_s) {
+static double seconds_of(ggml_backend_t backend, Products &p, double budget_s) {
     return timed(budget_s, [&] { ggml_backend_graph_compute(backend, p.graph); });
 }
 
@@ -120,12 +149,16 @@ extern "C" fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double sec
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.synchronize();
-    const double each = seconds_max / 9;
-    constexpr size_t piece = (size_t)4 << 20;
+    const double each = seconds_max / 10;
+    // A small budget is measured with small matrices: rates are per byte.
+    const uint64_t held = d.used(), limit = d.budget.load();
+    const size_t room = limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
+    const size_t piece = std::min<size_t>((size_t)4 << 20, room / 8 / kAlign * kAlign);
     constexpr int n_pieces = 8;
-    ggml_backend_buffer_type_t vram = ggml_backend_dev_buffer_type(d.inner);
+    if (piece == 0) {
+        return FSD_OUT_OF_MEMORY;
+    }
     ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(d.inner);
-    ggml_backend_buffer_type_t ram = ggml_backend_cpu_buffer_type();
 
     InnerBuffer target = d.allocate(Use::scratch, piece * n_pieces);
     if (!target) {
@@ -158,32 +191,46 @@ extern "C" fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double sec
     d.release(Use::scratch, target);
     result->dram_read = read_dram(d.n_threads, each);
 
-    const double weight_bytes = (double)ggml_row_size((ggml_type)type, cols) * (double)rows;
-    const double flops = 2.0 * (double)rows * (double)cols * 256;
     fsd_status status = FSD_OK;
-    auto measure = [&](ggml_backend_t backend, ggml_backend_buffer_type_t buft, double &gemv, double &gemm) {
-        Product one(buft, (ggml_type)type, rows, cols, 1);
-        Product many(buft, (ggml_type)type, rows, cols, 256);
-        if (!one.ok() || !many.ok()) {
+    auto measure = [&](ggml_backend_t backend, Device *ledger, size_t most, double &gemv, double &gemm) {
+        const size_t row = ggml_row_size((ggml_type)type, cols);
+        const int64_t fit = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)(most / 2 / row)));
+        {
+            Products one(ledger, (ggml_type)type, fit, cols, 1, std::min(kBeyondCaches, most / 2));
+            if (!one.ok()) {
+                status = FSD_OUT_OF_MEMORY;
+                return;
+            }
+            gemv = (double)one.weight_bytes / seconds_of(backend, one, each);
+        }
+        Products many(ledger, (ggml_type)type, fit, cols, 256, 0);
+        if (!many.ok()) {
             status = FSD_OUT_OF_MEMORY;
             return;
         }
-        gemv = weight_bytes / seconds_of(backend, one, each);
-        gemm = flops / seconds_of(backend, many, each);
+        gemm = 2.0 * (double)fit * (double)cols * 256 / seconds_of(backend, many, each);
     };
-    measure(d.cpu, ram, result->cpu_gemv, result->cpu_gemm);
-    measure(d.compute, vram, result->gpu_gemv, result->gpu_gemm);
+    measure(d.cpu, nullptr, SIZE_MAX, result->cpu_gemv, result->cpu_gemm);
+    measure(d.compute, &d, room, result->gpu_gemv, result->gpu_gemm);
 
-    // A hand-off: activations to the host and back around an empty CPU segment.
-    InnerBuffer activations(ggml_backend_buft_alloc_buffer(vram, 8192));
-    if (activations) {
-        ggml_tensor t = raw_tensor(activations.get(), ggml_backend_buffer_get_base(activations.get()), 8192);
+    // A hand-off: the end of a GPU segment, its activations to the host, and what the CPU made of them back.
+    Products tiny(&d, GGML_TYPE_F32, 2048, 32, 1, 0);
+    if (tiny.ok()) {
         std::vector<char> on_host(8192);
-        result->handoff_s = timed(each, [&] {
+        ggml_tensor *y = ggml_graph_node(tiny.graph, -1);
+        const double with = timed(each, [&] {
+            ggml_backend_graph_compute_async(d.compute, tiny.graph);
             ggml_backend_synchronize(d.compute);
-            ggml_backend_tensor_get(&t, on_host.data(), 0, 8192);
-            ggml_backend_tensor_set(&t, on_host.data(), 0, 8192);
+            ggml_backend_tensor_get(y, on_host.data(), 0, on_host.size());
+            ggml_backend_tensor_set(y, on_host.data(), 0, on_host.size());
         });
+        const double without = timed(each, [&] {
+            for (int i = 0; i < 16; i++) {
+                ggml_backend_graph_compute_async(d.compute, tiny.graph);
+            }
+            ggml_backend_synchronize(d.compute);
+        });
+        result->handoff_s = std::max(0.0, with - without / 16);
     }
     return status;
 }
