@@ -149,4 +149,6 @@ def from_wire(error: Mapping[str, object]) -> FrameshardError:
     """The exception for a protocol error map; a name unknown here becomes :class:`FrameshardError`."""
     cls = BY_NAME.get(str(error.get("name")), FrameshardError)
     detail = error.get("detail")
-    return cls(str(error.get("message", "")), **({str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {}))
+    return cls(
+        str(error.get("message", "")), **({str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {})
+    )

@@ -335,7 +335,9 @@ class ShardDevice:
             ctypes.byref(raw),
         )
         if status != 0:
-            raise errors.OutOfMemory("the probe found no room for its matrices") if status == 6 else errors.BadArgument(
-                f"the probe cannot measure type {ggml_type} with {rows} rows of {cols}"
+            raise (
+                errors.OutOfMemory("the probe found no room for its matrices")
+                if status == 6
+                else errors.BadArgument(f"the probe cannot measure type {ggml_type} with {rows} rows of {cols}")
             )
         return ProbeResult(**{f.name: getattr(raw, f.name) for f in dataclasses.fields(ProbeResult)})

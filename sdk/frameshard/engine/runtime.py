@@ -49,6 +49,8 @@ _llama_logger = logging.getLogger("frameshard.llama")
 
 ALL_LAYERS = 999
 STOCK = "stock:"
+# The driver takes memory for each new graph that it captures, some 6 MiB a plan and tier, before we can measure it.
+DRIVER_MARGIN = 96 << 20
 MAX_SEQUENCES = 64
 
 
@@ -554,7 +556,7 @@ class Runtime:
         used = self.observer.used() if self.observer is not None else None
         if used is not None and self.device is not None:
             stats = self.device.stats()
-            self.device.set_overhead(max(0, used - (stats.used_bytes - stats.overhead_bytes)))
+            self.device.set_overhead(max(0, used - (stats.used_bytes - stats.overhead_bytes)) + DRIVER_MARGIN)
 
     def fill(self, max_bytes: int = 2**63) -> int:
         """Copies up to about ``max_bytes`` of weights into free budget; returns the bytes copied, 0 when there is no
