@@ -1,37 +1,39 @@
 """What no placement can beat on a machine of given rates: the yardstick that measured figures are held against.
 
-Rates are in bytes or floating-point operations per second, times in seconds. Only weights count here: hand-offs,
-launches and the imperfect overlap of copies are the predictions' matter (planner.py).
+Three things work at once: copies, the CPU and the device. Each piece of weights that is not resident either is copied
+and read by the device, or is read by the CPU; it may be split. The least time in which all three end is a linear
+program, and by its dual every choice of three weights with sum 1 gives a lower bound: each piece costs at least the
+cheaper of its two ways. Where the device is fast this comes to bytes left out / (CPU + copy), in bytes per second.
+
+Only the work itself counts here. Hand-offs, launches, a full ring and turns between CPU and device are the predictions'
+matter (planner.py), which is why a prediction is never below its bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_SHARES = 64
+_DEVICE_WEIGHTS = np.linspace(0.0, 1.0, 9)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """``memory`` is what host memory gives to CPU and copies together."""
+def least_seconds(
+    copy_s: Floats, device_s: Floats, cpu_s: Floats | None, *, resident_s: float, memory_s: float = 0.0
+) -> float:
+    """Least time for pieces that each take ``copy_s`` and ``device_s``, or ``cpu_s``.
 
-    copy: float
-    cpu: float
-    gpu: float
-    memory: float
-    gpu_flops: float
-
-
-def decode_seconds(rates: Rates, resident_bytes: float, other_bytes: float, *, may_use_cpu: bool = True) -> float:
-    """Least time of one token that reads ``resident_bytes`` in VRAM and ``other_bytes`` in host memory.
-
-    The best split of the latter lets copies and CPU end together: a share of ``copy / (copy + cpu)`` streams.
+    ``resident_s`` is other work of the device and ``memory_s`` what host memory needs for all pieces either way.
+    ``cpu_s`` of None forbids the CPU.
     """
-    if not may_use_cpu:
-        return max(other_bytes / rates.copy, (resident_bytes + other_bytes) / rates.gpu)
-    streamed = other_bytes * rates.copy / (rates.copy + rates.cpu)
-    host = other_bytes / min(rates.cpu + rates.copy, rates.memory)
-    return max(host, (resident_bytes + streamed) / rates.gpu)
-
-
-def prefill_seconds(rates: Rates, flops: float, streamed_bytes: float, n_graphs: int) -> float:
-    """Least time for a prompt of ``flops`` operations in ``n_graphs`` graphs that each stream ``streamed_bytes``."""
-    return max(flops / rates.gpu_flops, n_graphs * streamed_bytes / rates.copy)
+    if cpu_s is None:
+        return max(float(copy_s.sum()), float(device_s.sum()) + resident_s, memory_s)
+    share = np.linspace(0.0, 1.0, _SHARES + 1)[:, None]
+    best = memory_s
+    for weight in _DEVICE_WEIGHTS:
+        streamed = (1 - weight) * share * copy_s + weight * device_s
+        computed = (1 - weight) * (1 - share) * cpu_s
+        best = max(best, float(np.minimum(streamed, computed).sum(axis=1).max()) + weight * resident_s)
+    return best

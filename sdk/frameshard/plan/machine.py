@@ -21,7 +21,6 @@ import pynvml
 
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
-from frameshard.plan.bounds import Rates
 from frameshard.plan.model import GGML_TYPES, Model
 
 if TYPE_CHECKING:
@@ -53,10 +52,9 @@ class Profile:
     kernel_s: float = _KERNEL_S
 
     @property
-    def rates(self) -> Rates:
-        """These rates for the bounds; ``memory`` is what CPU and copies can draw together."""
-        memory = max(self.dram * _MEMORY_OVER_READ, self.cpu_gemv, self.h2d)
-        return Rates(self.h2d, self.cpu_gemv, self.gpu_gemv, memory, self.gpu_flops)
+    def memory(self) -> float:
+        """What CPU and copies can draw from host memory together."""
+        return max(self.dram * _MEMORY_OVER_READ, self.cpu_gemv, self.h2d)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values under ``schema_version``, for JSON."""

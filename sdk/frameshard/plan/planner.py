@@ -3,8 +3,8 @@
 The resident set follows from the budget alone (a prefix of the ladder, cut into the same slabs as the shard device cuts
 it). What is left for a plan to choose is, by tier of graph size, which of the other shards stream through the ring and
 which the CPU computes. It is chosen by predicted time among a few dozen splits: experts go to the CPU first (a token
-reads few of them, streaming moves all), then feed-forward networks, the output head and attention, each spread evenly
-over the layers so that copies and CPU work at the same time.
+reads few of them, streaming moves all) or the output head (which computes one row even for a prompt), then feed-forward
+networks and attention, each spread evenly over the layers so that copies and CPU work at the same time.
 
 Prediction of one graph: the device and the CPU take turns (their times and the hand-offs add up) while copies run
 beside them, except where the ring is full. Copies and CPU slow each other down when host memory cannot serve both.
@@ -42,7 +42,7 @@ _ALIGN = 256  # kAlign of the shard device
 _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
 _SCRATCH = 2 * _MiB  # kScratchBytes
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
-_CPU_ORDER = ("experts", "ffn", "output", "attention")
+_CPU_ORDERS = (("experts", "ffn", "output", "attention"), ("output", "experts", "ffn", "attention"))
 # Per shard and graph: kernels launched, and hand-offs when it runs on the CPU (attention hands over before and after
 # the attention kernel itself, which stays where the KV cache is).
 _KERNELS = {"attention": 13, "shared": 6, "ffn": 5, "experts": 14, "output": 2, "vision": 12, "other": 4}
@@ -243,9 +243,7 @@ class Plan:
 
     def bound_ttft(self, n_tokens: int) -> float:
         """Least seconds for that with this resident set and size of graphs."""
-        graphs = list(self._graphs(n_tokens))
-        flops = sum(self._costs.flops(n, done) for done, n in graphs)
-        return bounds.prefill_seconds(self._costs.rates, flops, self._costs.left_out_bytes, len(graphs))
+        return self._costs.bound(list(self._graphs(n_tokens)), may_use_cpu=self.mode == "planned")
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Tokens per second of ``n_parallel`` sequences together, one token each in a graph."""
@@ -253,7 +251,7 @@ class Plan:
 
     def bound_decode_tps(self) -> float:
         """Most tokens per second of one sequence that any placement of the rest gives with this resident set."""
-        return 1.0 / self._costs.decode_bound(may_use_cpu=self.mode == "planned")
+        return 1.0 / self._costs.bound([(self._costs.n_ctx_used, 1)], may_use_cpu=self.mode == "planned")
 
     def summary(self, n_prompt: int = 512, n_parallel: int = 1) -> dict[str, object]:
         """The plan as plain values, for JSON and tables."""
@@ -358,16 +356,12 @@ def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubat
     left_out = share < 1.0
     placements = np.where(np.where(left_out, on_cpu, evicted), CPU, STREAMED)
     streamed, cpu = left_out & ~on_cpu, left_out & on_cpu
-    if decode:
-        bound = costs.decode_bound(may_use_cpu=mode == "planned")
-    else:
-        bound = bounds.prefill_seconds(costs.rates, costs.flops(n_tokens, n_before), costs.left_out_bytes, 1)
     return TierPlan(
         min_tokens=min_tokens,
         n_tokens=n_tokens,
         placements=tuple(placements.tolist()),
         predicted_s=best,
-        bound_s=bound,
+        bound_s=costs.bound([(n_before, n_tokens)], may_use_cpu=mode == "planned"),
         n_resident=int((~left_out).sum()),
         n_streamed=int(streamed.sum()),
         n_cpu=int(cpu.sum()),
@@ -378,19 +372,21 @@ def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubat
 
 
 def _splits(costs: _Costs) -> Iterator[Mask]:
-    """Candidates for what the CPU computes, from nothing to everything, in the order of _CPU_ORDER."""
-    on_cpu = np.zeros(len(costs.ladder), dtype=np.bool_)
-    yield on_cpu
+    """Candidates for what the CPU computes, from nothing to everything, in the orders of _CPU_ORDERS."""
+    nothing = np.zeros(len(costs.ladder), dtype=np.bool_)
+    yield nothing
     order = costs.layout.use_order
-    for kind in _CPU_ORDER:
-        members = order[(costs.kind_masks[kind] & (costs.resident_share < 1.0))[order]]
-        counts = sorted({round(len(members) * i / _SPLITS) for i in range(1, _SPLITS + 1)} - {0})
-        for count in counts:
-            candidate = on_cpu.copy()
-            candidate[members[((np.arange(count) + 0.5) * len(members) / count).astype(np.intp)]] = True
-            yield candidate
-        on_cpu = on_cpu.copy()
-        on_cpu[members] = True
+    for kinds in _CPU_ORDERS:
+        on_cpu = nothing
+        for kind in kinds:
+            members = order[(costs.kind_masks[kind] & (costs.resident_share < 1.0))[order]]
+            counts = sorted({round(len(members) * i / _SPLITS) for i in range(1, _SPLITS + 1)} - {0})
+            for count in counts:
+                candidate = on_cpu.copy()
+                candidate[members[((np.arange(count) + 0.5) * len(members) / count).astype(np.intp)]] = True
+                yield candidate
+            on_cpu = on_cpu.copy()
+            on_cpu[members] = True
 
 
 class _Costs:
@@ -398,7 +394,6 @@ class _Costs:
 
     def __init__(self, layout: Layout, profile: Profile, share: Floats, ring: int, n_ctx_used: int) -> None:
         self.layout, self.profile, self.resident_share, self.n_ctx_used = layout, profile, share, n_ctx_used
-        self.rates = profile.rates
         self.ladder = layout.ladder
         self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
         self.active = np.array([shard.active_bytes for shard in self.ladder], dtype=np.float64) / self.n_bytes
@@ -412,29 +407,38 @@ class _Costs:
         # The copy engine runs ahead by what the ring holds beside the step in use.
         self.ahead_s = max(ring - layout.min_ring, 0) / profile.h2d
 
-    @property
-    def left_out_bytes(self) -> float:
-        return float((self.n_bytes * (1 - self.resident_share)).sum())
+    def bound(self, graphs: list[tuple[int, int]], *, may_use_cpu: bool) -> float:
+        """Least time of graphs of (tokens before, tokens), of which each does all the work anew."""
+        profile, left_out = self.profile, 1 - self.resident_share
+        copy: list[Floats] = []
+        device: list[Floats] = []
+        cpu: list[Floats] = []
+        resident_s = memory_s = 0.0
+        for n_before, n_tokens in graphs:
+            graph = self.at(n_tokens, n_before)
+            # Decoding could copy the experts in use alone; a prompt uses all of them.
+            moved = (self.n_bytes * (self.active if n_tokens == 1 else 1.0)) * left_out
+            copy.append(moved / profile.h2d)
+            device.append(graph.on_device * left_out)
+            cpu.append(graph.on_host * left_out)
+            resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
+            memory_s += float((graph.touched * left_out).sum()) / profile.memory
+        return bounds.least_seconds(
+            np.concatenate(copy),
+            np.concatenate(device),
+            np.concatenate(cpu) if may_use_cpu else None,
+            resident_s=resident_s,
+            memory_s=memory_s if may_use_cpu else 0.0,
+        )
 
-    def decode_bound(self, *, may_use_cpu: bool) -> float:
-        read = self.n_bytes * self.active
-        resident = float((read * self.resident_share).sum()) + self._kv_read(1, self.n_ctx_used)
-        left_out = float((read * (1 - self.resident_share)).sum())
-        return bounds.decode_seconds(self.rates, resident, left_out, may_use_cpu=may_use_cpu)
-
-    def flops(self, n_tokens: int, n_before: int) -> float:
-        """Operations of one graph. The output head computes one row."""
-        rows = np.where(self.kind_masks["output"], 1, n_tokens)
-        return float((2 * self.n_weights * self.active * rows).sum()) + self._attention_flops(n_tokens, n_before)
-
-    def _attention_flops(self, n_tokens: int, n_before: int) -> float:
+    def attention_flops(self, n_tokens: int, n_before: int) -> float:
         model = self.layout.model
         width = model.integer("attention.head_count") * model.integer(
             "attention.key_length", model.n_embd // max(model.integer("attention.head_count"), 1)
         )
         return 4.0 * width * model.n_layer * n_tokens * (n_before + n_tokens / 2)
 
-    def _kv_read(self, n_tokens: int, n_before: int) -> float:
+    def kv_read(self, n_tokens: int, n_before: int) -> float:
         return kv_bytes(self.layout.model, 256) / 256 * (n_before + n_tokens)
 
     def at(self, n_tokens: int, n_before: int) -> _Graph:
@@ -445,25 +449,26 @@ class _Graph:
     """Times of one graph of ``n_tokens`` after ``n_before`` tokens of context."""
 
     def __init__(self, costs: _Costs, n_tokens: int, n_before: int) -> None:
-        profile, rates = costs.profile, costs.rates
-        output = costs.kind_masks["output"]
-        # Of a layer's experts this share is used by at least one of the tokens.
-        touched = costs.n_bytes * (1 - (1 - costs.active) ** n_tokens)
-        flops = 2 * costs.n_weights * costs.active * np.where(output, 1, n_tokens)
-        order = costs.layout.use_order
-        share = costs.resident_share
-        on_device = np.maximum(touched / profile.gpu_gemv, flops / profile.gpu_flops)
-        on_host = np.maximum(touched / profile.cpu_gemv, flops / profile.cpu_flops)
+        profile = costs.profile
+        # Of a layer's experts this share is used by at least one of the tokens; the output head computes one row.
+        self.touched = costs.n_bytes * (1 - (1 - costs.active) ** n_tokens)
+        flops = 2 * costs.n_weights * costs.active * np.where(costs.kind_masks["output"], 1, n_tokens)
+        self.on_device = np.maximum(self.touched / profile.gpu_gemv, flops / profile.gpu_flops)
+        self.on_host = np.maximum(self.touched / profile.cpu_gemv, flops / profile.cpu_flops)
+        self.attention_s = max(
+            costs.attention_flops(n_tokens, n_before) / profile.gpu_flops,
+            costs.kv_read(n_tokens, n_before) / profile.gpu_gemv,
+        )
+        order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
-        self._device_s = (on_device + costs.kernels_s)[order]
-        self._cpu_s = (on_host * (1 - share))[order]
-        self._beside_cpu_s = (on_device * share + costs.handoffs * (profile.handoff_s + activations))[order]
+        self._device_s = (self.on_device + costs.kernels_s)[order]
+        self._cpu_s = (self.on_host * (1 - share))[order]
+        self._beside_cpu_s = (self.on_device * share + costs.handoffs * (profile.handoff_s + activations))[order]
         self._copy_s = costs.copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
         self._left_out = share[order] < 1.0
-        attention = costs._attention_flops(n_tokens, n_before) / profile.gpu_flops
-        self._always_s = max(attention, costs._kv_read(n_tokens, n_before) / profile.gpu_gemv) + profile.handoff_s
-        self._slowdown = max((rates.cpu + rates.copy) / rates.memory - 1.0, 0.0)
+        self._always_s = self.attention_s + profile.handoff_s
+        self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
 
     def seconds(self, on_cpu: Mask) -> float:
         """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream."""
