@@ -38,8 +38,8 @@ def parse_budgets(text: str) -> list[int]:
 
 
 def format_size(n_bytes: int) -> str:
-    """A size for people, in MiB, or in GiB from 10 GiB on."""
-    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 10 * 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+    """A size for people in MiB, rounded up, so that the printed figure is also enough when it is typed back in."""
+    return f"{-(-n_bytes // 2**20)} MiB"
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,264 @@
+"""``frameshard chat``: talk to a model in the terminal, through a sidecar as a game would.
+
+Input is read while an answer streams, so a command such as ``/budget 64`` acts in mid-answer; a question waits for its
+turn. Answers go to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from frameshard.cli import common
+from frameshard.errors import BadArgument, ConnectionLost, EngineDied, FrameshardError, JobCancelled
+
+if TYPE_CHECKING:
+    import trio
+
+    import frameshard
+
+CONVERSATION = "terminal"
+HELP = """\
+/budget SIZE   give the model so much VRAM from now on, also in mid-answer: 64, 1.5GiB; 0 is no limit
+/budget        the budget in force and its bounds
+/stats         what is where, and the rate
+/forget        begin the conversation anew
+/quit          leave; so does Ctrl-D. Ctrl-C ends the answer, or leaves when there is none"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk to a model in the terminal and change its VRAM while it answers",
+        description="Starts a sidecar and talks to it. While it answers, /budget 64 takes VRAM away or gives it back.",
+        epilog=f"in the conversation:\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common.add_model_args(parser)
+    common.add_context_args(parser)
+    parser.add_argument(
+        "--vram-budget", type=common.parse_size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="who the model is, such as 'You are a grumpy blacksmith.'")
+    parser.add_argument("--max-tokens", type=common.positive, default=512, metavar="N", help="of an answer (512)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 always takes the likeliest (0.8)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers")
+    parser.set_defaults(run=run, parallel=1)
+
+
+def run(args: argparse.Namespace) -> int:
+    import trio
+
+    import frameshard
+    from frameshard import models
+
+    sampling = frameshard.Sampling(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    scope = frameshard.launch(
+        models.resolve(args.model),
+        vram_budget_mb=args.vram_budget / 2**20,
+        device=args.device,
+        n_ctx=args.ctx,
+        n_parallel=args.parallel,
+        n_ubatch=args.ubatch,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps or 0.0,
+        name="chat",
+    )
+
+    async def main() -> Chat:
+        async with scope as client:
+            chat = Chat(client, args.system, sampling, show=not args.json)
+            await chat.run()
+            return chat
+
+    chat = trio.run(main)
+    if args.json:
+        common.emit_json({"answers": chat.answers})
+    return 0
+
+
+class Chat:
+    """One conversation. `answers` collects what was said, for ``--json``."""
+
+    def __init__(
+        self, client: frameshard.Client, system: str | None, sampling: frameshard.Sampling, show: bool
+    ) -> None:
+        self.answers: list[dict[str, object]] = []
+        self._client = client
+        self._system = system
+        self._sampling = sampling
+        self._show = show
+        self._terminal = show and sys.stdin.isatty()
+        self._stream: frameshard.Stream | None = None
+        self._mid_line = False
+        self._error: BaseException | None = None
+
+    async def run(self) -> None:
+        """Until the end of input, ``/quit``, or Ctrl-C without an answer. Raises what ended it otherwise."""
+        import trio
+
+        info = await self._client.model_info()
+        self._note(f"{info.name} on {info.device}, {info.n_ctx} tokens of context; /help for commands")
+        # Without a buffer the reader hands over a question only when the answer before it is complete, and a command
+        # that follows a question acts while that is answered.
+        send, receive = trio.open_memory_channel[str](0)
+        with trio.open_signal_receiver(signal.SIGINT) as interrupts:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_interrupts, interrupts, nursery.cancel_scope)
+                nursery.start_soon(self._read, send)
+                await self._answer_all(receive)
+                nursery.cancel_scope.cancel()
+        if self._error is not None:
+            raise self._error
+
+    async def _watch_interrupts(self, interrupts: AsyncIterator[int], scope: trio.CancelScope) -> None:
+        async for _ in interrupts:
+            if self._stream is None:
+                self._error = KeyboardInterrupt()
+                scope.cancel()
+                return
+            stream, self._stream = self._stream, None  # a second Ctrl-C leaves
+            await stream.cancel()
+
+    async def _read(self, questions: trio.MemorySendChannel[str]) -> None:
+        async with questions:
+            async for line in input_lines():
+                if line.startswith("/quit"):
+                    return
+                if line.startswith("/"):
+                    try:
+                        await self._command(*line[1:].split())
+                    except FrameshardError as error:
+                        self._note(error.message)
+                elif line:
+                    await questions.send(line)
+                    continue
+                if self._stream is None:
+                    self._ask_for_input()
+
+    async def _answer_all(self, questions: trio.MemoryReceiveChannel[str]) -> None:
+        self._ask_for_input()
+        async for question in questions:
+            try:
+                await self._answer(question)
+            except JobCancelled:
+                self._note("cancelled")
+            except FrameshardError as error:
+                if not self._terminal or isinstance(error, (ConnectionLost, EngineDied)):
+                    self._error = error
+                    return
+                self._note(error.message)
+            finally:
+                self._stream = None
+            self._ask_for_input()
+
+    async def _answer(self, question: str) -> None:
+        stream = self._client.ask(question, conversation=CONVERSATION, system=self._system, sampling=self._sampling)
+        async with stream:
+            self._stream = stream
+            async for delta in stream:
+                if self._show:
+                    print(delta.text, end="", flush=True)
+                    self._mid_line = not delta.text.endswith("\n")
+        result = stream.result
+        assert result is not None
+        if self._show:
+            print(flush=True)
+            self._mid_line = False
+        rate = result.n_generated / result.decode_s if result.decode_s else 0.0
+        self.answers.append(
+            {
+                "question": question,
+                "answer": result.text,
+                "reason": result.reason,
+                "n_prompt": result.n_prompt,
+                "n_generated": result.n_generated,
+                "prefill_s": result.prefill_s,
+                "decode_tps": rate,
+            }
+        )
+        if self._terminal:
+            self._note(f"{result.n_generated} tokens, {rate:.1f} tokens/s")
+
+    async def _command(self, name: str = "", argument: str = "", *rest: str) -> None:
+        if name == "budget" and argument:
+            size = common.parse_size(" ".join([argument, *rest]))
+            changed = await self._client.set_budget(size / 2**20)
+            observed = changed.observed.bytes if changed.observed else None
+            driver = "" if observed is None else f"; the driver counts {common.format_size(observed)}"
+            self._note(
+                f"budget {budget_text(changed.budget_bytes)}: {common.format_size(changed.used_bytes)} in use "
+                f"after {changed.seconds * 1e3:.1f} ms{driver}"
+            )
+        elif name == "budget":
+            budget = await self._client.budget()
+            self._note(
+                f"budget {budget_text(budget.budget_bytes)}; the floor is {common.format_size(budget.floor_bytes)}, "
+                f"from {common.format_size(budget.full_bytes)} on everything is resident"
+            )
+        elif name == "stats":
+            self._note(stats_text(await self._client.stats()))
+        elif name == "forget":
+            self._client.forget(CONVERSATION)
+            self._note("forgotten")
+        elif name == "help":
+            self._note(HELP)
+        else:
+            raise BadArgument(f"no command /{name}; /help lists those there are")
+
+    def _ask_for_input(self) -> None:
+        if self._terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+
+    def _note(self, text: str) -> None:
+        print("\n" * self._mid_line + text, file=sys.stderr, flush=True)
+        self._mid_line = False
+
+
+async def input_lines() -> AsyncIterator[str]:
+    """Lines of standard input. No thread sits in a read, so leaving never waits for the return key."""
+    import trio
+
+    rest = b""
+    while True:
+        try:
+            await trio.lowlevel.wait_readable(0)
+        except OSError:  # a regular file, which is always ready and cannot be waited for
+            await trio.lowlevel.checkpoint()
+        data = os.read(0, 1 << 16)
+        *lines, rest = (rest + data).split(b"\n")
+        if not data and rest:
+            lines.append(rest)
+        for line in lines:
+            yield line.decode(errors="replace").strip()
+        if not data:
+            return
+
+
+def budget_text(n_bytes: int) -> str:
+    return common.format_size(n_bytes) if n_bytes else "without limit"
+
+
+def stats_text(stats: frameshard.Stats) -> str:
+    """A few lines from the engine's figures; without a shard device there is no VRAM to tell of."""
+    engine = stats.engine
+    if engine is None:
+        return f"the engine is {stats.broker.engine}"
+    lines = [f"{engine['tokens_per_second']:.1f} tokens/s, {stats.broker.engine_restarts} engine restarts"]
+    if "used_bytes" in engine:
+        used, peak, resident, streamed, cpu, ring, buffers = (
+            common.format_size(engine[f"{name}_bytes"])
+            for name in ("used", "peak", "resident", "streamed", "cpu", "ring", "buffers")
+        )
+        lines += [
+            f"budget {budget_text(engine['budget_bytes'])}, in use {used}, at most {peak} so far",
+            f"weights: {resident} resident, {streamed} streamed, {cpu} on the CPU",
+            f"ring {ring}, KV and compute buffers {buffers}",
+        ]
+    return "\n".join(lines)

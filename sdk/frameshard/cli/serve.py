@@ -1,0 +1,72 @@
+"""``frameshard serve``: a sidecar that several programs connect to, until it is told to stop.
+
+A game usually starts its own with :func:`frameshard.launch` instead, so that it ends with the game.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frameshard.cli import common
+
+if TYPE_CHECKING:
+    from frameshard.wire.launch import ConnectInfo
+
+logger = logging.getLogger("frameshard.serve")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="run the sidecar that games connect to",
+        description="Loads a model and serves until Ctrl-C, SIGTERM or a client's shutdown. Programs connect with the "
+        "connect file, which holds address and keys and is readable by this user only: "
+        "frameshard.connect(FILE).",
+    )
+    common.add_model_args(parser)
+    common.add_context_args(parser)
+    parser.add_argument(
+        "--vram-budget", type=common.parse_size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
+    )
+    parser.add_argument("--connect-file", metavar="FILE", help="where to leave address and keys (a fresh place)")
+    parser.add_argument(
+        "--endpoint", metavar="E", help="ipc:///PATH or tcp://127.0.0.1:PORT (a fresh ipc socket, tcp on Windows)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("planned", "stream_only"),
+        default="planned",
+        help="stream_only: the same bits at any budget, at the cost of speed (planned)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from frameshard import models
+    from frameshard.broker.server import serve
+    from frameshard.wire.launch import ServeConfig
+
+    config = ServeConfig(
+        model=str(models.resolve(args.model).absolute()),
+        device=args.device,
+        vram_budget_bytes=args.vram_budget,
+        n_ctx=args.ctx,
+        n_ubatch=args.ubatch,
+        n_parallel=args.parallel,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps or 0.0,
+        mode=args.mode,
+        endpoint=args.endpoint,
+        connect_file=args.connect_file and str(Path(args.connect_file).absolute()),
+    )
+
+    def ready(info: ConnectInfo, connect_file: Path) -> None:
+        logger.info("serving; connect with %s", connect_file)
+        if args.json:
+            common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, "pid": info.pid})
+
+    serve(config, on_ready=ready)
+    return 0
