@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -122,6 +122,7 @@ class Stream:
         self._client = client
         self._submit = submit
         self._turn = conversation
+        self._request: int | None = None
         self._job: int | None = None
         self._ended = False
         self._events: trio.MemoryReceiveChannel[m.JobEvent] | None = None
@@ -131,12 +132,11 @@ class Stream:
         return f"<Stream of job {self._job}, {state}, {len(self.text)} characters>"
 
     async def __aenter__(self) -> Stream:
-        if self._job is not None:
+        if self._job is not None and self._request is None:
             raise BadArgument("a stream is entered once")
-        if self._turn is not None:
-            self._turn.begin()
+        self._begin()
         try:
-            await self._open()
+            await self._accepted()
         except BaseException:
             await self.aclose()
             raise
@@ -147,6 +147,8 @@ class Stream:
 
     async def aclose(self) -> None:
         """Cancels the job unless it has ended. Returns at once; the engine stops within one shard."""
+        if self._request is not None:
+            self._client._drop(self._request)
         if self._job is not None and not self._ended:
             self._client._leave(self._job)
         self._end()
@@ -172,7 +174,8 @@ class Stream:
             if isinstance(event, m.Failed):
                 error = event.error.exception()
                 if isinstance(error, ContextOverflow) and self._turn is not None and self._turn.shorten():
-                    await self._open()
+                    self._open()
+                    await self._accepted()
                     continue
                 self._end()
                 raise error
@@ -201,9 +204,24 @@ class Stream:
         if self._job is not None and not self._ended:
             self._client._cancel(self._job)
 
-    async def _open(self) -> None:
-        request_id, self._job, self._events = self._client._open(self._submit)
-        await self._client._answer(request_id)
+    def _begin(self) -> None:
+        """Sends the request, unless that is done."""
+        if self._job is None:
+            if self._turn is not None:
+                self._turn.begin()
+            try:
+                self._open()
+            except BaseException:
+                self._end()
+                raise
+
+    def _open(self) -> None:
+        self._request, self._job, self._events = self._client._open(self._submit)
+
+    async def _accepted(self) -> None:
+        request, self._request = self._request, None
+        assert request is not None
+        await self._client._answer(request)
 
     def _end(self) -> None:
         if not self._ended:
@@ -333,25 +351,42 @@ class Client:
 
     # ---- VRAM and figures -------------------------------------------------------------------------------------------
 
-    async def set_budget(self, vram_budget_mb: float, *, timeout_s: float = 5.0, observe: bool = True) -> BudgetResult:
+    async def set_budget(
+        self,
+        vram_budget_mb: float,
+        *,
+        timeout_s: float = 5.0,
+        observe: bool = True,
+        on_released: Callable[[BudgetResult], None] | None = None,
+    ) -> BudgetResult:
         """All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit.
 
-        Returns when the memory is released and, with `observe`, the driver was asked as well. Jobs go on meanwhile.
+        Returns when the memory is released and, with `observe`, the driver was asked as well, which can take seconds;
+        `on_released` is called in between. Jobs go on meanwhile.
         Raises :class:`BudgetBelowFloor` (nothing changes), :class:`DeadlineMissed` (stays in force) or
         :class:`EngineDied`.
         """
+        request_id = self._begin_budget(vram_budget_mb, timeout_s)
+        return await self._end_budget(request_id, timeout_s, observe, on_released)
+
+    def _begin_budget(self, vram_budget_mb: float, timeout_s: float) -> int:
         budget_bytes = mebibytes(vram_budget_mb)
-        request_id = self._ask(lambda: self._core.budget_set(budget_bytes, timeout_s))
+        return self._ask(lambda: self._core.budget_set(budget_bytes, timeout_s))
+
+    async def _end_budget(
+        self, request_id: int, timeout_s: float, observe: bool, on_released: Callable[[BudgetResult], None] | None
+    ) -> BudgetResult:
         released = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
         assert isinstance(released, m.Released)
-        observation = None
-        if observe:
-            observed = await self._answer(request_id, timeout_s + ANSWER_S)
-            assert isinstance(observed, m.Observed)
-            observation = Observation(observed.observed_bytes, observed.seconds)
-        else:
+        result = BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, None)
+        if on_released is not None:
+            on_released(result)
+        if not observe:
             self._drop(request_id)
-        return BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, observation)
+            return result
+        observed = await self._answer(request_id, timeout_s + ANSWER_S)
+        assert isinstance(observed, m.Observed)
+        return replace(result, observed=Observation(observed.observed_bytes, observed.seconds))
 
     async def budget(self) -> Budget:
         """The budget in force and its bounds."""
@@ -447,9 +482,16 @@ class Client:
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, nursery: trio.Nursery) -> None:
-        for task in (self._receive, self._beat, self._retry):
-            nursery.start_soon(task)
+    async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+        """Until the scope that it hands over is cancelled, and by nothing else: a client that is cancelled still says
+        goodbye."""
+        async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.shield = True
+            for task in (self._receive, self._beat, self._retry):
+                nursery.start_soon(task)
+            task_status.started(nursery.cancel_scope)
+
+    async def _greeted(self) -> None:
         await self._welcomed.wait()
         if self._core.error is not None:
             raise self._core.error
@@ -522,6 +564,7 @@ class ClientScope:
         self._config = config
         self._log = log
         self._sidecar: trio.Process | None = None
+        self._traffic: trio.CancelScope | None = None
         self._client: Client | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
@@ -535,7 +578,8 @@ class ClientScope:
                 self._info = await self._start(self._config)
             assert self._info is not None
             self._client = self._connect(self._info)
-            await self._client._run(self._nursery)
+            self._traffic = await self._nursery.start(self._client._run)
+            await self._client._greeted()
             return self._client
         except BaseException:
             await self._close()
@@ -551,6 +595,8 @@ class ClientScope:
         if client is not None:
             with trio.CancelScope(shield=True):
                 await self._leave(client)
+        if self._traffic is not None:
+            self._traffic.cancel()
         self._nursery.cancel_scope.cancel()
         try:
             await self._tasks.__aexit__(None, None, None)

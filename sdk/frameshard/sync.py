@@ -1,0 +1,471 @@
+"""The client for programs with a frame loop: no call waits, and once a frame :meth:`Sidecar.poll` says what happened.
+
+    sidecar = Sidecar.launch(path, vram_budget_mb=2048)
+    sidecar.ask("Any rooms left?", conversation="innkeeper")
+    while playing:
+        for event in sidecar.poll():
+            if isinstance(event, TextAdded):
+                subtitles += event.text
+    sidecar.close()
+
+A thread of its own runs the asynchronous client; calls here leave a note for it and return, and notes are acted on in
+their order. What they lead to, errors included, comes as an event. Handles (:class:`Job`) change only inside
+:meth:`Sidecar.poll`, so the program's thread never sees one change under its hands. A program that does not poll loses
+nothing: the sidecar holds back, as for any slow reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import trio
+
+from frameshard import client as asynchronous
+from frameshard.client import BudgetResult, Client, ClientScope, Completion, EngineChange, Stats, Stream
+from frameshard.errors import ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
+from frameshard.wire import messages as m
+from frameshard.wire.launch import ConnectInfo
+
+__all__ = [
+    "BudgetObserved",
+    "BudgetRefused",
+    "BudgetReleased",
+    "Closed",
+    "Event",
+    "Failed",
+    "Finished",
+    "Job",
+    "Ready",
+    "Sidecar",
+    "StatsArrived",
+    "TextAdded",
+]
+
+MAX_EVENTS = 1024
+"""Events waiting for :meth:`Sidecar.poll`; jobs are held back beyond that."""
+
+CLOSE_S = 5.0
+
+
+class Job:
+    """One request. Its fields say what :meth:`Sidecar.poll` has reported so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.result: Completion | None = None
+        self.error: FrameshardError | None = None
+        """Why there is no result; :class:`JobCancelled` after :meth:`Sidecar.cancel`."""
+        self._scope = trio.CancelScope()
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "finished" if self.result else "open"
+        return f"<Job {state}, {len(self.text)} characters>"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The sidecar has loaded its model."""
+
+    model: m.ModelInfo
+
+
+@dataclass(frozen=True)
+class TextAdded:
+    """More of a job's answer; never cut within a character."""
+
+    job: Job
+    text: str
+    timeline: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job's last event: the answer is complete."""
+
+    job: Job
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job's last event: it ended by an error, or was cancelled (:class:`JobCancelled`)."""
+
+    job: Job
+    error: FrameshardError
+
+
+@dataclass(frozen=True)
+class BudgetReleased:
+    """A change of the budget is in force: `used_bytes` of VRAM are held, `seconds` after it was asked."""
+
+    request: int
+    budget_bytes: int
+    used_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BudgetObserved:
+    """What the driver counts after that change; None where the system does not tell."""
+
+    request: int
+    observed_bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BudgetRefused:
+    """The change was refused and nothing has changed, or (:class:`DeadlineMissed`) it is in force but late."""
+
+    request: int
+    error: FrameshardError
+
+
+@dataclass(frozen=True)
+class StatsArrived:
+    """Answer to :meth:`Sidecar.stats`; an `error` instead of figures when there were none."""
+
+    request: int
+    stats: Stats | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The last event of all: the sidecar is gone, by an `error` or because :meth:`Sidecar.close` was called."""
+
+    error: FrameshardError | None
+
+
+Event = (
+    Ready
+    | TextAdded
+    | Finished
+    | Failed
+    | BudgetReleased
+    | BudgetObserved
+    | BudgetRefused
+    | StatsArrived
+    | EngineChange
+    | Closed
+)
+
+_Command = Callable[[Client], Callable[[], Awaitable[None]] | None]
+"""What is done at once, in order; returns what is done when answers come."""
+
+
+class Sidecar:
+    """A sidecar and the session with it. All methods are for one thread; none but those with a timeout waits."""
+
+    def __init__(self, scope: ClientScope) -> None:
+        """Use :meth:`launch` or :meth:`connect`."""
+        self.error: FrameshardError | None = None
+        """Why the sidecar is gone."""
+        self._scope = scope
+        self._requests = 0
+        self._events: deque[Event] = deque()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._jobs: set[Job] = set()
+        self._conversations: dict[str, trio.Event] = {}
+        self._ready = threading.Event()
+        self._ended = False
+        self._ending = threading.Lock()  # nothing is taken on after the end; held for a moment only
+        self._all = trio.CancelScope()
+        self._wake: trio.Event | None = None
+        self._room: trio.Event | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._thread = threading.Thread(target=self._run, name="frameshard", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def launch(cls, model: str | os.PathLike[str], **options: Any) -> Sidecar:
+        """Starts a sidecar; the arguments are those of :func:`frameshard.launch`. Returns before the model is loaded:
+        :class:`Ready` or :class:`Closed` follows. What is asked before that waits. Raises :class:`BadArgument`."""
+        return cls(asynchronous.launch(model, **options))
+
+    @classmethod
+    def connect(cls, target: str | os.PathLike[str] | ConnectInfo, **options: Any) -> Sidecar:
+        """Joins a sidecar that runs; the arguments are those of :func:`frameshard.connect`."""
+        return cls(asynchronous.connect(target, **options))
+
+    def __enter__(self) -> Sidecar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._ended else "ready" if self._ready.is_set() else "loading"
+        return f"<Sidecar {state}, {len(self._events)} events>"
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def poll(self, limit: int = 256) -> list[Event]:
+        """At most `limit` events, oldest first; empty when nothing happened. Never waits."""
+        events: list[Event] = []
+        while len(events) < limit:
+            try:
+                event = self._events.popleft()
+            except IndexError:
+                break
+            if isinstance(event, TextAdded):
+                event.job.text += event.text
+            elif isinstance(event, Finished):
+                event.job.result = event.completion
+            elif isinstance(event, Failed):
+                event.job.error = event.error
+            events.append(event)
+        if events and self._room is not None:
+            self._soon(self._make_room)
+        return events
+
+    def ask(
+        self,
+        text: str,
+        *,
+        conversation: str | None = None,
+        system: str | None = None,
+        sampling: m.Sampling = m.DEFAULT_SAMPLING,
+        timeline: int = 0,
+    ) -> Job:
+        """See :meth:`frameshard.Client.ask`. Questions of one conversation are answered one after the other."""
+        return self._begin(
+            conversation,
+            timeline,
+            lambda client: client.ask(
+                text, conversation=conversation, system=system, sampling=sampling, timeline=timeline
+            ),
+        )
+
+    def complete(self, prompt: str, *, sampling: m.Sampling = m.DEFAULT_SAMPLING, timeline: int = 0) -> Job:
+        """See :meth:`frameshard.Client.complete`."""
+        return self._begin(None, timeline, lambda client: client.complete(prompt, sampling=sampling, timeline=timeline))
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job early; :class:`Failed` with :class:`JobCancelled` follows, unless it has ended."""
+        self._soon(job._scope.cancel)
+
+    def forget(self, conversation: str) -> None:
+        """Begins a conversation anew, behind what was asked in it already."""
+
+        def command(client: Client) -> Callable[[], Awaitable[None]]:
+            before, after = self._line_up(conversation)
+
+            async def forget() -> None:
+                await before.wait()
+                client.forget(conversation)
+                after.set()
+
+            return forget
+
+        self._do(command)
+
+    def set_budget(self, vram_budget_mb: float, *, timeout_s: float = 5.0) -> int:
+        """See :meth:`frameshard.Client.set_budget`. Returns the number that :class:`BudgetReleased`, then
+        :class:`BudgetObserved`, or :class:`BudgetRefused` will have."""
+        number = self._number()
+
+        def released(result: BudgetResult) -> None:
+            self._put(BudgetReleased(number, result.budget_bytes, result.used_bytes, result.seconds))
+
+        def command(client: Client) -> Callable[[], Awaitable[None]] | None:
+            try:
+                request_id = client._begin_budget(vram_budget_mb, timeout_s)
+            except FrameshardError as error:
+                self._put(BudgetRefused(number, error))
+                return None
+
+            async def answers() -> None:
+                try:
+                    result = await client._end_budget(request_id, timeout_s, True, released)
+                    if result.observed is not None:
+                        self._put(BudgetObserved(number, result.observed.bytes, result.observed.seconds))
+                except FrameshardError as error:
+                    self._put(BudgetRefused(number, error))
+
+            return answers
+
+        self._do(command)
+        return number
+
+    def stats(self) -> int:
+        """Asks for the figures of this moment; returns the number that :class:`StatsArrived` will have."""
+        number = self._number()
+
+        def command(client: Client) -> Callable[[], Awaitable[None]]:
+            async def answer() -> None:
+                try:
+                    self._put(StatsArrived(number, await client.stats(), None))
+                except FrameshardError as error:
+                    self._put(StatsArrived(number, None, error))
+
+            return answer
+
+        self._do(command)
+        return number
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """For programs that have nothing else to do: waits until the model is loaded.
+
+        Raises what ended the sidecar instead, or :class:`DeadlineMissed`.
+        """
+        if not self._ready.wait(timeout_s):
+            raise DeadlineMissed(f"the sidecar was not ready within {timeout_s:g} s")
+        if self._ended:
+            raise self.error or ConnectionLost("the sidecar is closed")
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Ends the session, and a launched sidecar; waits for that at most `timeout_s`, 0 for not at all."""
+        self._soon(self._all.cancel)
+        self._thread.join(timeout_s)
+
+    # ---- in the program's thread ------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._requests += 1
+        return self._requests
+
+    def _begin(self, conversation: str | None, timeline: int, open_stream: Callable[[Client], Stream]) -> Job:
+        job = Job()
+
+        def command(client: Client) -> Callable[[], Awaitable[None]]:
+            before, after = self._line_up(conversation)
+            stream = open_stream(client)
+            if before.is_set():
+                with contextlib.suppress(FrameshardError):  # comes again when the stream is entered
+                    stream._begin()
+
+            async def answer() -> None:
+                ending: Finished | Failed = Failed(job, JobCancelled("the job was cancelled"))
+                try:
+                    with job._scope:
+                        await before.wait()
+                        await self._relay(job, stream, timeline)
+                        assert stream.result is not None
+                        ending = Finished(job, stream.result)
+                except FrameshardError as error:
+                    ending = Failed(job, error)
+                finally:
+                    await stream.aclose()
+                    after.set()
+                self._jobs.discard(job)
+                self._put(ending)
+
+            return answer
+
+        self._do(command, job)
+        return job
+
+    def _do(self, command: _Command, job: Job | None = None) -> None:
+        with self._ending:
+            if self._ended:
+                raise self.error or ConnectionLost("the sidecar is closed")
+            if job is not None:
+                self._jobs.add(job)
+            self._commands.put(command)
+        self._soon(self._awake)
+
+    def _soon(self, call: Callable[[], object]) -> None:
+        """Has the other thread do something, also when it has not begun yet."""
+        self._calls.put(call)
+        if self._token is not None:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._take_calls)
+
+    # ---- in the other thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: FrameshardError | None = None
+        try:
+            error = trio.run(self._main)
+        except BaseException as defect:
+            error = FrameshardError(f"a defect of the client: {defect!r}")
+            raise
+        finally:
+            with self._ending:
+                self.error, self._ended = error, True
+            for job in self._jobs:  # each gets its end, those included that never began
+                self._put(Failed(job, error or ConnectionLost("the sidecar was closed")))
+            self._put(Closed(error))
+            self._ready.set()
+
+    async def _main(self) -> FrameshardError | None:
+        self._wake = trio.Event()
+        self._token = trio.lowlevel.current_trio_token()
+        self._take_calls()
+        try:
+            with self._all:
+                async with self._scope as client:
+                    changes = client.engine_changes()
+                    self._put(Ready(await client.model_info()))
+                    self._ready.set()
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._take_commands, client, nursery)
+                        async for change in changes:
+                            self._put(change)
+                        nursery.cancel_scope.cancel()
+                    await client.model_info()  # raises why there are no more changes
+        except FrameshardError as error:
+            return error
+        return None
+
+    async def _take_commands(self, client: Client, nursery: trio.Nursery) -> None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    later = self._commands.get_nowait()(client)
+                    if later is not None:
+                        nursery.start_soon(later)
+            assert self._wake is not None
+            await self._wake.wait()
+            self._wake = trio.Event()
+
+    def _take_calls(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
+
+    def _put(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _awake(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    def _make_room(self) -> None:
+        if self._room is not None:
+            self._room.set()
+            self._room = None
+
+    def _line_up(self, conversation: str | None) -> tuple[trio.Event, trio.Event]:
+        """What to wait for before one's turn in a conversation, and what to set after it."""
+        free, after = trio.Event(), trio.Event()
+        free.set()
+        if conversation is None:
+            return free, after
+        before = self._conversations.get(conversation, free)
+        self._conversations[conversation] = after
+        return before, after
+
+    async def _relay(self, job: Job, stream: Stream, timeline: int) -> None:
+        async with stream:
+            async for delta in stream:
+                while len(self._events) >= MAX_EVENTS:
+                    self._room = self._room or trio.Event()
+                    await self._room.wait()
+                self._put(TextAdded(job, delta.text, timeline))
