@@ -1,0 +1,198 @@
+// Properties of the pure arithmetic in layout.h, on seeded random cases.
+#include "check.h"
+#include "layout.h"
+
+#include <random>
+
+namespace {
+
+using namespace fsd;
+
+struct Random {
+    std::mt19937_64 engine;
+
+    explicit Random(uint64_t seed) : engine(seed) {}
+    size_t below(size_t n) { return engine() % n; }
+    size_t between(size_t low, size_t high) { return low + below(high - low + 1); }
+    // Sizes spread over orders of magnitude, so that pieces far below and far above a slab meet.
+    size_t size() { return align_up(size_t{1} << between(0, 20) | below(4096)); }
+};
+
+std::vector<Piece> random_pieces(Random &random) {
+    std::vector<Piece> pieces(random.below(200));
+    uint32_t shard = 0;
+    for (size_t i = 0; i < pieces.size(); i++) {
+        shard += random.below(4) == 0;
+        pieces[i].tensor = (int)i;
+        pieces[i].shard = shard;
+        pieces[i].padded = random.size();
+    }
+    return pieces;
+}
+
+std::vector<size_t> random_sizes(Random &random, size_t most) {
+    std::vector<size_t> sizes(random.below(most + 1));
+    for (size_t &s : sizes) {
+        s = random.size();
+    }
+    return sizes;
+}
+
+size_t sum(const std::vector<size_t> &sizes) {
+    size_t total = 0;
+    for (size_t s : sizes) {
+        total += s;
+    }
+    return total;
+}
+
+TEST(align_up_is_the_next_multiple) {
+    CHECK(align_up(0) == 0 && align_up(1) == kAlign && align_up(kAlign) == kAlign &&
+          align_up(kAlign + 1) == 2 * kAlign);
+}
+
+TEST(slabs_hold_every_piece_once_in_ladder_order) {
+    for (uint64_t seed = 0; seed < 2000; seed++) {
+        Random random(seed);
+        std::vector<Piece> pieces = random_pieces(random);
+        const size_t slab_bytes = random.size();
+        const std::vector<size_t> slabs = pack_slabs(pieces, slab_bytes);
+        std::vector<size_t> filled(slabs.size(), 0), count(slabs.size(), 0);
+        int last = 0;
+        for (const Piece &p : pieces) {
+            CHECK(p.slab >= last && p.slab <= last + 1 && p.slab < (int)slabs.size());
+            last = p.slab;
+            // Pieces lie end to end, so they neither overlap nor leave a gap that would be paid for.
+            CHECK(p.slab_offset == filled[p.slab] && p.slab_offset % kAlign == 0);
+            filled[p.slab] += p.padded;
+            count[p.slab]++;
+        }
+        CHECK(filled == slabs);
+        for (size_t i = 0; i < slabs.size(); i++) {
+            CHECK(count[i] > 0);
+            CHECK(slabs[i] <= slab_bytes || count[i] == 1);
+            if (i > 0) { // no slab is closed early
+                size_t first = 0;
+                while (pieces[first].slab != (int)i) {
+                    first++;
+                }
+                CHECK(slabs[i - 1] + pieces[first].padded > slab_bytes);
+            }
+        }
+    }
+}
+
+TEST(residency_stays_within_the_budget_and_grows_with_it) {
+    for (uint64_t seed = 0; seed < 2000; seed++) {
+        Random random(seed);
+        const std::vector<size_t> slabs = random_sizes(random, 40);
+        const size_t total = sum(slabs), fixed = random.size();
+        const size_t min_ring = random.size(), wanted_ring = random.size();
+        Residency last;
+        size_t budget = 0;
+        for (int i = 0; i < 60; i++) {
+            const Residency r = residency(budget, fixed, min_ring, wanted_ring, slabs);
+            size_t held = 0;
+            for (size_t s = 0; s < r.slabs; s++) {
+                held += slabs[s];
+            }
+            CHECK(r.slabs <= slabs.size());
+            if (r.fits) {
+                CHECK(fixed + r.ring + held <= budget);
+                CHECK((r.ring == 0) == (r.slabs == slabs.size()));
+                CHECK(r.ring == 0 || r.ring >= min_ring);
+                CHECK(r.ring <= std::max(min_ring, wanted_ring));
+            } else {
+                CHECK(r.ring == 0 && r.slabs == 0);
+            }
+            CHECK(!last.fits || r.fits);
+            CHECK(last.slabs <= r.slabs); // a resident set is a prefix, so this is inclusion
+            last = r;
+            budget += random.below(2 * (fixed + total + min_ring) / 60 + 2);
+        }
+    }
+}
+
+TEST(the_floor_is_sharp) {
+    for (uint64_t seed = 0; seed < 2000; seed++) {
+        Random random(seed);
+        std::vector<size_t> slabs = random_sizes(random, 40);
+        slabs.push_back(random.size());
+        const size_t total = sum(slabs), fixed = random.size(), wanted_ring = random.size();
+        const size_t min_ring = random.between(1, total);
+        CHECK(residency(fixed + min_ring, fixed, min_ring, wanted_ring, slabs).fits);
+        CHECK(!residency(fixed + min_ring - 1, fixed, min_ring, wanted_ring, slabs).fits);
+        CHECK(!residency(fixed - 1, fixed, 0, 0, slabs).fits);
+        const Residency full = residency(fixed + total, fixed, min_ring, wanted_ring, slabs);
+        CHECK(full.fits && full.ring == 0 && full.slabs == slabs.size());
+        const Residency less = residency(fixed + total - 1, fixed, min_ring, wanted_ring, slabs);
+        CHECK(less.slabs < slabs.size());
+    }
+    CHECK(residency(256, 256, 512, 512, {}).fits); // nothing to stage: the fixed part is the floor
+}
+
+TEST(a_step_larger_than_the_ring_has_no_layout) {
+    CHECK(lay_ring({256, 1024, 256}, 1023).empty());
+    CHECK(lay_ring({256, 1024, 256}, 1024).size() == 3);
+    CHECK(lay_ring({}, 1024).empty());
+}
+
+// An endless run: copies start ahead as the rule allows, uses follow in order. Every byte must still be its step's own at
+// the time of use.
+void run_ring(const std::vector<size_t> &steps, size_t capacity, Random &random) {
+    const std::vector<RingSlot> slots = lay_ring(steps, capacity);
+    const size_t n = steps.size();
+    CHECK(slots.size() == n);
+    for (size_t i = 0; i < n; i++) {
+        CHECK(slots[i].bytes == steps[i] && slots[i].offset + slots[i].bytes <= capacity);
+        CHECK(slots[i].reuse_distance >= 1 && slots[i].reuse_distance <= n);
+    }
+    std::vector<uint64_t> owner(capacity / kAlign, UINT64_MAX); // by unit: the copy that wrote it last
+    uint64_t next_copy = 0, next_use = 0;
+    const uint64_t end = 6 * n;
+    while (next_use < end) {
+        const size_t c = next_copy % n;
+        const size_t back = slots[c].reuse_distance;
+        const bool may_copy = next_copy < next_use + n && (next_copy < back || next_copy - back < next_use);
+        const bool may_use = next_use < next_copy;
+        CHECK(may_copy || may_use); // no deadlock
+        if (may_copy && (!may_use || random.below(3) > 0)) {
+            for (size_t u = 0; u < slots[c].bytes / kAlign; u++) {
+                owner[slots[c].offset / kAlign + u] = next_copy;
+            }
+            next_copy++;
+        } else {
+            const RingSlot &s = slots[next_use % n];
+            for (size_t u = 0; u < s.bytes / kAlign; u++) {
+                CHECK(owner[s.offset / kAlign + u] == next_use);
+            }
+            next_use++;
+        }
+    }
+}
+
+TEST(no_byte_of_the_ring_is_overwritten_before_its_use) {
+    for (uint64_t seed = 0; seed < 1000; seed++) {
+        Random random(seed);
+        std::vector<size_t> steps(random.between(1, 30));
+        size_t largest = 0;
+        for (size_t &s : steps) {
+            s = kAlign * random.between(1, seed % 2 ? 4 : 60);
+            largest = std::max(largest, s);
+        }
+        // From a ring of one step to one that holds a whole pass.
+        run_ring(steps, largest, random);
+        run_ring(steps, largest + kAlign * random.below(120), random);
+        run_ring(steps, sum(steps), random);
+    }
+}
+
+TEST(a_ring_of_three_steps_lets_two_copies_run_ahead) {
+    for (const RingSlot &s : lay_ring(std::vector<size_t>(12, 1024), 3072)) {
+        CHECK(s.reuse_distance == 3);
+    }
+}
+
+} // namespace
+
+TEST_MAIN()
