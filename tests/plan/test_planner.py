@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from frameshard.errors import BudgetBelowFloor
@@ -20,6 +20,7 @@ from frameshard.plan.model import Model, Shard, Tensor, read_model
 from frameshard.plan.planner import CPU, STREAMED, Mode, Plan, estimate_fixed, lay_out, make_plan
 
 F16 = 1
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MODES: tuple[Mode, ...] = ("planned", "stream_only")
 # Rates of a machine with an H100 and 16 cores: bytes and operations per second.
 H100 = Profile({"device": "CUDA0"}, 55e9, 50e9, 119e9, 112e9, 2.9e12, 1.2e12, 400e12, 17e-6)
@@ -96,7 +97,7 @@ def vram(plan: Plan, model: Model) -> int:
     return plan.fixed_bytes + ring + sum(layout.slabs[:n_slabs])
 
 
-@settings(deadline=None)
+@patient
 @given(st.data(), models(), profiles, fixed_sizes, st.sampled_from(MODES))
 def test_no_plan_is_above_its_budget(
     data: st.DataObject, model: Model, profile: Profile, fixed: int, mode: Mode
@@ -117,7 +118,7 @@ def test_no_plan_is_above_its_budget(
     assert plan.tiers[0].min_tokens == 0
 
 
-@settings(deadline=None)
+@patient
 @given(st.data(), models(), fixed_sizes)
 def test_a_smaller_budget_keeps_a_part_of_what_a_larger_one_keeps(
     data: st.DataObject, model: Model, fixed: int
@@ -132,7 +133,7 @@ def test_a_smaller_budget_keeps_a_part_of_what_a_larger_one_keeps(
     assert held == sorted(held)
 
 
-@settings(deadline=None)
+@patient
 @given(models(), profiles, fixed_sizes, st.sampled_from(MODES))
 def test_the_floor_is_sharp(model: Model, profile: Profile, fixed: int, mode: Mode) -> None:
     floor = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed, mode=mode).floor_bytes
@@ -143,7 +144,7 @@ def test_the_floor_is_sharp(model: Model, profile: Profile, fixed: int, mode: Mo
     assert caught.value.detail == {"budget_bytes": floor - 1, "floor_bytes": floor}
 
 
-@settings(deadline=None)
+@patient
 @given(models(), profiles, fixed_sizes)
 def test_full_is_sharp(model: Model, profile: Profile, fixed: int) -> None:
     full = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed)
@@ -157,7 +158,7 @@ def test_full_is_sharp(model: Model, profile: Profile, fixed: int) -> None:
         assert less.resident < full.resident
 
 
-@settings(deadline=None)
+@patient
 @given(st.data(), models(), profiles, fixed_sizes, st.sampled_from(MODES), st.integers(1, 2000))
 def test_no_prediction_beats_its_bound(
     data: st.DataObject, model: Model, profile: Profile, fixed: int, mode: Mode, n_prompt: int
@@ -170,7 +171,7 @@ def test_no_prediction_beats_its_bound(
     assert plan.bound_decode_tps() >= plan.predicted_decode_tps() * (1 - 1e-9)
 
 
-@settings(deadline=None)
+@patient
 @given(st.data(), models(), profiles, fixed_sizes)
 def test_the_cpu_is_used_only_where_it_helps(data: st.DataObject, model: Model, profile: Profile, fixed: int) -> None:
     budget = data.draw(budgets_of(model, fixed))

@@ -188,7 +188,9 @@ def estimate_fixed(
 ) -> int:
     """VRAM that does not depend on placement, for planning without loading: core, scratch, KV cache, compute buffer
     and ``overhead_bytes`` (driver context). Once a model is loaded, the device's statistics give the exact figure."""
-    n_ff = max(model.integer("feed_forward_length"), model.integer("expert_feed_forward_length") * model.n_expert_used)
+    n_ff = model.integer("feed_forward_length")
+    if model.n_expert_used:
+        n_ff = max(n_ff, model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd))
     n_tokens = min(n_ubatch, n_ctx)
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)

@@ -1,0 +1,81 @@
+"""The planner cuts and counts as the shard device does: what one computes from the header, the other has in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny_models
+
+LOAD = """
+import json, sys
+from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.plan.model import read_model
+from frameshard.plan.planner import estimate_fixed, lay_out
+
+path, share = sys.argv[1], float(sys.argv[2])
+model = read_model(path)
+layout = lay_out(model)
+fixed = estimate_fixed(model, 512, 64, 1)
+budget = fixed + min(layout.min_ring, layout.total) + int(share * layout.total)
+config = EngineConfig(
+    model=path, device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=20.0, vram_budget=budget
+)
+with Runtime.load(config) as runtime:
+    stats, plan = runtime.device.stats(), runtime.plan
+    held = stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes
+    print(json.dumps({
+        "fixed": held,
+        "estimated": fixed,
+        "floor": stats.floor_bytes - held,
+        "full": stats.full_bytes - held,
+        "min_ring": min(layout.min_ring, layout.total),
+        "total": layout.total,
+        "slab": max(layout.slabs),
+        "resident_shards": stats.resident_shards,
+        "resident_bytes": stats.resident_bytes,
+        "planned_shards": plan.resident,
+        "planned_bytes": plan.tiers[0].resident_bytes,
+        "ladder": len(layout.ladder),
+        "used": stats.used_bytes,
+        "budget": budget,
+    }))
+"""
+
+
+def load(path: Path, share: float) -> dict[str, int]:
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path), str(share)], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    figures: dict[str, int] = json.loads(result.stdout)
+    return figures
+
+
+def check(figures: dict[str, int]) -> None:
+    assert figures["min_ring"] == figures["floor"]
+    assert figures["total"] == figures["full"]
+    assert figures["used"] <= figures["budget"]
+    # Tensors of one shard may lie in another order, so that the last slab held ends elsewhere.
+    assert figures["planned_shards"] == pytest.approx(figures["resident_shards"], abs=1)
+    assert figures["planned_bytes"] == pytest.approx(figures["resident_bytes"], abs=figures["slab"])
+    # An estimate may be above the truth, since a budget made from it must do, but not by much.
+    assert 0.95 * figures["fixed"] <= figures["estimated"] <= 1.5 * figures["fixed"]
+
+
+@pytest.mark.parametrize("name", tiny_models.ARCHS)
+def test_tiny_models(name: str, tiny_model: Callable[[str], Path]) -> None:
+    check(load(tiny_model(name), 0.5))
+
+
+def test_the_demo_model(model_path: Path) -> None:
+    check(load(model_path, 0.4))
+
+
+def test_experts(moe_path: Path) -> None:
+    check(load(moe_path, 0.4))
