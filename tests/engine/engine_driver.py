@@ -14,7 +14,7 @@ from typing import Any
 
 from frameshard.wire import channel
 
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 Event = dict[str, Any]
 
 
@@ -67,7 +67,7 @@ class EngineProcess:
         return job
 
     def finish(self, *jobs: int) -> dict[int, list[Event]]:
-        """All events of these jobs up to the last one's end."""
+        """All events of these jobs from now up to the last one's end; those of other jobs are dropped."""
         events: dict[int, list[Event]] = {job: [] for job in jobs}
         open_jobs = set(jobs)
         while open_jobs:

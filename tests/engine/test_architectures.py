@@ -1,0 +1,50 @@
+"""Every kind of memory that llama.cpp has: caches that can be cut, sliding windows, recurrent states that cannot."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_driver import EngineProcess, engine, ids, text
+
+import tiny_models
+
+PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 6
+PARAMS = {"temperature": 1.0, "seed": 3, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module", params=list(itertools.product(tiny_models.ARCHS, ("cpu", "emulated"))), ids="-".join)
+def child(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[EngineProcess]:
+    arch, device = request.param
+    with engine(tiny_model(arch), device=device, mode="stream_only", n_ctx=2048, n_parallel=2, n_ubatch=32) as running:
+        yield running
+
+
+def test_speaks_resumes_and_goes_on(child: EngineProcess) -> None:
+    whole = child.run(PROMPT, params=PARAMS)
+    produced = ids(whole)
+    assert len(produced) == whole[-1]["n_generated"] > 0
+    for cut in (0, 1, len(produced) // 2, len(produced)):
+        job = child.submit(PROMPT, params=PARAMS, resume=produced[:cut], history=whole[0]["history"])
+        assert ids(child.finish(job)[job]) == produced[cut:]
+
+    # A second turn on what the sequence holds, the same turn again, and another beginning.
+    first = child.run(PROMPT, conversation="c", params=PARAMS)
+    assert ids(first) == produced
+    second = child.run(PROMPT + text(first) + " and then", conversation="c", params=PARAMS)
+    assert second[-1]["ev"] == "done"
+    again = child.run(PROMPT, conversation="c", params=PARAMS)
+    assert again[-1]["ev"] == "done"
+    assert ids(child.run("xyz", conversation="c", params=PARAMS)) == ids(child.run("xyz", params=PARAMS))
+
+
+def test_a_cancelled_prompt_leaves_a_sound_sequence(child: EngineProcess) -> None:
+    alone = ids(child.run(PROMPT, params=PARAMS))
+    job = child.submit(PROMPT * 3, conversation="d")
+    child.wait_for("started", job=job)
+    child.send(op="cancel", job=job)
+    child.finish(job)
+    assert ids(child.run("q" + PROMPT, conversation="d", params=PARAMS)) == ids(child.run("q" + PROMPT, params=PARAMS))
+    assert ids(child.run(PROMPT, params=PARAMS)) == alone
