@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+import frameshard as frameshard_client
+from frameshard import Sampling
 from frameshard.cli import COMMANDS
 from frameshard.cli.common import UNITS, parse_budgets, parse_size
 from frameshard.errors import BadArgument
@@ -58,7 +62,7 @@ def test_each_command_explains_itself(command: str) -> None:
     result = frameshard(command, "--help")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"usage: frameshard {command}")
-    assert "--json" in result.stdout or command == "chat"
+    assert len(result.stdout.splitlines()) > 5
 
 
 def test_the_installed_command_is_the_module() -> None:
@@ -148,3 +152,55 @@ def test_parse_size_gives_bytes_or_a_typed_error(text: str) -> None:
 
 def test_parse_budgets_keeps_the_order() -> None:
     assert parse_budgets("96,64,1GiB") == [96 << 20, 64 << 20, 1 << 30]
+
+
+def test_chat_answers_what_comes_through_a_pipe(model_path: Path) -> None:
+    chat = ("chat", "--model", str(model_path), "--device", "emulated", "--seed", "1", "--max-tokens", "24")
+    script = "Who are you?\n/budget\n/budget 1\n/stats\n/what\nAnd what do you like?\n/quit\nMore?\n"
+    said = frameshard(*chat, stdin=script)
+    assert said.returncode == 0, said.stderr
+    assert len(said.stdout.splitlines()) >= 2
+    for words in ("the floor is", "below the floor", "resident", "no command /what"):
+        assert words in said.stderr
+    document = json.loads(frameshard(*chat, "--json", stdin="Who are you?\nAnd what do you like?").stdout)
+    assert [answer["question"] for answer in document["answers"]] == ["Who are you?", "And what do you like?"]
+    assert said.stdout == "".join(f"{answer['answer']}\n" for answer in document["answers"])
+
+
+def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:
+    command = [sys.executable, "-m", "frameshard", "chat", "--model", str(model_path), "--device", "emulated"]
+    command += ["--link-gbps", "0.5", "--vram-budget", "120"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        assert chat.stderr is not None
+        assert "/help" in chat.stderr.readline()
+        chat.stdin.write("Tell me a very long story.\n")
+        chat.stdin.flush()
+        assert chat.stdout.read(1)
+        chat.send_signal(signal.SIGINT)
+        assert "cancelled" in (chat.stderr.readline() + chat.stderr.readline())
+        chat.send_signal(signal.SIGINT)
+        assert chat.wait(30) == 130
+
+
+def test_serve_serves_until_it_is_told_to_stop(model_path: Path, tmp_path: Path) -> None:
+    connect_file = tmp_path / "connect.json"
+    command = [sys.executable, "-m", "frameshard", "serve", "--model", str(model_path), "--device", "emulated"]
+    command += ["--connect-file", str(connect_file), "--ctx", "512", "--json"]
+
+    async def ask() -> str:
+        async with frameshard_client.connect(connect_file) as client:
+            return (await client.complete("Once upon a time", sampling=Sampling(max_tokens=8)).completed()).text
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        while not (line := server.stdout.readline()).startswith("}"):
+            assert line, "the server ended"
+        assert connect_file.stat().st_mode & 0o777 == 0o600
+        assert trio.run(ask)
+        server.terminate()
+        assert server.wait(30) == 0
+    assert not connect_file.exists()

@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import models
-    from frameshard.broker.server import serve
+    from frameshard.broker import serve
     from frameshard.wire.launch import ServeConfig
 
     config = ServeConfig(

@@ -1,0 +1,17 @@
+import trio
+
+import frameshard
+from frameshard.models import resolve
+
+
+async def main() -> None:
+    # "auto" instead of "emulated" takes the first GPU.
+    async with frameshard.launch(resolve("smollm2-135m"), device="emulated", vram_budget_mb=200) as sidecar:
+        async with sidecar.ask("Any rooms left?", system="You are Mira, a friendly innkeeper.") as answer:
+            async for event in answer:
+                print(event.text, end="", flush=True)
+                if len(answer.text) == len(event.text):  # she has just begun to speak,
+                    await sidecar.set_budget(120)  # and the game takes 80 MiB back: done on return
+
+
+trio.run(main)

@@ -1,0 +1,63 @@
+"""The samples run as a user would run them, and the README shows what they are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+SCENE = REPO / "samples" / "npc_dialogue" / "main.py"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_the_scene_plays_unattended(model_path: Path) -> None:
+    result = run(str(SCENE), "--unattended", "--model", str(model_path), "--device", "emulated")
+    assert result.returncode == 0, result.stderr
+    summary = re.fullmatch(
+        r"(\d+) answers; (\d+) shrinks and (\d+) grows while she spoke; .*", result.stdout.split("\n")[-2]
+    )
+    assert summary is not None, result.stdout
+    answers, shrinks, grows = map(int, summary.groups())
+    assert answers == 3
+    assert shrinks >= 1
+    assert grows >= 1
+    assert "taken back" in result.stdout
+
+
+def test_the_scene_says_the_same_at_any_speed(model_path: Path) -> None:
+    """Streaming gives the same bits at any budget, so the text does not depend on when memory moves."""
+
+    def spoken(link_gbps: str) -> list[str]:
+        result = run(str(SCENE), "--unattended", "--device", "emulated", "--link-gbps", link_gbps)
+        assert result.returncode == 0, result.stderr
+        words = re.sub(r" \.\.\.\n  \[game\].*\n  \.\.\.", "", result.stdout)
+        return [line for line in words.splitlines() if not line.startswith("  [game]")][:-1]
+
+    assert spoken("1.5") == spoken("8")
+
+
+def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:
+    result = run(str(SCENE), "--unattended", "--model", str(tmp_path / "no.gguf"))
+    assert result.returncode == 2
+    assert result.stderr.startswith("model_not_found: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_hello_runs(model_path: Path) -> None:
+    result = run(str(REPO / "samples" / "hello.py"))
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout) > 20
+
+
+def test_the_readme_shows_hello() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
+    hello = (REPO / "samples" / "hello.py").read_text()
+    assert blocks[0] == hello
+    assert len([line for line in hello.splitlines() if line.strip()]) <= 15
