@@ -5,22 +5,46 @@ while it talks.
 with a frame loop. :mod:`frameshard.testing` has an engine without a model. Errors are in :mod:`frameshard.errors`.
 """
 
-from frameshard.client import (
-    Budget,
-    BudgetResult,
-    Client,
-    ClientScope,
-    Completion,
-    EngineChange,
-    Observation,
-    Stats,
-    Stream,
-    connect,
-    launch,
-)
-from frameshard.errors import FrameshardError
-from frameshard.wire.launch import ConnectInfo, ServeConfig
-from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, Sampling
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from frameshard.client import (
+        Budget,
+        BudgetResult,
+        Client,
+        ClientScope,
+        Completion,
+        EngineChange,
+        Observation,
+        Stats,
+        Stream,
+        connect,
+        launch,
+    )
+    from frameshard.errors import FrameshardError
+    from frameshard.wire.launch import ConnectInfo, ServeConfig
+    from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, Sampling
+
+_HOMES = {
+    "client": (
+        "Budget",
+        "BudgetResult",
+        "Client",
+        "ClientScope",
+        "Completion",
+        "EngineChange",
+        "Observation",
+        "Stats",
+        "Stream",
+        "connect",
+        "launch",
+    ),
+    "errors": ("FrameshardError",),
+    "wire.launch": ("ConnectInfo", "ServeConfig"),
+    "wire.messages": ("BrokerStats", "ChatMessage", "Delta", "ModelInfo", "Sampling"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BrokerStats",
@@ -43,3 +67,15 @@ __all__ = [
     "connect",
     "launch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Names are imported when they are first used: the engine process and the tools need no sockets, and libllama must
+    come into a process before other wheels that carry a C++ runtime of their own, such as pyzmq."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,6 +1,7 @@
 """The broker: sessions of clients, their jobs, the VRAM lease, and the engine process. Never touches the GPU.
 
-server      the one task group that owns the socket, and :func:`serve`
+process     the sidecar's process and :func:`serve`
+server      the one task group that owns the socket
 session     which connection belongs to which session
 jobs        jobs of all clients, and what is replayed after an engine's death
 leases      the VRAM budget and who waits for its acknowledgement
@@ -10,6 +11,6 @@ endpoint    where to listen, without two servers at one place or anything left b
 jobs, leases and session decide and do no I/O.
 """
 
-from frameshard.broker.server import serve
+from frameshard.broker.process import serve
 
 __all__ = ["serve"]

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from frameshard.broker.server import serve
+from frameshard.broker.process import serve
 from frameshard.errors import BadArgument, FrameshardError
 from frameshard.wire import launch
 

@@ -1,0 +1,504 @@
+"""The broker's traffic: a real broker process and real sockets; the engine has no model."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import trio
+import zmq
+
+import frameshard
+from frameshard import errors
+from frameshard.testing import fake_engine
+from frameshard.wire import codec
+from frameshard.wire import messages as m
+from sidecars import GREEDY, WORDS, RawPeer, directory_of, freeze, host, in_trio, launch, raw_peer, thaw, until_lost
+
+CLIENT = """
+import sys, trio, frameshard
+async def main():
+    async with frameshard.connect(sys.argv[1]) as client:
+        print((await client.stats()).broker.engine_pid, flush=True)
+        async with client.complete(sys.argv[2], sampling=frameshard.Sampling(max_tokens=100000)) as stream:
+            count = 0
+            async for delta in stream:
+                count += delta.tokens
+                if count == 20:
+                    print("speaking", flush=True)
+            print(stream.text, flush=True)
+trio.run(main)
+"""
+
+
+def connect_file(client: frameshard.Client) -> str:
+    return str(directory_of(client.info) / "connect.json")
+
+
+@in_trio
+async def test_a_stream_arrives_whole() -> None:
+    async with launch() as client:
+        async with client.complete(WORDS) as stream:
+            events = [event async for event in stream]
+        assert stream.text == WORDS
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert stream.result is not None
+        assert (stream.result.n_generated, stream.result.reason) == (200, "stop")
+
+
+@in_trio
+async def test_many_jobs_of_many_clients() -> None:
+    async with launch(engine=fake_engine(delay_s=0.001)) as first:
+        async with frameshard.connect(first.info) as second, frameshard.connect(first.info) as third:
+
+            async def run(client: frameshard.Client, text: str) -> None:
+                assert (await client.complete(text).completed()).text == text
+
+            async with trio.open_nursery() as nursery:
+                for index in range(30):
+                    client = (first, second, third)[index % 3]
+                    nursery.start_soon(run, client, f"{index} {WORDS[: 7 * index]}".strip())
+            stats = await first.stats()
+            assert (stats.broker.sessions, stats.broker.jobs_running, stats.broker.jobs_queued) == (3, 0, 0)
+
+
+@in_trio
+async def test_leaving_a_stream_cancels_its_job() -> None:
+    async with launch(engine=fake_engine(delay_s=0.001, endless=True)) as client:
+        async with client.complete("la", sampling=GREEDY) as stream:
+            async for _ in stream:
+                break
+        with trio.fail_after(5):
+            while (await client.stats()).broker.jobs_running:
+                await trio.sleep(0.01)
+
+
+@in_trio
+async def test_cancel_while_queued() -> None:
+    async with launch(engine=fake_engine(delay_s=0.001, endless=True), n_parallel=1) as client:
+        async with client.complete("la", sampling=GREEDY), client.complete("li", sampling=GREEDY) as second:
+            assert (await client.stats()).broker.jobs_queued == 1
+            await second.cancel()
+            with pytest.raises(errors.JobCancelled):
+                await second.completed()
+            assert second.text == ""
+            assert (await client.stats()).broker.jobs_queued == 0
+
+
+@in_trio
+async def test_a_client_that_vanishes_takes_only_its_jobs_with_it() -> None:
+    async with launch(engine=fake_engine(delay_s=0.01, endless=True), silent_s=1.0) as client:
+        other = host(CLIENT, connect_file(client), WORDS)
+        assert other.stdout is not None
+        async with client.complete("la", sampling=frameshard.Sampling(max_tokens=400)) as stream:
+            assert await trio.to_thread.run_sync(other.stdout.readline)
+            assert await trio.to_thread.run_sync(other.stdout.readline) == "speaking\n"
+            other.kill()
+            other.wait()
+            assert (await stream.completed()).n_generated == 400
+        with trio.fail_after(5):
+            while (await client.stats()).broker.jobs_running:
+                await trio.sleep(0.01)
+
+
+@in_trio
+async def test_a_client_that_freezes_goes_on_where_it_was() -> None:
+    """Longer than ZeroMQ's heartbeats last: the connection is lost with what was in flight, the session is not."""
+    async with launch(engine=fake_engine(delay_s=0.03)) as client:
+        other = host(CLIENT, connect_file(client), WORDS)
+        assert other.stdout is not None
+        await trio.to_thread.run_sync(other.stdout.readline)
+        assert await trio.to_thread.run_sync(other.stdout.readline) == "speaking\n"
+        freeze(other.pid)
+        await trio.sleep(3)
+        thaw(other.pid)
+        assert (await trio.to_thread.run_sync(other.stdout.readline)).strip() == WORDS
+        assert await trio.to_thread.run_sync(other.wait) == 0
+
+
+@in_trio
+async def test_a_frozen_broker_is_noticed() -> None:
+    async with launch() as client:
+        stats = await client.stats()
+        freeze(stats.broker.pid)
+        await until_lost(client, 5)
+        thaw(stats.broker.pid)
+
+
+async def bad_frames(peer: RawPeer) -> None:
+    """Every kind of nonsense that the protocol names; each gets an answer."""
+    epoch = peer.epoch
+    for frame in [
+        b"",
+        b"\xc1",
+        b"\x81",
+        b"\x82\xa1t\xa4ping\xa1t\xa4ping",
+        b"\x91" * 5000,
+        b"\xdd\xff\xff\xff\xff",
+        codec.encode({}),
+        codec.encode({"t": "fly"}),
+        codec.encode({"t": 5}),
+        codec.encode({"t": "stats"}),
+        codec.encode({"t": "stats", "id": 0, "epoch": epoch}),
+        codec.encode({"t": "stats", "id": True, "epoch": epoch}),
+        codec.encode({"t": "stats", "id": "1", "epoch": epoch}),
+        codec.encode({"t": "stats", "id": 1, "epoch": epoch, "more": 1}),
+        codec.encode({"t": "stats", "id": 1, "epoch": 1.5}),
+        codec.encode({"t": "submit", "id": 1, "epoch": epoch, "job": 1, "kind": "song"}),
+        codec.encode({"t": "submit", "id": 1, "epoch": epoch, "job": 1, "kind": "chat"}),
+        codec.encode({"t": "submit", "id": 1, "epoch": epoch, "job": 1, "kind": "chat", "messages": [1]}),
+        codec.encode({"t": "submit", "id": 1, "epoch": epoch, "job": 1, "kind": "chat", "messages": {}}),
+        codec.encode({"t": "budget_set", "id": 1, "epoch": epoch, "vram_budget_bytes": -1}),
+        codec.encode({"t": "budget_set", "id": 1, "epoch": epoch, "vram_budget_bytes": 1e9}),
+        codec.encode({"t": "credit", "epoch": epoch, "job": 1, "next": -1}),
+    ]:
+        await peer.send(frame)
+        answer = await peer.hear()
+        assert isinstance(answer, m.Error)
+        assert answer.error.name == "bad_message", frame
+
+
+@in_trio
+async def test_malformed_messages_are_answered_and_harm_nobody() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002)) as client:
+        async with client.complete(WORDS) as stream:
+            async with raw_peer(client.info) as stranger:
+                await bad_frames(stranger)
+            async with raw_peer(client.info) as peer:
+                await peer.greet()
+                await bad_frames(peer)
+                assert isinstance(await peer.tell({"t": "ping", "id": 3, "epoch": peer.epoch}), m.Pong)
+            assert (await stream.completed()).text == WORDS
+
+
+@in_trio
+async def test_multipart_messages_are_refused() -> None:
+    async with launch() as client:
+        async with raw_peer(client.info) as peer:
+            await peer.greet()
+            ping = m.encode(m.Ping(2, peer.epoch))
+            for parts in ([ping, ping], [b"", ping], [ping] * 5, [b"x"] * 5000):
+                await peer.send(*parts)
+                answer = await peer.hear()
+                assert isinstance(answer, m.Error)
+                assert answer.error.name == "bad_message"
+            assert isinstance(await peer.tell({"t": "ping", "id": 3, "epoch": peer.epoch}), m.Pong)
+
+
+@in_trio
+async def test_an_oversized_message_ends_its_connection_only() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002)) as client:
+        async with client.complete(WORDS) as stream:
+            async with raw_peer(client.info) as peer:
+                welcome = await peer.greet()
+                await peer.send(bytes((1 << 20) + 1))
+                # ZeroMQ drops the connection and makes another; we are strangers there, but the session can be resumed.
+                with trio.fail_after(10):
+                    while True:
+                        with trio.move_on_after(0.2):
+                            await peer.say(m.Ping(2, peer.epoch))
+                            answer = await peer.hear_of(2)
+                            if isinstance(answer, m.Error):
+                                break
+                assert answer.error.name == "connection_lost"
+                await peer.say(m.Hello(7, m.VERSION, "raw", session=welcome.session))
+                assert (await peer.hear_of(7)).resumed
+            assert (await stream.completed()).text == WORDS
+
+
+@in_trio
+async def test_greeting() -> None:
+    async with launch() as client:
+        async with raw_peer(client.info) as peer:
+            lost = await peer.tell({"t": "stats", "id": 5, "epoch": peer.epoch})
+            assert (lost.id, lost.error.name) == (5, "connection_lost")
+            other_version = {"t": "hello", "id": 6, "protocol": 2, "client": "x", "colour": "red"}
+            refused = await peer.tell(other_version)
+            assert (refused.id, refused.error.name, refused.error.detail) == (6, "version_mismatch", {"protocol": 1})
+            assert (await peer.greet(epoch=peer.epoch % codec.MAX_ID + 1)).error.name == "connection_lost"
+            unknown = await peer.greet(session=12345)
+            assert (unknown.resumed, unknown.epoch, unknown.limits.message_bytes) == (False, peer.epoch, 1 << 20)
+            assert unknown.model is not None
+            again = await peer.greet()
+            assert (again.session, again.resumed) == (unknown.session, False)
+            stale = await peer.tell({"t": "stats", "id": 8, "epoch": peer.epoch % codec.MAX_ID + 1})
+            assert (stale.id, stale.error.name) == (8, "connection_lost")
+
+
+@in_trio
+async def test_only_the_launch_key_comes_in() -> None:
+    async with launch() as client:
+        async with raw_peer(client.info, keys=zmq.curve_keypair()) as peer:
+            with trio.move_on_after(1) as scope:
+                await peer.greet()
+            assert scope.cancelled_caught
+        assert (await client.complete("still here").completed()).text == "still here"
+
+
+@in_trio
+async def test_unknown_jobs() -> None:
+    async with launch() as client:
+        async with raw_peer(client.info) as peer:
+            await peer.greet()
+            answer = await peer.tell({"t": "cancel", "id": 2, "epoch": peer.epoch, "job": 9})
+            assert (answer.id, answer.error.name, answer.error.detail) == (2, "unknown_job", {"job": 9})
+
+
+@in_trio
+async def test_a_repeated_request_is_carried_out_once() -> None:
+    async with launch() as client:
+        async with raw_peer(client.info) as peer:
+            await peer.greet()
+            submit = m.Submit(2, peer.epoch, 1, "completion", prompt="a b")
+            await peer.say(submit)
+            await peer.say(submit)
+            events = []
+            with trio.fail_after(5):
+                while not (events and isinstance(events[-1], m.Done)):
+                    events.append(await peer.hear())
+            await peer.say(m.Ping(3, peer.epoch))
+            events.append(await peer.hear())
+            kinds = sorted(type(event).__name__ for event in events)
+            assert kinds == ["Delta", "Delta", "Done", "Ok", "Ok", "Pong", "Started"]
+
+
+@in_trio
+async def test_a_reader_that_stands_still_gets_overloaded() -> None:
+    async with launch(engine=fake_engine(endless=True, delay_s=0.0005), held_bytes=500) as client:
+        async with raw_peer(client.info) as peer:
+            await peer.greet()
+            sampling = m.Sampling(max_tokens=100_000)
+            await peer.say(m.Submit(2, peer.epoch, 1, "completion", prompt="slow", window=4, sampling=sampling))
+            assert (await client.complete(WORDS, sampling=m.Sampling(max_tokens=200)).completed()).text == WORDS
+            with trio.fail_after(10):
+                while (await client.stats()).broker.jobs_running:
+                    await trio.sleep(0.01)
+            events = []
+            for seq in range(100):
+                event = await peer.hear()
+                while not isinstance(event, m.JobEvent):
+                    event = await peer.hear()
+                assert event.seq == seq
+                await peer.say(m.Credit(peer.epoch, 1, seq + 1))
+                events.append(event)
+                if isinstance(event, m.TERMINAL):
+                    break
+            assert isinstance(events[-1], m.Failed)
+            assert events[-1].error.name == "overloaded"
+            text = "".join(event.text for event in events if isinstance(event, m.Delta))
+            assert len(text) > 500
+            assert set(text.split()) == {"slow"}
+
+
+@in_trio
+async def test_too_many_jobs() -> None:
+    engine = fake_engine(endless=True, delay_s=0.001)
+    async with launch(engine=engine, max_jobs=6, max_client_jobs=4) as client:
+        async with frameshard.connect(client.info) as other:
+            async with AsyncExitStack() as streams:
+                for each in (client, client, client, client, other, other):
+                    await streams.enter_async_context(each.complete("la", sampling=GREEDY))
+                for each in (client, other):
+                    with pytest.raises(errors.Overloaded):
+                        await each.complete("la").completed()
+            with trio.fail_after(5):
+                while (await client.stats()).broker.jobs_running:
+                    await trio.sleep(0.01)
+            assert (await client.complete("free again", sampling=m.Sampling(max_tokens=2)).completed()).text
+
+
+@in_trio
+async def test_too_many_clients() -> None:
+    async with launch(silent_s=0.5) as client:
+        async with raw_peer(client.info) as peer:
+            first = await peer.greet()
+        refused = False
+        for index in range(40):
+            async with raw_peer(client.info) as peer:
+                answer = await peer.greet()
+                refused = refused or isinstance(answer, m.Error)
+                assert index < 20 or isinstance(answer, (m.Welcome, m.Error))
+        if refused:
+            await trio.sleep(0.6)
+        async with raw_peer(client.info) as peer:
+            assert isinstance(await peer.greet(), m.Welcome)
+            assert (await client.stats()).broker.sessions <= 32
+        async with raw_peer(client.info) as peer:
+            await trio.sleep(0.6)
+            assert not (await peer.greet(session=first.session)).resumed
+
+
+@in_trio
+async def test_random_frames_harm_nobody() -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    models = [
+        {"t": "submit", "id": 1, "epoch": 1, "job": 1, "kind": "completion", "prompt": "x", "window": 2},
+        {"t": "credit", "epoch": 1, "job": 1, "next": 1, "resend": True},
+        {"t": "cancel", "id": 1, "epoch": 1, "job": 1},
+        {"t": "budget_set", "id": 1, "epoch": 1, "vram_budget_bytes": 1 << 26},
+        {"t": "stats", "id": 1, "epoch": 1},
+        {"t": "hello", "id": 1, "protocol": 1, "client": "x", "session": 4},
+    ]
+    junk = [0, -1, 2**53 - 1, 1.5, True, None, "", "x" * 1000, [], [[]], {}, {"a": 1}, b"x", "chat", 2]
+    async with launch(engine=fake_engine(delay_s=0.001)) as client:
+        async with raw_peer(client.info) as peer, trio.open_nursery() as nursery:
+            await peer.greet()
+
+            async def drain() -> None:
+                while True:
+                    await peer.socket.receive()
+
+            async def flood() -> None:
+                for _ in range(3000):
+                    fields = dict(rng.choice(models))
+                    if "epoch" in fields:
+                        fields["epoch"] = peer.epoch
+                    for _ in range(rng.randint(0, 2)):
+                        fields[rng.choice([*fields, "more"])] = rng.choice(junk)
+                    frame = bytearray(codec.encode(fields))
+                    if rng.random() < 0.3:
+                        frame[rng.randrange(len(frame))] = rng.randrange(256)
+                    await peer.send(*[bytes(frame)] * rng.choice([1] * 20 + [2, 4]))
+
+            nursery.start_soon(drain)
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as inner:
+                    inner.start_soon(flood)
+                    for _ in range(5):
+                        assert (await client.complete(WORDS).completed()).text == WORDS
+            assert not scope.cancelled_caught
+            nursery.cancel_scope.cancel()
+        stats = await client.stats()
+        assert stats.broker.engine == "ready"
+        assert stats.broker.engine_restarts == 0
+
+
+@in_trio
+async def test_a_peer_that_sends_requests_and_reads_nothing_is_dropped() -> None:
+    async with launch() as client:
+        before = memory(client_pid := (await client.stats()).broker.pid)
+        async with raw_peer(client.info) as peer:
+            await peer.greet()
+            with trio.move_on_after(20):
+                for _ in range(100_000):
+                    if not peer.socket.try_send([m.encode(m.Ping(2, peer.epoch))]):
+                        await trio.sleep(0.001)
+            with trio.fail_after(10):
+                while (await client.stats()).broker.sessions > 1:
+                    await trio.sleep(0.05)
+        assert memory(client_pid) - before < 50 << 20
+
+
+def memory(pid: int) -> int:
+    """Bytes of memory that the process uses."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@in_trio
+async def test_budget() -> None:
+    async with launch(vram_budget_mb=64) as client:
+        budget = await client.budget()
+        assert (budget.budget_bytes, budget.floor_bytes, budget.full_bytes) == (64 << 20, 16 << 20, 256 << 20)
+        result = await client.set_budget(32)
+        assert (result.budget_bytes, result.used_bytes) == (32 << 20, 32 << 20)
+        assert result.observed is not None
+        assert result.observed.bytes is None
+        with pytest.raises(errors.BudgetBelowFloor) as refused:
+            await client.set_budget(8)
+        assert refused.value.detail == {"budget_bytes": 8 << 20, "floor_bytes": 16 << 20}
+        assert (await client.budget()).budget_bytes == 32 << 20
+        assert (await client.set_budget(0, observe=False)).used_bytes == 256 << 20
+
+
+@in_trio
+async def test_tcp_with_curve() -> None:
+    async with launch(transport="tcp") as client:
+        assert client.info.endpoint.startswith("tcp://127.0.0.1:")
+        assert (await client.complete(WORDS).completed()).text == WORDS
+        async with frameshard.connect(client.info) as other:
+            assert (await other.complete("a b").completed()).text == "a b"
+
+
+@in_trio
+async def test_secrets_stay_private() -> None:
+    async with launch() as client:
+        directory = directory_of(client.info)
+        assert directory.stat().st_mode & 0o777 == 0o700
+        for name in ("connect.json", "socket"):
+            assert (directory / name).stat().st_mode & 0o077 == 0
+        stats = await client.stats()
+        assert stats.broker.engine_pid is not None
+        for pid in (stats.broker.pid, stats.broker.engine_pid):
+            said = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+            assert client.info.client_secret.encode() not in said
+        assert client.info.client_secret not in repr(client.info) + repr(client)
+
+
+@in_trio
+async def test_the_sidecar_is_the_first_to_go_when_memory_runs_out() -> None:
+    async with launch() as client:
+        stats = await client.stats()
+        assert stats.broker.engine_pid is not None
+        for pid in (stats.broker.pid, stats.broker.engine_pid):
+            assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
+
+
+@in_trio
+async def test_one_server_at_an_endpoint(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/npc"
+    async with launch(endpoint=endpoint) as client:
+        assert client.info.endpoint == endpoint
+        with pytest.raises(errors.EndpointInUse):
+            async with launch(endpoint=endpoint):
+                pass
+        assert (await client.complete("mine").completed()).text == "mine"
+    assert list(tmp_path.iterdir()) == []
+    async with launch(transport="tcp") as client:
+        with pytest.raises(errors.EndpointInUse):
+            async with launch(endpoint=client.info.endpoint):
+                pass
+
+
+@in_trio
+async def test_what_a_killed_server_left_is_taken_over(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/npc"
+    async with launch(endpoint=endpoint) as client:
+        left = directory_of(client.info) / "npc"
+        os.kill((await client.stats()).broker.pid, signal.SIGKILL)
+        await until_lost(client, 5)
+        assert left.is_socket()
+        async with launch(endpoint=endpoint) as successor:
+            assert (await successor.complete("mine").completed()).text == "mine"
+    assert list(tmp_path.iterdir()) == []
+
+
+@in_trio
+async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for endpoint, error in [
+        (f"ipc://{tmp_path}/file", errors.EndpointInUse),
+        (f"ipc://{tmp_path}/{'x' * 120}", errors.BadArgument),
+        (f"ipc://{tmp_path}/no/such/directory", errors.BadArgument),
+        ("tcp://0.0.0.0:5000", errors.BadArgument),
+        ("udp://somewhere", errors.BadArgument),
+    ]:
+        with pytest.raises(error):
+            async with launch(endpoint=endpoint):
+                pass
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@in_trio
+async def test_shutdown_by_a_client_tells_the_others() -> None:
+    async with launch(engine=fake_engine(endless=True, delay_s=0.01)) as client:
+        async with client.complete("la", sampling=GREEDY) as stream, frameshard.connect(client.info) as other:
+            await other.shutdown()
+            with pytest.raises(errors.ConnectionLost):
+                await stream.completed()

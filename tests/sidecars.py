@@ -1,0 +1,153 @@
+"""What the tests of broker and client share: deadlines, raw peers that keep no rule, and a look at processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+import zmq
+
+import frameshard
+from frameshard import errors
+from frameshard.testing import fake_engine
+from frameshard.transport import Socket, configure
+from frameshard.wire import codec
+from frameshard.wire import messages as m
+
+DEADLINE_S = 60.0
+WORDS = " ".join(f"word{index}" for index in range(200))
+GREEDY = frameshard.Sampling(max_tokens=100_000, temperature=0.0)
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs an asynchronous test, for a minute at most."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def main() -> None:
+            with trio.fail_after(DEADLINE_S):
+                await test(**fixtures)
+
+        trio.run(main)
+
+    return run
+
+
+def launch(**options: Any) -> frameshard.ClientScope:
+    """A sidecar with an engine that has no model."""
+    options.setdefault("engine", fake_engine())
+    return frameshard.launch("no model", **options)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits for something that nothing tells of."""
+    with trio.fail_after(timeout_s):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """The process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone_after(pids: list[int], timeout_s: float) -> float:
+    """Seconds until none of the processes is left. Fails after `timeout_s`."""
+    started = time.monotonic()
+    while any(alive(pid) for pid in pids):
+        passed = time.monotonic() - started
+        assert passed < timeout_s, [pid for pid in pids if alive(pid)]
+        os.sched_yield()
+    return time.monotonic() - started
+
+
+async def until_lost(client: frameshard.Client, timeout_s: float) -> None:
+    """Waits until the client knows that its sidecar is gone."""
+    with trio.fail_after(timeout_s), contextlib.suppress(errors.ConnectionLost):
+        while True:
+            await client.stats()
+
+
+def directory_of(info: frameshard.ConnectInfo) -> Path:
+    """Where the sidecar keeps its socket."""
+    return Path(info.endpoint.removeprefix("ipc://")).parent
+
+
+def host(script: str, *args: str) -> subprocess.Popen[str]:
+    """A process of its own that runs `script` and prints to us."""
+    return subprocess.Popen([sys.executable, "-c", script, *args], stdout=subprocess.PIPE, text=True)
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def thaw(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
+class RawPeer:
+    """A connection that says what it is told to, right or wrong."""
+
+    def __init__(self, socket: Socket, epoch: int) -> None:
+        self.socket = socket
+        self.epoch = epoch
+
+    async def send(self, *parts: bytes) -> None:
+        while not self.socket.try_send(list(parts)):
+            await trio.sleep(0.01)
+
+    async def say(self, message: m.Request) -> None:
+        await self.send(m.encode(message))
+
+    async def hear(self) -> Any:
+        (frame,) = await self.socket.receive()
+        return m.decode_answer(frame)
+
+    async def hear_of(self, request_id: int) -> Any:
+        """The answer to a request; what comes before it is dropped."""
+        while True:
+            answer = await self.hear()
+            if getattr(answer, "id", None) == request_id:
+                return answer
+
+    async def greet(self, **fields: Any) -> Any:
+        await self.say(m.Hello(1, m.VERSION, "raw", **fields))
+        return await self.hear()
+
+    async def tell(self, fields: dict[str, Any]) -> Any:
+        """Sends any map and returns what comes back."""
+        await self.send(codec.encode(fields))
+        return await self.hear()
+
+
+@asynccontextmanager
+async def raw_peer(info: frameshard.ConnectInfo, *, keys: tuple[bytes, bytes] | None = None) -> AsyncIterator[RawPeer]:
+    """A peer with the launch's keys, or with `keys` of its own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    configure(dealer, linger_ms=0)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.setsockopt(zmq.MAXMSGSIZE, -1)
+    public, secret = keys or (info.client_key.encode(), info.client_secret.encode())
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, info.server_key.encode())
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    dealer.connect(info.endpoint)
+    try:
+        yield RawPeer(Socket(dealer), info.epoch)
+    finally:
+        context.destroy(linger=0)
