@@ -149,6 +149,7 @@ struct Device {
     fsd_stats counters = {};
 
     // --- memory (memory.cpp); all need graph_mutex
+    size_t granular(size_t bytes) const;
     InnerBuffer allocate(Use use, size_t bytes); // null when it cannot fit the budget or the inner device refuses
     void release(Use use, InnerBuffer &buffer);
     bool make_room(size_t bytes);

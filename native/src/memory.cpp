@@ -33,7 +33,14 @@ uint64_t Device::fixed() {
     return overhead.load() + used_by[(int)Use::buffers] + used_by[(int)Use::core] + used_by[(int)Use::scratch];
 }
 
+// Drivers hand out VRAM in units of 2 MiB: the ledger counts what really goes.
+size_t Device::granular(size_t bytes) const {
+    constexpr size_t unit = (size_t)2 << 20;
+    return emulated ? bytes : (bytes + unit - 1) / unit * unit;
+}
+
 InnerBuffer Device::allocate(Use use, size_t bytes) {
+    bytes = granular(bytes);
     if (!make_room(bytes)) {
         return nullptr;
     }
@@ -102,6 +109,9 @@ void Device::pop_slab() {
 }
 
 bool Device::resize_ring(size_t bytes) {
+    if (granular(bytes) > bytes) {
+        bytes = granular(bytes) - granular(1); // whole units only, and not more than asked for
+    }
     if (bytes == ring.capacity) {
         return true;
     }
@@ -365,7 +375,8 @@ fsd_status Device::commit(std::string &why) {
     }
     slab_sizes = pack_slabs(pieces, slab_bytes);
     slabs_total = 0;
-    for (size_t s : slab_sizes) {
+    for (size_t &s : slab_sizes) {
+        s = granular(s);
         slabs_total += s;
     }
     size_t largest_shard = 0;
@@ -384,9 +395,10 @@ fsd_status Device::commit(std::string &why) {
         scratch_size = align_up(std::max(kScratchBytes, (size_t)largest_split_rows * sizeof(float)));
     }
 
-    uint64_t need = overhead.load() + core_size + scratch_size + std::min(min_ring, slabs_total);
+    min_ring = granular(min_ring);
+    uint64_t need = overhead.load() + granular(core_size) + granular(scratch_size) + std::min(min_ring, slabs_total);
     for (Buffer *b : buffers) {
-        need += b->weights ? 0 : b->size;
+        need += b->weights ? 0 : granular(b->size);
     }
     floor.store(need);
     if (need > budget.load()) {

@@ -95,7 +95,7 @@ class VersionMismatch(FrameshardError):
 
 
 class OutOfMemory(FrameshardError):
-    """The device refused memory although the budget allows it: another program holds it. Lower the budget or free some."""
+    """The device refused memory although the budget allows it: another program holds it. Lower the budget."""
 
     code, name, retriable = 25, "out_of_memory", True
 
@@ -142,7 +142,8 @@ class DownloadFailed(FrameshardError):
     code, name, retriable = 41, "download_failed", True
 
 
-BY_NAME: dict[str, type[FrameshardError]] = {c.name: c for c in [FrameshardError, *FrameshardError.__subclasses__()]}
+_CLASSES: list[type[FrameshardError]] = [FrameshardError, *FrameshardError.__subclasses__()]
+BY_NAME = {cls.name: cls for cls in _CLASSES}
 
 
 def from_wire(error: Mapping[str, object]) -> FrameshardError:

@@ -263,7 +263,7 @@ class ShardDevice:
     def set_shards(self, shards: Sequence[Sequence[str]]) -> None:
         """The ladder: for each shard, first to be kept first, the names of its tensors."""
         rows = [(name.encode(), i) for i, names in enumerate(shards) for name in names]
-        array = (_ShardTensor * max(len(rows), 1))(*rows)
+        array = (_ShardTensor * max(len(rows), 1))(*(_ShardTensor(*row) for row in rows))
         self._check(self._lib.fsd_set_shards(array, ctypes.c_size_t(len(rows)), ctypes.c_uint32(len(shards))))
 
     def commit(self) -> None:
@@ -271,8 +271,8 @@ class ShardDevice:
         self._check(self._lib.fsd_commit())
 
     def set_plan(self, tiers: Sequence[tuple[int, Sequence[int]]], ring_bytes: int) -> None:
-        """``tiers``: (least tokens of a graph, placement by shard while it is not resident), ascending, the first from 0.
-        ``ring_bytes`` of 0 leaves the ring as it is."""
+        """``tiers``: (least tokens of a graph, placement by shard while it is not resident), in ascending order from 0
+        tokens. ``ring_bytes`` of 0 leaves the ring as it is."""
         n_shards = len(tiers[0][1]) if tiers else 0
         if any(len(p) != n_shards for _, p in tiers):
             raise errors.BadArgument("every tier needs one placement for each shard")

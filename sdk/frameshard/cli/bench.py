@@ -31,7 +31,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     common.add_model_args(parser)
     parser.add_argument(
-        "--vram-budget", default="full", metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full (full)"
+        "--vram-budget",
+        default="full",
+        metavar="A,B,...",
+        help="budgets in MiB or with a unit; also: floor, full (full)",
     )
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens decoded (64)")
@@ -39,7 +42,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--ubatch", type=common.positive, default=512, metavar="N", help="prompt tokens at once (512)")
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
-    parser.add_argument("--vs-stock", action="store_true", help="also run llama.cpp alone on the same cores (emulated, cpu)")
+    parser.add_argument(
+        "--vs-stock", action="store_true", help="also run llama.cpp alone on the same cores (emulated, cpu)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -91,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if stock is not None:
         reference = documents.pop()
         result["stock"] = reference
-        for row in documents:
-            row["decode_vs_stock"] = row["decode_tps"] / reference["decode_tps"]
-            row["ttft_vs_stock"] = row["ttft_s"] / reference["ttft_s"]
+        for document in documents:
+            document["decode_vs_stock"] = document["decode_tps"] / reference["decode_tps"]
+            document["ttft_vs_stock"] = document["ttft_s"] / reference["ttft_s"]
     if args.json:
         common.emit_json(result)
     else:
@@ -178,7 +183,9 @@ def _document(row: _Row, runtime: Runtime, args: argparse.Namespace) -> dict[str
 
 
 def _print(rows: list[dict[str, Any]], stock: object) -> None:
-    print(f"{'budget':>10} {'TTFT':>9} {'predicted':>10} {'bound':>9} {'decode':>12} {'predicted':>10} {'bound':>8} {'peak':>10}")
+    print(
+        f"{'budget':>10} {'TTFT':>9} {'predicted':>10} {'bound':>9} {'decode':>12} {'predicted':>10} {'bound':>8} {'peak':>10}"
+    )
     for row in rows:
         budget = "-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f} MiB"
         line = f"{budget:>10} {row['ttft_s']:>7.3f} s"

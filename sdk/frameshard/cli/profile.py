@@ -32,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "result for this machine and device.",
     )
     common.add_model_args(parser)
+    parser.add_argument("--seconds", type=common.rate, default=5.0, metavar="S", help="how long to measure (5)")
     parser.add_argument("--output", metavar="FILE", help="write the profile to this file too")
     parser.set_defaults(run=run)
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.plan import machine
     from frameshard.plan.model import read_model
 
-    profile = measure(args, read_model(models.resolve(args.model)), refresh=True)
+    profile = measure(args, read_model(models.resolve(args.model)), refresh=True, seconds=args.seconds)
     if args.output:
         machine.save(profile, args.output)
     path = machine.cached_path(profile.fingerprint)
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False) -> Profile:
+def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:
     """The profile for ``--device``, measured unless one is kept and ``refresh`` is false."""
     from frameshard import native
     from frameshard.errors import BadArgument
@@ -69,4 +70,12 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False) ->
         print(f"device auto: using {inner}", file=sys.stderr)
     link_gbps = args.link_gbps or 0.0
     device = native.ShardDevice(inner, budget_bytes=0, n_threads=args.threads, link_gbps=link_gbps)
-    return load_or_probe(device, model, inner=inner, n_threads=args.threads, link_gbps=link_gbps, refresh=refresh)
+    return load_or_probe(
+        device,
+        model,
+        inner=inner,
+        n_threads=args.threads,
+        link_gbps=link_gbps,
+        refresh=refresh,
+        seconds=seconds,
+    )
