@@ -27,8 +27,8 @@ device = native.ShardDevice("emulated", budget_bytes=0, n_threads=1, link_gbps=1
 calls = []
 probe, device.probe = device.probe, lambda *args: calls.append(args) or probe(*args)
 profiles = [
-    machine.load_or_probe(device, model, inner="emulated", n_threads=1, link_gbps=gbps, refresh=refresh)
-    for gbps, refresh in ((1.0, False), (1.0, False), (1.0, True))
+    machine.load_or_probe(device, model, inner="emulated", n_threads=1, link_gbps=1.0, refresh=refresh, seconds=0.5)
+    for refresh in (False, False, True)
 ]
 print(json.dumps({"calls": calls, "profiles": [profile.to_dict() for profile in profiles]}))
 """

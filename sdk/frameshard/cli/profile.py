@@ -49,11 +49,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         common.emit_json({"path": str(path), **profile.to_dict()})
         return 0
-    print(", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items()))
-    for label, name, unit, unit_name in _ROWS:
-        print(f"{label:30}{getattr(profile, name) / unit:10.2f} {unit_name}")
+    print(table(profile))
     print(f"kept in {path}")
     return 0
+
+
+def table(profile: Profile) -> str:
+    """A profile for people."""
+    lines = [", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())]
+    lines += [f"{label:30}{getattr(profile, name) / unit:10.2f} {unit_name}" for label, name, unit, unit_name in _ROWS]
+    return "\n".join(lines)
 
 
 def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:

@@ -51,6 +51,13 @@ class Profile:
     handoff_s: float
     kernel_s: float = _KERNEL_S
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0.0 if field.name.endswith("_s") else 1.0
+            if field.name != "fingerprint" and not least <= value < float("inf"):
+                raise BadArgument(f"the profile's {field.name} is {value}")
+
     @property
     def memory(self) -> float:
         """What CPU and copies can draw from host memory together."""
@@ -76,9 +83,6 @@ class Profile:
             rates = {field.name: float(document[field.name]) for field in fields(cls) if field.name != "fingerprint"}
         except (ValueError, TypeError, KeyError) as error:
             raise BadArgument(f"not a profile: {error!r}") from error
-        for name, value in rates.items():
-            if not 0 < value < float("inf"):
-                raise BadArgument(f"the profile's {name} is {value}")
         return cls(fingerprint, **rates)
 
 
@@ -154,7 +158,14 @@ def cached_path(key: Mapping[str, str | int | float]) -> Path:
 
 
 def load_or_probe(
-    device: ShardDevice, model: Model, *, inner: str, n_threads: int, link_gbps: float = 0.0, refresh: bool = False
+    device: ShardDevice,
+    model: Model,
+    *,
+    inner: str,
+    n_threads: int,
+    link_gbps: float = 0.0,
+    refresh: bool = False,
+    seconds: float = 5.0,
 ) -> Profile:
     """The profile kept for this machine, device and kind of weights, else a new one, which is kept."""
     key = fingerprint(model, inner=inner, n_threads=n_threads, link_gbps=link_gbps)
@@ -166,7 +177,7 @@ def load_or_probe(
                 return profile
         except BadArgument:
             pass  # written by another version: measured anew
-    profile = probe(device, model, inner=inner, n_threads=n_threads, link_gbps=link_gbps)
+    profile = probe(device, model, inner=inner, n_threads=n_threads, link_gbps=link_gbps, seconds=seconds)
     save(profile, path)
     return profile
 

@@ -1,0 +1,148 @@
+"""frameshard plan, profile and models as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameshard import models
+from frameshard.cli.profile import table
+from frameshard.plan import machine
+from frameshard.plan.machine import Profile
+
+
+def frameshard(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "frameshard", *args], capture_output=True, text=True, timeout=300)
+
+
+def document(*args: str) -> dict[str, object]:
+    result = frameshard(*args, "--json")
+    assert result.returncode == 0, result.stderr
+    out: dict[str, object] = json.loads(result.stdout)
+    return out
+
+
+@pytest.fixture
+def h100(tmp_path: Path) -> str:
+    path = tmp_path / "h100.json"
+    machine.save(Profile({"device": "CUDA0"}, 55e9, 50e9, 119e9, 112e9, 2.9e12, 1.2e12, 400e12, 17e-6), path)
+    return str(path)
+
+
+def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) -> None:
+    args = ("plan", "--model", str(model_path), "--profile", h100, "--ctx", "1024", "--parallel", "1")
+    plan = document(*args, "--vram-budget", "floor,600,1GiB,full")
+    rows = plan["rows"]
+    assert isinstance(rows, list)
+    assert plan["device"] == "CUDA0"
+    assert [row["budget_mb"] for row in rows[1:3]] == [600.0, 1024.0]
+    assert rows[0]["budget_bytes"] == rows[0]["floor_bytes"]
+    assert rows[-1]["budget_bytes"] == rows[-1]["full_bytes"]
+    assert rows[-1]["ring_bytes"] == 0
+    rates = [row["predicted_decode_tps"] for row in rows]
+    assert rates == sorted(rates)
+    for row in rows:
+        assert row["predicted_decode_tps"] <= row["bound_decode_tps"]
+        assert row["predicted_ttft_s"] >= row["bound_ttft_s"]
+
+    table = frameshard(*args, "--vram-budget", "600,full")
+    assert table.returncode == 0, table.stderr
+    lines = table.stdout.splitlines()
+    assert "llama, 30 layers" in lines[0]
+    assert lines[1].startswith("floor ")
+    assert len(lines) == 5
+    assert lines[3].split()[0] == "600"
+
+
+def test_plan_on_the_emulated_device(model_path: Path) -> None:
+    args = ("plan", "--model", str(model_path), "--device", "emulated", "--link-gbps", "2", "--threads", "1")
+    plan = document(*args, "--vram-budget", "floor,full", "--ctx", "512", "--parallel", "1", "--prompt", "64")
+    profile = plan["profile"]
+    assert isinstance(profile, dict)
+    assert profile["fingerprint"]["link_gbps"] == 2.0
+    assert plan["device"] == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "says"),
+    [
+        (("--vram-budget", "1"), "budget_below_floor", "below the floor"),
+        (("--vram-budget", "lots"), "bad_argument", "not a size"),
+        (("--vram-budget", "600", "--profile", "/missing.json"), "bad_argument", "cannot read"),
+        (("--vram-budget", "600", "--model", "/missing.gguf"), "model_not_found", "no model file"),
+    ],
+)
+def test_plan_refuses_in_words(args: tuple[str, ...], name: str, says: str, model_path: Path, h100: str) -> None:
+    result = frameshard("plan", "--model", str(model_path), "--profile", h100, *args, "--json")
+    assert result.returncode == 2
+    error = json.loads(result.stdout)["error"]
+    assert error["name"] == name
+    assert says in error["message"]
+    if name == "budget_below_floor":
+        assert error["detail"]["budget_bytes"] == 1 << 20
+        assert error["detail"]["floor_bytes"] > 1 << 20
+
+
+def test_cpu_has_nothing_to_plan(model_path: Path) -> None:
+    for command in (("plan", "--vram-budget", "100"), ("profile",)):
+        result = frameshard(*command, "--model", str(model_path), "--device", "cpu", "--json")
+        assert json.loads(result.stdout)["error"]["name"] == "bad_argument"
+
+
+def test_profile_prints_keeps_and_writes(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "here.json"
+    args = (
+        "--model",
+        str(model_path),
+        "--device",
+        "emulated",
+        "--link-gbps",
+        "1",
+        "--threads",
+        "1",
+        "--seconds",
+        "0.5",
+    )
+    profile = document("profile", *args, "--output", str(out))
+    kept = Path(str(profile.pop("path")))
+    assert kept.is_relative_to(tmp_path / "cache" / "frameshard" / "profiles")
+    assert machine.load(kept).to_dict() == machine.load(out).to_dict() == profile
+
+    lines = table(machine.load(kept)).splitlines()
+    assert "device: emulated" in lines[0]
+    assert lines[1].split()[-1] == "GB/s"
+
+
+def test_models_lists_and_finds(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = document("models", "path", "smollm2-135m")
+    assert found == {"name": "smollm2-135m", "path": str(model_path), "bytes": model_path.stat().st_size}
+    assert frameshard("models", "path", "smollm2-135m").stdout == f"{model_path}\n"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    other = models.models_dir() / "hf" / "a" / "b" / "c.gguf"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"GGUF")
+    listed = document("models", "list")
+    assert listed["known"] == [
+        {
+            "name": "smollm2-135m",
+            "about": models.KNOWN["smollm2-135m"].about,
+            "bytes": models.KNOWN["smollm2-135m"].n_bytes,
+            "path": None,
+        }
+    ]
+    assert listed["others"] == [{"path": str(other), "bytes": 4}]
+    text = frameshard("models", "list").stdout
+    assert "not fetched yet" in text
+    assert str(other) in text
+
+
+def test_models_that_do_not_exist() -> None:
+    result = frameshard("models", "fetch", "no-such-model", "--json")
+    assert result.returncode == 2
+    assert json.loads(result.stdout)["error"]["name"] == "model_not_found"
+    assert frameshard("models").returncode == 2
