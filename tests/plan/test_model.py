@@ -199,6 +199,8 @@ BAD: dict[str, tuple[str, Callable[[Gguf], object]]] = {
     "part of a block": ("whole blocks", lambda f: _tensor(f, b"x", (48, 64), 2)),
     "integer weights": ("type I32", lambda f: _tensor(f, b"blk.0.ffn_up.weight", (64, 64), 26)),
     "quantised norm": ("type Q8_0", lambda f: _tensor(f, b"blk.0.ffn_norm.weight", (64,), 8)),
+    "16-bit bias": ("type F16", lambda f: _tensor(f, b"blk.0.attn_q.bias", (64,), 1)),
+    "latent attention": ("4 key-value heads", lambda f: f.set("llama.attention.key_length_mla", 32)),
     "offset": ("offset 32", lambda f: f.tensors.append((b"x", (64,), 0, 32))),
     "layer too high": ("beyond the 2", lambda f: _tensor(f, b"blk.2.attn_q.weight")),
     "no layers": ("block_count", lambda f: f.set("llama.block_count", 0)),

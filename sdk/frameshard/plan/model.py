@@ -517,7 +517,8 @@ def _check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
 def _check_type(tensor: Tensor) -> None:
     name, kind = tensor.name, GGML_TYPES[tensor.ggml_type][0]
     if name.endswith(".bias") or "norm" in name:
-        if kind not in _PLAIN:
+        # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
+        if kind not in (_PLAIN if len(tensor.shape) > 1 else ("F32",)):
             _wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
     elif len(tensor.shape) > 1 and kind in _NO_WEIGHTS and not _TABLE.search(name):
         _wrong(f"tensor {name} is of type {kind}, which no weights can be")
@@ -550,6 +551,8 @@ def _check_heads(metadata: Mapping[str, Value], arch: str, n_layer: int, n_embd:
             _wrong(f"{arch}.rope.dimension_count{suffix} is {rotated}, of heads {width} wide")
         latent = _int(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
         rank = _int(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
+        if latent and max(by_layer) > 1:
+            _wrong(f"latent attention has {max(by_layer)} key-value heads")
         if latent and rotated and (rotated >= latent or width != rank + rotated):
             _wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
     head_size = _int(metadata, f"{arch}.wkv.head_size", 1)
