@@ -17,8 +17,6 @@ import zmq
 
 from frameshard.wire import codec
 
-HEARTBEAT_MS = 500
-HEARTBEAT_TIMEOUT_MS = 1500
 HANDSHAKE_MS = 1000
 HIGH_WATER = 256
 """Messages queued to or from one peer inside ZeroMQ."""
@@ -88,15 +86,17 @@ def new_number() -> int:
 
 
 def configure(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
-    """What both ends set."""
+    """What both ends set.
+
+    ZeroMQ's own heartbeats stay off: libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that ended
+    while its receive queue was full (libzmq#4364), so any flooding client could take the broker down, or a dying broker
+    the game. The protocol's pings do their work; peers are on this machine, where the system reports a dead one.
+    """
     options: list[tuple[int, Any]] = [
         (zmq.MAXMSGSIZE, codec.CLIENT.frame),
         (zmq.SNDHWM, HIGH_WATER),
         (zmq.RCVHWM, HIGH_WATER),
         (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
         (zmq.LINGER, linger_ms),
     ]
     for option, value in options:

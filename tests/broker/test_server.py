@@ -6,7 +6,7 @@ import os
 import random
 import resource
 import signal
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -108,7 +108,7 @@ async def test_a_client_that_vanishes_takes_only_its_jobs_with_it() -> None:
 
 @in_trio
 async def test_a_client_that_freezes_goes_on_where_it_was() -> None:
-    """Longer than ZeroMQ's heartbeats last: the connection is lost with what was in flight, the session is not."""
+    """Longer than its patience with the broker: it blames nobody when it wakes."""
     async with launch(engine=fake_engine(delay_s=0.03)) as client:
         other = host(CLIENT, connect_file(client), WORDS)
         assert other.stdout is not None
@@ -307,9 +307,10 @@ async def test_too_many_jobs() -> None:
                     with pytest.raises(errors.Overloaded):
                         await each.complete("la").completed()
             with trio.fail_after(5):
-                while (await client.stats()).broker.jobs_running:
-                    await trio.sleep(0.01)
-            assert (await client.complete("free again", sampling=m.Sampling(max_tokens=2)).completed()).text
+                while True:
+                    with suppress(errors.Overloaded):
+                        assert (await client.complete("free", sampling=m.Sampling(max_tokens=1)).completed()).text
+                        break
 
 
 @in_trio
@@ -386,13 +387,11 @@ async def test_a_peer_that_sends_requests_and_reads_nothing_is_dropped() -> None
         before = memory(client_pid := (await client.stats()).broker.pid)
         async with raw_peer(client.info) as peer:
             await peer.greet()
-            with trio.move_on_after(20):
-                for _ in range(100_000):
-                    if not peer.socket.try_send([m.encode(m.Ping(2, peer.epoch))]):
-                        await trio.sleep(0.001)
-            with trio.fail_after(10):
+            with trio.fail_after(30):
                 while (await client.stats()).broker.sessions > 1:
-                    await trio.sleep(0.05)
+                    for _ in range(1000):
+                        if not peer.socket.try_send([m.encode(m.Ping(2, peer.epoch))]):
+                            await trio.sleep(0.001)
         assert memory(client_pid) - before < 50 << 20
 
 

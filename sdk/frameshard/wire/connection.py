@@ -1,7 +1,8 @@
 """Both sides of a session without I/O: frames and times in, typed messages and frames out.
 
-What the transport may do to us: lose everything in flight when a peer freezes for longer than ZeroMQ's heartbeats and
-its connection is made anew. What this module makes of it, for any transport that keeps order while it lasts:
+What the transport may do to us: lose everything in flight when a connection breaks and is made anew (a message that is
+too large, heartbeats of a peer that was frozen). What this module makes of it, for any transport that keeps order while
+it lasts:
 
 - Events of a job arrive once, in order and without gaps. The server keeps what the client has not taken; the client
   drops duplicates, asks again after a gap, and learns of a lost tail from the next pong.
