@@ -1,7 +1,8 @@
 """``frameshard bench``: time to first token and tokens per second at several budgets, beside what the plan predicts.
 
-One model is loaded once; the budget changes between rows. A figure is the median of ``--repeat`` runs, rows interleaved,
-so that a slow spell of the machine hits all of them. ``--vs-stock`` runs llama.cpp without the shard device in turn.
+One model is loaded once; the budget changes between rows. A figure is the median of ``--repeat`` runs, rows
+interleaved, so that a slow spell of the machine hits all of them. ``--vs-stock`` runs llama.cpp without the shard device
+in turn.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ def _document(row: _Row, runtime: Runtime, args: argparse.Namespace) -> dict[str
 
 def _print(rows: list[dict[str, Any]], stock: object) -> None:
     print(
-        f"{'budget':>10} {'TTFT':>9} {'predicted':>10} {'bound':>9} {'decode':>12} {'predicted':>10} {'bound':>8} {'peak':>10}"
+        f"{'budget':>10} {'TTFT':>9} {'predicted':>10} {'bound':>9} "
+        f"{'decode':>12} {'predicted':>10} {'bound':>8} {'peak':>10}"
     )
     for row in rows:
         budget = "-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f} MiB"

@@ -3,9 +3,9 @@
 Stream-only rows must have the very bits that the same device gives with everything resident, also across a change of
 budget in mid-generation. Planned rows may compute on the CPU, whose rounding differs: there the next token and the
 perplexity must agree with stock llama.cpp. The device's own ledger, sampled at every allocation, must stay within the
-budget. The reference is stock llama.cpp on the CPU for the emulated device, and on the GPU itself for a GPU. A planned row
-on a GPU mixes both processors' arithmetic, so it may differ from the GPU's as much as llama.cpp's own CPU does: that is
-measured too, and printed as ``cpu_reference``.
+budget. The reference is stock llama.cpp on the CPU for the emulated device, and on the GPU itself for a GPU. A planned
+row on a GPU mixes both processors' arithmetic, so it may differ from the GPU's as much as llama.cpp's own CPU does:
+that is measured too, and printed as ``cpu_reference``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "verify",
         help="prove that a model's output does not change with the VRAM budget",
-        description="Runs one text through stock llama.cpp and through the shard device at each budget, with a change of "
-        "budget in mid-generation. Exit status 1 if a row fails.",
+        description="Runs one text through stock llama.cpp and through the shard device at each budget, with a change "
+        "of budget in mid-generation. Exit status 1 if a row fails.",
     )
     common.add_model_args(parser)
     parser.add_argument(
