@@ -51,6 +51,10 @@ OOM_SCORE_ADJ = 500  # when memory runs out, the sidecar goes before the game
 Message = dict[str, Any]
 
 
+class BrokerGone(Exception):
+    """The other end of the channel is closed."""
+
+
 class Channel:
     """Frames on the broker's socket. :meth:`send` may be called from any thread, :meth:`messages` from one."""
 
@@ -59,10 +63,13 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """:raises OSError: the broker is gone."""
+        """:raises BrokerGone: nobody will read it."""
         frame = channel.pack(message)
-        with self._lock:
-            self._socket.sendall(frame)
+        try:
+            with self._lock:
+                self._socket.sendall(frame)
+        except OSError as error:
+            raise BrokerGone(str(error)) from None
 
     def messages(self) -> Iterator[Message]:
         """Each message that comes, until the broker closes.
@@ -102,7 +109,7 @@ class Engine:
                 self._turn()
         except FrameshardError as error:
             return self._fatal(error)
-        except OSError:  # the broker is gone
+        except BrokerGone:
             return 0
         except Exception as error:
             logger.exception("a defect of the engine")
@@ -117,7 +124,7 @@ class Engine:
     def _fatal(self, error: FrameshardError) -> int:
         """Nothing is freed: a device that failed may never return from it."""
         logger.error("fatal: %s", error)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BrokerGone):
             self._channel.send({"ev": "fatal", "error": error.to_wire()})
         return EXIT_FATAL
 
@@ -177,7 +184,7 @@ class Engine:
         try:
             for message in self._channel.messages():
                 self._dispatch(message)
-        except OSError as error:
+        except (OSError, BrokerGone) as error:
             logger.info("the broker's channel closed: %s", error)
         except FrameshardError as error:
             logger.error("the broker's channel cannot be read: %s", error)
@@ -276,7 +283,7 @@ class Engine:
                 elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S:
                     self._measure_overhead(self._runtime)
                 continue
-            with contextlib.suppress(OSError):  # the reader sees that too, and ends the process
+            with contextlib.suppress(BrokerGone):  # the reader sees that too, and ends the process
                 self._set_budget(self._runtime, message)
 
     def _measure_overhead(self, runtime: Runtime) -> None:
