@@ -17,7 +17,7 @@ from frameshard.plan.bounds import least_seconds
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile
 from frameshard.plan.model import Model, Shard, Tensor, read_model
-from frameshard.plan.planner import CPU, STREAMED, Mode, Plan, estimate_fixed, lay_out, make_plan
+from frameshard.plan.planner import CPU, STREAMED, Layout, Mode, Plan, estimate_fixed, lay_out, make_plan, vram_unit
 
 F16 = 1
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,7 +71,7 @@ def rates(low: float, high: float) -> st.SearchStrategy[float]:
 
 profiles = st.builds(
     Profile,
-    st.just({"device": "any"}),
+    st.sampled_from([{"device": "emulated"}, {"device": "CUDA0"}]),
     h2d=rates(1e9, 1e11),
     d2h=rates(1e9, 1e11),
     dram=rates(1e10, 5e11),
@@ -84,14 +84,18 @@ profiles = st.builds(
 fixed_sizes = st.integers(0, 1 << 26)
 
 
-def budgets_of(model: Model, fixed: int) -> st.SearchStrategy[int]:
-    layout = lay_out(model)
+def layout_for(model: Model, profile: Profile) -> Layout:
+    return lay_out(model, unit_bytes=vram_unit(str(profile.fingerprint["device"])))
+
+
+def budgets_of(model: Model, profile: Profile, fixed: int) -> st.SearchStrategy[int]:
+    layout = layout_for(model, profile)
     return st.integers(fixed + min(layout.min_ring, layout.total), fixed + layout.total + (1 << 20))
 
 
-def vram(plan: Plan, model: Model) -> int:
+def vram(plan: Plan, model: Model, profile: Profile) -> int:
     """Bytes that the device takes for a plan, slab by slab."""
-    layout = lay_out(model)
+    layout = layout_for(model, profile)
     ring, n_slabs = layout.residency(plan.budget_bytes - plan.fixed_bytes, plan.ring_bytes)
     assert ring == plan.ring_bytes
     return plan.fixed_bytes + ring + sum(layout.slabs[:n_slabs])
@@ -102,9 +106,9 @@ def vram(plan: Plan, model: Model) -> int:
 def test_no_plan_is_above_its_budget(
     data: st.DataObject, model: Model, profile: Profile, fixed: int, mode: Mode
 ) -> None:
-    budget = data.draw(budgets_of(model, fixed))
+    budget = data.draw(budgets_of(model, profile, fixed))
     plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, mode=mode)
-    assert vram(plan, model) <= budget
+    assert vram(plan, model, profile) <= budget
     ladder = make_ladder(model)
     total = sum(shard.n_bytes for shard in ladder)
     for tier in plan.tiers:
@@ -123,8 +127,8 @@ def test_no_plan_is_above_its_budget(
 def test_a_smaller_budget_keeps_a_part_of_what_a_larger_one_keeps(
     data: st.DataObject, model: Model, fixed: int
 ) -> None:
-    budgets = sorted(data.draw(st.lists(budgets_of(model, fixed), min_size=2, max_size=4)))
-    layout = lay_out(model)
+    budgets = sorted(data.draw(st.lists(budgets_of(model, H100, fixed), min_size=2, max_size=4)))
+    layout = layout_for(model, H100)
     plans = [make_plan(model, H100, budget_bytes=budget, fixed_bytes=fixed) for budget in budgets]
     for small, large in itertools.pairwise(plans):
         assert small.resident <= large.resident  # prefixes of one ladder
@@ -138,7 +142,7 @@ def test_a_smaller_budget_keeps_a_part_of_what_a_larger_one_keeps(
 def test_the_floor_is_sharp(model: Model, profile: Profile, fixed: int, mode: Mode) -> None:
     floor = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed, mode=mode).floor_bytes
     plan = make_plan(model, profile, budget_bytes=floor, fixed_bytes=fixed, mode=mode)
-    assert vram(plan, model) <= floor
+    assert vram(plan, model, profile) <= floor
     with pytest.raises(BudgetBelowFloor) as caught:
         make_plan(model, profile, budget_bytes=floor - 1, fixed_bytes=fixed, mode=mode)
     assert caught.value.detail == {"budget_bytes": floor - 1, "floor_bytes": floor}
@@ -151,7 +155,7 @@ def test_full_is_sharp(model: Model, profile: Profile, fixed: int) -> None:
     assert full.ring_bytes == 0
     assert full.resident == len(make_ladder(model))
     assert full.tiers[0].streamed_bytes == full.tiers[0].cpu_bytes == 0
-    assert vram(full, model) == full.full_bytes == full.budget_bytes
+    assert vram(full, model, profile) == full.full_bytes == full.budget_bytes
     if full.full_bytes > full.floor_bytes:
         less = make_plan(model, profile, budget_bytes=full.full_bytes - 1, fixed_bytes=fixed)
         assert less.ring_bytes > 0
@@ -163,7 +167,7 @@ def test_full_is_sharp(model: Model, profile: Profile, fixed: int) -> None:
 def test_no_prediction_beats_its_bound(
     data: st.DataObject, model: Model, profile: Profile, fixed: int, mode: Mode, n_prompt: int
 ) -> None:
-    budget = data.draw(budgets_of(model, fixed))
+    budget = data.draw(budgets_of(model, profile, fixed))
     plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, mode=mode)
     for tier in plan.tiers:
         assert 0 < tier.bound_s <= tier.predicted_s * (1 + 1e-9)
@@ -174,7 +178,7 @@ def test_no_prediction_beats_its_bound(
 @patient
 @given(st.data(), models(), profiles, fixed_sizes)
 def test_the_cpu_is_used_only_where_it_helps(data: st.DataObject, model: Model, profile: Profile, fixed: int) -> None:
-    budget = data.draw(budgets_of(model, fixed))
+    budget = data.draw(budgets_of(model, profile, fixed))
     planned, streamed = (make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, mode=mode) for mode in MODES)
     for ours, theirs in zip(planned.tiers, streamed.tiers, strict=True):
         assert ours.predicted_s <= theirs.predicted_s * (1 + 1e-9)
@@ -267,7 +271,7 @@ def test_figures_of_an_8b_model_beside_an_h100() -> None:
 
 def test_a_plan_is_quick() -> None:
     model = dense(48)
-    layout = lay_out(model)
+    layout = layout_for(model, H100)
     took = []
     for mib in range(2048, 8192, 512):
         start = time.perf_counter()

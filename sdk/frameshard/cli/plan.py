@@ -44,7 +44,12 @@ def run(args: argparse.Namespace) -> int:
     profile = machine.load(args.profile) if args.profile else measure(args, model)
     device = str(profile.fingerprint.get("device", ""))
     fixed = planner.estimate_fixed(
-        model, args.ctx, args.ubatch, args.parallel, overhead_bytes=0 if device == "emulated" else _DRIVER_BYTES
+        model,
+        args.ctx,
+        args.ubatch,
+        args.parallel,
+        overhead_bytes=0 if device == "emulated" else _DRIVER_BYTES,
+        unit_bytes=planner.vram_unit(device),
     )
 
     def plan(budget_bytes: int) -> Plan:

@@ -40,6 +40,7 @@ _TIERS = ((0, 1), (8, 16), (32, 64), (128, 512))
 _MiB = 1 << 20
 _ALIGN = 256  # kAlign of the shard device
 _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
+_DRIVER_UNIT = 2 * _MiB  # as the shard device counts it for real devices
 _SCRATCH = 2 * _MiB  # kScratchBytes
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (("experts", "ffn", "output", "attention"), ("output", "experts", "ffn", "attention"))
@@ -63,6 +64,7 @@ class Layout:
     slabs: tuple[int, ...] = field(repr=False)
     pieces: tuple[tuple[int, int, int], ...] = field(repr=False)  # (shard, slab, bytes)
     min_ring: int
+    unit_bytes: int
     total: int
     scratch: int
 
@@ -71,7 +73,7 @@ class Layout:
         see to."""
         if self.total <= room:
             return 0, len(self.slabs)
-        ring = min(max(wanted_ring, self.min_ring), room)
+        ring = min(max(wanted_ring, self.min_ring), room) // self.unit_bytes * self.unit_bytes
         held = 0
         for n_slabs, size in enumerate(self.slabs):
             held += size
@@ -103,8 +105,12 @@ class Layout:
 
 
 @lru_cache(maxsize=8)
-def lay_out(model: Model, *, piece_bytes: int = 0, step_bytes: int = 0, slab_bytes: int = 0) -> Layout:
-    """The layout that the shard device makes of a model when configured with these sizes; 0 stands for its defaults."""
+def lay_out(
+    model: Model, *, unit_bytes: int = 1, piece_bytes: int = 0, step_bytes: int = 0, slab_bytes: int = 0
+) -> Layout:
+    """The layout that the shard device makes of a model when configured with these sizes; 0 stands for its defaults.
+
+    ``unit_bytes`` is what the driver hands out VRAM in (:func:`vram_unit`)."""
     ladder = make_ladder(model)
     tensors = [(i, tensor) for i, shard in enumerate(ladder) for tensor in shard.tensors]
     total = model.core_bytes + sum(tensor.n_bytes for _, tensor in tensors)
@@ -128,13 +134,15 @@ def lay_out(model: Model, *, piece_bytes: int = 0, step_bytes: int = 0, slab_byt
             slabs[-1] += size
             of_shard[i] += size
             pieces.append((i, len(slabs) - 1, size))
+    slabs = [_rounded(size, unit_bytes) for size in slabs]
     largest_piece = max((size for _, _, size in pieces), default=0)
     return Layout(
         model=model,
         ladder=ladder,
         slabs=tuple(slabs),
         pieces=tuple(pieces),
-        min_ring=max(largest_piece, min(step_bytes, max(of_shard, default=0))),
+        min_ring=_rounded(max(largest_piece, min(step_bytes, max(of_shard, default=0))), unit_bytes),
+        unit_bytes=unit_bytes,
         total=sum(slabs),
         scratch=_SCRATCH if len(pieces) > len(tensors) else 0,
     )
@@ -145,7 +153,16 @@ def _padded(tensor: Tensor, n_bytes: int) -> int:
     _, block, block_bytes = GGML_TYPES[tensor.ggml_type]
     if block > 1:
         n_bytes += -tensor.shape[0] % _ROW // block * block_bytes
-    return -(-n_bytes // _ALIGN) * _ALIGN
+    return _rounded(n_bytes, _ALIGN)
+
+
+def _rounded(n_bytes: int, unit_bytes: int) -> int:
+    return -(-n_bytes // unit_bytes) * unit_bytes
+
+
+def vram_unit(device: str) -> int:
+    """Bytes in which a device's driver hands out VRAM: whatever is allocated takes whole units."""
+    return 1 if device == "emulated" else _DRIVER_UNIT
 
 
 def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, *, bytes_per_value: float = 2.0) -> int:
@@ -185,9 +202,11 @@ def estimate_fixed(
     *,
     bytes_per_value: float = 2.0,
     overhead_bytes: int = 0,
+    unit_bytes: int = 1,
 ) -> int:
     """VRAM that does not depend on placement, for planning without loading: core, scratch, KV cache, compute buffer
-    and ``overhead_bytes`` (driver context). Once a model is loaded, the device's statistics give the exact figure."""
+    and ``overhead_bytes`` (driver context), each in units of ``unit_bytes``. Once a model is loaded, the device's
+    statistics give the exact figure."""
     n_ff = model.integer("feed_forward_length")
     if model.n_expert_used:
         n_ff = max(n_ff, model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd))
@@ -199,7 +218,8 @@ def estimate_fixed(
     logits = 4 * model.n_vocab * n_seq
     core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
     kv = kv_bytes(model, n_ctx, n_seq, bytes_per_value=bytes_per_value)
-    return overhead_bytes + core + lay_out(model).scratch + kv + activations + mask + logits
+    parts = (core, lay_out(model).scratch, kv, activations + mask + logits)
+    return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -311,7 +331,7 @@ def make_plan(
     ``stream_only`` nothing is computed on the CPU. ``layout`` is needed only for a device not configured by default.
     Raises :class:`BudgetBelowFloor`.
     """
-    layout = layout or lay_out(model)
+    layout = layout or lay_out(model, unit_bytes=vram_unit(str(profile.fingerprint.get("device"))))
     floor = fixed_bytes + min(layout.min_ring, layout.total)
     full = fixed_bytes + layout.total
     budget = budget_bytes or full
