@@ -144,7 +144,8 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
     if device == "emulated":
         # An emulated card is no faster than the CPU, so a plan would leave what does not fit to the CPU at no loss.
         # Streaming everything over a narrow link shows the choice that a real card gives.
-        options = {"mode": "stream_only", "link_gbps": args.link_gbps}
+        # One thread: the emulated card's compute shares the cores with its copies and with whatever else runs here.
+        options = {"mode": "stream_only", "link_gbps": args.link_gbps, "n_threads": 1}
     log = subprocess.DEVNULL if isinstance(stage, LiveStage) else None
     async with frameshard.launch(model, device=device, n_ctx=2048, n_parallel=1, log=log, **options) as sidecar:
         info = await sidecar.model_info()
