@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import llama_cpp
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
@@ -22,8 +20,6 @@ PERSONA = [
 ]
 LONG = "The wind blew over the hills and the old road was empty. "
 
-QUIET = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
-
 
 @pytest.fixture(scope="module")
 def cpu(model_path: Path) -> Iterator[EngineProcess]:
@@ -32,43 +28,12 @@ def cpu(model_path: Path) -> Iterator[EngineProcess]:
 
 
 def reference(model_path: Path, question: str, n: int) -> str:
-    """Greedy answer of a loop that shares nothing with the engine but llama.cpp itself."""
-    llama_cpp.llama_log_set(QUIET, None)
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(str(model_path).encode(), model_params)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = 512
-    params.n_threads = params.n_threads_batch = 1
-    context = llama_cpp.llama_init_from_model(model, params)
-    vocab = llama_cpp.llama_model_get_vocab(model)
-    chat = (llama_cpp.llama_chat_message * 2)(
-        (b"system", b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-        (b"user", question.encode()),
+    """Greedy answer of a loop that shares nothing with the engine but llama.cpp itself, in a process of its own."""
+    loop = Path(__file__).parent / "reference_loop.py"
+    done = subprocess.run(
+        [sys.executable, str(loop), str(model_path), question, str(n)], capture_output=True, check=True, timeout=120
     )
-    room = ctypes.create_string_buffer(4096)
-    length = llama_cpp.llama_chat_apply_template(b"chatml", chat, 2, True, room, len(room))
-    tokens = (llama_cpp.llama_token * 512)()
-    count = llama_cpp.llama_tokenize(vocab, room.raw[:length], length, tokens, 512, False, True)
-    sampler = llama_cpp.llama_sampler_init_greedy()
-    batch = llama_cpp.llama_batch_get_one(tokens, count)
-    answer = b""
-    try:
-        for _ in range(n):
-            assert llama_cpp.llama_decode(context, batch) == 0
-            token = llama_cpp.llama_sampler_sample(sampler, context, -1)
-            if llama_cpp.llama_vocab_is_eog(vocab, token):
-                break
-            piece = ctypes.create_string_buffer(64)
-            length = llama_cpp.llama_token_to_piece(vocab, token, piece, 64, 0, False)
-            answer += piece.raw[:length]
-            one = (llama_cpp.llama_token * 1)(token)
-            batch = llama_cpp.llama_batch_get_one(one, 1)
-        return answer.decode()
-    finally:
-        llama_cpp.llama_sampler_free(sampler)
-        llama_cpp.llama_free(context)
-        llama_cpp.llama_model_free(model)
+    return done.stdout.decode()
 
 
 def last(events: list[Event]) -> Event:
