@@ -559,11 +559,22 @@ bool Compiler::lower(std::string &why) {
         }
         seg.shadow1 = p.shadow->n_nodes;
     }
-    // Use counts over the whole program: an inner device then never fuses away what a later segment reads.
+    // Use counts over the whole program, CPU segments included: an inner device then never fuses away what a later segment
+    // reads.
     for (int i = 0; i < p.shadow->n_nodes; i++) {
         for (int j = 0; j < GGML_MAX_SRC; j++) {
             if (ggml_tensor *src = p.shadow->nodes[i]->src[j]) {
                 p.shadow->use_counts[ggml_hash_find_or_insert(&p.shadow->visited_hash_set, src)]++;
+            }
+        }
+    }
+    for (const Segment &seg : p.segments) {
+        for (int i = seg.node0; i < seg.node1 && seg.cpu; i++) {
+            for (int j = 0; j < GGML_MAX_SRC; j++) {
+                auto made = shadows.find(g->nodes[i]->src[j]);
+                if (made != shadows.end()) {
+                    p.shadow->use_counts[ggml_hash_find_or_insert(&p.shadow->visited_hash_set, made->second)]++;
+                }
             }
         }
     }
