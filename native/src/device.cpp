@@ -45,6 +45,9 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Buffer *c = ctx(b);
     d.synchronize();
     d.programs.clear(); // their shadows may point into it
+    if (c->weights) {
+        d.reset_ring(); // copies for the next graph may still be reading the file
+    }
     if (c->inner) {
         InnerBuffer inner(c->inner);
         d.release(Use::buffers, inner);
@@ -53,7 +56,6 @@ static void buffer_free(ggml_backend_buffer_t b) {
         auto unregister = (void (*)(void *))ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(d.inner),
                                                                               "ggml_backend_unregister_host_buffer");
         if (unregister) {
-            ggml_backend_synchronize(d.copy);
             unregister(c->base);
         }
     }
