@@ -129,7 +129,7 @@ fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uin
         map[tensors[i].tensor] = tensors[i].shard;
     }
     d.shard_of = std::move(map);
-    d.n_shards = n_shards;
+    d.n_named_shards = n_shards;
     return FSD_OK;
 }
 

@@ -109,8 +109,9 @@ struct Device {
     std::vector<Weight> weights;
     std::unordered_map<const void *, int> weight_at; // host address -> index
     std::map<std::string, uint32_t> shard_of;
-    uint32_t n_shards = 0;
-    std::vector<Piece> pieces; // ladder order
+    uint32_t n_named_shards = 0; // of fsd_set_shards
+    uint32_t n_shards = 0;       // with the one for what it left out
+    std::vector<Piece> pieces;   // ladder order
     std::vector<size_t> slab_sizes;
     std::vector<size_t> shard_bytes;
     std::vector<int> shard_last_slab; // a shard is resident when all slabs up to this one are

@@ -294,9 +294,11 @@ fsd_status Device::commit(std::string &why) {
         why = "the model was loaded without memory mapping: load it with LLAMA_LOAD_MODE_MMAP on this device";
         return FSD_BAD_STATE;
     }
-    if (n_shards == 0) {
-        n_shards = 1;
-    }
+    // An attempt that was refused is made again with another budget: nothing of it may count twice.
+    n_shards = std::max(1u, n_named_shards);
+    pieces.clear();
+    release(Use::core, core);
+    release(Use::scratch, scratch);
     size_t total = 0;
     size_t largest_layer_tensor = 0;
     bool has_tail = false;
