@@ -788,10 +788,6 @@ ggml_status Device::run(ggml_cgraph *graph) {
         apply_budget();
     }
     finish_fills();
-    if (!ensure_ring()) {
-        GGML_LOG_ERROR("frameshard: the device refused memory for the ring\n");
-        return GGML_STATUS_ALLOC_FAILED;
-    }
     {
         std::lock_guard<std::mutex> lock(state_mutex);
         counters.graphs++;
@@ -805,6 +801,10 @@ ggml_status Device::run(ggml_cgraph *graph) {
     uint64_t compiled_for = 0;
     while (node < graph->n_nodes) {
         if (!p || compiled_for != residency_generation) {
+            if (!ensure_ring()) {
+                GGML_LOG_ERROR("frameshard: the device refused memory for the ring\n");
+                return GGML_STATUS_ALLOC_FAILED;
+            }
             p = runner.program(node, piece, tier, why);
             if (!p) {
                 GGML_LOG_ERROR("frameshard: %s\n", why.c_str());

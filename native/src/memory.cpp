@@ -139,7 +139,18 @@ bool Device::ensure_ring() {
         return true;
     }
     const uint64_t limit = budget.load(), held = used();
-    return resize_ring(std::min(std::max<uint64_t>(min_ring, limit > held ? limit - held : 0), (uint64_t)wanted_ring));
+    const uint64_t room = std::max<uint64_t>(min_ring, limit > held ? limit - held : 0);
+    if (resize_ring(std::min(room, (uint64_t)wanted_ring))) {
+        return true;
+    }
+    // The device has less than the budget allows: another program holds the rest. Slabs give way to the smallest ring.
+    while (!resize_ring(min_ring)) {
+        if (slabs.empty()) {
+            return false;
+        }
+        pop_slab();
+    }
+    return true;
 }
 
 bool Device::materialise(Buffer *b) {
