@@ -68,7 +68,8 @@ fsd_status fsd_configure(const fsd_config *config) {
                                      FSD_BUILD_GGML_COMMIT + "), running " + ggml_version() + " (" + ggml_commit() +
                                      ")");
     }
-    if (strcmp(config->inner_device, "emulated") == 0) {
+    d.emulated = strcmp(config->inner_device, "emulated") == 0;
+    if (d.emulated) {
         fs_emulated_config emulated;
         emulated.link_gbps = config->emulated_link_gbps;
         emulated.n_threads = config->n_threads;
@@ -79,7 +80,6 @@ fsd_status fsd_configure(const fsd_config *config) {
             return fail(FSD_BAD_ARGUMENT, "FRAMESHARD_FAULTS is not of the form alloc=7,compute_fail=12");
         }
         d.inner = fs_emulated_device(emulated);
-        d.emulated = true;
     } else {
         d.inner = ggml_backend_dev_by_name(config->inner_device);
         if (d.inner && (d.inner == plugin_device() || ggml_backend_dev_type(d.inner) == GGML_BACKEND_DEVICE_TYPE_CPU)) {
@@ -300,8 +300,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     }
     stats->budget_bytes = d.budget.load();
     stats->floor_bytes = d.floor.load();
-    stats->full_bytes = d.floor.load() - std::min(d.min_ring, d.slabs_total) + d.slabs_total;
-    if (d.emulated) {
+    stats->full_bytes = d.full.load();
+    if (d.configured.load() && d.emulated) {
         stats->copy_busy_s = fs_emulated_get_stats(d.inner).h2d_busy_s;
     }
     return FSD_OK;

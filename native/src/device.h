@@ -140,7 +140,7 @@ struct Device {
     std::atomic<uint64_t> requested_budget{0}; // asked for; applied at a step boundary
     std::atomic<uint64_t> requested_generation{0}, applied_generation{0};
     std::atomic<uint64_t> overhead{0};
-    std::atomic<uint64_t> floor{0};
+    std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
     std::atomic<double> duty{1.0};
     std::mutex state_mutex;

@@ -170,6 +170,7 @@ bool Device::materialise(Buffer *b) {
 void Device::update_floor() {
     // A model smaller than one step is simply resident.
     floor.store(fixed() + std::min(min_ring, slabs_total));
+    full.store(fixed() + slabs_total);
 }
 
 // A new budget takes effect: slabs go at once, growth is filled in later by fill().
@@ -414,6 +415,7 @@ fsd_status Device::commit(std::string &why) {
         need += b->weights ? 0 : granular(b->size);
     }
     floor.store(need);
+    full.store(need - std::min(min_ring, slabs_total) + slabs_total);
     if (need > budget.load()) {
         why = "a VRAM budget of " + std::to_string(budget.load() >> 20) +
               " MiB is below the floor: this model and context need at least " +
