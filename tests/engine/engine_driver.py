@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -19,13 +20,14 @@ Event = dict[str, Any]
 
 
 class EngineProcess:
-    """One child. Every wait has a deadline, after which the test fails."""
+    """One child. Every wait has a deadline, after which the test fails. ``faults`` is the emulated device's script."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: str = "") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "frameshard.engine.process", "--fd", str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            environment = {**os.environ, "FRAMESHARD_FAULTS": faults}
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         self.socket = ours
         self._reader = channel.Reader()
         self._events: list[Event] = []

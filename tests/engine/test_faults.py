@@ -1,0 +1,77 @@
+"""A device that refuses memory, fails or hangs: the broker learns of it, and the process ends or goes on as it was."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from engine_driver import EngineProcess, text, user
+
+CASTLE = user("Who lives in the old castle?")
+FIELDS: dict[str, object] = {
+    "device": "emulated",
+    "mode": "stream_only",
+    "n_ctx": 512,
+    "n_parallel": 1,
+    "n_threads": 1,
+    "vram_budget": 100 << 20,
+}
+
+
+def test_each_refused_allocation_of_loading(model_path: Path) -> None:
+    outcomes = []
+    answers = set()
+    for k in range(1, 13):
+        child = EngineProcess(faults=f"alloc={k}")
+        try:
+            event = child.load(model_path, **FIELDS)
+            if event["ev"] == "fatal":
+                assert event["error"]["name"] == "out_of_memory"
+                assert event["error"]["retriable"] is True
+                assert child.process.wait(30) == 3
+            else:  # a slab of the arena: it goes without
+                answers.add(text(child.run(CASTLE)))
+                assert child.stats()["peak_bytes"] <= 100 << 20
+            outcomes.append(event["ev"])
+        finally:
+            child.close()
+    assert set(outcomes) == {"fatal", "ready"}
+    assert len(answers) == 1
+
+
+def test_a_failed_compute_ends_the_engine(model_path: Path) -> None:
+    child = EngineProcess(faults="compute_fail=200")
+    try:
+        assert child.load(model_path, **FIELDS)["ev"] == "ready"
+        job = child.submit(CASTLE, params={"max_tokens": 200})
+        child.wait_for("token", job=job)
+        assert child.wait_for("fatal", "done", "failed")["ev"] == "fatal"
+        assert child.process.wait(5) == 3
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_hung_device_shows_and_does_not_keep_the_process(model_path: Path, stop: bool) -> None:
+    child = EngineProcess(faults="compute_stuck=200,stuck_ms=600000")
+    try:
+        assert child.load(model_path, **FIELDS)["ev"] == "ready"
+        job = child.submit(CASTLE, params={"max_tokens": 200})
+        child.wait_for("token", job=job)
+        silent = False
+        deadline = time.monotonic() + 60
+        while not silent:
+            assert time.monotonic() < deadline
+            child.send(op="ping", seq=1)
+            try:
+                child.wait_for("pong", seconds=4)
+            except TimeoutError:
+                silent = True
+        assert child.stats()["jobs_running"] == 1  # what needs no device is still answered
+        if stop:
+            child.send(op="stop")
+        child.socket.close()
+        child.process.wait(5)
+    finally:
+        child.close()
