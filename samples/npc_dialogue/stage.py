@@ -79,7 +79,7 @@ class PlainStage:
         pass  # its figures come with the game's lines
 
     def ask_player(self) -> str:
-        return prompt("\nYou: ")
+        return prompt("\nYou (an empty line leaves): ")
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -131,7 +131,7 @@ class LiveStage:
         self._live.stop()
         try:
             self._console.print(self.page())
-            return prompt("You  ")
+            return prompt("You (an empty line leaves)  ")
         finally:
             self._live.start()
 
