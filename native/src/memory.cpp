@@ -157,6 +157,9 @@ bool Device::materialise(Buffer *b) {
     if (b->inner || b->weights || b->size == 0) {
         return true;
     }
+    if (committed && floor.load() + granular(b->size) > budget.load()) {
+        return false; // the ring's smallest size stays free, even while everything is resident and there is no ring
+    }
     InnerBuffer inner_buffer = allocate(Use::buffers, b->size);
     if (!inner_buffer) {
         return false;
@@ -335,7 +338,7 @@ fsd_status Device::commit(std::string &why) {
         step_bytes = std::min<size_t>(std::max<size_t>(2 * MiB, total / 64), 32 * MiB);
     }
     if (slab_bytes == 0) {
-        slab_bytes = std::min<size_t>(std::max<size_t>(1 * MiB, total / 64), 64 * MiB);
+        slab_bytes = std::min<size_t>(std::max<size_t>({1 * MiB, 4 * granular(1), total / 64}), 64 * MiB);
     }
 
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(inner);

@@ -1,8 +1,8 @@
 """``frameshard bench``: time to first token and tokens per second at several budgets, beside what the plan predicts.
 
 One model is loaded once; the budget changes between rows. A figure is the median of ``--repeat`` runs, rows
-interleaved, so that a slow spell of the machine hits all of them. ``--vs-stock`` runs llama.cpp without the shard device
-in turn.
+interleaved, so that a slow spell of the machine hits all of them. ``--vs-stock`` runs llama.cpp without the shard
+device in turn.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def lay_out(
     layer_tensors = (tensor.n_bytes for _, tensor in tensors if tensor.name.startswith("blk."))
     piece_bytes = piece_bytes or max(4 * _MiB, max(layer_tensors, default=0))
     step_bytes = step_bytes or min(max(2 * _MiB, total // 64), 32 * _MiB)
-    slab_bytes = slab_bytes or min(max(_MiB, total // 64), 64 * _MiB)
+    slab_bytes = slab_bytes or min(max(_MiB, 4 * unit_bytes, total // 64), 64 * _MiB)
 
     slabs: list[int] = []
     pieces: list[tuple[int, int, int]] = []

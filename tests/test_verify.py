@@ -1,0 +1,106 @@
+"""``frameshard verify`` on the emulated device: the project's strongest claim, on every kind of model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+
+QUANTISED = {"qwen3moe"}  # llama.cpp's own CPU path repacks Q4_0, so its rounding differs from any device's
+
+
+def verify(model: Path, budgets: str, *extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "frameshard", "verify", "--model", str(model), "--device", "emulated"),
+            *("--threads", "2", "--vram-budget", budgets, "--json", *extra),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def rows_of(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert result.stdout, result.stderr
+    rows: list[dict[str, Any]] = json.loads(result.stdout)["rows"]
+    return rows
+
+
+def check(rows: list[dict[str, Any]], *, agrees_with_stock: bool = True) -> None:
+    for row in rows:
+        assert row["within_budget"], row
+        if row["mode"] == "stream_only":
+            assert row["max_abs_logit_diff"] == 0.0, row
+            assert row["peak_vram_mb"] <= row["budget_mb"], row
+        if agrees_with_stock:
+            assert row["top1_agreement"] >= 0.97, row
+            assert row["perplexity"] == pytest.approx(row["perplexity_ref"], rel=0.01), row
+            assert row["ok"], row
+
+
+def test_smollm2_at_five_budgets(model_path: Path) -> None:
+    result = verify(model_path, "floor,40,60,80,full")
+    rows = rows_of(result)
+    assert result.returncode == 0, result.stderr
+    assert [row["mode"] for row in rows] == ["stream_only", "planned"] * 5
+    check(rows)
+
+
+def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(model_path: Path) -> None:
+    result = verify(model_path, "floor,60", "--link-gbps", "0.5", "--generate", "32")
+    check(rows_of(result))
+    assert result.returncode == 0, result.stderr
+
+
+def test_mixture_of_experts_at_five_budgets(moe_path: Path) -> None:
+    result = verify(moe_path, "floor,100,200,300,full", "--prompt", "64", "--generate", "32")
+    rows = rows_of(result)
+    assert result.returncode == 0, result.stderr
+    assert len(rows) == 10
+    check(rows)
+
+
+@pytest.mark.parametrize("name", tiny_models.ARCHS)
+def test_every_kind_of_architecture(tiny_model: Callable[[str], Path], name: str) -> None:
+    rows = rows_of(verify(tiny_model(name), "floor,full"))
+    assert len(rows) == 4
+    check(rows, agrees_with_stock=name not in QUANTISED)
+
+
+def test_a_budget_below_the_floor_names_the_floor(model_path: Path) -> None:
+    result = verify(model_path, "1")
+    assert result.returncode == 2
+    error = json.loads(result.stdout)["error"]
+    assert error["name"] == "budget_below_floor"
+    floor = -(-error["detail"]["floor_bytes"] // 2**20)
+    assert f"{floor} MiB" in error["message"]
+
+
+def test_the_cpu_is_no_shard_device(model_path: Path) -> None:
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "frameshard",
+            "verify",
+            "--model",
+            str(model_path),
+            "--device",
+            "cpu",
+            "--vram-budget",
+            "9",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert "--device emulated" in result.stderr
