@@ -27,13 +27,13 @@ extern "C" {
 
 typedef enum {
     FSD_OK = 0,
-    FSD_BAD_ARGUMENT = 1,   /* a value is out of range or a pointer is missing */
-    FSD_BAD_STATE = 2,      /* called out of order */
-    FSD_NO_DEVICE = 3,      /* no ggml device of that name; the message lists those there are */
-    FSD_VERSION = 4,        /* the running ggml is not the one this library was built against */
-    FSD_BELOW_FLOOR = 5,    /* the budget is below what the model needs; fsd_get_stats gives floor_bytes */
-    FSD_OUT_OF_MEMORY = 6,  /* the inner device refused an allocation that fits the budget */
-    FSD_TIMEOUT = 7         /* the time given ran out; the request stays in force */
+    FSD_BAD_ARGUMENT = 1,  /* a value is out of range or a pointer is missing */
+    FSD_BAD_STATE = 2,     /* called out of order */
+    FSD_NO_DEVICE = 3,     /* no ggml device of that name; the message lists those there are */
+    FSD_VERSION = 4,       /* the running ggml is not the one this library was built against */
+    FSD_BELOW_FLOOR = 5,   /* the budget is below what the model needs; fsd_get_stats gives floor_bytes */
+    FSD_OUT_OF_MEMORY = 6, /* the inner device refused an allocation that fits the budget */
+    FSD_TIMEOUT = 7        /* the time given ran out; the request stays in force */
 } fsd_status;
 
 typedef enum { FSD_STREAMED = 1, FSD_CPU = 2 } fsd_placement; /* of a shard that is not resident */
@@ -42,16 +42,16 @@ typedef enum { FSD_STREAMED = 1, FSD_CPU = 2 } fsd_placement; /* of a shard that
 #define FSD_MAX_TIERS 8
 
 typedef struct {
-    uint32_t struct_size;       /* sizeof(fsd_config) */
-    const char *inner_device;   /* "emulated", or a registered ggml device such as "CUDA0" */
-    uint64_t budget_bytes;      /* hard limit on everything in VRAM; 0: no limit (the inner device's memory) */
-    uint32_t n_threads;         /* for CPU shards and the emulated device's compute */
-    uint64_t piece_bytes;       /* a 2-D matrix larger than this is always computed in row pieces of this size; fixed for the
+    uint32_t struct_size;     /* sizeof(fsd_config) */
+    const char *inner_device; /* "emulated", or a registered ggml device such as "CUDA0" */
+    uint64_t budget_bytes;    /* hard limit on everything in VRAM; 0: no limit (the inner device's memory) */
+    uint32_t n_threads;       /* for CPU shards and the emulated device's compute */
+    uint64_t piece_bytes; /* a 2-D matrix larger than this is always computed in row pieces of this size; fixed for the
                                    life of the device because it decides which kernels see which shapes */
-    uint64_t step_bytes;        /* streamed weights are gathered into steps of about this size; fixed likewise */
-    uint64_t slab_bytes;        /* arena slab; also fixed */
-    uint64_t chunk_bytes;       /* copies are cut into chunks of this size */
-    double emulated_link_gbps;  /* emulated device only: copy bandwidth in 1e9 bytes/s, 0: unlimited */
+    uint64_t step_bytes;  /* streamed weights are gathered into steps of about this size; fixed likewise */
+    uint64_t slab_bytes;  /* arena slab; also fixed */
+    uint64_t chunk_bytes; /* copies are cut into chunks of this size */
+    double emulated_link_gbps;    /* emulated device only: copy bandwidth in 1e9 bytes/s, 0: unlimited */
     uint64_t emulated_vram_bytes; /* emulated device only: size of the card, 0: 8 GiB */
 } fsd_config;
 
@@ -68,24 +68,24 @@ typedef struct {
 typedef struct {
     uint32_t struct_size;
     /* VRAM ledger, bytes */
-    uint64_t budget_bytes;     /* in force */
-    uint64_t used_bytes;       /* everything counted: overhead + kv_and_compute + arena + ring + scratch */
-    uint64_t peak_bytes;       /* highest used_bytes since the last fsd_reset_peak, taken at every allocation */
-    uint64_t overhead_bytes;   /* driver context and library workspaces, from fsd_set_overhead */
-    uint64_t buffers_bytes;    /* KV and compute buffers that llama.cpp asked for */
-    uint64_t core_bytes;       /* norms, biases and other small weights, always resident */
-    uint64_t arena_bytes;      /* slabs held */
+    uint64_t budget_bytes;   /* in force */
+    uint64_t used_bytes;     /* everything counted: overhead + kv_and_compute + arena + ring + scratch */
+    uint64_t peak_bytes;     /* highest used_bytes since the last fsd_reset_peak, taken at every allocation */
+    uint64_t overhead_bytes; /* driver context and library workspaces, from fsd_set_overhead */
+    uint64_t buffers_bytes;  /* KV and compute buffers that llama.cpp asked for */
+    uint64_t core_bytes;     /* norms, biases and other small weights, always resident */
+    uint64_t arena_bytes;    /* slabs held */
     uint64_t ring_bytes;
     uint64_t scratch_bytes;
-    uint64_t floor_bytes;      /* no budget below this can be met (valid after fsd_commit) */
-    uint64_t full_bytes;       /* with this budget everything is resident */
+    uint64_t floor_bytes; /* no budget below this can be met (valid after fsd_commit) */
+    uint64_t full_bytes;  /* with this budget everything is resident */
     /* placement of weights right now, bytes and shards; a shard is resident when all of it is */
     uint64_t resident_bytes, streamed_bytes, cpu_bytes;
     uint32_t resident_shards, streamed_shards, cpu_shards;
     /* counters since load */
     uint64_t graphs, steps, copies, copied_bytes, cpu_segments, evicted_slabs, filled_slabs, recompiles;
-    uint64_t budget_generation; /* counts budgets applied */
-    double copy_busy_s;         /* time the copy stream had work (emulated device: exact; others: 0) */
+    uint64_t budget_generation;   /* counts budgets applied */
+    double copy_busy_s;           /* time the copy stream had work (emulated device: exact; others: 0) */
     uint32_t host_weights_pinned; /* 1 when the model mapping is registered with the driver */
 } fsd_stats;
 
