@@ -171,6 +171,7 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     }
     if (d.committed) {
         d.update_floor();
+        d.update_placements(); // slabs may have made room
     }
     d.buffers.push_back(c.get());
     return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
