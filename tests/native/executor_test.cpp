@@ -1,0 +1,884 @@
+// The shard device through ggml's public API, as llama.cpp drives it, against ggml-cpu bit for bit.
+//
+// There is one shard device per process, so each scenario runs in a child process of its own. The parent never touches ggml:
+// a child forked from a process with threads would inherit locks that nobody releases.
+#include "check.h"
+#include "device.h"
+
+#include "ggml-alloc.h"
+#include "ggml-impl.h"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+
+namespace {
+
+// What a child says beside 0 (passed) and 1 (CHECK failed).
+constexpr int kFaultNotReached = 3;
+
+int run_apart(const std::function<int()> &scenario) {
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        std::exit(scenario());
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    if (WIFSIGNALED(status)) {
+        std::fprintf(stderr, "ended by signal %d\n", WTERMSIG(status));
+    }
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+#define SCENARIO(name)                                                                                                 \
+    static void scenario_##name();                                                                                     \
+    TEST(name) {                                                                                                       \
+        CHECK(run_apart([] {                                                                                           \
+                  scenario_##name();                                                                                   \
+                  return 0;                                                                                            \
+              }) == 0);                                                                                                \
+    }                                                                                                                  \
+    static void scenario_##name()
+
+// ---------------------------------------------------------------------------------------------------------------- model
+
+constexpr int64_t kEmbd = 384; // no multiple of 512, so quantised rows need padding
+constexpr int64_t kFfn = 640, kVocab = 3008;
+constexpr int kLayers = 4;
+// Pieces of 752 rows of the head and of 400 rows of blk.1.ffn_up. Multiples of 16: ggml-cpu has other kernels for odd numbers
+// of rows, and the result would not be that of the whole matrix.
+constexpr size_t kPieceBytes = 300 * 1024;
+constexpr int kThreads = 1; // the scenarios have threads of their own, and ggml's spin when cores are short
+
+// A model file as llama.cpp maps it. It ends where readable memory ends, as a file's last page may.
+class HostFile {
+  public:
+    explicit HostFile(size_t bytes) {
+        const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+        mapped = (bytes + page - 1) / page * page + page;
+        map = (char *)mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(map != MAP_FAILED);
+        CHECK(mprotect(map + mapped - page, page, PROT_NONE) == 0);
+        data = map + (mapped - page - bytes) / 32 * 32;
+        size = bytes;
+    }
+    ~HostFile() { unmap(); }
+    HostFile(const HostFile &) = delete;
+    HostFile &operator=(const HostFile &) = delete;
+
+    void unmap() {
+        if (map) {
+            munmap(map, mapped);
+        }
+        map = nullptr;
+    }
+
+    char *data = nullptr;
+    size_t size = 0;
+
+  private:
+    char *map = nullptr;
+    size_t mapped = 0;
+};
+
+struct Layer {
+    ggml_tensor *attn_norm, *q, *k, *v, *o, *ffn_norm, *gate, *up, *down;
+};
+
+// The weights' tensors, not yet anywhere.
+struct Weights {
+    Weights() : ctx(ggml_init({ggml_tensor_overhead() * 128, nullptr, true})) {
+        auto add = [&](const std::string &name, ggml_type type, int64_t cols, int64_t rows) {
+            ggml_tensor *t =
+                rows == 1 ? ggml_new_tensor_1d(ctx, type, cols) : ggml_new_tensor_2d(ctx, type, cols, rows);
+            ggml_set_name(t, name.c_str());
+            all.push_back(t);
+            return t;
+        };
+        for (int i = 0; i < kLayers; i++) {
+            const std::string blk = "blk." + std::to_string(i) + ".";
+            Layer l;
+            l.attn_norm = add(blk + "attn_norm.weight", GGML_TYPE_F32, kEmbd, 1);
+            l.q = add(blk + "attn_q.weight", GGML_TYPE_Q4_1, kEmbd, kEmbd);
+            l.k = add(blk + "attn_k.weight", GGML_TYPE_Q8_0, kEmbd, kEmbd);
+            l.v = add(blk + "attn_v.weight", GGML_TYPE_Q4_1, kEmbd, kEmbd);
+            l.o = add(blk + "attn_output.weight", GGML_TYPE_Q8_0, kEmbd, kEmbd);
+            l.ffn_norm = add(blk + "ffn_norm.weight", GGML_TYPE_F32, kEmbd, 1);
+            l.gate = add(blk + "ffn_gate.weight", GGML_TYPE_Q8_0, kEmbd, kFfn);
+            // One layer's is larger than a piece, in two unequal pieces.
+            l.up = add(blk + "ffn_up.weight", i == 1 ? GGML_TYPE_F16 : GGML_TYPE_Q4_1, kEmbd, kFfn);
+            l.down = add(blk + "ffn_down.weight", GGML_TYPE_Q4_1, kFfn, kEmbd);
+            layers.push_back(l);
+        }
+        output_norm = add("output_norm.weight", GGML_TYPE_F32, kEmbd, 1);
+        head = add("token_embd.weight", GGML_TYPE_Q8_0, kEmbd, kVocab); // tied: embedding and output head
+        for (ggml_tensor *t : all) {
+            offsets.push_back(bytes);
+            bytes += (ggml_nbytes(t) + 31) / 32 * 32;
+        }
+    }
+    ~Weights() { ggml_free(ctx); }
+    Weights(const Weights &) = delete;
+    Weights &operator=(const Weights &) = delete;
+
+    void write(char *file) const {
+        std::mt19937 random(7);
+        for (size_t i = 0; i < all.size(); i++) {
+            const ggml_tensor *t = all[i];
+            std::vector<float> values(ggml_nelements(t));
+            const float scale = ggml_n_dims(t) == 1 ? 1.0f : 4.0f / std::sqrt((float)t->ne[0]);
+            for (float &v : values) {
+                v = ((float)random() / 4294967296.0f - 0.5f) * scale + (ggml_n_dims(t) == 1 ? 1.0f : 0.0f);
+            }
+            ggml_quantize_chunk(t->type, values.data(), file + offsets[i], 0, t->ne[1], t->ne[0], nullptr);
+        }
+    }
+
+    void place(ggml_backend_buffer_t buffer, char *file) {
+        for (size_t i = 0; i < all.size(); i++) {
+            CHECK(ggml_backend_tensor_alloc(buffer, all[i], file + offsets[i]) == GGML_STATUS_SUCCESS);
+        }
+    }
+
+    ggml_context *ctx;
+    std::vector<ggml_tensor *> all;
+    std::vector<size_t> offsets;
+    size_t bytes = 0;
+    std::vector<Layer> layers;
+    ggml_tensor *output_norm, *head;
+};
+
+// One decode: n tokens whose keys and values go to the cache from `pos` on.
+struct Batch {
+    int n, pos;
+};
+
+// A model and its caches on one backend.
+class Net {
+  public:
+    Net(ggml_backend_t backend, char *file, int n_ctx) : backend(backend), n_ctx(n_ctx) {
+        ggml_backend_dev_t dev = ggml_backend_get_device(backend);
+        weights_buffer = ggml_backend_dev_buffer_from_host_ptr(dev, file, weights.bytes, weights.bytes);
+        CHECK(weights_buffer != nullptr);
+        ggml_backend_buffer_set_usage(weights_buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        weights.place(weights_buffer, file);
+        ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(dev);
+        kv_ctx = ggml_init({ggml_tensor_overhead() * 2 * kLayers, nullptr, true});
+        for (int i = 0; i < kLayers; i++) {
+            k_cache[i] = ggml_new_tensor_2d(kv_ctx, GGML_TYPE_F16, kEmbd, n_ctx);
+            v_cache[i] = ggml_new_tensor_2d(kv_ctx, GGML_TYPE_F16, n_ctx, kEmbd);
+        }
+        kv_buffer = ggml_backend_alloc_ctx_tensors_from_buft(kv_ctx, buft);
+        CHECK(kv_buffer != nullptr);
+        ggml_backend_buffer_clear(kv_buffer, 0);
+        allocator = ggml_gallocr_new(buft);
+    }
+    ~Net() {
+        free_graph();
+        ggml_gallocr_free(allocator);
+        ggml_backend_buffer_free(kv_buffer);
+        ggml_free(kv_ctx);
+        ggml_backend_buffer_free(weights_buffer);
+    }
+    Net(const Net &) = delete;
+    Net &operator=(const Net &) = delete;
+
+    // As llama.cpp does before it decodes: the compute buffer is as large as it will ever be.
+    void reserve(int n) {
+        build({n, 0});
+        CHECK(ggml_gallocr_reserve(allocator, graph));
+    }
+
+    void forget() { ggml_backend_buffer_clear(kv_buffer, 0); }
+
+    void prepare(Batch b) {
+        build(b);
+        CHECK(ggml_gallocr_alloc_graph(allocator, graph));
+    }
+
+    // The prepared graph; again gives the same again, since it writes the same rows of the caches.
+    ggml_status compute(std::vector<float> &result) {
+        std::vector<int32_t> ids(batch.n);
+        std::vector<int64_t> at(batch.n);
+        for (int i = 0; i < batch.n; i++) {
+            ids[i] = (batch.pos + i) * 7919 % kVocab;
+            at[i] = batch.pos + i;
+        }
+        ggml_backend_tensor_set(tokens, ids.data(), 0, ggml_nbytes(tokens));
+        ggml_backend_tensor_set(rows, at.data(), 0, ggml_nbytes(rows));
+        const ggml_status status = ggml_backend_graph_compute(backend, graph);
+        if (status == GGML_STATUS_SUCCESS) {
+            result.resize(ggml_nelements(logits));
+            ggml_backend_tensor_get(logits, result.data(), 0, ggml_nbytes(logits));
+        }
+        return status;
+    }
+
+    ggml_status decode(Batch b, std::vector<float> &result) {
+        prepare(b);
+        return compute(result);
+    }
+
+    // 0: as ggml makes it, a graph unknown at every call
+    void set_uid(uint64_t uid) { graph->uid = uid; }
+
+    Weights weights;
+
+  private:
+    void free_graph() {
+        if (graph_ctx) {
+            ggml_free(graph_ctx);
+        }
+        graph_ctx = nullptr;
+    }
+
+    void build(Batch b) {
+        free_graph();
+        batch = b;
+        graph_ctx = ggml_init({ggml_tensor_overhead() * 1024 + ggml_graph_overhead_custom(1024, false), nullptr, true});
+        ggml_context *c = graph_ctx;
+        graph = ggml_new_graph_custom(c, 1024, false);
+        tokens = ggml_new_tensor_1d(c, GGML_TYPE_I32, b.n);
+        rows = ggml_new_tensor_1d(c, GGML_TYPE_I64, b.n);
+        ggml_set_input(tokens);
+        ggml_set_input(rows);
+        ggml_tensor *x = ggml_get_rows(c, weights.head, tokens);
+        for (int i = 0; i < kLayers; i++) {
+            const Layer &l = weights.layers[i];
+            ggml_tensor *a = ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), l.attn_norm);
+            ggml_tensor *q = ggml_mul_mat(c, l.q, a);
+            ggml_build_forward_expand(graph, q);
+            // This norm is read beside its scaled form, inside one step: it must not be fused away, wherever its readers run.
+            ggml_tensor *norm = ggml_rms_norm(c, x, 1e-4f), *scaled = ggml_mul(c, norm, l.attn_norm);
+            ggml_build_forward_expand(graph, scaled);
+            ggml_tensor *k = ggml_mul_mat(c, l.k, norm), *v = ggml_mul_mat(c, l.v, scaled);
+            ggml_build_forward_expand(graph, ggml_set_rows(c, k_cache[i], k, rows));
+            // Values lie transposed: the write is strided.
+            ggml_tensor *v_at =
+                ggml_view_2d(c, v_cache[i], b.n, kEmbd, v_cache[i]->nb[1], b.pos * ggml_element_size(v_cache[i]));
+            ggml_build_forward_expand(graph, ggml_cpy(c, ggml_transpose(c, v), v_at));
+            ggml_tensor *scores = ggml_mul_mat(c, k_cache[i], q);
+            scores = ggml_soft_max(c, ggml_scale(c, scores, 0.05f));
+            x = ggml_add(c, x, ggml_mul_mat(c, l.o, ggml_mul_mat(c, v_cache[i], scores)));
+            a = ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), l.ffn_norm);
+            ggml_tensor *gate = ggml_mul_mat(c, l.gate, a);
+            ggml_tensor *ffn = ggml_swiglu_split(c, gate, ggml_mul_mat(c, l.up, a));
+            x = ggml_add(c, x, ggml_mul_mat(c, l.down, ffn));
+        }
+        x = ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), weights.output_norm);
+        logits = ggml_mul_mat(c, weights.head, x);
+        ggml_set_output(logits);
+        ggml_build_forward_expand(graph, logits);
+    }
+
+    ggml_backend_t backend;
+    const int n_ctx;
+    ggml_backend_buffer_t weights_buffer = nullptr, kv_buffer = nullptr;
+    ggml_context *kv_ctx = nullptr, *graph_ctx = nullptr;
+    ggml_tensor *k_cache[kLayers], *v_cache[kLayers];
+    ggml_gallocr_t allocator = nullptr;
+    ggml_cgraph *graph = nullptr;
+    ggml_tensor *tokens = nullptr, *rows = nullptr, *logits = nullptr;
+    Batch batch{};
+};
+
+using Logits = std::vector<std::vector<float>>;
+
+const std::vector<Batch> kConversation = {{40, 0}, {1, 40}, {1, 41}, {7, 42}, {1, 49}};
+constexpr int kContext = 64, kLargestBatch = 40;
+
+Logits on_cpu(const std::vector<Batch> &conversation, char *file, int n_ctx) {
+    ggml_backend_t cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
+    auto set_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu)), "ggml_backend_set_n_threads");
+    set_threads(cpu, kThreads);
+    Logits expected(conversation.size());
+    {
+        Net net(cpu, file, n_ctx);
+        for (size_t i = 0; i < conversation.size(); i++) {
+            CHECK(net.decode(conversation[i], expected[i]) == GGML_STATUS_SUCCESS);
+            for (float v : expected[i]) {
+                CHECK(std::isfinite(v));
+            }
+        }
+        CHECK(expected[0] != expected[1]);
+    }
+    ggml_backend_free(cpu);
+    return expected;
+}
+
+// --------------------------------------------------------------------------------------------------------------- device
+
+fsd_config config_of(uint64_t budget) {
+    fsd_config c = {};
+    c.struct_size = sizeof(c);
+    c.inner_device = "emulated";
+    c.budget_bytes = budget;
+    c.n_threads = kThreads;
+    c.piece_bytes = kPieceBytes;
+    c.step_bytes = 260 * 1024;
+    c.slab_bytes = 300 * 1024;
+    c.chunk_bytes = 64 * 1024;
+    return c;
+}
+
+fsd_stats stats() {
+    fsd_stats s = {};
+    s.struct_size = sizeof(s);
+    CHECK(fsd_get_stats(&s) == FSD_OK);
+    return s;
+}
+
+// The ladder: attention of all layers, FFNs, the head; what is left out is a shard more, at the tail.
+uint32_t set_shards(const Weights &weights) {
+    const uint32_t n_shards = 2 * kLayers + 1;
+    std::vector<fsd_shard_tensor> list;
+    for (const ggml_tensor *t : weights.all) {
+        const std::string name = t->name;
+        if (name == "blk.2.attn_output.weight") {
+            continue;
+        }
+        if (name.compare(0, 4, "blk.") == 0) {
+            const uint32_t layer = (uint32_t)(name[4] - '0');
+            list.push_back({t->name, name.find("ffn") == std::string::npos ? layer : kLayers + layer});
+        } else {
+            list.push_back({t->name, n_shards - 1});
+        }
+    }
+    CHECK(fsd_set_shards(list.data(), list.size(), n_shards) == FSD_OK);
+    return n_shards + 1;
+}
+
+// Model and context on the shard device, up to where fsd_commit comes.
+struct Session {
+    explicit Session(const fsd_config &config, const std::vector<Batch> &conversation = kConversation,
+                     int n_ctx = kContext, int largest = kLargestBatch)
+        : file(Weights().bytes), conversation(conversation) {
+        Weights().write(file.data);
+        expected = on_cpu(conversation, file.data, n_ctx);
+        CHECK(fsd_configure(&config) == FSD_OK);
+        backend = ggml_backend_dev_init(fsd::plugin_device(), nullptr);
+        CHECK(backend != nullptr);
+        net = std::make_unique<Net>(backend, file.data, n_ctx);
+        net->reserve(largest);
+        n_shards = set_shards(net->weights);
+    }
+    ~Session() {
+        net.reset();
+        ggml_backend_free(backend);
+    }
+    Session(const Session &) = delete;
+    Session &operator=(const Session &) = delete;
+
+    void commit() {
+        CHECK(fsd_commit() == FSD_OK);
+        floor = stats().floor_bytes;
+        full = stats().full_bytes;
+        CHECK(floor < full);
+    }
+
+    void check_decode(size_t i) {
+        std::vector<float> logits;
+        CHECK(net->decode(conversation[i], logits) == GGML_STATUS_SUCCESS);
+        CHECK(logits == expected[i]);
+    }
+
+    // Every batch, some of them as graphs that the executor sees again.
+    void check_conversation(std::mt19937 *random = nullptr, const std::function<void()> &between = {}) {
+        net->forget();
+        for (size_t i = 0; i < conversation.size(); i++) {
+            net->prepare(conversation[i]);
+            const bool repeat = random && (*random)() % 3 == 0;
+            if (repeat || (random && (*random)() % 2)) {
+                net->set_uid(ggml_graph_next_uid());
+            }
+            for (int n = 0; n <= (repeat ? 1 : 0); n++) {
+                std::vector<float> logits;
+                CHECK(net->compute(logits) == GGML_STATUS_SUCCESS);
+                CHECK(logits == expected[i]);
+                if (between) {
+                    between();
+                }
+            }
+        }
+    }
+
+    void check_ledger() {
+        const fsd_stats s = stats();
+        CHECK(s.used_bytes <= s.budget_bytes);
+        CHECK(s.used_bytes == s.overhead_bytes + fs_emulated_get_stats(fsd::device().inner).used_bytes);
+        CHECK(s.floor_bytes == floor && s.full_bytes == full);
+    }
+
+    // A budget from floor to full, its ends more often than chance would have it.
+    uint64_t random_budget(std::mt19937 &random) const {
+        switch (random() % 8) {
+        case 0:
+            return floor;
+        case 1:
+            return full;
+        default:
+            return floor + (uint64_t)((double)(full - floor) * ((double)random() / 4294967296.0));
+        }
+    }
+
+    // Every shard streamed or on the CPU by chance, for single tokens and for batches apart.
+    void set_random_plan(std::mt19937 &random) {
+        std::vector<uint8_t> decode(n_shards), batches(n_shards);
+        for (uint32_t i = 0; i < n_shards; i++) {
+            decode[i] = random() % 2 ? FSD_STREAMED : FSD_CPU;
+            batches[i] = random() % 2 ? FSD_STREAMED : FSD_CPU;
+        }
+        const fsd_tier tiers[] = {{0, decode.data()}, {5, batches.data()}};
+        CHECK(fsd_set_plan(tiers, 2, n_shards, (random() % 4) * kPieceBytes) == FSD_OK);
+    }
+
+    HostFile file;
+    std::vector<Batch> conversation;
+    Logits expected;
+    ggml_backend_t backend = nullptr;
+    std::unique_ptr<Net> net;
+    uint32_t n_shards = 0;
+    uint64_t floor = 0, full = 0;
+};
+
+// ------------------------------------------------------------------------------------------------------------ scenarios
+
+SCENARIO(stream_only_is_the_cpu_backends_result_at_any_budget) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    fsd_stats st = stats();
+    CHECK(st.streamed_bytes == 0 && st.ring_bytes == 0 && st.used_bytes == s.full);
+    std::mt19937 random(1);
+    std::vector<uint64_t> budgets = {s.full, s.floor, s.floor + 1, s.full - 1, s.full, s.full + 1, s.floor};
+    for (int i = 0; i < 20; i++) {
+        budgets.push_back(s.random_budget(random));
+    }
+    for (uint64_t budget : budgets) {
+        CHECK(fsd_set_budget(budget, 0) == FSD_OK);
+        CHECK(stats().used_bytes <= budget);
+        CHECK(fsd_reset_peak() == FSD_OK);
+        s.check_conversation(&random); // with what the shrink left
+        s.check_ledger();
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        s.check_ledger();
+        st = stats();
+        CHECK((st.streamed_bytes == 0) == (budget >= s.full) && st.cpu_bytes == 0);
+        const uint64_t computed_before = st.cpu_segments;
+        s.check_conversation(&random);
+        s.check_ledger();
+        st = stats();
+        CHECK(st.peak_bytes <= budget);
+        CHECK(st.resident_bytes + st.streamed_bytes + st.core_bytes >= s.net->weights.bytes);
+        CHECK(st.cpu_segments > computed_before); // the embedding only: a split matrix read by rows
+    }
+}
+
+SCENARIO(the_ring_streams_on_between_graphs) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    s.check_conversation();
+    s.net->prepare({1, 49});
+    s.net->set_uid(ggml_graph_next_uid());
+    std::vector<float> logits;
+    CHECK(s.net->compute(logits) == GGML_STATUS_SUCCESS);
+    const fsd_stats before = stats();
+    constexpr int n = 10;
+    for (int i = 0; i < n; i++) {
+        CHECK(s.net->compute(logits) == GGML_STATUS_SUCCESS);
+        CHECK(logits == s.expected.back());
+    }
+    const fsd_stats after = stats();
+    CHECK(after.recompiles == before.recompiles);
+    // Every streamed byte once a graph: nothing copied ahead is thrown away.
+    CHECK(after.copied_bytes - before.copied_bytes <= n * before.streamed_bytes + kPieceBytes);
+    CHECK(after.copied_bytes - before.copied_bytes >= n * before.streamed_bytes - kPieceBytes);
+}
+
+SCENARIO(placements_do_not_change_the_result) {
+    Session s(config_of(0));
+    s.commit();
+    std::mt19937 random(2);
+    for (int i = 0; i < 40; i++) {
+        s.set_random_plan(random);
+        CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
+        if (i % 4) {
+            CHECK(fsd_fill(random() % 2 ? UINT64_MAX : kPieceBytes, nullptr) == FSD_OK);
+        }
+        s.check_conversation(&random);
+        s.check_ledger();
+    }
+    CHECK(stats().cpu_segments > 0 && stats().copies > 0);
+}
+
+SCENARIO(row_pieces_of_many_tokens) {
+    // More tokens than scratch holds results of: they pass in parts.
+    Session s(config_of(0), {{900, 0}, {1, 900}}, 1024, 900);
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    s.check_conversation();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    s.check_conversation();
+}
+
+void change_budgets_while_graphs_run(bool placements, unsigned seed) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 4; // copies take as long as computing
+    Session s(config);
+    s.commit();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
+    CHECK(fsd_reset_peak() == FSD_OK);
+    std::atomic<bool> done{false};
+    std::thread changer([&] {
+        std::mt19937 random(seed);
+        for (int i = 0; i < 250; i++) {
+            // Most changes fall into the middle of a graph.
+            const uint64_t steps = stats().steps + random() % 40;
+            while (stats().steps < steps) {
+                std::this_thread::yield();
+            }
+            const uint64_t budget = s.random_budget(random);
+            if (random() % 8 == 0) {
+                // Out of time at once if a graph runs, and in force all the same: the next one sees to it.
+                const fsd_status status = fsd_set_budget(budget, 0);
+                CHECK(status == FSD_OK || status == FSD_TIMEOUT);
+            } else {
+                CHECK(fsd_set_budget(budget, 60) == FSD_OK);
+                const fsd_stats st = stats();
+                CHECK(st.budget_bytes == budget && st.used_bytes <= budget);
+                CHECK(st.peak_bytes <= s.full);
+            }
+            if (random() % 4 == 0) {
+                CHECK(fsd_set_budget(s.floor - 1, 60) == FSD_BELOW_FLOOR);
+            }
+        }
+        done.store(true);
+    });
+    std::mt19937 random(seed + 1);
+    while (!done.load()) {
+        if (placements) {
+            s.set_random_plan(random);
+        }
+        s.check_conversation(&random, [&] {
+            if (random() % 2) {
+                CHECK(fsd_fill(random() % 2 ? UINT64_MAX : 2 * kPieceBytes, nullptr) == FSD_OK);
+            }
+        });
+    }
+    changer.join();
+    s.check_conversation();
+    s.check_ledger();
+    CHECK(stats().peak_bytes <= s.full);
+    CHECK(stats().evicted_slabs > 0 && stats().filled_slabs > 0 && stats().copies > 0);
+}
+
+SCENARIO(budget_changes_while_streamed_graphs_run) { change_budgets_while_graphs_run(false, 3); }
+
+SCENARIO(budget_changes_while_placed_graphs_run) { change_budgets_while_graphs_run(true, 4); }
+
+SCENARIO(a_budget_below_the_floor_is_refused) {
+    Session s(config_of(1 << 20));
+    CHECK(fsd_commit() == FSD_BELOW_FLOOR);
+    CHECK(std::strstr(fsd_last_error(), "below the floor") != nullptr);
+    fsd_stats st = stats();
+    CHECK(st.used_bytes == 0 && st.floor_bytes > 1 << 20);
+    // The engine may ask for more and try again.
+    CHECK(fsd_set_budget(st.floor_bytes - 1, 0) == FSD_BELOW_FLOOR);
+    CHECK(fsd_set_budget(st.floor_bytes, 0) == FSD_OK);
+    s.commit();
+    CHECK(s.floor == st.floor_bytes);
+    CHECK(s.full <= s.floor + s.net->weights.bytes + (1 << 20)); // every weight counted once
+    s.check_conversation();
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    st = stats();
+    CHECK(fsd_set_budget(s.floor - 1, 1) == FSD_BELOW_FLOOR);
+    const fsd_stats now = stats();
+    CHECK(now.budget_bytes == st.budget_bytes && now.used_bytes == st.used_bytes);
+    CHECK(now.budget_generation == st.budget_generation && now.evicted_slabs == st.evicted_slabs);
+    s.check_conversation();
+    s.check_ledger();
+}
+
+// A second context, say: its buffers come out of the arena, but never out of the floor.
+SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    CHECK(fsd_reset_peak() == FSD_OK);
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(fsd::plugin_device());
+    const uint64_t spare = s.full - s.floor;
+    CHECK(ggml_backend_buft_alloc_buffer(buft, spare + 1) == nullptr);
+    CHECK(stats().streamed_bytes == 0); // a refusal costs nothing
+    for (uint64_t size : {uint64_t{1} << 20, spare}) {
+        ggml_backend_buffer_t more = ggml_backend_buft_alloc_buffer(buft, size);
+        CHECK(more != nullptr);
+        CHECK(stats().floor_bytes == s.floor + size && stats().streamed_bytes > 0);
+        s.check_conversation();
+        CHECK(fsd_set_budget(s.full - 1, 0) == (size == spare ? FSD_BELOW_FLOOR : FSD_OK));
+        ggml_backend_buffer_free(more);
+        CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        CHECK(stats().streamed_bytes == 0);
+        s.check_conversation();
+        s.check_ledger();
+    }
+    CHECK(stats().peak_bytes <= s.full);
+}
+
+SCENARIO(overhead_counts) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    s.check_conversation();
+    const uint64_t more = (s.full - s.floor) / 2, budget = s.full;
+    CHECK(fsd_set_overhead(more) == FSD_OK);
+    s.floor += more;
+    s.full += more;
+    CHECK(stats().used_bytes <= budget && stats().streamed_bytes > 0);
+    s.check_conversation();
+    s.check_ledger();
+    CHECK(fsd_set_budget(s.floor - 1, 0) == FSD_BELOW_FLOOR);
+    CHECK(fsd_set_overhead(budget) == FSD_BELOW_FLOOR);
+    CHECK(fsd_set_overhead(0) == FSD_OK);
+    s.floor -= more;
+    s.full -= more;
+    s.check_conversation();
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().streamed_bytes == 0);
+    s.check_conversation();
+    s.check_ledger();
+}
+
+// The budget allows what the card does not have, as when another program took the memory.
+SCENARIO(a_card_smaller_than_the_budget) {
+    fsd_config config = config_of(0);
+    config.emulated_vram_bytes = 5 << 20;
+    Session s(config);
+    s.commit();
+    CHECK(s.floor < config.emulated_vram_bytes && config.emulated_vram_bytes < s.full);
+    for (int i = 0; i < 3; i++) {
+        s.check_conversation();
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        CHECK(stats().streamed_bytes > 0);
+    }
+    s.check_conversation();
+    s.check_ledger();
+}
+
+SCENARIO(abort_stops_a_graph_in_the_middle) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.05; // a graph takes a tenth of a second
+    Session s(config);
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    s.check_decode(0);
+    const fsd_stats before = stats();
+    s.check_decode(1);
+    const uint64_t steps = stats().steps - before.steps;
+    for (uint64_t after : {uint64_t{1}, steps / 2, steps - 4}) {
+        const uint64_t begin = stats().steps;
+        std::thread player([&] {
+            while (stats().steps < begin + after) {
+                std::this_thread::yield();
+            }
+            CHECK(fsd_set_abort(1) == FSD_OK);
+        });
+        std::vector<float> logits;
+        CHECK(s.net->decode(s.conversation[1], logits) == GGML_STATUS_ABORTED);
+        player.join();
+        CHECK(stats().steps - begin < steps);
+        CHECK(s.net->compute(logits) == GGML_STATUS_ABORTED); // until it is cleared
+        CHECK(fsd_set_abort(0) == FSD_OK);
+        s.check_decode(1);
+    }
+    s.check_decode(2);
+    s.check_ledger();
+}
+
+SCENARIO(duty_does_not_change_the_result) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
+    CHECK(fsd_set_duty(0) == FSD_BAD_ARGUMENT && fsd_set_duty(1.1) == FSD_BAD_ARGUMENT);
+    CHECK(fsd_set_duty(0.5) == FSD_OK);
+    std::mt19937 random(5);
+    s.check_conversation(&random);
+    s.set_random_plan(random);
+    s.check_conversation(&random);
+}
+
+// Copies run ahead into the next graph. When the model goes, they must not read on from a file that is unmapped.
+SCENARIO(a_model_can_go_while_copies_are_under_way) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.02;
+    Session s(config);
+    s.commit();
+    CHECK(fsd_set_budget(s.floor + 4 * kPieceBytes, 0) == FSD_OK);
+    s.check_decode(0);
+    s.net.reset();
+    s.file.unmap();
+    ggml_backend_synchronize(fsd::device().copy);
+}
+
+SCENARIO(calls_out_of_order) {
+    fsd_config config = config_of(0);
+    const uint8_t placement[1] = {FSD_STREAMED};
+    const fsd_tier tier = {0, placement};
+    fsd_stats st = {};
+    CHECK(fsd_get_stats(&st) == FSD_BAD_ARGUMENT); // no struct_size
+    CHECK(stats().used_bytes == 0);
+    CHECK(fsd_commit() == FSD_BAD_STATE);
+    CHECK(fsd_fill(1, nullptr) == FSD_BAD_STATE);
+    CHECK(fsd_set_budget(1 << 30, 0) == FSD_BAD_STATE);
+    CHECK(fsd_set_plan(&tier, 1, 1, 0) == FSD_BAD_STATE);
+    CHECK(ggml_backend_dev_init(fsd::plugin_device(), nullptr) == nullptr);
+
+    CHECK(fsd_configure(nullptr) == FSD_BAD_ARGUMENT);
+    config.struct_size--;
+    CHECK(fsd_configure(&config) == FSD_BAD_ARGUMENT);
+    config = config_of(0);
+    config.n_threads = 0;
+    CHECK(fsd_configure(&config) == FSD_BAD_ARGUMENT);
+    config = config_of(0);
+    for (const char *name : {"", "CUDA99", "CPU", "FRAMESHARD0"}) {
+        config.inner_device = name;
+        CHECK(fsd_configure(&config) == FSD_NO_DEVICE);
+        CHECK(std::strstr(fsd_last_error(), "emulated") != nullptr);
+    }
+    CHECK(setenv("FRAMESHARD_FAULTS", "nonsense", 1) == 0);
+    config = config_of(0);
+    CHECK(fsd_configure(&config) == FSD_BAD_ARGUMENT);
+    CHECK(unsetenv("FRAMESHARD_FAULTS") == 0);
+    CHECK(stats().used_bytes == 0); // a failed fsd_configure leaves nothing behind that could be asked
+
+    Session s(config);
+    CHECK(fsd_configure(&config) == FSD_BAD_STATE);
+    CHECK(fsd_fill(1, nullptr) == FSD_BAD_STATE);
+    CHECK(fsd_set_plan(&tier, 1, 1, 0) == FSD_BAD_STATE);
+    std::vector<float> logits;
+    CHECK(s.net->decode(s.conversation[0], logits) == GGML_STATUS_FAILED);
+    s.commit();
+    CHECK(fsd_commit() == FSD_BAD_STATE);
+    CHECK(fsd_set_shards(nullptr, 0, 1) == FSD_BAD_STATE);
+    const uint8_t bad_placement[1] = {0};
+    const fsd_tier bad[] = {{1, placement}, {0, nullptr}, {0, bad_placement}};
+    for (const fsd_tier &t : bad) {
+        CHECK(fsd_set_plan(&t, 1, 1, 0) == FSD_BAD_ARGUMENT);
+    }
+    const fsd_tier descending[] = {{0, placement}, {0, placement}};
+    CHECK(fsd_set_plan(descending, 2, 1, 0) == FSD_BAD_ARGUMENT);
+    s.check_conversation();
+}
+
+// --------------------------------------------------------------------------------------------------------------- faults
+
+void set_fault(const char *kind, uint64_t number) {
+    CHECK(setenv("FRAMESHARD_FAULTS", (std::string(kind) + "=" + std::to_string(number)).c_str(), 1) == 0);
+}
+
+// The k-th allocation is refused, once: what failed says so, and works when tried again.
+int with_refused_allocation(uint64_t k) {
+    set_fault("alloc", k);
+    fsd_config config = config_of(0);
+    config.slab_bytes = 2 << 20; // fewer allocations, so fewer cases
+    Session s(config);
+    int failures = 0;
+    fsd_status status = fsd_commit();
+    if (status != FSD_OK) {
+        CHECK(status == FSD_OUT_OF_MEMORY);
+        failures++;
+    }
+    if (failures > 0) {
+        s.commit();
+    }
+    s.floor = stats().floor_bytes;
+    s.full = stats().full_bytes;
+    s.check_ledger();
+    auto decode = [&] {
+        for (size_t i : {0, 1}) {
+            s.net->prepare(s.conversation[i]);
+            std::vector<float> logits;
+            if (s.net->compute(logits) != GGML_STATUS_SUCCESS) {
+                failures++;
+                CHECK(s.net->compute(logits) == GGML_STATUS_SUCCESS);
+            }
+            CHECK(logits == s.expected[i]);
+        }
+        s.check_ledger();
+    };
+    std::vector<uint8_t> placement(s.n_shards, FSD_STREAMED);
+    const fsd_tier tier = {0, placement.data()};
+    for (uint64_t ring : {2 * kPieceBytes, 5 * kPieceBytes}) {
+        for (uint64_t budget : {(s.floor + s.full) / 2, s.full, s.floor}) {
+            CHECK(fsd_set_budget(budget, 0) == FSD_OK);
+            s.net->forget();
+            decode();
+            status = fsd_set_plan(&tier, 1, s.n_shards, ring);
+            if (status != FSD_OK) {
+                CHECK(status == FSD_OUT_OF_MEMORY);
+                failures++;
+            }
+            CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // what is refused goes on streaming
+            s.net->forget();
+            decode();
+        }
+    }
+    CHECK(failures <= 1);
+    return fs_emulated_get_stats(fsd::device().inner).allocations < k ? kFaultNotReached : 0;
+}
+
+TEST(every_allocation_may_be_refused) {
+    int result = 0;
+    uint64_t k = 1;
+    for (; result == 0; k++) {
+        result = run_apart([k] { return with_refused_allocation(k); });
+    }
+    CHECK(result == kFaultNotReached);
+    CHECK(k > 10); // there were allocations to refuse
+}
+
+// The k-th computation fails and the device is lost: every graph fails from then on, and nothing else happens.
+int with_failed_compute(uint64_t k) {
+    set_fault("compute_fail", k);
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    bool failed = false;
+    for (size_t i = 0; i < s.conversation.size(); i++) {
+        std::vector<float> logits;
+        const ggml_status status = s.net->decode(s.conversation[i], logits);
+        failed = failed || status != GGML_STATUS_SUCCESS;
+        CHECK(failed ? status != GGML_STATUS_SUCCESS : logits == s.expected[i]);
+    }
+    const fsd_status status = fsd_set_budget(s.floor, 0);
+    CHECK(status == FSD_OK && stats().used_bytes <= s.floor);
+    uint64_t filled = 0;
+    CHECK(fsd_fill(UINT64_MAX, &filled) == FSD_OK);
+    return failed ? 0 : kFaultNotReached;
+}
+
+TEST(every_computation_may_fail) {
+    int result = 0;
+    uint64_t k = 1;
+    for (; result == 0; k += 1 + k / 4) {
+        result = run_apart([k] { return with_failed_compute(k); });
+    }
+    CHECK(result == kFaultNotReached);
+    CHECK(k > 20);
+}
+
+} // namespace
+
+TEST_MAIN()
