@@ -174,7 +174,8 @@ class Net {
         ggml_backend_buffer_set_usage(weights_buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         weights.place(weights_buffer, file);
         ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(dev);
-        kv_ctx = ggml_init({ggml_tensor_overhead() * 2 * kLayers, nullptr, true});
+        kv_ctx = ggml_init({ggml_tensor_overhead() * (2 * kLayers + 1), nullptr, true});
+        seen = ggml_new_tensor_2d(kv_ctx, GGML_TYPE_F32, n_ctx, kEmbd);
         for (int i = 0; i < kLayers; i++) {
             k_cache[i] = ggml_new_tensor_2d(kv_ctx, GGML_TYPE_F16, kEmbd, n_ctx);
             v_cache[i] = ggml_new_tensor_2d(kv_ctx, GGML_TYPE_F16, n_ctx, kEmbd);
@@ -254,6 +255,12 @@ class Net {
         ggml_set_input(tokens);
         ggml_set_input(rows);
         ggml_tensor *x = ggml_get_rows(c, weights.head, tokens);
+        // Rows of a matrix in pieces go into a strided part of a buffer that lasts: only the CPU can, on a copy of that part.
+        ggml_tensor *split = weights.layers[1].up;
+        const int64_t n_rows = std::min<int64_t>(b.n, split->ne[1]);
+        ggml_build_forward_expand(graph,
+                                  ggml_cpy(c, ggml_transpose(c, ggml_view_2d(c, split, kEmbd, n_rows, split->nb[1], 0)),
+                                           ggml_view_2d(c, seen, n_rows, kEmbd, seen->nb[1], b.pos * seen->nb[0])));
         for (int i = 0; i < kLayers; i++) {
             const Layer &l = weights.layers[i];
             ggml_tensor *a = ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), l.attn_norm);
@@ -271,6 +278,9 @@ class Net {
             ggml_tensor *scores = ggml_mul_mat(c, k_cache[i], q);
             scores = ggml_soft_max(c, ggml_scale(c, scores, 0.05f));
             x = ggml_add(c, x, ggml_mul_mat(c, l.o, ggml_mul_mat(c, v_cache[i], scores)));
+            if (i == 0) {
+                x = ggml_add(c, x, ggml_mul_mat(c, seen, scores));
+            }
             a = ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), l.ffn_norm);
             ggml_tensor *gate = ggml_mul_mat(c, l.gate, a);
             ggml_tensor *ffn = ggml_swiglu_split(c, gate, ggml_mul_mat(c, l.up, a));
@@ -286,7 +296,7 @@ class Net {
     const int n_ctx;
     ggml_backend_buffer_t weights_buffer = nullptr, kv_buffer = nullptr;
     ggml_context *kv_ctx = nullptr, *graph_ctx = nullptr;
-    ggml_tensor *k_cache[kLayers], *v_cache[kLayers];
+    ggml_tensor *k_cache[kLayers], *v_cache[kLayers], *seen = nullptr;
     ggml_gallocr_t allocator = nullptr;
     ggml_cgraph *graph = nullptr;
     ggml_tensor *tokens = nullptr, *rows = nullptr, *logits = nullptr;
