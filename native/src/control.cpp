@@ -238,7 +238,7 @@ fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
     if (d.budget_is_pending()) {
         d.apply_budget();
     }
-    const size_t n = d.fill(max_bytes, true);
+    const size_t n = d.fill(max_bytes);
     if (filled) {
         *filled = n;
     }

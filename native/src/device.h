@@ -162,7 +162,7 @@ struct Device {
     void pop_slab();
     bool resize_ring(size_t bytes);
     bool ensure_ring();
-    size_t fill(size_t max_bytes, bool wait); // returns bytes enqueued
+    size_t fill(size_t max_bytes); // returns bytes whose copies were started
     void finish_fills();
     void update_floor();
     void update_placements();

@@ -202,22 +202,22 @@ void Device::apply_budget() {
     applied.notify_all();
 }
 
-// Starts copies into free budget, in ladder order. With `wait` they are finished on return and the ring is given up when
-// everything is resident.
-size_t Device::fill(size_t max_bytes, bool wait) {
+// Starts copies into free budget, in ladder order; the next graph uses them, and only its compute stream waits. The ring is
+// given up when everything is to be resident.
+size_t Device::fill(size_t max_bytes) {
     if (!committed) {
         return 0;
     }
     const Residency want = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);
     size_t done = 0;
-    if (want.fits && want.ring == 0 && wait && ring.capacity > 0) {
+    if (want.fits && want.ring == 0 && ring.capacity > 0) {
         synchronize();
         resize_ring(0);
     }
     while (slabs.size() < want.slabs && done < max_bytes) {
         const size_t i = slabs.size();
         if (used() + slab_sizes[i] > budget.load()) {
-            break; // the ring still holds the room; a waiting fill will take it
+            break;
         }
         Slab slab;
         slab.buffer = allocate(Use::arena, slab_sizes[i]);
@@ -250,11 +250,7 @@ size_t Device::fill(size_t max_bytes, bool wait) {
         std::lock_guard<std::mutex> lock(state_mutex);
         counters.filled_slabs++;
     }
-    if (wait) {
-        finish_fills();
-        ggml_backend_synchronize(copy);
-        update_placements();
-    }
+    update_placements();
     return done;
 }
 
