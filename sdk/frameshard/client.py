@@ -242,8 +242,9 @@ class _Conversation:
 class _Turn:
     """One question in a conversation."""
 
-    def __init__(self, conversation: _Conversation, system: str | None, text: str) -> None:
-        self._conversation = conversation
+    def __init__(self, find: Callable[[], _Conversation], system: str | None, text: str) -> None:
+        self._find = find
+        self._conversation = _Conversation()
         self._system = system
         self._question = m.ChatMessage("user", text)
 
@@ -253,9 +254,11 @@ class _Turn:
         return (*system, *(said for exchange in conversation.exchanges for said in exchange), self._question)
 
     def begin(self) -> None:
-        if self._conversation.speaking:
+        conversation = self._find()
+        if conversation.speaking:
             raise BadArgument("this conversation's last answer is still open: leave its stream first")
-        self._conversation.speaking = True
+        conversation.speaking = True
+        self._conversation = conversation
         if self._system is not None:
             self._conversation.system = m.ChatMessage("system", self._system)
 
@@ -309,10 +312,7 @@ class Client:
         conversation's persona, and stays. `timeline` comes back in each event, so a game that loads a save can tell
         tokens that were meant for another past.
         """
-        named = (
-            _Conversation() if conversation is None else self._conversations.setdefault(conversation, _Conversation())
-        )
-        turn = _Turn(named, system, text)
+        turn = _Turn(lambda: self._conversation(conversation), system, text)
 
         def submit() -> tuple[int, int]:
             return self._core.submit(
@@ -344,6 +344,9 @@ class Client:
         return Stream(
             self, lambda: self._core.submit("completion", prompt=prompt, sampling=sampling, timeline=timeline), None
         )
+
+    def _conversation(self, name: str | None) -> _Conversation:
+        return _Conversation() if name is None else self._conversations.setdefault(name, _Conversation())
 
     def forget(self, conversation: str) -> None:
         """Begins a conversation anew."""

@@ -466,6 +466,7 @@ class Sidecar:
         async with stream:
             async for delta in stream:
                 while len(self._events) >= MAX_EVENTS:
-                    self._room = self._room or trio.Event()
+                    if self._room is None:
+                        self._room = trio.Event()
                     await self._room.wait()
                 self._put(TextAdded(job, delta.text, timeline))

@@ -21,7 +21,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from frameshard.errors import BY_NAME, BudgetBelowFloor
+from frameshard.errors import BY_NAME, BudgetBelowFloor, ContextOverflow
 from frameshard.wire import channel
 
 __all__ = ["fake_engine"]
@@ -36,6 +36,7 @@ def fake_engine(
     endless: bool = False,
     floor_mb: int = 16,
     full_mb: int = 256,
+    n_ctx: int | None = None,
     fatal: str | None = None,
     crash_at_load: bool = False,
     crash_at_token: int | None = None,
@@ -48,6 +49,7 @@ def fake_engine(
     :param delay_s: pause before each token.
     :param endless: repeat the words until ``max_tokens``.
     :param floor_mb: least VRAM budget, in MiB; `full_mb` is all that it would use.
+    :param n_ctx: words that a conversation's prompt may have; what the launch says by default.
     :param fatal: name of an error (``bad_model``) that loading ends with.
     :param crash_at_load: die by a signal while loading.
     :param crash_at_token: die by a signal before the token of this number of any job, each time again.
@@ -59,6 +61,7 @@ def fake_engine(
         "delay": delay_s,
         "floor": floor_mb,
         "full": full_mb,
+        "n-ctx": n_ctx,
         "fatal": fatal,
         "crash-at-token": crash_at_token,
         "hang-at-token": hang_at_token,
@@ -86,6 +89,7 @@ class _FakeEngine:
         self._reader = channel.Reader()
         self._jobs: dict[int, _Job] = {}
         self._budget = 0
+        self._n_ctx = 0
 
     def run(self) -> None:
         while True:
@@ -131,11 +135,12 @@ class _FakeEngine:
         if 0 < self._budget < self._floor():
             self._say("fatal", error=self._below_floor(self._budget).to_wire())
             sys.exit(3)
+        self._n_ctx = self._args.n_ctx or op["n_ctx"] // op["n_parallel"]
         info = {
             "name": os.path.basename(op["model"]),
             "arch": "echo",
             "device": op["device"],
-            "n_ctx": op["n_ctx"] // op["n_parallel"],
+            "n_ctx": self._n_ctx,
             "n_parallel": op["n_parallel"],
             "n_vocab": 2**31,
             "n_layer": 0,
@@ -161,6 +166,10 @@ class _FakeEngine:
             n_prompt=len(prompt.split()),
             produced=len(op.get("resume", [])),
         )
+        if job.n_prompt > self._n_ctx:
+            overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
+            self._say("failed", job=job.number, error=overflow.to_wire())
+            return
         expected = [self._token(job, index) for index in range(job.produced)]
         if op.get("resume", []) != expected or op.get("history", [[job.n_prompt, 1]]) != [[job.n_prompt, 1]]:
             error = BY_NAME["bad_argument"]("resumed with tokens that are not mine")
@@ -235,6 +244,7 @@ def _main() -> None:
     parser.add_argument("--floor", type=int, default=16)
     parser.add_argument("--full", type=int, default=256)
     parser.add_argument("--fatal")
+    parser.add_argument("--n-ctx", type=int)
     for name in ("--crash-at-token", "--hang-at-token", "--nonsense-at-token"):
         parser.add_argument(name, type=int)
     for name in ("--endless", "--crash-at-load", "--crash-when-idle"):

@@ -1,0 +1,280 @@
+"""The asynchronous client as a program uses it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+import frameshard
+from frameshard import errors
+from frameshard.testing import fake_engine
+from sidecars import GREEDY, WORDS, alive, directory_of, in_trio, launch
+
+
+@in_trio
+async def test_a_stream_by_events_and_as_a_whole() -> None:
+    async with launch() as client:
+        async with client.ask("one two three") as stream:
+            texts = [event.text async for event in stream]
+        assert "".join(texts) == stream.text == "one two three"
+        assert stream.result is not None
+        result = await client.ask("one two three").completed()
+        assert (result.text, result.reason, result.n_generated) == ("one two three", "stop", 3)
+        async with client.ask("four five") as stream:
+            await stream.__anext__()
+            assert (await stream.completed()).text == "four five"
+            assert (await stream.completed()).text == "four five"
+
+
+@in_trio
+async def test_a_conversation_remembers_what_was_heard() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002)) as client:
+
+        async def n_prompt(text: str, conversation: str | None = "inn", system: str | None = None) -> int:
+            return (await client.ask(text, conversation=conversation, system=system).completed()).n_prompt
+
+        assert await n_prompt("one two", system="be kind always") == 5
+        assert await n_prompt("three") == 5 + 2 + 1
+        assert await n_prompt("apart", conversation="road") == 1
+        assert await n_prompt("apart", conversation=None) == 1
+        # An answer that is left early stays as far as it was read.
+        async with client.ask("a b c d", conversation="inn") as stream:
+            await stream.__anext__()
+            await stream.__anext__()
+        assert stream.text == "a b"
+        assert await n_prompt("five") == 9 + 4 + 2 + 1
+        client.forget("inn")
+        assert await n_prompt("six") == 1
+
+
+@in_trio
+async def test_a_full_conversation_forgets_its_oldest_exchanges() -> None:
+    async with launch(engine=fake_engine(n_ctx=12)) as client:
+        for index in range(10):
+            result = await client.ask(f"{index} is said", conversation="inn", system="short").completed()
+            assert result.text == f"{index} is said"
+        assert result.n_prompt == 1 + 6 + 3
+        with pytest.raises(errors.ContextOverflow):
+            await client.ask("much too much " * 10, conversation="inn").completed()
+        assert (await client.ask("again", conversation="inn").completed()).text == "again"
+
+
+@in_trio
+async def test_one_answer_at_a_time_in_a_conversation() -> None:
+    async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
+        async with client.ask("la", conversation="inn", sampling=GREEDY):
+            with pytest.raises(errors.BadArgument):
+                await client.ask("li", conversation="inn").completed()
+            few = frameshard.Sampling(max_tokens=3)
+            assert (await client.ask("li", conversation="road", sampling=few).completed()).text == "li li li"
+        assert (await client.ask("li", conversation="inn", sampling=few).completed()).text == "li li li"
+
+
+@in_trio
+async def test_cancel() -> None:
+    async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
+        async with client.complete("la", sampling=GREEDY) as stream:
+            await stream.__anext__()
+            await stream.cancel()
+            with pytest.raises(errors.JobCancelled):
+                await stream.completed()
+            with pytest.raises(errors.JobCancelled):
+                await stream.completed()
+        with trio.move_on_after(0.2) as scope:
+            await client.complete("la", sampling=GREEDY).completed()
+        assert scope.cancelled_caught
+        stream = client.complete("la", sampling=GREEDY)
+        await stream.__aenter__()
+        await stream.aclose()
+        with pytest.raises(errors.JobCancelled):
+            await stream.completed()
+        with trio.fail_after(5):
+            while (await client.stats()).broker.jobs_running:
+                await trio.sleep(0.01)
+
+
+@in_trio
+async def test_a_slow_reader_loses_nothing_and_slows_nobody() -> None:
+    async with launch(engine=fake_engine(delay_s=0.0005)) as client:
+        async with client.complete(WORDS) as slow:
+            assert (await client.complete(WORDS).completed()).text == WORDS
+            await trio.sleep(0.5)
+            events = [event async for event in slow]
+        assert "".join(event.text for event in events) == WORDS
+        assert len(events) < 50
+        assert sum(event.tokens for event in events) == 200
+
+
+@in_trio
+async def test_events_say_which_past_they_belong_to() -> None:
+    async with launch() as client:
+        async with client.ask("one two", timeline=7) as stream:
+            events = [event async for event in stream]
+        assert {(event.timeline, event.epoch, event.job) for event in events} == {(7, client.info.epoch, 1)}
+
+
+@in_trio
+async def test_bad_arguments() -> None:
+    with pytest.raises(errors.BadArgument):
+        frameshard.launch("x", vram_budget_mb=-1)
+    with pytest.raises(errors.BadArgument):
+        frameshard.launch("x", colour="red")
+    with pytest.raises(errors.BadArgument):
+        frameshard.launch("x", n_ctx=0)
+    async with launch() as client:
+        for stream in (
+            client.complete(""),
+            client.complete("x" * 70_000),
+            client.complete("x", sampling=frameshard.Sampling(top_p=2.0)),
+            client.ask("x", conversation=""),
+            client.ask("x", timeline=-1),
+            client.chat([]),
+            client.chat([frameshard.ChatMessage("narrator", "x")]),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(errors.BadArgument):
+                await stream.completed()
+        with pytest.raises(errors.BadArgument):
+            await client.set_budget(-5)
+        with pytest.raises(errors.BadArgument):
+            await client.set_budget(5, timeout_s=1e6)
+        stream = client.complete("x")
+        with pytest.raises(errors.BadArgument):
+            await stream.__anext__()
+        async with stream:
+            with pytest.raises(errors.BadArgument):
+                await stream.__aenter__()
+            assert (await stream.completed()).text == "x"
+
+
+@in_trio
+async def test_errors_come_out_of_the_block_as_they_are() -> None:
+    with pytest.raises(KeyError):
+        async with launch() as client, client.complete("x"):
+            raise KeyError("mine")
+    with trio.move_on_after(0.3) as scope:
+        async with launch():
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+@in_trio
+async def test_a_launch_that_is_cancelled_leaves_nothing() -> None:
+    before = children()
+    with trio.move_on_after(0.5) as scope:
+        async with launch(engine=(sys.executable, "-c", "import signal; signal.pause()")):
+            pass
+    assert scope.cancelled_caught
+    assert children() == before
+
+
+def children() -> list[int]:
+    pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in pids if alive(int(pid))]
+
+
+@in_trio
+async def test_connect() -> None:
+    async with launch() as client:
+        path = directory_of(client.info) / "connect.json"
+        async with frameshard.connect(path, name="second") as second:
+            assert (await second.ask("hello you").completed()).text == "hello you"
+            assert await second.model_info() == await client.model_info()
+        # Leaving does not end it.
+        assert (await client.ask("hello").completed()).text == "hello"
+        info = client.info
+    with pytest.raises(errors.ConnectionLost):
+        frameshard.connect(path)
+    with pytest.raises(errors.ConnectionLost):
+        async with frameshard.connect(info):
+            pass
+
+
+@in_trio
+async def test_a_connect_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "npc.json"
+    async with launch(connect_file=str(path)):
+        assert path.stat().st_mode & 0o777 == 0o600
+        async with frameshard.connect(path) as client:
+            assert (await client.ask("hello").completed()).text == "hello"
+    assert not path.exists()
+    path.write_text('{"endpoint": 3}')
+    with pytest.raises(errors.BadArgument):
+        frameshard.connect(path)
+
+
+@in_trio
+async def test_streams_of_a_lost_sidecar_fail() -> None:
+    async with launch(engine=fake_engine(endless=True, delay_s=0.01)) as client:
+        async with client.complete("la", sampling=GREEDY) as stream:
+            os.kill((await client.stats()).broker.pid, 9)
+            with pytest.raises(errors.ConnectionLost):
+                await stream.completed()
+        with pytest.raises(errors.ConnectionLost):
+            await client.ask("x").completed()
+
+
+@in_trio
+async def test_many_clients_of_one_program() -> None:
+    async with launch() as one, launch() as two:
+        assert one.info.endpoint != two.info.endpoint
+        async with trio.open_nursery() as nursery:
+            for client in (one, two) * 5:
+                nursery.start_soon(client.complete(WORDS).completed)
+
+
+def test_the_real_engine(model_path: Path) -> None:
+    """The whole path once: chat, a budget change in mid-answer, figures."""
+
+    async def main() -> None:
+        options = {"n_parallel": 2, "n_ctx": 1024, "n_threads": 1}
+        async with frameshard.launch(model_path, device="emulated", vram_budget_mb=100, **options) as client:
+            info = await client.model_info()
+            assert (info.arch, info.n_layer, info.n_ctx, info.chat) == ("llama", 30, 512, True)
+            assert 0 < info.floor_bytes < 100 << 20 < info.full_bytes
+            sampling = frameshard.Sampling(max_tokens=40, temperature=0.0)
+            async with client.ask("Who keeps the inn?", conversation="inn", sampling=sampling) as stream:
+                await stream.__anext__()
+                shrunk = await client.set_budget(info.floor_bytes / (1 << 20) + 1)
+                assert shrunk.used_bytes <= shrunk.budget_bytes
+                await stream.__anext__()
+                grown = await client.set_budget(200)
+                assert grown.budget_bytes == 200 << 20
+                assert len((await stream.completed()).text) > 20
+            with pytest.raises(errors.BudgetBelowFloor) as refused:
+                await client.set_budget(1)
+            assert refused.value.detail["floor_bytes"] == (await client.budget()).floor_bytes
+            stats = await client.stats()
+            assert stats.engine is not None
+            assert stats.engine["peak_bytes"] <= 200 << 20
+            with pytest.raises(errors.ContextOverflow):
+                await client.ask("word " * 2000).completed()
+
+    async def bounded() -> None:
+        with trio.fail_after(200):
+            await main()
+
+    trio.run(bounded)
+
+
+def test_errors_of_real_models(model_path: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(model_path.read_bytes()[:1_000_000])
+    (tmp_path / "text.gguf").write_text("no model at all")
+
+    async def main() -> None:
+        for path, device, budget, error in [
+            (tmp_path / "missing.gguf", "cpu", 0, errors.ModelNotFound),
+            (cut, "cpu", 0, errors.BadModel),
+            (tmp_path / "text.gguf", "cpu", 0, errors.BadModel),
+            (model_path, "CUDA77", 0, errors.UnknownDevice),
+            (model_path, "emulated", 1, errors.BudgetBelowFloor),
+        ]:
+            with trio.fail_after(100), pytest.raises(error):
+                async with frameshard.launch(path, device=device, vram_budget_mb=budget):
+                    pass
+
+    trio.run(main)

@@ -1,0 +1,213 @@
+"""The facade for frame loops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from frameshard import EngineChange, Sampling, errors
+from frameshard.sync import (
+    MAX_EVENTS,
+    BudgetObserved,
+    BudgetRefused,
+    BudgetReleased,
+    Closed,
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Ready,
+    Sidecar,
+    StatsArrived,
+    TextAdded,
+)
+from frameshard.testing import fake_engine
+from sidecars import GREEDY, WORDS
+
+T = TypeVar("T")
+
+
+def start(**options: object) -> Sidecar:
+    return Sidecar.launch("no model", **{"engine": fake_engine(), **options})
+
+
+def play(sidecar: Sidecar, done: Callable[[], object], timeout_s: float = 20.0) -> list[Event]:
+    """Frames until `done` says so; what was polled."""
+    events: list[Event] = []
+    pause = threading.Event()
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, events
+        events += sidecar.poll()
+        pause.wait(0.002)
+    return events
+
+
+def of(events: list[Event], kind: type[T]) -> list[T]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_a_game_that_asks() -> None:
+    with start(engine=fake_engine(delay_s=0.001)) as sidecar:
+        job = sidecar.ask("one two three", conversation="inn", timeline=4)
+        assert (job.text, job.ended) == ("", False)
+        events = play(sidecar, lambda: job.ended)
+        assert isinstance(events[0], Ready)
+        assert events[0].model.arch == "echo"
+        assert {event.timeline for event in of(events, TextAdded)} == {4}
+        assert "".join(event.text for event in of(events, TextAdded)) == job.text == "one two three"
+        assert of(events, Finished) == [Finished(job, events[-1].completion)]  # type: ignore[union-attr]
+        assert job.result is not None
+        assert job.result.n_prompt == 3
+    assert sidecar.poll() == [Closed(None)]
+    assert sidecar.poll() == []
+
+
+def test_questions_of_a_conversation_wait_for_each_other() -> None:
+    with start(engine=fake_engine(delay_s=0.001)) as sidecar:
+        jobs = [sidecar.ask(f"question {index}", conversation="inn") for index in range(5)]
+        sidecar.forget("inn")
+        jobs.append(sidecar.ask("anew", conversation="inn"))
+        play(sidecar, lambda: all(job.ended for job in jobs))
+        assert [job.result and job.result.n_prompt for job in jobs] == [2, 6, 10, 14, 18, 1]
+
+
+def test_budgets_are_set_in_order() -> None:
+    with start() as sidecar:
+        numbers = [sidecar.set_budget(mib) for mib in (100, 8, 60, 50)]
+        query = sidecar.stats()
+        seen: list[Event] = []
+        play(sidecar, lambda: len(of(seen, BudgetObserved)) == 3 or seen.extend(sidecar.poll()))
+        released = of(seen, BudgetReleased)
+        assert [(event.request, event.budget_bytes >> 20) for event in released] == [
+            (numbers[0], 100),
+            (numbers[2], 60),
+            (numbers[3], 50),
+        ]
+        (refused,) = of(seen, BudgetRefused)
+        assert refused.request == numbers[1]
+        assert isinstance(refused.error, errors.BudgetBelowFloor)
+        assert [event.request for event in of(seen, BudgetObserved)] == [number for number in numbers if number != 2]
+        (stats,) = of(seen, StatsArrived)
+        assert stats.request == query
+        assert stats.stats is not None
+        wrong = sidecar.set_budget(-1)
+        (refused,) = of(play(sidecar, lambda: sidecar._events) + sidecar.poll(), BudgetRefused)
+        assert refused.request == wrong
+
+
+def test_cancel() -> None:
+    with start(engine=fake_engine(endless=True, delay_s=0.001)) as sidecar:
+        early = sidecar.complete("la", sampling=GREEDY)
+        sidecar.cancel(early)
+        job, other = sidecar.complete("la", sampling=GREEDY), sidecar.complete("li", sampling=GREEDY)
+        play(sidecar, lambda: job.text and other.text)
+        sidecar.cancel(job)
+        play(sidecar, lambda: job.ended and early.ended)
+        assert isinstance(job.error, errors.JobCancelled)
+        assert isinstance(early.error, errors.JobCancelled)
+        assert not other.ended
+        sidecar.cancel(job)
+    events = sidecar.poll(10_000)
+    (failed,) = of(events, Failed)
+    assert failed.job is other
+    assert isinstance(failed.error, errors.ConnectionLost)
+    assert isinstance(events[-1], Closed)
+
+
+def test_a_game_that_does_not_poll_loses_nothing() -> None:
+    with start(engine=fake_engine(endless=True)) as sidecar:
+        long = Sampling(max_tokens=3 * MAX_EVENTS)
+        jobs = [sidecar.complete(str(index), sampling=long) for index in range(3)]
+        sidecar.wait_ready()
+        threading.Event().wait(2.0)
+        assert len(sidecar._events) <= MAX_EVENTS + len(jobs) + 2
+        play(sidecar, lambda: all(job.ended for job in jobs))
+        for index, job in enumerate(jobs):
+            assert job.text == " ".join([str(index)] * 3 * MAX_EVENTS)
+
+
+def test_errors_of_a_launch() -> None:
+    with pytest.raises(errors.BadArgument):
+        Sidecar.launch("x", vram_budget_mb=-1)
+    with start(engine=fake_engine(fatal="bad_model")) as sidecar:
+        job = sidecar.ask("anyone there")
+        with pytest.raises(errors.BadModel):
+            sidecar.wait_ready(20)
+        failed, closed = sidecar.poll()
+        assert isinstance(failed, Failed)
+        assert failed.job is job
+        assert isinstance(job.error, errors.BadModel)
+        assert isinstance(closed, Closed)
+        assert isinstance(closed.error, errors.BadModel)
+        with pytest.raises(errors.BadModel):
+            sidecar.ask("anyone")
+
+
+def test_a_lost_sidecar() -> None:
+    with start(engine=fake_engine(endless=True, delay_s=0.005)) as sidecar:
+        job = sidecar.complete("la", sampling=GREEDY)
+        sidecar.stats()
+        events = play(sidecar, lambda: job.text)
+        events += play(sidecar, lambda: of(events, StatsArrived) or events.extend(sidecar.poll()))
+        (stats,) = of(events, StatsArrived)
+        assert stats.stats is not None
+        os.kill(stats.stats.broker.pid, signal.SIGKILL)
+        seen: list[Event] = []
+        play(sidecar, lambda: of(seen, Closed) or seen.extend(sidecar.poll()))
+        assert isinstance(seen[-1], Closed)
+        assert isinstance(seen[-1].error, errors.ConnectionLost)
+        assert isinstance(job.error, errors.ConnectionLost)
+
+
+def test_engine_changes_arrive() -> None:
+    with start(engine=fake_engine(delay_s=0.005)) as sidecar:
+        job = sidecar.complete(WORDS)
+        sidecar.stats()
+        seen: list[Event] = []
+        play(sidecar, lambda: of(seen, StatsArrived) or seen.extend(sidecar.poll()))
+        (stats,) = of(seen, StatsArrived)
+        assert stats.stats is not None
+        assert stats.stats.broker.engine_pid is not None
+        os.kill(stats.stats.broker.engine_pid, signal.SIGKILL)
+        seen += play(sidecar, lambda: job.ended)
+        assert [change.state for change in of(seen, EngineChange)] == ["restarting", "ready"]
+        assert job.text == WORDS
+
+
+def test_close_while_loading() -> None:
+    sidecar = start(engine=(sys.executable, "-c", "import signal; signal.pause()"))
+    sidecar.close()
+    assert isinstance(sidecar.poll()[-1], Closed)
+    with pytest.raises(errors.FrameshardError):
+        sidecar.wait_ready()
+    for _ in range(10):
+        start().close()
+
+
+def test_calls_return_at_once() -> None:
+    """Generously: the bar is 5 ms, and this machine may be busy with other things."""
+    with start(engine=fake_engine(endless=True, delay_s=0.001)) as sidecar:
+        sidecar.wait_ready()
+        calls: list[Callable[[], object]] = [
+            lambda: sidecar.poll(),
+            lambda: sidecar.ask("la", sampling=GREEDY),
+            lambda: sidecar.set_budget(64),
+            lambda: sidecar.stats(),
+            lambda: sidecar.cancel(Job()),
+        ]
+        times = []
+        for _ in range(50):
+            for call in calls:
+                started = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - started)
+        times.sort()
+        assert times[len(times) // 2] < 0.005
