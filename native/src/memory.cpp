@@ -95,12 +95,8 @@ bool Device::make_room(size_t bytes) {
 void Device::pop_slab() {
     synchronize(); // queued work may still read the slab
     Slab &s = slabs.back();
-    if (!s.ready) {
-        ggml_backend_synchronize(copy);
-    }
-    if (s.filled) {
-        ggml_backend_event_free(s.filled);
-    }
+    ggml_backend_event_synchronize(s.filled); // and its copies may still be under way
+    ggml_backend_event_free(s.filled);
     release(Use::arena, s.buffer);
     slabs.pop_back();
     residency_generation++;
