@@ -582,6 +582,8 @@ class ClientScope:
             assert self._info is not None
             self._client = self._connect(self._info)
             self._traffic = await self._nursery.start(self._client._run)
+            if self._sidecar is not None:
+                self._nursery.start_soon(self._watch, self._sidecar, self._client)
             await self._client._greeted()
             return self._client
         except BaseException:
@@ -618,6 +620,12 @@ class ClientScope:
                 await client._answer(client._ask(client._core.shutdown if self._config else client._core.bye))
         client._core.close()
         client._lost()
+
+    async def _watch(self, sidecar: trio.Process, client: Client) -> None:
+        """Our own child's end is known at once; the silence of a stranger's sidecar takes a while."""
+        status = await sidecar.wait()
+        client._core.gone(ConnectionLost(f"the sidecar has ended with status {status}"))
+        client._flush()
 
     async def _end(self, sidecar: trio.Process) -> None:
         assert sidecar.stdin is not None

@@ -302,6 +302,11 @@ class ClientConnection:
         elif event.seq + 1 - inbox.granted >= max(1, inbox.window // 2):
             self._grant(event.job, inbox, event.seq + 1)
 
+    def gone(self, error: FrameshardError) -> None:
+        """The program knows by other means that there is nobody any more."""
+        if self.error is None:
+            self._lose("gone", error)
+
     def close(self) -> None:
         self._move("close")
 

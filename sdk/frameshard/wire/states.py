@@ -49,20 +49,27 @@ class Session(Enum):
 # - "stranger": the server does not know this connection (the transport came back after a freeze). Hello again, with the
 #   session's number; what was unanswered is sent again after the welcome.
 # - A welcome that did not resume means that the jobs are gone, so the session is lost; it is never silently a new one.
-# - "silence": pings stayed unanswered while this side was awake.
+# - "silence": pings stayed unanswered while this side was awake. "gone": the program knows more than the transport.
 SESSION: dict[Session, dict[str, Session]] = {
     Session.GREETING: {
         "welcome": Session.OPEN,
         "refused": Session.LOST,
         "silence": Session.LOST,
+        "gone": Session.LOST,
         "close": Session.CLOSED,
     },
-    Session.OPEN: {"stranger": Session.RESUMING, "silence": Session.LOST, "close": Session.CLOSED},
+    Session.OPEN: {
+        "stranger": Session.RESUMING,
+        "silence": Session.LOST,
+        "gone": Session.LOST,
+        "close": Session.CLOSED,
+    },
     Session.RESUMING: {
         "resumed": Session.OPEN,
         "welcome": Session.LOST,
         "refused": Session.LOST,
         "silence": Session.LOST,
+        "gone": Session.LOST,
         "close": Session.CLOSED,
     },
     Session.LOST: {"close": Session.CLOSED},
