@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -92,8 +93,10 @@ class _FakeEngine:
         self._n_ctx = 0
 
     def run(self) -> None:
+        due = 0.0
         while True:
-            readable, _, _ = select.select([self._sock], [], [], self._args.delay if self._jobs else None)
+            wait = max(0.0, due - time.monotonic()) if self._jobs else None
+            readable, _, _ = select.select([self._sock], [], [], wait)
             if readable:
                 data = self._sock.recv(1 << 16)
                 if not data:
@@ -101,9 +104,10 @@ class _FakeEngine:
                 for op in self._reader.feed(data):
                     if not self._obey(op):
                         return
-            else:
+            if time.monotonic() >= due:
                 for job in list(self._jobs.values()):
                     self._step(job)
+                due = time.monotonic() + self._args.delay
 
     def _say(self, kind: str, **fields: Any) -> None:
         self._sock.sendall(channel.pack({"ev": kind, **fields}))

@@ -1,0 +1,210 @@
+"""Writes bindings/vectors: ``python tests/conformance/make_vectors.py``, after a change of the protocol.
+
+One file per frame, and index.json, which says of each: ``file``, ``from`` (``client`` or ``broker``), ``valid``,
+``about``, and of a valid one ``message``, the map as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from frameshard import errors
+from frameshard.wire import messages as m
+
+VECTORS = Path(__file__).parents[2] / "bindings" / "vectors"
+EPOCH = 2**53 - 1
+TALK = (m.ChatMessage("system", "You keep an inn."), m.ChatMessage("user", "Zwei Zimmer, bitte: für ñandú und 猫 🐈."))
+FLOOR = errors.BudgetBelowFloor("the floor is 16777216 bytes", budget_bytes=1, floor_bytes=16777216)
+MODEL = m.ModelInfo(
+    "innkeeper.gguf", "llama", "CUDA0", 1024, 4, 49152, 30, True, 16777216, 1 << 32, {"resident": [1, 2], "ring": 0}
+)
+PLACE = {"job": 7, "seq": 0, "epoch": EPOCH, "timeline": 3}
+
+VALID: dict[str, m.Message] = {
+    "hello": m.Hello(1, 1, "my game"),
+    "hello-again": m.Hello(9, 1, "my game", epoch=EPOCH, session=4711),
+    "submit-chat": m.Submit(2, EPOCH, 7, "chat", messages=TALK, conversation="innkeeper", timeline=3),
+    "submit-completion": m.Submit(
+        3,
+        EPOCH,
+        8,
+        "completion",
+        prompt="Once upon a time",
+        sampling=m.Sampling(16, 0.0, 0, 1.0, 0.0, 1.1, 2**32 - 1, ("\n", "END")),
+        window=1,
+    ),
+    "cancel": m.Cancel(4, EPOCH, 7),
+    "credit": m.Credit(EPOCH, 7, 16),
+    "credit-resend": m.Credit(EPOCH, 7, 0, True),
+    "budget_set": m.BudgetSet(5, EPOCH, 1610612736, 0.5),
+    "budget_set-none": m.BudgetSet(5, EPOCH, 0),
+    "budget_get": m.BudgetGet(6, EPOCH),
+    "model_info": m.ModelInfoGet(7, EPOCH),
+    "stats": m.StatsGet(8, EPOCH),
+    "ping": m.Ping(9, EPOCH),
+    "bye": m.Bye(10, EPOCH),
+    "shutdown": m.Shutdown(11, EPOCH),
+    "welcome": m.Welcome(
+        1, EPOCH, 1, 4711, False, "frameshard", m.ServerLimits(1 << 20, 1 << 16, 64, 256, 10.0), "ready", MODEL
+    ),
+    "answer-model_info": m.Model(7, EPOCH, MODEL),
+    "ok": m.Ok(2, EPOCH),
+    "error": m.Error(5, EPOCH, m.ErrorInfo.of(FLOOR)),
+    "error-without-id": m.Error(None, EPOCH, m.ErrorInfo.of(errors.BadMessage("not a message: a key occurs twice"))),
+    "released": m.Released(5, EPOCH, 1610612736, 1610612000, 0.004),
+    "observed": m.Observed(5, EPOCH, 1611661312, 0.25),
+    "observed-unknown": m.Observed(5, EPOCH, None, 0.0),
+    "budget": m.Budget(6, EPOCH, 0, 16777216, 1 << 32),
+    "answer-stats": m.Stats(
+        8, EPOCH, m.BrokerStats(4000, 4001, "ready", 1, 2, 0, 3, 12.5), {"used_bytes": 1, "tokens_per_second": 40.5}
+    ),
+    "answer-stats-off": m.Stats(8, EPOCH, m.BrokerStats(4000, None, "off", 3, 1, 0, 0, 60.0), None),
+    "pong": m.Pong(9, EPOCH, ((7, 3), (8, 0))),
+    "engine-restarting": m.Engine(EPOCH, "restarting", 0),
+    "engine-off": m.Engine(EPOCH, "off", 3, m.ErrorInfo.of(errors.EngineDied("the engine keeps dying"))),
+    "started": m.Started(**PLACE, n_prompt=21),
+    "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
+    "done": m.Done(**{**PLACE, "seq": 2}, reason="stop", n_prompt=21, n_generated=9, prefill_s=0.25, decode_s=1.5),
+    "failed": m.Failed(**{**PLACE, "seq": 2}, error=m.ErrorInfo.of(errors.Overloaded("not read", held_bytes=49152))),
+    "cancelled": m.Cancelled(**{**PLACE, "seq": 2}),
+}
+
+
+def submit(**fields: Any) -> dict[str, Any]:
+    """A right submit with some fields changed; None leaves one out."""
+    right = {"t": "submit", "id": 1, "epoch": 5, "job": 1, "kind": "completion", "prompt": "x"}
+    return {name: value for name, value in {**right, **fields}.items() if value is not None}
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+def ping(**fields: Any) -> dict[str, Any]:
+    return {"t": "ping", "id": 1, "epoch": 5, **fields}
+
+
+# The frame itself is against the rules, whatever it would say.
+BAD_FRAMES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "no byte at all"),
+    "cut-off": (msgpack.packb(ping())[:-1], "the last byte is missing"),
+    "two-values": (msgpack.packb(ping()) * 2, "two maps"),
+    "array": (msgpack.packb(["ping", 1, 5]), "an array"),
+    "number": (b"\x07", "a number"),
+    "unused-byte": (b"\xc1", "a byte that msgpack never uses"),
+    "key-twice": (b"\x84\xa1t\xa4ping\xa2id\x01\xa5epoch\x05\xa2id\x02", "the key id occurs twice"),
+    "key-number": (msgpack.packb({**ping(), 5: 5}), "a key that is a number"),
+    "key-binary": (msgpack.packb({**ping(), b"x": 5}), "a key that is binary"),
+    "extension": (msgpack.packb(ping(x=msgpack.ExtType(9, b"abc"))), "an extension type"),
+    "timestamp": (msgpack.packb(ping(x=msgpack.Timestamp(1, 0))), "a timestamp"),
+    "not-utf8": (msgpack.packb(ping()).replace(b"ping", b"pin\xff"), "a string that is not UTF-8"),
+    "surrogate": (
+        msgpack.packb(ping(), unicode_errors="surrogatepass").replace(b"ping", b"p\xed\xa0\x80"),
+        "half a pair",
+    ),
+    "nan": (msgpack.packb(ping(x=math.nan)), "not a number"),
+    "infinity": (msgpack.packb(ping(x=math.inf)), "infinity"),
+    "integer-2-53": (msgpack.packb(ping(id=2**53)), "an integer of 2^53"),
+    "integer-2-64": (msgpack.packb(ping(id=2**64 - 1)), "the largest unsigned integer of msgpack"),
+    "nested-9": (msgpack.packb(ping(x=nested(8))), "nine deep"),
+    "array-1025": (msgpack.packb(ping(x=[0] * 1025)), "an array of 1025"),
+    "map-65": (msgpack.packb({str(index): 0 for index in range(65)}), "a map of 65"),
+    "string-65537": (msgpack.packb(ping(x="x" * 65537)), "a string of 65537 bytes"),
+    "elements": (msgpack.packb(ping(x=[[[]] * 1000] * 17)), "more than 16384 elements in all"),
+    "claims-4-gi": (b"\x81\xa1t\xdd\xff\xff\xff\xff", "an array that claims to have 2^32 - 1 elements"),
+}
+
+# The frame is right, the message is not.
+BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "no-t": ({"id": 1, "epoch": 5}, "no t"),
+    "unknown-t": ({"t": "fly", "id": 1, "epoch": 5}, "an unknown t"),
+    "answer-as-request": ({"t": "ok", "id": 1, "epoch": 5}, "an answer where a request should be"),
+    "t-number": ({"t": 1, "id": 1, "epoch": 5}, "t is a number"),
+    "unknown-field": (ping(colour="red"), "a field that ping does not have"),
+    "missing-epoch": ({"t": "ping", "id": 1}, "no epoch"),
+    "id-zero": (ping(id=0), "id 0"),
+    "id-negative": (ping(id=-1), "id -1"),
+    "id-true": (ping(id=True), "true is no integer"),
+    "id-float": (ping(id=1.0), "1.0 is no integer"),
+    "id-text": (ping(id="1"), "a string is no integer"),
+    "id-nil": (ping(id=None), "id is nil"),
+    "kind": (submit(kind="song"), "an unknown kind"),
+    "chat-without-messages": (submit(kind="chat", prompt=None), "a chat without messages"),
+    "chat-with-prompt": (submit(kind="chat", messages=[{"role": "user", "content": "x"}]), "a chat with a prompt"),
+    "completion-without-prompt": (submit(prompt=""), "a completion without a prompt"),
+    "messages-map": (submit(kind="chat", prompt=None, messages={"role": "user"}), "messages is a map"),
+    "role": (submit(kind="chat", prompt=None, messages=[{"role": "narrator", "content": "x"}]), "an unknown role"),
+    "window-0": (submit(window=0), "a window of 0"),
+    "window-257": (submit(window=257), "a window of 257"),
+    "conversation-empty": (submit(conversation=""), "an empty name of a conversation"),
+    "temperature": (submit(sampling={"temperature": -0.1}), "a temperature below 0"),
+    "top_p-text": (submit(sampling={"top_p": "0.9"}), "a string where a number should be"),
+    "seed": (submit(sampling={"seed": 2**32}), "a seed of 2^32"),
+    "stop-17": (submit(sampling={"stop": ["x"] * 17}), "17 stop strings"),
+    "stop-empty": (submit(sampling={"stop": [""]}), "an empty stop string"),
+    "sampling-unknown": (submit(sampling={"top_q": 1}), "an unknown field of sampling"),
+    "budget-negative": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": -1}, "a budget below 0"),
+    "budget-float": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1e9}, "a budget of 1e9 as a float"),
+    "timeout-0": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "timeout_s": 0}, "no time at all"),
+    "resend-number": ({"t": "credit", "epoch": 5, "job": 1, "next": 0, "resend": 1}, "1 is not true"),
+}
+
+# What a client may leave out.
+SHORT: dict[str, tuple[dict[str, Any], str]] = {
+    "hello-short": ({"t": "hello", "id": 1, "protocol": 1, "client": ""}, "without fields that have defaults"),
+    "submit-short": (submit(), "without fields that have defaults"),
+    "sampling-short": (submit(sampling={"temperature": 1}), "an integer is a number; the rest has defaults"),
+    "limits": (submit(conversation="c" * 128, window=256), "a name and a window as large as they may be"),
+}
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    return json.loads(json.dumps(value))
+
+
+def make() -> dict[str, bytes]:
+    """Every file's content, by name."""
+    files: dict[str, bytes] = {}
+    index: list[dict[str, Any]] = []
+
+    def add(name: str, frame: bytes, sender: str, about: str, message: Any = None) -> None:
+        files[f"{name}.msgpack"] = frame
+        row = {"file": f"{name}.msgpack", "from": sender, "valid": message is not None, "about": about}
+        index.append(row if message is None else {**row, "message": message})
+
+    for name, message in VALID.items():
+        sender = "client" if type(message) in m.REQUESTS.values() else "broker"
+        about = " ".join((type(message).__doc__ or "").split())
+        about = type(message).__name__ if about.startswith(f"{type(message).__name__}(") else about
+        table = m.REQUESTS if sender == "client" else m.ANSWERS
+        (kind,) = (kind for kind, cls in table.items() if cls is type(message))
+        add(name, m.encode(message), sender, about, {"t": kind, **plain(dataclasses.asdict(message))})
+    for name, (fields, about) in SHORT.items():
+        add(name, msgpack.packb(fields), "client", about, plain(fields))
+    for name, (frame, about) in BAD_FRAMES.items():
+        add(f"invalid-frame-{name}", frame, "client", about)
+    for name, (fields, about) in BAD_MESSAGES.items():
+        add(f"invalid-{name}", msgpack.packb(fields), "client", about)
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in index)
+    files["index.json"] = f"[\n{lines}\n]\n".encode()
+    return files
+
+
+def main() -> None:
+    VECTORS.mkdir(exist_ok=True)
+    files = make()
+    for stale in {path.name for path in VECTORS.iterdir()} - files.keys():
+        (VECTORS / stale).unlink()
+    for name, content in files.items():
+        (VECTORS / name).write_bytes(content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Document, vectors and code say the same. The vectors are judged by the document alone, then by the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any, get_type_hints
+
+import document
+import make_vectors
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frameshard import errors
+from frameshard.wire import codec
+from frameshard.wire import messages as m
+
+VECTORS = document.BINDINGS / "vectors"
+INDEX: list[dict[str, Any]] = json.loads((VECTORS / "index.json").read_text())
+
+
+def named(row: dict[str, Any]) -> str:
+    return str(row["file"])
+
+
+def test_the_vectors_are_what_the_code_makes() -> None:
+    made = make_vectors.make()
+    assert {path.name for path in VECTORS.iterdir()} == set(made)
+    for name, content in made.items():
+        assert (VECTORS / name).read_bytes() == content, f"{name}: run tests/conformance/make_vectors.py"
+
+
+@pytest.mark.parametrize("row", INDEX, ids=named)
+def test_the_document_alone_tells_right_from_wrong(row: dict[str, Any]) -> None:
+    frame = (VECTORS / row["file"]).read_bytes()
+    assert document.valid(row["from"], frame) == row["valid"]
+    if row["valid"]:
+        assert document.read(frame) == row["message"]
+    elif row["file"].startswith("invalid-frame-"):
+        with pytest.raises(document.Malformed):
+            document.read(frame)
+
+
+@pytest.mark.parametrize("row", INDEX, ids=named)
+def test_the_code_agrees(row: dict[str, Any]) -> None:
+    frame = (VECTORS / row["file"]).read_bytes()
+    decode = m.decode_request if row["from"] == "client" else m.decode_answer
+    if not row["valid"]:
+        with pytest.raises(errors.BadMessage):
+            decode(frame)
+        return
+    message = decode(frame)
+    assert document.valid(row["from"], m.encode(message))
+    written = dataclasses.asdict(message)
+    for name, value in row["message"].items():
+        if name not in ("t", "sampling"):
+            assert make_vectors.plain(written[name]) == value
+
+
+def test_every_message_has_a_vector_and_a_table() -> None:
+    for sender, table, described in (
+        ("client", m.REQUESTS, document.REQUESTS),
+        ("broker", m.ANSWERS, document.ANSWERS),
+    ):
+        assert set(table) == set(described)
+        assert set(table) == {row["message"]["t"] for row in INDEX if row["valid"] and row["from"] == sender}
+
+
+def test_the_tables_have_the_fields_of_the_code() -> None:
+    records = [m.ChatMessage, m.Sampling, m.ErrorInfo, m.ModelInfo, m.ServerLimits, m.BrokerStats]
+    described = {
+        **{cls: document.REQUESTS[name] for name, cls in m.REQUESTS.items()},
+        **{cls: document.ANSWERS[name] for name, cls in m.ANSWERS.items()},
+        **{cls: document.RECORDS[cls.__name__] for cls in records},
+    }
+    assert set(document.RECORDS) == {cls.__name__ for cls in records}
+    for cls, rows in described.items():
+        fields = [(field.name, field.default is dataclasses.MISSING) for field in dataclasses.fields(cls)]
+        assert [(row.name, row.required) for row in rows] == fields, cls
+        assert set(get_type_hints(cls)) == {row.name for row in rows}
+
+
+def test_the_documents_errors_are_the_codes() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (yes|no) \|", document.DOCUMENT, re.MULTILINE)
+    expected = {(str(cls.code), cls.name, "yes" if cls.retriable else "no") for cls in errors.BY_NAME.values()}
+    assert set(rows) == expected
+
+
+def test_links_inside_the_document_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.+)$", document.DOCUMENT, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]+)\)", document.DOCUMENT)) <= anchors
+
+
+@settings(max_examples=3000)
+@given(st.data())
+def test_two_readers_of_frames_agree(data: st.DataObject) -> None:
+    """The document's reader and the code's, on vectors with bytes changed, cut out and put in."""
+    row = data.draw(st.sampled_from([row for row in INDEX if (VECTORS / row["file"]).stat().st_size < 2000]))
+    frame = bytearray((VECTORS / row["file"]).read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(frame)))
+        frame[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    try:
+        expected = document.read(bytes(frame))
+    except document.Malformed:
+        with pytest.raises(errors.BadMessage):
+            codec.decode(bytes(frame))
+    else:
+        assert codec.decode(bytes(frame)) == expected
+        for sender, decode in (("client", m.decode_request), ("broker", m.decode_answer)):
+            try:
+                decode(bytes(frame))
+            except (errors.BadMessage, errors.VersionMismatch):
+                assert not document.valid(sender, bytes(frame)) or expected.get("protocol") != 1
+            else:
+                assert document.valid(sender, bytes(frame))
