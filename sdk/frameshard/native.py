@@ -295,7 +295,7 @@ class ShardDevice:
         self._budget = budget_bytes
 
     def fill(self, max_bytes: int = 2**63) -> int:
-        """Starts copies of weights into free budget, at most about ``max_bytes``; returns the bytes. Between decodes."""
+        """Starts copies of weights into free budget, about ``max_bytes`` at most; returns bytes. Between decodes."""
         filled = ctypes.c_uint64()
         self._check(self._lib.fsd_fill(ctypes.c_uint64(max_bytes), ctypes.byref(filled)))
         return filled.value

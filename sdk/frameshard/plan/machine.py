@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections import Counter
@@ -25,6 +26,8 @@ from frameshard.plan.model import GGML_TYPES, Model
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice
+
+logger = logging.getLogger("frameshard.plan")
 
 SCHEMA_VERSION = 1
 
@@ -178,7 +181,10 @@ def load_or_probe(
         except BadArgument:
             pass  # written by another version: measured anew
     profile = probe(device, model, inner=inner, n_threads=n_threads, link_gbps=link_gbps, seconds=seconds)
-    save(profile, path)
+    try:
+        save(profile, path)
+    except OSError as error:  # a read-only cache costs seconds at the next start, nothing else
+        logger.warning("the profile is not kept: %s", error)
     return profile
 
 
