@@ -1,0 +1,107 @@
+"""The adapter between ZeroMQ and trio under load, beside the obvious one, which stalls."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import zmq
+
+from frameshard.transport import Socket, Unreachable, configure
+from sidecars import in_trio
+
+COUNT = 20_000
+
+
+class Naive(Socket):
+    """Waits for the descriptor and reads what is there, as one would with any other socket."""
+
+    async def receive(self) -> list[bytes]:
+        while True:
+            await trio.lowlevel.wait_readable(self._fd)
+            try:
+                return self._receive_now()
+            except zmq.Again:
+                pass
+
+    def try_send(self, parts: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+async def echo_load(kind: type[Socket], count: int) -> int:
+    """Messages both ways at once through one pair of sockets; how many came back before traffic stood still."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    try:
+        for socket in (router, dealer):
+            configure(socket, linger_ms=0)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.bind("tcp://127.0.0.1:*")
+        dealer.connect(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        server, client = kind(router), kind(dealer)
+        received = 0
+
+        async def serve() -> None:
+            while True:
+                parts = await server.receive()
+                while not server.try_send(parts):
+                    await trio.sleep(0.001)
+
+        async def send() -> None:
+            for number in range(count):
+                while not client.try_send([b"%d" % number]):
+                    await trio.sleep(0.001)
+                await trio.lowlevel.checkpoint()
+
+        async def receive() -> None:
+            nonlocal received
+            while received < count:
+                assert await client.receive() == [b"%d" % received]
+                received += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            nursery.start_soon(send)
+            nursery.start_soon(receive)
+            before = -1
+            while before < received < count:
+                before = received
+                await trio.sleep(2)
+            nursery.cancel_scope.cancel()
+        return received
+    finally:
+        context.destroy(linger=0)
+
+
+@in_trio
+async def test_nothing_stalls_under_load() -> None:
+    assert await echo_load(Socket, COUNT) == COUNT
+
+
+@in_trio
+async def test_the_naive_adapter_stalls() -> None:
+    """If this fails, libzmq's descriptor has changed and the adapter may become simpler."""
+    assert await echo_load(Naive, COUNT) < COUNT
+
+
+@in_trio
+async def test_a_router_says_that_nobody_is_there() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        with pytest.raises(Unreachable):
+            Socket(router).try_send([b"nobody", b"hello"])
+
+
+@in_trio
+async def test_a_message_of_many_parts_is_cut() -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://parts")
+        theirs.connect("inproc://parts")
+        theirs.send_multipart([b"x"] * 1000)
+        theirs.send_multipart([b"a", b"b"])
+        socket = Socket(ours)
+        assert await socket.receive() == [b"x"] * 4
+        assert await socket.receive() == [b"a", b"b"]
