@@ -46,7 +46,8 @@ static void buffer_free(ggml_backend_buffer_t b) {
     d.synchronize();
     d.programs.clear(); // their shadows may point into it
     if (c->weights) {
-        d.reset_ring(); // copies for the next graph may still be reading the file
+        d.reset_ring();
+        ggml_backend_synchronize(d.copy); // copies for the next graph may still be reading the file
     }
     if (c->inner) {
         InnerBuffer inner(c->inner);

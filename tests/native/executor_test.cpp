@@ -741,6 +741,17 @@ SCENARIO(a_model_can_go_while_copies_are_under_way) {
     ggml_backend_synchronize(fsd::device().copy);
 }
 
+SCENARIO(a_model_can_go_while_the_arena_fills) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.02;
+    Session s(config);
+    s.commit();
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // no graph follows that would wait for it
+    s.net.reset();
+    s.file.unmap();
+    ggml_backend_synchronize(fsd::device().copy);
+}
+
 SCENARIO(calls_out_of_order) {
     fsd_config config = config_of(0);
     const uint8_t placement[1] = {FSD_STREAMED};
