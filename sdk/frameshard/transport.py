@@ -21,7 +21,6 @@ HANDSHAKE_MS = 1000
 HIGH_WATER = 256
 """Messages queued to or from one peer inside ZeroMQ."""
 
-BROKER_LINGER_MS = 200
 ZAP_DOMAIN = b"frameshard"
 MAX_PARTS = 3
 """Of one message, a router's address included."""

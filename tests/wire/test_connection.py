@@ -38,6 +38,8 @@ class Link:
             request = m.decode_request(frame)
             if isinstance(request, m.Hello):
                 self.known = True
+                if request.session == 5:
+                    self.server.resumed()
                 self.server.reply(welcome(request, 5, resumed=request.session == 5))
             elif not self.known:
                 lost = m.ErrorInfo.of(ConnectionLost("who are you"))

@@ -1,7 +1,8 @@
 """The broker: sessions of clients, their jobs, the VRAM lease, and the engine process. Never touches the GPU.
 
 process     the sidecar's process and :func:`serve`
-server      the one task group that owns the socket
+listener    its sockets
+server      the traffic between clients and engine
 session     which connection belongs to which session
 jobs        jobs of all clients, and what is replayed after an engine's death
 leases      the VRAM budget and who waits for its acknowledgement

@@ -1,4 +1,4 @@
-"""The sidecar's process: its sockets and keys, its limits, and what ends it.
+"""The sidecar's process: its keys, its limits, and what ends it.
 
 It ends with its host, on a signal, on a client's shutdown, or when its first engine cannot be loaded, and leaves
 nothing behind: no process, no socket, no directory.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import trio
 import zmq
-from zmq.utils import z85
 
 from frameshard.broker import endpoint as places
+from frameshard.broker.listener import Listener
 from frameshard.broker.server import Server
-from frameshard.errors import EndpointInUse, FrameshardError
-from frameshard.transport import BROKER_LINGER_MS, ZAP_DOMAIN, Socket, configure, new_number
+from frameshard.transport import new_number
 from frameshard.wire import launch
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo, ServeConfig
@@ -48,59 +47,44 @@ def serve(
     """
     _prepare_process()
     with places.claim(config.transport, config.endpoint) as (directory, wanted):
-        context = zmq.Context()
-        try:
-            error = trio.run(_serve, config, context, directory, wanted, on_ready, host_pipe)
-        finally:
-            context.destroy(linger=BROKER_LINGER_MS)
-    if error is not None:
-        raise error
-
-
-async def _serve(
-    config: ServeConfig,
-    context: zmq.Context[zmq.Socket[bytes]],
-    directory: Path,
-    wanted: str,
-    on_ready: Callable[[ConnectInfo, Path], None] | None,
-    host_pipe: int | None,
-) -> FrameshardError | None:
-    server_public, server_secret = zmq.curve_keypair()
-    client_public, client_secret = zmq.curve_keypair()
-    epoch = new_number()
-    zap = context.socket(zmq.REP)
-    zap.bind("inproc://zeromq.zap.01")
-    router = context.socket(zmq.ROUTER)
-    bound = _bind(router, wanted, server_secret)
-    server = Server(config, Socket(router), epoch)
-    connect_file = Path(config.connect_file) if config.connect_file else directory / "connect.json"
-
-    def announce() -> None:
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        listener = Listener(wanted, server_secret, client_public)
         info = ConnectInfo(
             protocol=m.VERSION,
-            endpoint=bound,
-            epoch=epoch,
+            endpoint=listener.endpoint,
+            epoch=new_number(),
             pid=os.getpid(),
             server_key=server_public.decode(),
             client_key=client_public.decode(),
             client_secret=client_secret.decode(),
         )
-        places.write_private(connect_file, launch.info_line(info))
-        if on_ready is not None:
-            on_ready(info, connect_file)
+        connect_file = Path(config.connect_file) if config.connect_file else directory / "connect.json"
+        server = Server(config, info.epoch)
 
+        def announce() -> None:
+            places.write_private(connect_file, launch.info_line(info))
+            if on_ready is not None:
+                on_ready(info, connect_file)
+
+        try:
+            trio.run(_serve, server, listener, announce, host_pipe)
+        finally:
+            listener.close()
+            with suppress(OSError):
+                connect_file.unlink()
+    if server.error is not None:
+        raise server.error
+
+
+async def _serve(server: Server, listener: Listener, announce: Callable[[], None], host_pipe: int | None) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_authenticate, Socket(zap, max_parts=7), z85.decode(client_public))
+        nursery.start_soon(listener.run, server)
         nursery.start_soon(_watch_signals, server)
         if host_pipe is not None:
             nursery.start_soon(_watch_host, host_pipe, nursery.cancel_scope)
-        try:
-            await server.run(announce)
-        finally:
-            with suppress(OSError):
-                connect_file.unlink()
+        await server.run(announce)
         nursery.cancel_scope.cancel()
-    return server.error
 
 
 def _prepare_process() -> None:
@@ -115,42 +99,6 @@ def _prepare_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
-
-
-def _bind(router: zmq.Socket[bytes], wanted: str, secret: bytes) -> str:
-    configure(router, linger_ms=BROKER_LINGER_MS)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    router.setsockopt(zmq.CURVE_SERVER, 1)
-    router.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    try:
-        with _private_files():
-            router.bind(wanted)
-    except zmq.ZMQError as error:
-        raise EndpointInUse(f"cannot listen at {wanted}: {error}", endpoint=wanted) from None
-    bound = router.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return bound.rstrip(b"\0").decode()
-
-
-@contextmanager
-def _private_files() -> Iterator[None]:
-    mask = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(mask)
-
-
-async def _authenticate(socket: Socket, client_key: bytes) -> None:
-    """Answers ZeroMQ's question for each connection (ZAP, rfc.zeromq.org/spec/27): only one key may come in."""
-    while True:
-        parts = await socket.receive()
-        known = len(parts) == 7 and parts[2] == ZAP_DOMAIN and parts[5] == b"CURVE" and parts[6] == client_key
-        status = [b"200", b"OK", b"client"] if known else [b"400", b"unknown key", b""]
-        socket.try_send([b"1.0", parts[1], *status, b""])
 
 
 async def _watch_signals(server: Server) -> None:

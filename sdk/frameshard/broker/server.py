@@ -51,10 +51,10 @@ _KNOWN_INFO = (
 class Server:
     """All parts of one launch, and the traffic between them."""
 
-    def __init__(self, config: ServeConfig, socket: Socket, epoch: int) -> None:
+    def __init__(self, config: ServeConfig, epoch: int) -> None:
         self.error: FrameshardError | None = None
         self._config = config
-        self._socket = socket
+        self._socket: Socket | None = None
         self._epoch = epoch
         self._sessions = Sessions(
             epoch,
@@ -78,7 +78,7 @@ class Server:
         """Until :meth:`stop`, or a first load that fails (:attr:`error`)."""
         self._announce = announce
         async with trio.open_nursery() as nursery:
-            for task in (self._receive, self._retry, self._watch_silence, self._supervise):
+            for task in (self._retry, self._watch_silence, self._supervise):
                 nursery.start_soon(task)
             await self._stop.wait()
             if self.error is None:
@@ -91,6 +91,11 @@ class Server:
         """Ends :meth:`run` in good order."""
         self._stop.set()
 
+    def disconnected(self) -> None:
+        """The socket is gone with all its connections; another follows."""
+        self._socket = None
+        self._sessions.disconnected()
+
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
@@ -99,9 +104,11 @@ class Server:
             self.error = self._supervisor.error
             self.stop()
 
-    async def _receive(self) -> None:
+    async def receive(self, socket: Socket) -> None:
+        """Takes what comes on `socket`, and sends on it."""
+        self._socket = socket
         while True:
-            peer, *parts = await self._socket.receive()
+            peer, *parts = await socket.receive()
             wanted = self._sessions.receive(peer, parts, trio.current_time())
             while self._sessions.evicted:
                 self._forget(self._sessions.evicted.popleft())
@@ -271,20 +278,22 @@ class Server:
             for op in ops:
                 self._supervisor.send(op)
             ops.clear()
+        if self._socket is None:
+            return
         while self._sessions.strangers:
             with suppress(Unreachable):
                 self._socket.try_send(list(self._sessions.strangers.popleft()))
         for session in self._sessions:
-            self._flush_session(session)
+            self._flush_session(session, self._socket)
             if session.connection.overrun:
                 logger.warning("%r does not read its answers: dropped", session)
                 self._forget(session)
 
-    def _flush_session(self, session: Session) -> None:
+    def _flush_session(self, session: Session, socket: Socket) -> None:
         connection = session.connection
         while session.reachable and (frame := connection.next_frame()) is not None:
             try:
-                if not self._socket.try_send([session.peer, frame]):
+                if not socket.try_send([session.peer, frame]):
                     self._blocked.set()
                     return
             except Unreachable:

@@ -94,6 +94,13 @@ class Sessions:
             self._greet(peer, hello, now)
         return None
 
+    def disconnected(self) -> None:
+        """No connection is left; who comes back resumes."""
+        self._by_peer.clear()
+        self.strangers.clear()
+        for session in self:
+            session.reachable = False
+
     def end(self, session: Session) -> None:
         """Forgets a session."""
         self._by_number.pop(session.connection.session, None)
@@ -105,6 +112,8 @@ class Sessions:
             return
         session = None if hello.session is None else self._by_number.get(hello.session)
         resumed = session is not None
+        if session is not None:
+            session.connection.resumed()
         if session is None:
             session = self._by_peer.get(peer)  # its first welcome was lost
         if session is None:

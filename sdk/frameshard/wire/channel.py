@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from frameshard.errors import BadMessage
@@ -22,16 +23,15 @@ class Reader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that `data` completes. Raises :class:`BadMessage`; nothing after it can be trusted."""
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that `data` completes. Raises :class:`BadMessage` behind the last that can be trusted."""
         self._buffer += data
-        messages = []
         while len(self._buffer) >= _HEADER:
             size = int.from_bytes(self._buffer[:_HEADER], "little")
             if size > codec.ENGINE.frame:
                 raise BadMessage(f"a frame of {size} bytes, the limit is {codec.ENGINE.frame}")
             if len(self._buffer) < _HEADER + size:
                 break
-            messages.append(codec.decode(bytes(self._buffer[_HEADER : _HEADER + size]), codec.ENGINE))
+            frame = bytes(self._buffer[_HEADER : _HEADER + size])
             del self._buffer[: _HEADER + size]
-        return messages
+            yield codec.decode(frame, codec.ENGINE)

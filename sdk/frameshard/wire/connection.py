@@ -131,6 +131,11 @@ class ServerConnection:
         """A new stream of events."""
         self._streams[job] = _Outbox(job, timeline, window)
 
+    def resumed(self) -> None:
+        """The client is on another connection: what was sent on the last one may be lost."""
+        for stream in self._streams.values():
+            stream.sent = stream.taken
+
     def started(self, job: int, n_prompt: int) -> None:
         self._streams[job].add(m.Started, {"n_prompt": n_prompt}, self.epoch)
 
@@ -409,8 +414,7 @@ class ClientConnection:
             for request in self._unanswered.values():
                 self._send(request)
             for job, inbox in self._inboxes.items():
-                if inbox.accepted:
-                    self._grant(job, inbox, inbox.granted, resend=True)
+                self._grant(job, inbox, inbox.granted)  # the last one may be lost
         elif self.state is states.Session.GREETING:
             self._move("welcome")
             self._epoch = welcome.epoch
