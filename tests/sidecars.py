@@ -99,21 +99,10 @@ def thaw(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-class PartSocket(Socket):
-    """Can also send messages without an end."""
-
-    def try_send_part(self, part: bytes) -> bool:
-        try:
-            self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
-        except zmq.Again:
-            return False
-        return True
-
-
 class RawPeer:
     """A connection that says what it is told to, right or wrong."""
 
-    def __init__(self, socket: PartSocket, epoch: int) -> None:
+    def __init__(self, socket: Socket, epoch: int) -> None:
         self.socket = socket
         self.epoch = epoch
 
@@ -159,6 +148,6 @@ async def raw_peer(info: frameshard.ConnectInfo, *, keys: tuple[bytes, bytes] | 
     dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
     dealer.connect(info.endpoint)
     try:
-        yield RawPeer(PartSocket(dealer), info.epoch)
+        yield RawPeer(Socket(dealer), info.epoch)
     finally:
         context.destroy(linger=0)
