@@ -7,6 +7,7 @@ that the line names.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -26,14 +27,18 @@ def main() -> int:
     out = os.dup(1)
     os.dup2(2, 1)
 
+    def say(line: bytes) -> None:
+        with contextlib.suppress(OSError):  # the host is gone, which standard input says as well
+            os.write(out, line)
+            os.close(out)
+
     def ready(info: launch.ConnectInfo, _: Path) -> None:
-        os.write(out, launch.ready_line(info))
-        os.close(out)
+        say(launch.ready_line(info))
 
     try:
         serve(launch.parse_config(_read_line(0)), on_ready=ready, host_pipe=0)
     except FrameshardError as error:
-        os.write(out, launch.error_line(error))
+        say(launch.error_line(error))
         return EXIT_ERROR
     return 0
 

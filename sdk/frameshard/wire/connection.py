@@ -32,6 +32,8 @@ BEAT_S = 0.5
 """Seconds between two calls of :meth:`ClientConnection.beat`."""
 
 LOST_AFTER_BEATS = 5
+GREETING_BEATS = 10
+"""Longer for the first answer: a connection has to be made, and a launch loads the machine."""
 
 
 class _Outbox:
@@ -329,7 +331,7 @@ class ClientConnection:
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return
         self._silent_beats += 1
-        if self._silent_beats > LOST_AFTER_BEATS:
+        if self._silent_beats > (GREETING_BEATS if self.state is states.Session.GREETING else LOST_AFTER_BEATS):
             self._lose("silence", ConnectionLost("the sidecar does not answer"))
         elif self._outgoing:
             pass  # the transport takes nothing now; more would not help
