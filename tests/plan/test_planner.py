@@ -224,7 +224,7 @@ def test_the_ladder_spreads_each_kind_over_the_layers() -> None:
     ladder = make_ladder(dense(8))
     assert [shard.layer for shard in ladder if shard.kind == "ffn"] == [0, 4, 2, 6, 1, 5, 3, 7]
     kinds = [shard.kind for shard in ladder]
-    assert kinds == sorted(kinds, key=["attention", "ffn", "output"].index)
+    assert kinds == sorted(kinds, key=["output", "attention", "ffn"].index)
 
 
 def test_experts_stay_with_the_cpu_while_decoding() -> None:
