@@ -1,0 +1,339 @@
+/* frameshard: a language model beside your game, in a process of its own that gives VRAM back while it talks.
+ *
+ * This is the whole C interface. A host launches (or connects to) a sidecar, asks, and polls once a frame:
+ *
+ *     fs_launch_options options;
+ *     fs_launch_options_init(&options, sizeof options);
+ *     options.model = "innkeeper.gguf";
+ *     fs_client *client = NULL;
+ *     if (fs_launch(&options, &client) != FS_OK) puts(fs_last_error(NULL));
+ *     fs_ask(client, "Any rooms left?", FS_NUL_TERMINATED, NULL, NULL);
+ *     ... each frame:
+ *     fs_event events[16];
+ *     int32_t n = fs_poll(client, events, sizeof events[0], 16);
+ *     ... at the end:
+ *     fs_close(client, 3.0);
+ *
+ * Rules that hold for every function:
+ *
+ * Waiting    Nothing waits, but fs_wait and fs_close with a time limit of the caller's. No callbacks, no threads that
+ *            the caller would notice: what happens is told by fs_poll, in the thread that calls it.
+ * Threads    Each function is marked. [any thread]: no state, or only the calling thread's. [client]: any thread, but
+ *            one at a time for a client; two clients never share anything.
+ * Polling    All work for a client is done inside calls for it, so poll at least once in silent_s (see
+ *            fs_launch_options); a host that stays away longer finds its jobs ended by FS_CONNECTION_LOST.
+ * Errors     Functions return an fs_status: FS_OK, or the protocol's error code. fs_last_error has the sentence for the
+ *            last failure on the calling thread. A call that fails has changed nothing. What goes wrong later comes as
+ *            an event. No C++ exception ever leaves the library.
+ * Strings    UTF-8. What goes in may carry its length or FS_NUL_TERMINATED, and is copied before the call returns. What
+ *            comes out carries its length and ends with a NUL byte that the length does not count.
+ * Structs    Those the caller fills begin with struct_size and are made by their _init function, which sets every
+ *            default. They grow at the end only, so a program built against an older header goes on working.
+ * Numbers    Sizes are bytes, times are seconds. Numbers of jobs and requests begin with 1; 0 is none.
+ *
+ * This header is C99, needs nothing at run time that is not exported, and can be read by LuaJIT's ffi.cdef after the
+ * preprocessor. */
+#ifndef FRAMESHARD_H
+#define FRAMESHARD_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(FS_STATIC)
+#define FS_API
+#elif defined(_WIN32)
+#ifdef FS_BUILD
+#define FS_API __declspec(dllexport)
+#else
+#define FS_API __declspec(dllimport)
+#endif
+#else
+#define FS_API __attribute__((visibility("default")))
+#endif
+
+#define FS_ABI_VERSION 1
+#define FS_NUL_TERMINATED (-1)
+
+/* ---- status ---------------------------------------------------------------------------------------------------- */
+
+/* The protocol's error codes (bindings/PROTOCOL.md, "Errors"). A code that is not listed means FS_INTERNAL. */
+typedef int32_t fs_status;
+enum {
+    FS_OK = 0,
+    FS_INTERNAL = 1,
+    FS_BAD_ARGUMENT = 10,
+    FS_BAD_MESSAGE = 11,
+    FS_UNKNOWN_JOB = 12,
+    FS_CONTEXT_OVERFLOW = 13,
+    FS_UNSUPPORTED = 14,
+    FS_MODEL_NOT_FOUND = 20,
+    FS_BAD_MODEL = 21,
+    FS_UNKNOWN_DEVICE = 22,
+    FS_BUDGET_BELOW_FLOOR = 23,
+    FS_VERSION_MISMATCH = 24,
+    FS_OUT_OF_MEMORY = 25,
+    FS_ENDPOINT_IN_USE = 30,
+    FS_CONNECTION_LOST = 31,
+    FS_ENGINE_DIED = 32,
+    FS_OVERLOADED = 33,
+    FS_DEADLINE_MISSED = 34,
+    FS_CANCELLED = 40,
+    FS_DOWNLOAD_FAILED = 41
+};
+
+/* The protocol's name of a status, such as "budget_below_floor"; "ok" for FS_OK, "internal" for what is unknown.
+ * The text is static. [any thread] */
+FS_API const char *fs_status_name(fs_status status);
+
+/* 1 if the same call may succeed later without a change, else 0. [any thread] */
+FS_API int32_t fs_status_retriable(fs_status status);
+
+/* The sentence for the last call that failed on this thread; "" if none has. `length` may be NULL.
+ * The text is the library's and lives until the next call of any function here on this thread. [any thread] */
+FS_API const char *fs_last_error(uint32_t *length);
+
+/* ---- version --------------------------------------------------------------------------------------------------- */
+
+/* FS_ABI_VERSION of the library that is loaded. It grows when something that was there changes its meaning; functions
+ * and trailing struct fields are added without. [any thread] */
+FS_API uint32_t fs_abi_version(void);
+
+/* The protocol version that the library speaks, which must be the sidecar's. [any thread] */
+FS_API uint32_t fs_protocol_version(void);
+
+/* The library's own version, such as "0.1.0". The text is static. [any thread] */
+FS_API const char *fs_version(void);
+
+/* ---- a client -------------------------------------------------------------------------------------------------- */
+
+/* A session with one sidecar. Made by fs_launch or fs_connect, ended by fs_close. */
+typedef struct fs_client fs_client;
+
+/* How to start a sidecar. Texts are UTF-8 with a NUL at the end; NULL is the default. */
+typedef struct fs_launch_options {
+    uint32_t struct_size;       /* set by fs_launch_options_init */
+    int32_t stream_only;        /* 1: the same bits at any budget, at the cost of speed. Default 0 */
+    const char *model;          /* path of a GGUF file; the only field without a default */
+    const char *device;         /* "auto" (default: first GPU, else CPU), "cpu", "emulated", or a name: "CUDA0" */
+    uint64_t vram_budget_bytes; /* all that the sidecar may hold in VRAM. Default 0: no limit */
+    uint32_t n_ctx;             /* tokens of context, shared evenly by n_parallel conversations. Default 4096 */
+    uint32_t n_parallel;        /* jobs that run at a time. Default 4 */
+    uint32_t n_ubatch;          /* tokens that are read in one go. Default 512 */
+    uint32_t n_threads;         /* CPU threads. Default 0: chosen by the engine */
+    double link_gbps;           /* copy rate of the emulated device, 1e9 bytes/s. Default 0: unlimited */
+    double silent_s;            /* a client that says nothing for so long loses its jobs. Default 600: a game that loads
+                                   a level does not poll, and the sidecar learns of the game's end by other means */
+    const char *transport;      /* "ipc" or "tcp"; by default the system's best */
+    const char *endpoint;       /* by default a fresh place */
+    const char *connect_file;   /* where the sidecar leaves what fs_connect needs; by default a fresh place */
+    const char *python;         /* program that is run with "-m frameshard.broker". Default "python3", from PATH */
+    const char *log_file;       /* appended to by the sidecar. Default: the host's standard error */
+    const char *client_name;    /* at most 64 bytes, for the sidecar's log. Default "c" */
+    const char *extra_json; /* a JSON object with further fields of the sidecar's first line; they win. Default none */
+} fs_launch_options;
+
+/* Sets struct_size and every default; `struct_size` is sizeof(fs_launch_options). [any thread] */
+FS_API void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
+
+/* Starts a sidecar and a session with it. Returns at once: FS_EVENT_READY follows when the model is loaded, or
+ * FS_EVENT_CLOSED with the reason (FS_MODEL_NOT_FOUND, FS_BAD_MODEL, FS_UNKNOWN_DEVICE, FS_BUDGET_BELOW_FLOOR, ...).
+ * What is asked before that waits. The sidecar ends with the client, and with this process however that ends.
+ * FS_BAD_ARGUMENT for options that are wrong by themselves, FS_INTERNAL if the process cannot be started.
+ * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
+FS_API fs_status fs_launch(const fs_launch_options *options, fs_client **client);
+
+/* Joins a sidecar that runs, by the path of its connect file (UTF-8, NUL at the end). `client_name` may be NULL.
+ * Returns at once: FS_EVENT_READY follows, or FS_EVENT_CLOSED with FS_CONNECTION_LOST when nobody answers there, or
+ * FS_VERSION_MISMATCH. Poll at least every 10 s, or what the sidecar was started with.
+ * FS_CONNECTION_LOST if there is no such file, FS_BAD_ARGUMENT if it is no connect file.
+ * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
+FS_API fs_status fs_connect(const char *connect_file, const char *client_name, fs_client **client);
+
+/* Ends the session: its jobs are cancelled, and a launched sidecar ends. Frees the client and all texts that its events
+ * point to. Waits at most `timeout_s` for the sidecar to take its leave, then kills it; 0 kills it at once. NULL is
+ * allowed. [client] */
+FS_API void fs_close(fs_client *client, double timeout_s);
+
+/* Where a client stands. */
+enum {
+    FS_STATE_LOADING = 1, /* until FS_EVENT_READY */
+    FS_STATE_READY = 2,
+    FS_STATE_CLOSED = 3 /* FS_EVENT_CLOSED has come or will with the next poll; every call now fails */
+};
+
+/* One of the above; 0 for NULL. [client] */
+FS_API int32_t fs_state(const fs_client *client);
+
+/* What is loaded. Texts live as long as the client. */
+typedef struct fs_model {
+    uint32_t struct_size; /* sizeof(fs_model), set by the caller */
+    uint32_t n_ctx;       /* tokens of one conversation */
+    uint32_t n_parallel;
+    uint32_t n_vocab;
+    uint32_t n_layer;
+    int32_t chat;         /* 1: has a chat template */
+    uint64_t floor_bytes; /* no VRAM budget below it is possible */
+    uint64_t full_bytes;  /* with it all weights are resident */
+    const char *name;
+    const char *arch;
+    const char *device;
+    const char *plan_json;    /* placements and predicted times at the budget of the load, a JSON object */
+    uint64_t pid;             /* of the sidecar */
+    const char *connect_file; /* what fs_connect was given, or options.connect_file; "" if neither */
+} fs_model;
+
+/* Fills *model. FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
+FS_API fs_status fs_get_model(const fs_client *client, fs_model *model);
+
+/* ---- jobs ------------------------------------------------------------------------------------------------------ */
+
+/* How tokens are chosen. The same values, prompt and seed give the same text. */
+typedef struct fs_sampling {
+    uint32_t struct_size;    /* set by fs_sampling_init */
+    int32_t max_tokens;      /* 1..1048576, default 256 */
+    int32_t top_k;           /* 0: off. Default 40 */
+    uint32_t n_stop;         /* of stop; at most 16 */
+    double temperature;      /* 0..5, 0: greedy. Default 0.8 */
+    double top_p;            /* 0..1, 1: off. Default 0.95 */
+    double min_p;            /* 0..1, 0: off. Default 0.05 */
+    double repeat_penalty;   /* 0.5..2, 1: off. Default 1 */
+    int64_t seed;            /* 0..4294967295, or -1: the sidecar draws one. Default -1 */
+    const char *const *stop; /* texts of 1..256 bytes with a NUL at the end; generation ends before any of these */
+} fs_sampling;
+
+/* Sets struct_size and every default; `struct_size` is sizeof(fs_sampling). [any thread] */
+FS_API void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
+
+/* What else a job may be given. */
+typedef struct fs_job_options {
+    uint32_t struct_size;        /* set by fs_job_options_init */
+    uint32_t window;             /* 1..256: events that may be under way before they are polled. Default 32 */
+    const char *conversation;    /* name of at most 128 bytes; NULL (default): none */
+    const char *system;          /* fs_ask only: the conversation's persona from now on; NULL (default): as it is */
+    const fs_sampling *sampling; /* NULL (default): all defaults */
+    uint64_t timeline;           /* comes back in each event: a game that loads a save counts it up, and can tell
+                                    tokens that were meant for another past. Default 0 */
+} fs_job_options;
+
+/* Sets struct_size and every default; `struct_size` is sizeof(fs_job_options). [any thread] */
+FS_API void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
+
+/* One message of a chat. */
+typedef struct fs_message {
+    const char *role;       /* "system", "user" or "assistant" */
+    const char *content;    /* at most 65536 bytes */
+    int32_t content_length; /* or FS_NUL_TERMINATED */
+    int32_t reserved;       /* 0 */
+} fs_message;
+
+/* Says `text` to the model. With options->conversation, what was said in it before belongs to the prompt: questions, and
+ * answers as far as they were polled. Questions of one conversation are answered one after the other; its oldest
+ * exchanges are forgotten when the context is full. `options` and `job` may be NULL.
+ * The job's events follow: FS_EVENT_STARTED, FS_EVENT_TEXT..., then exactly one of FS_EVENT_DONE, FS_EVENT_FAILED and
+ * FS_EVENT_CANCELLED. FS_BAD_ARGUMENT, FS_CONNECTION_LOST when the client is closed. [client] */
+FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
+                        uint64_t *job);
+
+/* Like fs_ask for callers that keep the history themselves: `messages` is the whole prompt. A conversation only names
+ * what the engine should keep in its cache, so that a prompt which begins as the last one did is read faster.
+ * [client] */
+FS_API fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages,
+                         const fs_job_options *options, uint64_t *job);
+
+/* What follows `prompt`, without a chat template. [client] */
+FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length,
+                             const fs_job_options *options, uint64_t *job);
+
+/* Ends a job early; FS_EVENT_CANCELLED follows, unless another end came first. FS_UNKNOWN_JOB if its last event has been
+ * polled or it never was. [client] */
+FS_API fs_status fs_cancel(fs_client *client, uint64_t job);
+
+/* Begins a conversation of fs_ask anew, behind what was asked in it already. The system text stays. [client] */
+FS_API fs_status fs_forget(fs_client *client, const char *conversation);
+
+/* ---- VRAM and figures ------------------------------------------------------------------------------------------ */
+
+/* All that the sidecar holds in VRAM has to fit into `vram_budget_bytes` from now on; 0 is no limit. Jobs go on.
+ * FS_EVENT_BUDGET_RELEASED follows when the memory is given back, then FS_EVENT_BUDGET_OBSERVED; or FS_EVENT_REFUSED with
+ * FS_BUDGET_BELOW_FLOOR (nothing changes; event.floor_bytes), FS_DEADLINE_MISSED (stays in force) or FS_ENGINE_DIED.
+ * `timeout_s`, 0.001..60, is the deadline of the release. `request` may be NULL. [client] */
+FS_API fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request);
+
+/* Asks for the budget in force and its bounds: FS_EVENT_BUDGET follows. [client] */
+FS_API fs_status fs_get_budget(fs_client *client, uint64_t *request);
+
+/* Asks for the figures of this moment: FS_EVENT_STATS follows. [client] */
+FS_API fs_status fs_get_stats(fs_client *client, uint64_t *request);
+
+/* Ends the sidecar for all its clients, also one that was not launched by this one. FS_EVENT_CLOSED follows. [client] */
+FS_API fs_status fs_shutdown(fs_client *client);
+
+/* ---- events ---------------------------------------------------------------------------------------------------- */
+
+enum {
+    FS_EVENT_READY = 1,     /* the model is loaded; text: its name, detail: the protocol's ModelInfo */
+    FS_EVENT_STARTED = 2,   /* job, n_prompt */
+    FS_EVENT_TEXT = 3,      /* job, text: more of the answer, never cut within a character; tokens */
+    FS_EVENT_DONE = 4,      /* job, reason, n_prompt, n_generated, prefill_s, decode_s */
+    FS_EVENT_FAILED = 5,    /* job, status, text: why, detail. The text so far stands */
+    FS_EVENT_CANCELLED = 6, /* job */
+    FS_EVENT_BUDGET_RELEASED =
+        7, /* request, budget_bytes, used_bytes, seconds: released, exact by the sidecar's count */
+    FS_EVENT_BUDGET_OBSERVED = 8, /* request, observed_bytes, seconds: what the driver counts */
+    FS_EVENT_BUDGET = 9,          /* request, budget_bytes, floor_bytes, full_bytes */
+    FS_EVENT_STATS = 10,          /* request, detail: {"broker": BrokerStats, "engine": {...} or null} */
+    FS_EVENT_REFUSED = 11,        /* request, status, text: why, detail; floor_bytes with FS_BUDGET_BELOW_FLOOR */
+    FS_EVENT_ENGINE = 12,         /* engine_state, restarts; status, text and detail if it is off. Jobs go on by
+                                     themselves after a restart */
+    FS_EVENT_CLOSED = 13 /* the last event of all: status, text and detail say why. All jobs have ended before */
+};
+
+enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
+enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4 };
+
+/* One event. Fields that its type does not name are 0, texts "". */
+typedef struct fs_event {
+    uint32_t type;          /* FS_EVENT_... */
+    fs_status status;       /* FS_OK, or what went wrong */
+    uint64_t job;           /* as fs_ask, fs_chat or fs_complete gave it */
+    uint64_t request;       /* as fs_set_budget, fs_get_budget or fs_get_stats gave it */
+    uint64_t timeline;      /* the job's */
+    const char *text;       /* valid until the next fs_poll or fs_close of this client */
+    const char *detail;     /* a JSON object, or ""; likewise */
+    uint32_t text_length;   /* bytes */
+    uint32_t detail_length; /* bytes */
+    uint32_t tokens;        /* since the job's last event, those without text of their own included */
+    uint32_t reason;        /* FS_REASON_... */
+    uint32_t n_prompt;      /* tokens */
+    uint32_t n_generated;   /* tokens */
+    uint32_t engine_state;  /* FS_ENGINE_... */
+    uint32_t restarts;      /* of the engine since the launch */
+    uint64_t budget_bytes;  /* in force; 0: no limit */
+    uint64_t used_bytes;    /* what the sidecar holds */
+    uint64_t floor_bytes;   /* no budget below it is possible */
+    uint64_t full_bytes;    /* with it all weights are resident */
+    int64_t observed_bytes; /* -1 where the system does not tell */
+    double seconds;         /* since the engine was asked */
+    double prefill_s;       /* from the start of the prompt to the first token */
+    double decode_s;        /* from there to the end */
+} fs_event;
+
+/* Takes at most `capacity` events, oldest first, into `events`, and does all work that is due for the client. Never
+ * waits; with nothing pending it costs about as much as one look at the clock and allocates nothing.
+ * `event_size` is sizeof(fs_event). Texts of the last call's events are invalid from now on. A program that does not
+ * poll loses nothing: the sidecar holds back, as for any slow reader.
+ * Returns the number of events, 0 to `capacity`, or -FS_BAD_ARGUMENT. [client] */
+FS_API int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
+
+/* For programs that have nothing else to do: waits until fs_poll may have something, at most `timeout_s`. It may return
+ * early. Returns 1 if there may be something, else 0. [client] */
+FS_API int32_t fs_wait(fs_client *client, double timeout_s);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
