@@ -111,6 +111,10 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
  * used_bytes <= bytes, at most timeout_s. A budget below the floor is refused with FSD_BELOW_FLOOR and changes nothing. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
 
+/* Gives all VRAM back except what the driver holds for the process. The llama context must be freed before; a new one and
+ * fsd_commit take it again, and then fsd_set_plan. The budget stays as it is, and may be changed meanwhile. */
+FSD_API fsd_status fsd_release(void);
+
 /* Starts copies of weights into free budget until the resident set is as large as it may be, at most about max_bytes;
  * *filled gets the bytes, 0 when there is nothing to do. The next graph uses them and waits for them on the device. */
 FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
@@ -121,11 +125,45 @@ FSD_API fsd_status fsd_set_overhead(uint64_t bytes);
 /* [any thread] The running graph, and later ones until cleared, stop at the next step boundary with GGML_STATUS_ABORTED. */
 FSD_API fsd_status fsd_set_abort(int on);
 
+/* [any thread] The page that the host writes each frame (bindings/PROTOCOL.md, "Frame block"). Steps on the GPU keep out
+ * of its frames' way from now on, and a budget in it is taken between two steps. NULL: no page. */
+FSD_API fsd_status fsd_open_frame_block(const char *path);
+/* [any thread] Takes a budget in the page while no graph runs; to be called every few milliseconds. */
+FSD_API fsd_status fsd_poll_frame_block(void);
+
+typedef enum { FSD_PRIORITIZE_GRAPHICS = 0, FSD_BALANCE = 1, FSD_PRIORITIZE_COMPUTE = 2 } fsd_scheduling_mode;
+FSD_API fsd_status fsd_set_scheduling_mode(fsd_scheduling_mode mode); /* [any thread] default: FSD_BALANCE */
+
+typedef struct {
+    uint32_t struct_size;
+    uint32_t pacing;       /* 1 while steps wait for the host's frames */
+    uint64_t frames;       /* seen, and those of them that took longer than the mode allows */
+    uint64_t late_frames;
+    double frame_time_s;   /* of the last frame */
+    double target_frame_s;
+    double longest_step_s; /* of late */
+    double waited_s;       /* all that steps have waited for frames */
+    double share;          /* of the host's own GPU time that steps may use beside it */
+} fsd_pacing;
+FSD_API fsd_status fsd_get_pacing(fsd_pacing *pacing); /* [any thread] */
+
 /* [any thread] Share of time in (0, 1] that steps may take; after each step the executor idles for the rest. */
 FSD_API fsd_status fsd_set_duty(double share);
 
 FSD_API fsd_status fsd_get_stats(fsd_stats *stats); /* [any thread] */
 FSD_API fsd_status fsd_reset_peak(void);            /* [any thread] */
+
+/* A time line of what graphs do: one span for each copy of a step's weights, each run of nodes on the inner device and
+ * each on the CPU. Seconds of a monotonic clock; bytes of weights. Recording costs a few percent of speed. */
+typedef enum { FSD_LANE_COPY = 0, FSD_LANE_DEVICE = 1, FSD_LANE_CPU = 2 } fsd_lane;
+typedef struct {
+    uint32_t lane, reserved;
+    double start_s, end_s;
+    uint64_t bytes;
+} fsd_span;
+FSD_API fsd_status fsd_trace_start(void);
+/* Ends the recording and gives up to n_max spans in order of their start; *n gets how many there were. */
+FSD_API fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n);
 
 /* Measured rates of this machine in bytes per second, for a profile. seconds_max bounds the probe. */
 typedef struct {

@@ -1,6 +1,7 @@
 // The C control interface (frameshard_device.h) and the plugin's entry point.
 #include "executor.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -31,6 +32,66 @@ static std::string device_list() {
         }
     }
     return names;
+}
+
+// Everything but what the driver itself holds goes back. The context must be freed before.
+void Device::release_all() {
+    synchronize();
+    while (!slabs.empty()) {
+        pop_slab();
+    }
+    resize_ring(0);
+    programs.clear();
+    release(Use::scratch, scratch);
+    scratch_base = nullptr;
+    release(Use::core, core);
+    core_base = nullptr;
+    tiers.clear();
+    // The inner device's own pools and workspaces belong to its backends.
+    ggml_backend_free(copy);
+    ggml_backend_free(compute);
+    copy = compute = nullptr;
+    committed = false;
+    floor.store(0);
+    for (uint32_t *shards : {&counters.resident_shards, &counters.streamed_shards, &counters.cpu_shards}) {
+        *shards = 0;
+    }
+    counters.resident_bytes = counters.streamed_bytes = counters.cpu_bytes = 0;
+}
+
+static bool open_streams(Device &d) {
+    if (!d.compute) {
+        d.compute = ggml_backend_dev_init(d.inner, nullptr);
+    }
+    if (!d.copy) {
+        d.copy = ggml_backend_dev_init(d.inner, nullptr);
+    }
+    return d.compute && d.copy;
+}
+
+void Device::read_page_budget() {
+    uint64_t generation, bytes;
+    if (!pacing.new_budget(generation, bytes)) {
+        return;
+    }
+    const uint64_t wanted = bytes ? bytes : UINT64_MAX / 4;
+    if (wanted < floor.load()) {
+        pacing.answer(generation, true, budget.load(), used(), floor.load());
+        return;
+    }
+    std::lock_guard<std::mutex> lock(state_mutex);
+    requested_budget.store(wanted);
+    page_generation.store(generation);
+    requested_generation.fetch_add(1);
+}
+
+void Device::answer_page() {
+    if (page_generation.load() == 0 || budget_is_pending()) {
+        return;
+    }
+    if (const uint64_t generation = page_generation.exchange(0)) {
+        pacing.answer(generation, false, budget.load(), used(), floor.load());
+    }
 }
 
 extern "C" {
@@ -92,10 +153,8 @@ fsd_status fsd_configure(const fsd_config *config) {
     }
     // ggml-cuda registers host memory only where this is set; llama.cpp's own use of it is off with our buffers.
     setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
-    d.compute = ggml_backend_dev_init(d.inner, nullptr);
-    d.copy = ggml_backend_dev_init(d.inner, nullptr);
     d.cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
-    if (!d.compute || !d.copy || !d.cpu) {
+    if (!open_streams(d) || !d.cpu) {
         d.inner = nullptr;
         return fail(FSD_OUT_OF_MEMORY, std::string("the device '") + config->inner_device + "' could not be opened");
     }
@@ -138,6 +197,9 @@ fsd_status fsd_commit(void) {
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.configured.load() || d.committed) {
         return fail(FSD_BAD_STATE, "fsd_commit comes once, after fsd_configure and the llama context");
+    }
+    if (!open_streams(d)) {
+        return fail(FSD_OUT_OF_MEMORY, "the device could not be opened again");
     }
     std::string why;
     const fsd_status status = d.commit(why);
@@ -266,6 +328,67 @@ fsd_status fsd_set_overhead(uint64_t bytes) {
     return FSD_OK;
 }
 
+fsd_status fsd_release(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed) {
+        return fail(FSD_BAD_STATE, "fsd_release comes after fsd_commit");
+    }
+    for (const Buffer *b : d.buffers) {
+        if (!b->weights) {
+            return fail(FSD_BAD_STATE, "the llama context is freed before fsd_release");
+        }
+    }
+    d.release_all();
+    return FSD_OK;
+}
+
+fsd_status fsd_open_frame_block(const char *path) {
+    std::string why;
+    return device().pacing.open(path, why) ? FSD_OK : fail(FSD_BAD_ARGUMENT, why);
+}
+
+fsd_status fsd_poll_frame_block(void) {
+    Device &d = device();
+    if (!d.pacing.active()) {
+        return FSD_OK;
+    }
+    d.read_page_budget();
+    // While a graph runs its executor does this.
+    if (d.budget_is_pending() && d.graph_mutex.try_lock()) {
+        if (d.budget_is_pending()) {
+            d.apply_budget();
+        }
+        d.graph_mutex.unlock();
+    }
+    d.answer_page();
+    return FSD_OK;
+}
+
+fsd_status fsd_set_scheduling_mode(fsd_scheduling_mode mode) {
+    if (mode < FSD_PRIORITIZE_GRAPHICS || mode > FSD_PRIORITIZE_COMPUTE) {
+        return fail(FSD_BAD_ARGUMENT, "no such scheduling mode");
+    }
+    device().pacing.set_mode((Mode)mode);
+    return FSD_OK;
+}
+
+fsd_status fsd_get_pacing(fsd_pacing *pacing) {
+    if (!pacing || pacing->struct_size != sizeof(fsd_pacing)) {
+        return fail(FSD_BAD_ARGUMENT, "fsd_pacing: struct_size is not sizeof(fsd_pacing)");
+    }
+    const PacingFigures f = device().pacing.figures();
+    pacing->pacing = f.pacing;
+    pacing->frames = f.frames;
+    pacing->late_frames = f.late_frames;
+    pacing->frame_time_s = f.frame_time_s;
+    pacing->target_frame_s = f.target_frame_s;
+    pacing->longest_step_s = f.longest_step_s;
+    pacing->waited_s = f.waited_s;
+    pacing->share = f.share;
+    return FSD_OK;
+}
+
 fsd_status fsd_set_abort(int on) {
     device().abort.store(on != 0);
     return FSD_OK;
@@ -276,6 +399,32 @@ fsd_status fsd_set_duty(double share) {
         return fail(FSD_BAD_ARGUMENT, "duty is a share in (0, 1]");
     }
     device().duty.store(share);
+    return FSD_OK;
+}
+
+fsd_status fsd_trace_start(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.configured.load() || d.trace) {
+        return fail(FSD_BAD_STATE, "one recording at a time, after fsd_configure");
+    }
+    d.trace = std::make_unique<Trace>(d.inner);
+    return FSD_OK;
+}
+
+fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n) {
+    Device &d = device();
+    if (!n || (n_max > 0 && !spans)) {
+        return fail(FSD_BAD_ARGUMENT, "fsd_trace_stop: nowhere to put the spans");
+    }
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.trace) {
+        return fail(FSD_BAD_STATE, "fsd_trace_start comes first");
+    }
+    const std::vector<fsd_span> all = d.trace->finish();
+    d.trace.reset();
+    *n = all.size();
+    std::copy_n(all.begin(), std::min(n_max, all.size()), spans);
     return FSD_OK;
 }
 

@@ -12,6 +12,8 @@
 #include "emulated.h"
 #include "frameshard_device.h"
 #include "layout.h"
+#include "pacing.h"
+#include "trace.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
@@ -134,6 +136,7 @@ struct Device {
     uint64_t residency_generation = 1; // changes when compiled programs are no longer right
     std::vector<std::unique_ptr<Program>> programs;
     bool compute_pending = false;
+    std::unique_ptr<Trace> trace; // while a time line is recorded
 
     // any thread
     std::atomic<uint64_t> budget{0};           // in force for allocations
@@ -143,6 +146,8 @@ struct Device {
     std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
     std::atomic<double> duty{1.0};
+    Pacing pacing;
+    std::atomic<uint64_t> page_generation{0}; // of a budget in the frame block that is not answered yet
     std::mutex state_mutex;
     std::condition_variable applied;
     size_t used_by[(int)Use::count] = {};
@@ -172,11 +177,15 @@ struct Device {
         return s < (int)slabs.size() && slabs[s].ready;
     }
     fsd_status commit(std::string &why);
+    void release_all();
+    void read_page_budget(); // [any thread] what the frame block asks for becomes the requested budget
+    void answer_page();      // [any thread]
 
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
     void reset_ring();
     void pump_copies();
+    bool before_step(bool on_cpu); // false: the graph is to be aborted
     const Tier *tier_for(int64_t n_tokens) const;
 
     Weight *weight_of(const ggml_tensor *t) {

@@ -401,6 +401,7 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     }
     Segment &seg = p.segments.back();
     merged_bytes += s.bytes;
+    seg.bytes += s.bytes;
     seg.node1 = node1;
     if (!streamed.empty()) {
         seg.entry = (int)p.entries.size();
@@ -415,6 +416,7 @@ void Compiler::add_cpu(int step, int node0, int node1) {
     seg.step = step;
     seg.node0 = node0;
     seg.node1 = node1;
+    seg.bytes = steps[step].bytes;
     p.segments.push_back(seg);
 }
 
@@ -647,6 +649,9 @@ void Device::pump_copies() {
             }
             ggml_backend_event_wait(copy, ring.done[previous % n]);
         }
+        if (trace) {
+            trace->begin(FSD_LANE_COPY, copy);
+        }
         size_t at = ring.slots[i].offset;
         uint64_t bytes = 0;
         for (int k : ring.entries[i].pieces) {
@@ -661,6 +666,9 @@ void Device::pump_copies() {
             }
             at += p.padded;
             bytes += p.bytes;
+        }
+        if (trace) {
+            trace->end(FSD_LANE_COPY, copy, bytes);
         }
         ggml_backend_event_record(ring.ready[i], copy);
         ring.next_copy++;
@@ -736,6 +744,9 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     if (s.entry >= 0) {
         ggml_backend_event_wait(d.compute, d.ring.ready[s.entry]);
     }
+    if (d.trace) {
+        d.trace->begin(FSD_LANE_DEVICE, d.compute);
+    }
     ggml_cgraph view = *p.shadow;
     view.nodes += s.shadow0;
     view.n_nodes = s.shadow1 - s.shadow0;
@@ -744,6 +755,9 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     view.uid = s.uid;
     const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
     d.compute_pending = true;
+    if (d.trace) {
+        d.trace->end(FSD_LANE_DEVICE, d.compute, s.bytes);
+    }
     if (s.entry >= 0) {
         ggml_backend_event_record(d.ring.done[s.entry], d.compute);
         d.ring.next_use++;
@@ -753,6 +767,7 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
 
 ggml_status Runner::cpu(const Segment &s) {
     d.synchronize();
+    const double start = Trace::now();
     for (const Span &in : s.in) {
         ggml_tensor t = raw_tensor(in.buffer->inner, in.buffer->inner_base + in.offset, in.bytes);
         ggml_backend_tensor_get(&t, in.buffer->base + in.offset, 0, in.bytes);
@@ -768,12 +783,34 @@ ggml_status Runner::cpu(const Segment &s) {
         ggml_tensor t = raw_tensor(out.buffer->inner, out.buffer->inner_base + out.offset, out.bytes);
         ggml_backend_tensor_set(&t, out.buffer->base + out.offset, 0, out.bytes);
     }
+    if (d.trace) {
+        d.trace->add(FSD_LANE_CPU, start, Trace::now(), s.bytes);
+    }
     std::lock_guard<std::mutex> lock(d.state_mutex);
     d.counters.cpu_segments++;
     return status;
 }
 
 } // namespace
+
+// Waits for the host's frame, and does what has come meanwhile.
+bool Device::before_step(bool on_cpu) {
+    const auto pending = [this] {
+        read_page_budget();
+        return abort.load() || budget_is_pending();
+    };
+    if (!pending() && !on_cpu) {
+        pacing.before_step(pending);
+    }
+    if (abort.load()) {
+        return false;
+    }
+    if (budget_is_pending()) {
+        apply_budget();
+    }
+    answer_page();
+    return true;
+}
 
 ggml_status Device::run(ggml_cgraph *graph) {
     std::lock_guard<std::mutex> graph_lock(graph_mutex);
@@ -800,6 +837,11 @@ ggml_status Device::run(ggml_cgraph *graph) {
     size_t at = 0;
     uint64_t compiled_for = 0;
     while (node < graph->n_nodes) {
+        if (pacing.active() && !before_step(p && compiled_for == residency_generation && p->segments[at].cpu)) {
+            synchronize();
+            reset_ring();
+            return GGML_STATUS_ABORTED;
+        }
         if (!p || compiled_for != residency_generation) {
             if (!ensure_ring()) {
                 GGML_LOG_ERROR("frameshard: the device refused memory for the ring\n");
@@ -854,9 +896,11 @@ ggml_status Device::run(ggml_cgraph *graph) {
         }
         ggml_backend_event_record(slot, compute);
         const double share = duty.load();
-        if (share < 1.0) {
+        if (share < 1.0 || pacing.active()) {
             ggml_backend_event_synchronize(slot);
             const auto busy = std::chrono::steady_clock::now() - start;
+            const uint64_t end = clock_ns();
+            pacing.after_step(end - (uint64_t)std::chrono::nanoseconds(busy).count(), end);
             std::this_thread::sleep_for(
                 std::chrono::duration<double>(std::chrono::duration<double>(busy).count() * (1.0 / share - 1.0)));
         }

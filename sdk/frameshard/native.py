@@ -113,6 +113,30 @@ class ProbeResult:
     handoff_s: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Pacing:
+    """What the host's frames make of the device's work, each as ``fsd_pacing`` describes it."""
+
+    pacing: bool
+    frames: int
+    late_frames: int
+    frame_time_s: float
+    target_frame_s: float
+    longest_step_s: float
+    waited_s: float
+    share: float
+
+
+class _Pacing(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        *((f.name, _c_type(f.name, str(f.type))) for f in dataclasses.fields(Pacing)),
+    )
+
+
+SCHEDULING_MODES = ("prioritize_graphics", "balance", "prioritize_compute")
+
+
 class _Probe(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
@@ -198,6 +222,30 @@ def _load() -> tuple[ctypes.CDLL, int]:
     return lib, ggml.ggml_backend_dev_by_name(b"FRAMESHARD0")
 
 
+class _Span(ctypes.Structure):
+    _fields_ = (
+        ("lane", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("start_s", ctypes.c_double),
+        ("end_s", ctypes.c_double),
+        ("bytes", ctypes.c_uint64),
+    )
+
+
+LANES = ("copy", "device", "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One piece of work in a time line: ``lane`` is one of :data:`LANES`, times are seconds of a monotonic clock,
+    ``n_bytes`` the weights that it moves or reads."""
+
+    lane: str
+    start_s: float
+    end_s: float
+    n_bytes: int
+
+
 class ShardDevice:
     """The shard device over one inner device (``"emulated"`` or a ggml device such as ``"CUDA0"``).
 
@@ -270,6 +318,30 @@ class ShardDevice:
         """Takes the VRAM the model cannot do without. Raises BudgetBelowFloor, OutOfMemory."""
         self._check(self._lib.fsd_commit())
 
+    def release(self) -> None:
+        """Gives all VRAM back except the driver's own. The llama context must be freed; a new one and :meth:`commit`
+        take it again."""
+        self._check(self._lib.fsd_release())
+
+    def open_frame_block(self, path: str | None) -> None:
+        """Any thread: works around the frames that the host writes into this page. Raises BadArgument."""
+        self._check(self._lib.fsd_open_frame_block(None if path is None else os.fsencode(path)))
+
+    def poll_frame_block(self) -> None:
+        """Any thread, every few milliseconds: takes a budget in the page while no graph runs."""
+        self._check(self._lib.fsd_poll_frame_block())
+
+    def set_scheduling_mode(self, mode: str) -> None:
+        """Any thread: one of :data:`SCHEDULING_MODES`."""
+        self._check(self._lib.fsd_set_scheduling_mode(ctypes.c_int(SCHEDULING_MODES.index(mode))))
+
+    def pacing(self) -> Pacing:
+        """Any thread."""
+        raw = _Pacing(struct_size=ctypes.sizeof(_Pacing))
+        self._check(self._lib.fsd_get_pacing(ctypes.byref(raw)))
+        values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Pacing)}
+        return Pacing(**{**values, "pacing": bool(values["pacing"])})
+
     def set_plan(self, tiers: Sequence[tuple[int, Sequence[int]]], ring_bytes: int) -> None:
         """``tiers``: (least tokens of a graph, placement by shard while it is not resident), in ascending order from 0
         tokens. ``ring_bytes`` of 0 leaves the ring as it is."""
@@ -323,6 +395,18 @@ class ShardDevice:
     def reset_peak(self) -> None:
         """``peak_bytes`` starts anew from what is in use."""
         self._check(self._lib.fsd_reset_peak())
+
+    def start_trace(self) -> None:
+        """Records a time line of the graphs that follow, until :meth:`stop_trace`."""
+        self._check(self._lib.fsd_trace_start())
+
+    def stop_trace(self) -> list[Span]:
+        """The time line since :meth:`start_trace`, in order of start."""
+        room = 1 << 20
+        spans = (_Span * room)()
+        found = ctypes.c_size_t()
+        self._check(self._lib.fsd_trace_stop(spans, ctypes.c_size_t(room), ctypes.byref(found)))
+        return [Span(LANES[s.lane], s.start_s, s.end_s, s.bytes) for s in spans[: min(found.value, room)]]
 
     def probe(self, ggml_type: int, rows: int, cols: int, seconds: float) -> ProbeResult:
         """Measures this machine in about ``seconds``, with weights of one ggml type and shape."""

@@ -2,16 +2,18 @@
 
 One model is loaded once; the budget changes between rows. A figure is the median of ``--repeat`` runs, rows
 interleaved, so that a slow spell of the machine hits all of them. ``--vs-stock`` runs llama.cpp without the shard
-device in turn.
+device in turn, in a process of its own: two teams of compute threads in one process disturb each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--ubatch", type=common.positive, default=512, metavar="N", help="prompt tokens at once (512)")
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
-    parser.add_argument(
-        "--vs-stock", action="store_true", help="also run llama.cpp alone on the same cores (emulated, cpu)"
-    )
+    parser.add_argument("--vs-stock", action="store_true", help="also run llama.cpp alone on the same cores (emulated)")
     parser.set_defaults(run=run)
 
 
@@ -62,40 +62,33 @@ class _Row:
     plan: Any = None
 
 
+_stock: Runtime | None = None
+
+
 def run(args: argparse.Namespace) -> int:
-    from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+    from frameshard import errors
+    from frameshard.engine.runtime import resolve_device
 
     device = resolve_device(args.device)
-    if args.vs_stock and device not in ("cpu", "emulated"):
+    if args.vs_stock and device != "emulated":
         raise errors.BadArgument("--vs-stock compares on the CPU's cores: use it with --device emulated")
-
-    def load(device: str) -> Runtime:
-        return Runtime.load(
-            EngineConfig(
-                model=str(models.resolve(args.model)),
-                device=device,
-                n_ctx=(args.prompt + args.generate + 1) * args.parallel,
-                n_ubatch=max(args.ubatch, args.parallel),
-                n_parallel=args.parallel,
-                n_threads=args.threads,
-                link_gbps=args.link_gbps or 0.0,
-                mode="stream_only" if args.stream_only else "planned",
-            )
-        )
-
     with contextlib.ExitStack() as stack:
-        runtime = stack.enter_context(load(device))
-        stock = stack.enter_context(load("cpu")) if args.vs_stock and device != "cpu" else None
+        other = None
+        if args.vs_stock:
+            context = multiprocessing.get_context("spawn")
+            other = stack.enter_context(ProcessPoolExecutor(1, context, _load_stock, (args,)))
+        runtime = stack.enter_context(_load(args, device))
         rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
-        work = [(row, runtime) for row in rows] + ([(_Row(None), stock)] if stock is not None else [])
+        stock = _Row(None)
         for _ in range(args.repeat):
-            for row, owner in work:
-                _measure(row, owner, args)
-        documents = [_document(row, owner, args) for row, owner in work]
+            for row in rows:
+                _measure(row, runtime, args)
+            if other is not None:
+                stock = other.submit(_measure_stock, stock, args).result()
+        documents = [_document(row, args) for row in rows]
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads, "rows": documents}
-    if stock is not None:
-        reference = documents.pop()
+    if args.vs_stock:
+        reference = _document(stock, args)
         result["stock"] = reference
         for document in documents:
             document["decode_vs_stock"] = document["decode_tps"] / reference["decode_tps"]
@@ -105,6 +98,36 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(documents, result.get("stock"))
     return 0
+
+
+def _load(args: argparse.Namespace, device: str) -> Runtime:
+    from frameshard import models
+    from frameshard.engine.runtime import EngineConfig, Runtime
+
+    return Runtime.load(
+        EngineConfig(
+            model=str(models.resolve(args.model)),
+            device=device,
+            n_ctx=(args.prompt + args.generate + 1) * args.parallel,
+            n_ubatch=max(args.ubatch, args.parallel),
+            n_parallel=args.parallel,
+            n_threads=args.threads,
+            link_gbps=args.link_gbps or 0.0,
+            mode="stream_only" if args.stream_only else "planned",
+        )
+    )
+
+
+def _load_stock(args: argparse.Namespace) -> None:
+    """In the process of ``--vs-stock``: the model without the shard device."""
+    global _stock
+    _stock = _load(args, "cpu")
+
+
+def _measure_stock(row: _Row, args: argparse.Namespace) -> _Row:
+    assert _stock is not None
+    _measure(row, _stock, args)
+    return row
 
 
 def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
@@ -161,7 +184,7 @@ def _decode(runtime: Runtime, parallel: int, token: int) -> None:
         runtime.logits(row)
 
 
-def _document(row: _Row, runtime: Runtime, args: argparse.Namespace) -> dict[str, Any]:
+def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
     ttft, decode = statistics.median(row.ttft), statistics.median(row.decode_tps)
     document: dict[str, Any] = {
         "budget_mb": None if row.budget is None else round(row.budget / MIB, 3),

@@ -1,11 +1,11 @@
 """The ladder: which shards deserve VRAM first.
 
 The resident set at any budget is a prefix of this order, so giving VRAM back is popping the tail and needs no search.
-Kinds are ordered by what a byte of VRAM saves. The output head comes first: a prompt computes one row of it, so its copy
-has no computation of its own to hide behind. Weights that every token reads come before experts of which a token reads
-a few, and among the former those go first that would cost a hand-off to the CPU twice a layer. Within a kind layers are
-taken in bit-reversed order (0, 16, 8, 24, 4, ...): every prefix is spread evenly over the depth of the model, so that
-copies for the layers left out find computation to hide behind.
+Kinds are ordered by what a byte of VRAM saves. The output head comes first: a prompt computes one row of it, so its
+copy has no computation of its own to hide behind. Weights that every token reads come before experts of which a token
+reads a few, and among the former those go first that would cost a hand-off to the CPU twice a layer. Within a kind
+layers are taken in bit-reversed order (0, 16, 8, 24, 4, ...): every prefix is spread evenly over the depth of the
+model, so that copies for the layers left out find computation to hide behind.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""The time line of the executor: what it shows is what was done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+RECORD = """
+import dataclasses, json, sys
+from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+
+config = EngineConfig(
+    model=sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=2.0
+)
+with Runtime.load(config) as runtime:
+    device = runtime.device
+    device.set_budget((device.stats().floor_bytes + device.stats().full_bytes) // 2)
+    runtime.replan()
+    while runtime.fill():
+        pass
+    # The middle of what is left out goes to the CPU, so that all three lanes have work.
+    n = len(runtime.plan.tiers[0].placements)
+    device.set_plan([(0, [1 + (i % 2) for i in range(n)])], 0)
+    runtime.decode([Rows(0, [1])])
+    before = device.stats()
+    device.start_trace()
+    for token in range(3):
+        runtime.decode([Rows(0, [token])])
+        runtime.logits(0)
+    spans = device.stop_trace()
+    after = device.stats()
+    print(json.dumps({
+        "spans": [dataclasses.asdict(span) for span in spans],
+        "copied": after.copied_bytes - before.copied_bytes,
+        "copies": after.copies - before.copies,
+        "cpu": after.cpu_segments - before.cpu_segments,
+    }))
+"""
+
+
+def test_spans_account_for_all_work(model_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", RECORD, str(model_path)], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    lanes = {lane: [span for span in found["spans"] if span["lane"] == lane] for lane in ("copy", "device", "cpu")}
+    assert all(span["start_s"] <= span["end_s"] for span in found["spans"])
+    assert len(lanes["copy"]) == found["copies"] > 0
+    assert sum(span["n_bytes"] for span in lanes["copy"]) == found["copied"]
+    assert len(lanes["cpu"]) == found["cpu"] > 0
+    assert len(lanes["device"]) > 3
+    for lane in lanes.values():  # one thing at a time in each lane
+        assert all(earlier["end_s"] <= later["start_s"] for earlier, later in pairwise(lane))
