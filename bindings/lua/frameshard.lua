@@ -1,0 +1,739 @@
+--- frameshard for LuaJIT: a language model beside your game, in a process of its own.
+--
+--     local frameshard = require("frameshard")
+--     local sidecar = frameshard.launch({ model = "innkeeper.gguf", vram_budget_mb = 2048 })
+--     sidecar:ask("Any rooms left?", { conversation = "mira", response_updated = function(delta) io.write(delta) end })
+--
+--     function love.update()
+--       sidecar:poll() -- never waits; callbacks run in here and nowhere else
+--     end
+--
+-- A wrapper of the C library, which is loaded through LuaJIT's ffi: $FRAMESHARD_LIBRARY if that is set, else the one
+-- beside the LÖVE game, else the one that the system's loader finds as "frameshard".
+--
+-- What goes wrong in a call is raised as an error object (see `Error`), what goes wrong later comes to the callbacks
+-- and as an event. All texts are valid UTF-8, so LÖVE can draw them; deltas never cut a character. A sidecar that is
+-- no longer referenced is ended by the garbage collector, and all of them end with the process.
+
+local ffi = require("ffi")
+
+-- frameshard.h after the preprocessor, without its comments; a test compares the two.
+ffi.cdef([[
+typedef int32_t fs_status;
+enum { FS_OK = 0, FS_INTERNAL = 1, FS_BAD_ARGUMENT = 10, FS_BAD_MESSAGE = 11, FS_UNKNOWN_JOB = 12,
+  FS_CONTEXT_OVERFLOW = 13, FS_UNSUPPORTED = 14, FS_MODEL_NOT_FOUND = 20, FS_BAD_MODEL = 21, FS_UNKNOWN_DEVICE = 22,
+  FS_BUDGET_BELOW_FLOOR = 23, FS_VERSION_MISMATCH = 24, FS_OUT_OF_MEMORY = 25, FS_ENDPOINT_IN_USE = 30,
+  FS_CONNECTION_LOST = 31, FS_ENGINE_DIED = 32, FS_OVERLOADED = 33, FS_DEADLINE_MISSED = 34, FS_CANCELLED = 40,
+  FS_DOWNLOAD_FAILED = 41 };
+const char *fs_status_name(fs_status status);
+int32_t fs_status_retriable(fs_status status);
+const char *fs_last_error(uint32_t *length);
+uint32_t fs_abi_version(void);
+uint32_t fs_protocol_version(void);
+const char *fs_version(void);
+typedef struct fs_client fs_client;
+typedef struct fs_launch_options {
+  uint32_t struct_size;
+  int32_t stream_only;
+  const char *model;
+  const char *device;
+  uint64_t vram_budget_bytes;
+  uint32_t n_ctx;
+  uint32_t n_parallel;
+  uint32_t n_ubatch;
+  uint32_t n_threads;
+  double link_gbps;
+  double silent_s;
+  const char *transport;
+  const char *endpoint;
+  const char *connect_file;
+  const char *python;
+  const char *log_file;
+  const char *client_name;
+  const char *extra_json;
+} fs_launch_options;
+void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
+fs_status fs_launch(const fs_launch_options *options, fs_client **client);
+fs_status fs_connect(const char *connect_file, const char *client_name, fs_client **client);
+void fs_close(fs_client *client, double timeout_s);
+enum { FS_STATE_LOADING = 1, FS_STATE_READY = 2, FS_STATE_CLOSED = 3 };
+int32_t fs_state(const fs_client *client);
+typedef struct fs_model {
+  uint32_t struct_size;
+  uint32_t n_ctx;
+  uint32_t n_parallel;
+  uint32_t n_vocab;
+  uint32_t n_layer;
+  int32_t chat;
+  uint64_t floor_bytes;
+  uint64_t full_bytes;
+  const char *name;
+  const char *arch;
+  const char *device;
+  const char *plan_json;
+  uint64_t pid;
+  const char *connect_file;
+} fs_model;
+fs_status fs_get_model(const fs_client *client, fs_model *model);
+typedef struct fs_sampling {
+  uint32_t struct_size;
+  int32_t max_tokens;
+  int32_t top_k;
+  uint32_t n_stop;
+  double temperature;
+  double top_p;
+  double min_p;
+  double repeat_penalty;
+  int64_t seed;
+  const char *const *stop;
+} fs_sampling;
+void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
+typedef struct fs_job_options {
+  uint32_t struct_size;
+  uint32_t window;
+  const char *conversation;
+  const char *system;
+  const fs_sampling *sampling;
+  uint64_t timeline;
+} fs_job_options;
+void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
+typedef struct fs_message {
+  const char *role;
+  const char *content;
+  int32_t content_length;
+  int32_t reserved;
+} fs_message;
+fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
+  uint64_t *job);
+fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages, const fs_job_options *options,
+  uint64_t *job);
+fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
+  uint64_t *job);
+fs_status fs_cancel(fs_client *client, uint64_t job);
+fs_status fs_forget(fs_client *client, const char *conversation);
+fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request);
+fs_status fs_get_budget(fs_client *client, uint64_t *request);
+fs_status fs_get_stats(fs_client *client, uint64_t *request);
+fs_status fs_shutdown(fs_client *client);
+enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DONE = 4, FS_EVENT_FAILED = 5,
+  FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
+  FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13 };
+enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
+enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4 };
+typedef struct fs_event {
+  uint32_t type;
+  fs_status status;
+  uint64_t job;
+  uint64_t request;
+  uint64_t timeline;
+  const char *text;
+  const char *detail;
+  uint32_t text_length;
+  uint32_t detail_length;
+  uint32_t tokens;
+  uint32_t reason;
+  uint32_t n_prompt;
+  uint32_t n_generated;
+  uint32_t engine_state;
+  uint32_t restarts;
+  uint64_t budget_bytes;
+  uint64_t used_bytes;
+  uint64_t floor_bytes;
+  uint64_t full_bytes;
+  int64_t observed_bytes;
+  double seconds;
+  double prefill_s;
+  double decode_s;
+} fs_event;
+int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
+int32_t fs_wait(fs_client *client, double timeout_s);
+]])
+
+local ABI_VERSION = 1
+local MIB = 1024 * 1024
+local BATCH = 32
+local NONE = setmetatable({}, { __newindex = function() error("this table is shared: make one of your own", 2) end })
+
+local frameshard = {}
+
+-- ---- the library ----------------------------------------------------------------------------------------------------
+
+local function open_library()
+  local chosen = os.getenv("FRAMESHARD_LIBRARY")
+  if chosen and chosen ~= "" then
+    return ffi.load(chosen)
+  end
+  if love and love.filesystem then
+    local name = ({ Windows = "frameshard.dll", OSX = "libframeshard.dylib" })[ffi.os] or "libframeshard.so"
+    local path = love.filesystem.getSourceBaseDirectory() .. "/" .. name
+    local file = io.open(path, "rb")
+    if file then
+      file:close()
+      return ffi.load(path)
+    end
+  end
+  return ffi.load("frameshard")
+end
+
+local lib = open_library()
+if lib.fs_abi_version() ~= ABI_VERSION then
+  error(("frameshard.lua is made for version %d of the library's interface; the library that was found has %d")
+    :format(ABI_VERSION, lib.fs_abi_version()))
+end
+
+--- The library's version, such as "0.1.0".
+frameshard.version = ffi.string(lib.fs_version())
+
+-- ---- JSON, for details: the library writes it, so it is well-formed ---------------------------------------------------
+
+local ESCAPES = { b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
+local LITERALS = { ["true"] = true, ["false"] = false }
+
+local function utf8_of(code)
+  if code < 0x80 then
+    return string.char(code)
+  elseif code < 0x800 then
+    return string.char(0xC0 + math.floor(code / 0x40), 0x80 + code % 0x40)
+  elseif code < 0x10000 then
+    return string.char(0xE0 + math.floor(code / 0x1000), 0x80 + math.floor(code / 0x40) % 0x40, 0x80 + code % 0x40)
+  end
+  return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40,
+    0x80 + math.floor(code / 0x40) % 0x40, 0x80 + code % 0x40)
+end
+
+local function parse_string(json, at)
+  local parts = {}
+  while true do
+    local plain, mark, after = json:match('^([^"\\]*)(.)()', at)
+    parts[#parts + 1] = plain
+    if mark == '"' then
+      return table.concat(parts), after
+    end
+    local escape = json:sub(after, after)
+    at = after + 1
+    if escape == "u" then
+      local code = tonumber(json:sub(at, at + 3), 16)
+      at = at + 4
+      local low = code >= 0xD800 and code < 0xDC00 and json:match("^\\u([dD][c-fC-F]%x%x)", at)
+      if low then
+        code = 0x10000 + (code - 0xD800) * 0x400 + tonumber(low, 16) - 0xDC00
+        at = at + 6
+      elseif code >= 0xD800 and code < 0xE000 then
+        code = 0xFFFD
+      end
+      parts[#parts + 1] = utf8_of(code)
+    else
+      parts[#parts + 1] = ESCAPES[escape] or escape
+    end
+  end
+end
+
+local function parse_value(json, at)
+  at = json:match("^%s*()", at)
+  local first = json:sub(at, at)
+  if first == '"' then
+    return parse_string(json, at + 1)
+  elseif first == "{" or first == "[" then
+    local value, closing = {}, first == "{" and "}" or "]"
+    at = json:match("^%s*()", at + 1)
+    while json:sub(at, at) ~= closing do
+      local key = #value + 1
+      if first == "{" then
+        key, at = parse_string(json, json:match('^%s*"()', at))
+        at = json:match("^%s*:()", at)
+      end
+      value[key], at = parse_value(json, at)
+      at = json:match("^%s*,?%s*()", at)
+    end
+    return value, at + 1
+  end
+  local word, after = json:match("^([%w%.%+%-]+)()", at)
+  if word == "null" then
+    return nil, after
+  end
+  local literal = LITERALS[word]
+  if literal ~= nil then
+    return literal, after
+  end
+  return tonumber(word), after
+end
+
+local function detail_of(pointer, length)
+  return length > 0 and (parse_value(ffi.string(pointer, length), 1)) or {}
+end
+
+-- ---- errors ---------------------------------------------------------------------------------------------------------
+
+--- What is raised, and what `event.error` and `job.error` hold: `code`, `name` ("budget_below_floor", ...), `message`
+-- (a sentence for a person), `retriable` and `detail` (a table of figures). `tostring` gives "name: message".
+local Error = {}
+Error.__index = Error
+Error.__tostring = function(self)
+  return self.name .. ": " .. self.message
+end
+Error.__concat = function(left, right)
+  return tostring(left) .. tostring(right)
+end
+
+local function new_error(status, message, detail)
+  return setmetatable({
+    code = status,
+    name = ffi.string(lib.fs_status_name(status)),
+    message = message,
+    retriable = lib.fs_status_retriable(status) ~= 0,
+    detail = detail or {},
+  }, Error)
+end
+
+local length_of_error = ffi.new("uint32_t[1]")
+
+local function check(status)
+  if status ~= lib.FS_OK then
+    local text = lib.fs_last_error(length_of_error)
+    error(new_error(status, ffi.string(text, length_of_error[0])), 0)
+  end
+end
+
+local function wrong(message)
+  error(new_error(lib.FS_BAD_ARGUMENT, message), 0)
+end
+
+-- ---- what goes in ---------------------------------------------------------------------------------------------------
+
+local function text_of(value, name)
+  if type(value) ~= "string" then
+    wrong(name .. " must be a string")
+  end
+  return value
+end
+
+-- C reads these up to the first NUL.
+local function name_of(value, name)
+  if text_of(value, name):find("\0", 1, true) then
+    wrong(name .. " must not contain a NUL character")
+  end
+  return value
+end
+
+local function number_of(value, name, low, high)
+  if type(value) ~= "number" or not (value >= low and value <= high) then
+    wrong(("%s must be a number from %.16g to %.16g"):format(name, low, high))
+  end
+  return value
+end
+
+local function integer_of(value, name, low, high)
+  if number_of(value, name, low, high) ~= math.floor(value) then
+    wrong(name .. " must be an integer")
+  end
+  return value
+end
+
+local function bytes_of(mebibytes, name)
+  return math.floor(number_of(mebibytes, name, 0, 2 ^ 32) * MIB + 0.5)
+end
+
+local LAUNCH = {
+  texts = { "model", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
+    "extra_json" },
+  integers = { "n_ctx", "n_parallel", "n_ubatch", "n_threads" },
+  numbers = { "link_gbps", "silent_s" },
+}
+local KNOWN = { launch = { vram_budget_mb = true, stream_only = true } }
+for _, names in pairs(LAUNCH) do
+  for _, name in ipairs(names) do
+    KNOWN.launch[name] = true
+  end
+end
+KNOWN.job = { conversation = true, system = true, sampling = true, timeline = true, window = true,
+  response_updated = true, response_finished = true, response_failed = true }
+KNOWN.sampling = { max_tokens = true, temperature = true, top_k = true, top_p = true, min_p = true,
+  repeat_penalty = true, seed = true, stop = true }
+
+local function known(options, kind)
+  if type(options) ~= "table" then
+    wrong(kind .. " options must be a table")
+  end
+  for name in pairs(options) do
+    if not KNOWN[kind][name] then
+      wrong(("there is no %s option %q"):format(kind, tostring(name)))
+    end
+  end
+end
+
+-- The C structs point into Lua strings, which the caller's tables keep alive for the length of the call; `keep` is what
+-- they do not.
+local function sampling_of(options, keep)
+  known(options, "sampling")
+  local sampling = ffi.new("fs_sampling")
+  lib.fs_sampling_init(sampling, ffi.sizeof(sampling))
+  for _, name in ipairs({ "temperature", "top_p", "min_p", "repeat_penalty" }) do
+    if options[name] ~= nil then
+      sampling[name] = number_of(options[name], name, -1e9, 1e9)
+    end
+  end
+  for _, name in ipairs({ "max_tokens", "top_k" }) do
+    if options[name] ~= nil then
+      sampling[name] = integer_of(options[name], name, 0, 2 ^ 31 - 1)
+    end
+  end
+  if options.seed ~= nil then
+    sampling.seed = integer_of(options.seed, "seed", 0, 2 ^ 32 - 1)
+  end
+  if options.stop ~= nil then
+    local stop = ffi.new("const char *[?]", #options.stop + 1)
+    for index, text in ipairs(options.stop) do
+      stop[index - 1] = name_of(text, "stop")
+    end
+    sampling.stop, sampling.n_stop = stop, #options.stop
+    keep[#keep + 1] = stop
+  end
+  keep[#keep + 1] = sampling
+  return sampling
+end
+
+local function job_options_of(options, keep)
+  known(options, "job")
+  local made = ffi.new("fs_job_options")
+  lib.fs_job_options_init(made, ffi.sizeof(made))
+  if options.conversation ~= nil then
+    made.conversation = name_of(options.conversation, "conversation")
+  end
+  if options.system ~= nil then
+    made.system = name_of(options.system, "system")
+  end
+  if options.sampling ~= nil then
+    made.sampling = sampling_of(options.sampling, keep)
+  end
+  if options.timeline ~= nil then
+    made.timeline = integer_of(options.timeline, "timeline", 0, 2 ^ 53 - 1)
+  end
+  if options.window ~= nil then
+    made.window = integer_of(options.window, "window", 1, 256)
+  end
+  return made
+end
+
+-- ---- jobs -----------------------------------------------------------------------------------------------------------
+
+--- One request. `text` is the answer so far; `result` or `error` is set when it has ended. They change inside `poll`.
+local Job = {}
+Job.__index = Job
+
+--- Ends the answer early: `response_failed` comes with the error "cancelled", unless another end came first.
+function Job:stop_generation()
+  if not self.ended and self.sidecar._client then
+    local status = lib.fs_cancel(self.sidecar._client, self.number)
+    if status ~= lib.FS_UNKNOWN_JOB and status ~= lib.FS_CONNECTION_LOST then
+      check(status)
+    end
+  end
+end
+
+-- ---- sidecars -------------------------------------------------------------------------------------------------------
+
+--- A session with one sidecar, made by `frameshard.launch` and `frameshard.connect`. For one Lua state.
+local Sidecar = {}
+Sidecar.__index = Sidecar
+
+local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
+  "budget", "stats", "refused", "engine", "closed" }
+local ENGINE_STATES = { "loading", "ready", "restarting", "off" }
+local REASONS = { "stop", "length" }
+local STATES = { "loading", "ready", "closed" }
+
+local function new_sidecar(status, client)
+  check(status)
+  return setmetatable({
+    _client = ffi.gc(client[0], function(lost)
+      lib.fs_close(lost, 0)
+    end),
+    _buffer = ffi.new("fs_event[?]", BATCH),
+    _jobs = {},
+    _pending = {},
+    _number = ffi.new("uint64_t[1]"),
+  }, Sidecar)
+end
+
+--- Starts a sidecar. Returns at once: the event "ready" follows when the model is loaded, or "closed" with the reason.
+-- What is asked before that waits.
+-- @param options `model` (path of a GGUF file) and, as in frameshard.h, `device`, `n_ctx`, `n_parallel`, `n_ubatch`,
+--   `n_threads`, `link_gbps`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`, `log_file`, `client_name`,
+--   `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit); `stream_only` is a boolean.
+function frameshard.launch(options)
+  known(options, "launch")
+  local made = ffi.new("fs_launch_options")
+  lib.fs_launch_options_init(made, ffi.sizeof(made))
+  made.client_name = "lua"
+  for _, name in ipairs(LAUNCH.texts) do
+    if options[name] ~= nil then
+      made[name] = name_of(options[name], name)
+    end
+  end
+  for _, name in ipairs(LAUNCH.integers) do
+    if options[name] ~= nil then
+      made[name] = integer_of(options[name], name, 0, 2 ^ 32 - 1)
+    end
+  end
+  for _, name in ipairs(LAUNCH.numbers) do
+    if options[name] ~= nil then
+      made[name] = number_of(options[name], name, 0, 1e6)
+    end
+  end
+  if options.vram_budget_mb ~= nil then
+    made.vram_budget_bytes = bytes_of(options.vram_budget_mb, "vram_budget_mb")
+  end
+  made.stream_only = options.stream_only and 1 or 0
+  local client = ffi.new("fs_client *[1]")
+  return new_sidecar(lib.fs_launch(made, client), client)
+end
+
+--- Joins a sidecar that runs, by the path of its connect file.
+function frameshard.connect(connect_file, client_name)
+  local client = ffi.new("fs_client *[1]")
+  local name = client_name and name_of(client_name, "client_name") or "lua"
+  return new_sidecar(lib.fs_connect(name_of(connect_file, "connect_file"), name, client), client)
+end
+
+local function client_of(self)
+  if not self._client then
+    error(new_error(lib.FS_CONNECTION_LOST, "the sidecar is closed"), 0)
+  end
+  return self._client
+end
+
+--- "loading", "ready" or "closed".
+function Sidecar:state()
+  return self._client and STATES[lib.fs_state(self._client)] or "closed"
+end
+
+--- What is loaded, once it is "ready": `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`, `chat`,
+-- `floor_bytes`, `full_bytes`, `plan`, `pid`, `connect_file`.
+function Sidecar:model()
+  local model = ffi.new("fs_model")
+  model.struct_size = ffi.sizeof(model)
+  check(lib.fs_get_model(client_of(self), model))
+  return {
+    name = ffi.string(model.name),
+    arch = ffi.string(model.arch),
+    device = ffi.string(model.device),
+    n_ctx = model.n_ctx,
+    n_parallel = model.n_parallel,
+    n_vocab = model.n_vocab,
+    n_layer = model.n_layer,
+    chat = model.chat ~= 0,
+    floor_bytes = tonumber(model.floor_bytes),
+    full_bytes = tonumber(model.full_bytes),
+    plan = (parse_value(ffi.string(model.plan_json), 1)),
+    pid = tonumber(model.pid),
+    connect_file = ffi.string(model.connect_file),
+  }
+end
+
+local function begin(self, options, submit)
+  options = options or NONE
+  local keep = {}
+  check(submit(client_of(self), job_options_of(options, keep), self._number))
+  local job = setmetatable({
+    sidecar = self,
+    number = tonumber(self._number[0]),
+    text = "",
+    ended = false,
+    _updated = options.response_updated,
+    _finished = options.response_finished,
+    _failed = options.response_failed,
+    _kept = keep, -- until here, at least
+  }, Job)
+  job._kept = nil
+  self._jobs[job.number] = job
+  return job
+end
+
+--- Says `text` to the model and returns a job. With a `conversation`, what was said in it before belongs to the prompt.
+-- @param options `conversation`, `system` (the conversation's persona from now on), `sampling` (a table: `max_tokens`,
+--   `temperature`, `top_k`, `top_p`, `min_p`, `repeat_penalty`, `seed`, `stop`), `timeline`, `window`, and callbacks:
+--   `response_updated(delta, job)`, `response_finished(text, job)`, `response_failed(error, job)`. All are optional.
+function Sidecar:ask(text, options)
+  text_of(text, "text")
+  return begin(self, options, function(client, made, number)
+    return lib.fs_ask(client, text, #text, made, number)
+  end)
+end
+
+--- Like `ask` for games that keep the history themselves: `messages` are tables with `role` and `content`.
+function Sidecar:chat(messages, options)
+  local made_messages = ffi.new("fs_message[?]", #messages + 1)
+  for index, message in ipairs(messages) do
+    local made = made_messages[index - 1]
+    made.role = name_of(message.role, "role")
+    made.content = text_of(message.content, "content")
+    made.content_length = #message.content
+  end
+  return begin(self, options, function(client, made, number)
+    return lib.fs_chat(client, made_messages, #messages, made, number)
+  end)
+end
+
+--- What follows `prompt`, without a chat template.
+function Sidecar:complete(prompt, options)
+  text_of(prompt, "prompt")
+  return begin(self, options, function(client, made, number)
+    return lib.fs_complete(client, prompt, #prompt, made, number)
+  end)
+end
+
+--- Begins a conversation anew, behind what was asked in it already.
+function Sidecar:forget(conversation)
+  check(lib.fs_forget(client_of(self), name_of(conversation, "conversation")))
+end
+
+--- All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit. Answers go on. Returns the
+-- number that the events "budget_released", then "budget_observed", or "refused" will have as `request`.
+-- @param timeout_s deadline of the release, 5 by default.
+function Sidecar:set_budget(vram_budget_mb, timeout_s)
+  local bytes = bytes_of(vram_budget_mb, "vram_budget_mb")
+  check(lib.fs_set_budget(client_of(self), bytes, number_of(timeout_s or 5, "timeout_s", 0.001, 60), self._number))
+  return tonumber(self._number[0])
+end
+
+--- Asks for the budget in force and its bounds; returns the number of the event "budget".
+function Sidecar:get_budget()
+  check(lib.fs_get_budget(client_of(self), self._number))
+  return tonumber(self._number[0])
+end
+
+--- Asks for the figures of this moment; returns the number of the event "stats", whose `detail` holds them.
+function Sidecar:get_stats()
+  check(lib.fs_get_stats(client_of(self), self._number))
+  return tonumber(self._number[0])
+end
+
+--- Ends the sidecar for all its clients; the event "closed" follows.
+function Sidecar:shutdown()
+  check(lib.fs_shutdown(client_of(self)))
+end
+
+-- The tables that the caller sees. `raw` dies with the next fs_poll, so everything is copied.
+local function convert(self, raw)
+  local kind = EVENTS[raw.type]
+  local event = { type = kind }
+  local text = raw.text_length > 0 and ffi.string(raw.text, raw.text_length) or ""
+  if raw.job ~= 0 then
+    event.job = self._jobs[tonumber(raw.job)]
+    event.timeline = tonumber(raw.timeline)
+  end
+  if raw.request ~= 0 then
+    event.request = tonumber(raw.request)
+  end
+  if raw.status ~= lib.FS_OK then
+    event.error = new_error(raw.status, text, detail_of(raw.detail, raw.detail_length))
+  end
+  if kind == "text" then
+    event.text, event.tokens = text, raw.tokens
+  elseif kind == "started" then
+    event.n_prompt = raw.n_prompt
+  elseif kind == "done" then
+    event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
+    event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
+  elseif kind == "cancelled" then
+    event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
+  elseif kind == "budget_released" then
+    event.budget_bytes, event.used_bytes = tonumber(raw.budget_bytes), tonumber(raw.used_bytes)
+    event.seconds = raw.seconds
+  elseif kind == "budget_observed" then
+    event.observed_bytes = raw.observed_bytes >= 0 and tonumber(raw.observed_bytes) or nil
+    event.seconds = raw.seconds
+  elseif kind == "budget" then
+    event.budget_bytes = tonumber(raw.budget_bytes)
+    event.floor_bytes, event.full_bytes = tonumber(raw.floor_bytes), tonumber(raw.full_bytes)
+  elseif kind == "refused" then
+    event.floor_bytes = raw.floor_bytes > 0 and tonumber(raw.floor_bytes) or nil
+  elseif kind == "stats" then
+    event.detail = detail_of(raw.detail, raw.detail_length)
+  elseif kind == "engine" then
+    event.state, event.restarts = ENGINE_STATES[raw.engine_state], raw.restarts
+  elseif kind == "ready" then
+    event.name = text
+  end
+  return event
+end
+
+local function deliver(self, event)
+  local job, kind = event.job, event.type
+  if not job then
+    return
+  end
+  if kind == "text" then
+    job.text = job.text .. event.text
+    if job._updated then
+      job._updated(event.text, job)
+    end
+  elseif kind == "done" then
+    self._jobs[job.number], job.ended, job.result = nil, true, event
+    if job._finished then
+      job._finished(job.text, job)
+    end
+  elseif kind == "failed" or kind == "cancelled" then
+    self._jobs[job.number], job.ended, job.error = nil, true, event.error
+    if job._failed then
+      job._failed(event.error, job)
+    end
+  end
+end
+
+--- Once a frame: runs the callbacks of what has happened and returns it as a list of events, oldest first; the list is
+-- empty when nothing has. Never waits. An event has `type` and what belongs to it:
+--
+-- "ready" (`name`), "started" (`job`, `n_prompt`), "text" (`job`, `text`, `tokens`), "done" (`job`, `reason`, `n_prompt`,
+-- `n_generated`, `prefill_s`, `decode_s`), "failed" and "cancelled" (`job`, `error`), "budget_released" (`request`,
+-- `budget_bytes`, `used_bytes`, `seconds`), "budget_observed" (`request`, `observed_bytes` or nil, `seconds`), "budget"
+-- (`request`, `budget_bytes`, `floor_bytes`, `full_bytes`), "stats" (`request`, `detail`), "refused" (`request`, `error`,
+-- `floor_bytes`), "engine" (`state`, `restarts`, `error`), "closed" (`error`), the last of all. Events of a job have its
+-- `timeline`.
+--
+-- An error in a callback comes out of here; the events behind it come with the next poll.
+-- @param limit most events to take, 256 by default.
+function Sidecar:poll(limit)
+  limit = limit or 256
+  local pending, client = self._pending, self._client
+  while client and #pending < limit do
+    local room = math.min(BATCH, limit - #pending)
+    local count = lib.fs_poll(client, self._buffer, ffi.sizeof("fs_event"), room)
+    if count < 0 then
+      check(-count)
+    end
+    for index = 0, count - 1 do
+      pending[#pending + 1] = convert(self, self._buffer[index])
+    end
+    if count < room then
+      break
+    end
+  end
+  if #pending == 0 then
+    return NONE
+  end
+  local events = {}
+  while #events < limit and pending[1] do
+    local event = table.remove(pending, 1)
+    events[#events + 1] = event
+    deliver(self, event)
+  end
+  return events
+end
+
+--- For scripts without a frame loop: waits until `poll` may have something, at most `timeout_s`.
+function Sidecar:wait(timeout_s)
+  return #self._pending > 0 or lib.fs_wait(client_of(self), number_of(timeout_s, "timeout_s", 0, 1e6)) ~= 0
+end
+
+--- Ends the session, and a launched sidecar with it; open jobs hear nothing more. Waits for the sidecar's leave at most
+-- `timeout_s` (1 by default), then kills it. May be called twice.
+function Sidecar:close(timeout_s)
+  local client = self._client
+  if client then
+    self._client = nil
+    lib.fs_close(ffi.gc(client, nil), timeout_s or 1)
+  end
+end
+
+return frameshard
