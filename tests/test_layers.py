@@ -16,10 +16,11 @@ PACKAGE = Path(frameshard.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "models": set(),
+    "frame": set(),
     "wire": set(),
     "transport": {"wire"},
-    "broker": {"wire", "transport"},
-    "client": {"wire", "transport"},
+    "broker": {"wire", "transport", "frame"},
+    "client": {"wire", "transport", "frame"},
     "sync": {"wire", "client"},
     "testing": {"wire"},
     "native": set(),

@@ -1,0 +1,78 @@
+"""The frame block: its layout is the document's, and what is written arrives whole."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from frameshard import errors, frame
+
+DOCUMENT = (Path(__file__).parents[1] / "bindings" / "PROTOCOL.md").read_text()
+LAYOUT = {name: (int(at), kind) for at, kind, name in re.findall(r"^\| (\d+) \| (u\d\d) \| `(\w+)` \|", DOCUMENT, re.M)}
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "page"
+    path.write_bytes(bytes(frame.PAGE_BYTES))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), frame.PAGE_BYTES) as mapped:
+        frame.initialise(mapped)
+    return path
+
+
+def read(path: Path, name: str) -> int:
+    at, kind = LAYOUT[name]
+    (value,) = struct.unpack_from("<I" if kind == "u32" else "<Q", path.read_bytes(), at)
+    return int(value)
+
+
+def test_the_document_says_where_everything_lies(page: Path) -> None:
+    block = frame.FrameBlock(page, target_frame_ms=16.0)
+    assert (read(page, "magic"), read(page, "version"), read(page, "frame")) == (0x42465346, 1, 0)
+    before = frame.clock_ns()
+    block.begin()
+    block.end(gpu_busy_ms=12.0)
+    block.begin()
+    assert read(page, "sequence") == 4
+    assert (read(page, "frame"), read(page, "target_frame_ns"), read(page, "gpu_busy_ns")) == (
+        2,
+        16_000_000,
+        12_000_000,
+    )
+    start = read(page, "frame_start_ns")
+    assert before <= start <= frame.clock_ns()
+    assert 0 < read(page, "frame_time_ns") <= start - before
+    assert block.set_budget(5 << 20) == 1
+    assert (read(page, "budget_generation"), read(page, "vram_budget_bytes")) == (1, 5 << 20)
+    block.idle()
+    assert read(page, "flags") == frame.IDLE
+    block.begin()
+    assert read(page, "flags") == 0
+    with open(page, "r+b") as file:
+        file.seek(LAYOUT["applied_generation"][0])
+        file.write(struct.pack("<5Q", 1, 2, 3, 4, 5))
+    assert block.answer == frame.Answer(1, 2, 3, 4, 5)
+    names = ("applied_generation", "refused_generation", "budget_bytes", "used_bytes", "floor_bytes")
+    assert [read(page, name) for name in names] == [1, 2, 3, 4, 5]
+
+
+def test_a_second_writer_goes_on_where_the_first_ended(page: Path) -> None:
+    with frame.FrameBlock(page) as first:
+        first.begin()
+        first.set_budget(7)
+    with frame.FrameBlock(page) as second:
+        second.begin()
+        assert second.set_budget(8) == 2
+    assert (read(page, "frame"), read(page, "sequence") % 2) == (2, 0)
+
+
+def test_what_is_no_frame_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.BadArgument):
+        frame.FrameBlock(tmp_path / "none")
+    (tmp_path / "other").write_bytes(bytes(frame.PAGE_BYTES))
+    with pytest.raises(errors.BadArgument):
+        frame.FrameBlock(tmp_path / "other")
