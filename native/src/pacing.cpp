@@ -192,22 +192,23 @@ bool Pacing::read(Frame &f) {
     if (!b || b->magic != kMagic || b->version != kVersion) {
         return false;
     }
-    const volatile FrameBlock *v = b;
+    // Each load acquires, so that the second look at the sequence comes after all of them (a fence would do, but
+    // ThreadSanitizer knows none).
+    auto load = [](const auto &field) { return __atomic_load_n(&field, __ATOMIC_ACQUIRE); };
     for (int attempt = 0; attempt < 16; attempt++) {
         const uint32_t before = b->sequence.load(std::memory_order_acquire);
         if (before & 1) {
             std::this_thread::yield();
             continue;
         }
-        f.flags = v->flags;
-        f.number = v->frame;
-        f.start = v->frame_start_ns;
-        f.target = v->target_frame_ns;
-        f.time = v->frame_time_ns;
-        f.gpu_busy = v->gpu_busy_ns;
-        f.budget_generation = v->budget_generation;
-        f.vram_budget_bytes = v->vram_budget_bytes;
-        std::atomic_thread_fence(std::memory_order_acquire);
+        f.flags = load(b->flags);
+        f.number = load(b->frame);
+        f.start = load(b->frame_start_ns);
+        f.target = load(b->target_frame_ns);
+        f.time = load(b->frame_time_ns);
+        f.gpu_busy = load(b->gpu_busy_ns);
+        f.budget_generation = load(b->budget_generation);
+        f.vram_budget_bytes = load(b->vram_budget_bytes);
         if (b->sequence.load(std::memory_order_relaxed) == before) {
             // What a host writes is not trusted: a second and more is no frame, and nothing starts in the future.
             const uint64_t now = clock_ns();
