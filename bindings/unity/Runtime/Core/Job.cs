@@ -1,0 +1,65 @@
+using System;
+using System.Text;
+using System.Threading;
+using System.Threading.Tasks;
+
+namespace Frameshard
+{
+    /// <summary>One request. It changes only inside <see cref="Sidecar.Poll"/>.</summary>
+    public sealed class Job
+    {
+        private readonly StringBuilder _text = new StringBuilder();
+        private readonly TaskCompletionSource<Completion> _end = new TaskCompletionSource<Completion>();
+        internal CancellationTokenRegistration Registration;
+
+        internal Job(Sidecar sidecar, ulong timeline, Action<string> onToken)
+        {
+            Sidecar = sidecar;
+            Timeline = timeline;
+            OnToken += onToken;
+        }
+
+        public Sidecar Sidecar { get; }
+
+        public ulong Id { get; internal set; }
+
+        public ulong Timeline { get; }
+
+        /// <summary>The answer so far.</summary>
+        public string Text => _text.ToString();
+
+        /// <summary>Ends with the whole answer, with a <see cref="FrameshardException"/>, or cancelled.</summary>
+        public Task<Completion> Completion => _end.Task;
+
+        /// <summary>More of the answer; never cut within a character.</summary>
+        public event Action<string> OnToken;
+
+        /// <summary>Ends the answer early, unless another end came first. From any thread.</summary>
+        public void Cancel() => Sidecar.Cancel(this);
+
+        internal void Add(string text)
+        {
+            _text.Append(text);
+            OnToken?.Invoke(text);
+        }
+
+        internal void Finish(Completion completion)
+        {
+            Registration.Dispose();
+            completion.Text = Text;
+            _end.TrySetResult(completion);
+        }
+
+        internal void Fail(FrameshardException error)
+        {
+            Registration.Dispose();
+            _end.TrySetException(error);
+        }
+
+        internal void EndCancelled()
+        {
+            Registration.Dispose();
+            _end.TrySetCanceled();
+        }
+    }
+}

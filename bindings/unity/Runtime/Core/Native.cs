@@ -1,0 +1,177 @@
+// frameshard.h as P/Invoke sees it: blittable structs, no callbacks, so that it also works under IL2CPP.
+
+using System;
+using System.Runtime.InteropServices;
+
+namespace Frameshard
+{
+    /// <summary>Owns an fs_client. The runtime counts calls in flight, so it is never freed under one.</summary>
+    internal sealed class ClientHandle : SafeHandle
+    {
+        /// <summary>Seconds that closing may wait for the sidecar's leave; the finalizer does not wait.</summary>
+        internal double CloseTimeout;
+
+        public ClientHandle() : base(IntPtr.Zero, true) { }
+
+        public override bool IsInvalid => handle == IntPtr.Zero;
+
+        protected override bool ReleaseHandle()
+        {
+            Native.fs_close(handle, CloseTimeout);
+            return true;
+        }
+    }
+
+    internal static class Native
+    {
+        internal const uint AbiVersion = 1;
+
+        // Unity links plug-ins of iOS into the program itself.
+#if UNITY_IOS && !UNITY_EDITOR
+        private const string Library = "__Internal";
+#else
+        private const string Library = "frameshard";
+#endif
+
+        internal enum EventType : uint
+        {
+            Ready = 1, Started, Text, Done, Failed, Cancelled, BudgetReleased, BudgetObserved, Budget, Stats, Refused,
+            Engine, Closed,
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct LaunchOptions
+        {
+            internal uint StructSize;
+            internal int StreamOnly;
+            internal IntPtr Model;
+            internal IntPtr Device;
+            internal ulong VramBudgetBytes;
+            internal uint NCtx;
+            internal uint NParallel;
+            internal uint NUbatch;
+            internal uint NThreads;
+            internal double LinkGbps;
+            internal double SilentS;
+            internal IntPtr Transport;
+            internal IntPtr Endpoint;
+            internal IntPtr ConnectFile;
+            internal IntPtr Python;
+            internal IntPtr LogFile;
+            internal IntPtr ClientName;
+            internal IntPtr ExtraJson;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Model
+        {
+            internal uint StructSize;
+            internal uint NCtx;
+            internal uint NParallel;
+            internal uint NVocab;
+            internal uint NLayer;
+            internal int Chat;
+            internal ulong FloorBytes;
+            internal ulong FullBytes;
+            internal IntPtr Name;
+            internal IntPtr Arch;
+            internal IntPtr Device;
+            internal IntPtr PlanJson;
+            internal ulong Pid;
+            internal IntPtr ConnectFile;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Sampling
+        {
+            internal uint StructSize;
+            internal int MaxTokens;
+            internal int TopK;
+            internal uint NStop;
+            internal double Temperature;
+            internal double TopP;
+            internal double MinP;
+            internal double RepeatPenalty;
+            internal long Seed;
+            internal IntPtr Stop;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct JobOptions
+        {
+            internal uint StructSize;
+            internal uint Window;
+            internal IntPtr Conversation;
+            internal IntPtr System;
+            internal IntPtr Sampling;
+            internal ulong Timeline;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Message
+        {
+            internal IntPtr Role;
+            internal IntPtr Content;
+            internal int ContentLength;
+            internal int Reserved;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Event
+        {
+            internal EventType Type;
+            internal int Status;
+            internal ulong Job;
+            internal ulong Request;
+            internal ulong Timeline;
+            internal IntPtr Text;
+            internal IntPtr Detail;
+            internal uint TextLength;
+            internal uint DetailLength;
+            internal uint Tokens;
+            internal uint Reason;
+            internal uint NPrompt;
+            internal uint NGenerated;
+            internal uint EngineState;
+            internal uint Restarts;
+            internal ulong BudgetBytes;
+            internal ulong UsedBytes;
+            internal ulong FloorBytes;
+            internal ulong FullBytes;
+            internal long ObservedBytes;
+            internal double Seconds;
+            internal double PrefillS;
+            internal double DecodeS;
+        }
+
+        [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
+        [DllImport(Library)] internal static extern int fs_status_retriable(int status);
+        [DllImport(Library)] internal static extern IntPtr fs_last_error(out uint length);
+        [DllImport(Library)] internal static extern uint fs_abi_version();
+        [DllImport(Library)] internal static extern void fs_launch_options_init(out LaunchOptions options, uint size);
+        [DllImport(Library)] internal static extern int fs_launch(ref LaunchOptions options, out ClientHandle client);
+        [DllImport(Library)] internal static extern int fs_connect(IntPtr file, IntPtr name, out ClientHandle client);
+        [DllImport(Library)] internal static extern void fs_close(IntPtr client, double timeout);
+        [DllImport(Library)] internal static extern int fs_get_model(ClientHandle client, ref Model model);
+        [DllImport(Library)] internal static extern void fs_sampling_init(out Sampling sampling, uint size);
+        [DllImport(Library)] internal static extern void fs_job_options_init(out JobOptions options, uint size);
+        [DllImport(Library)]
+        internal static extern int fs_ask(ClientHandle client, IntPtr text, int length, ref JobOptions options, out ulong job);
+        [DllImport(Library)]
+        internal static extern int fs_chat(
+            ClientHandle client, [In] Message[] messages, uint count, ref JobOptions options, out ulong job);
+        [DllImport(Library)]
+        internal static extern int fs_complete(
+            ClientHandle client, IntPtr prompt, int length, ref JobOptions options, out ulong job);
+        [DllImport(Library)] internal static extern int fs_cancel(ClientHandle client, ulong job);
+        [DllImport(Library)] internal static extern int fs_forget(ClientHandle client, IntPtr conversation);
+        [DllImport(Library)]
+        internal static extern int fs_set_budget(ClientHandle client, ulong bytes, double timeout, out ulong request);
+        [DllImport(Library)] internal static extern int fs_get_budget(ClientHandle client, out ulong request);
+        [DllImport(Library)] internal static extern int fs_get_stats(ClientHandle client, out ulong request);
+        [DllImport(Library)] internal static extern int fs_shutdown(ClientHandle client);
+        [DllImport(Library)]
+        internal static extern int fs_poll(ClientHandle client, [Out] Event[] events, uint eventSize, int capacity);
+        [DllImport(Library)] internal static extern int fs_wait(ClientHandle client, double timeout);
+    }
+}

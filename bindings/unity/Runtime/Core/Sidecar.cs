@@ -1,0 +1,522 @@
+using System;
+using System.Collections.Generic;
+using System.Runtime.InteropServices;
+using System.Threading;
+using System.Threading.Tasks;
+
+namespace Frameshard
+{
+    /// <summary>
+    /// A session with a sidecar. Call <see cref="Poll"/> once a frame: events are raised and awaited tasks go on inside
+    /// of it and nowhere else. Nothing waits but <see cref="Run{T}"/> and <see cref="Dispose()"/>. Methods may be called
+    /// from any thread. A sidecar ends with its object, with its application domain, and with the process.
+    /// </summary>
+    public sealed class Sidecar : IDisposable
+    {
+        private const double Mebibyte = 1024 * 1024;
+        private const int Batch = 32;
+        private const double LeaveSeconds = 1.0;
+
+        private static readonly List<WeakReference> Open = new List<WeakReference>();
+
+        private readonly object _gate = new object(); // around calls of one client, which C wants one at a time
+        private readonly ClientHandle _client;
+        private readonly Native.Event[] _buffer = new Native.Event[Batch];
+        private readonly Queue<Action> _pending = new Queue<Action>();
+        private readonly Dictionary<ulong, Job> _jobs = new Dictionary<ulong, Job>();
+        private readonly Dictionary<ulong, Request> _requests = new Dictionary<ulong, Request>();
+        private readonly TaskCompletionSource<ModelInfo> _ready = new TaskCompletionSource<ModelInfo>();
+        private bool _closed;
+
+        /// <summary>A request with an answer. Released is asked once more, for what the driver observed.</summary>
+        private sealed class Request
+        {
+            internal Action<Native.Event, string> Answer;
+            internal Action<FrameshardException> Fail;
+        }
+
+        static Sidecar()
+        {
+            AppDomain.CurrentDomain.DomainUnload += (sender, args) => CloseAll();
+            AppDomain.CurrentDomain.ProcessExit += (sender, args) => CloseAll();
+        }
+
+        private Sidecar(ClientHandle client)
+        {
+            _client = client;
+            lock (Open)
+            {
+                Open.RemoveAll(entry => entry.Target == null);
+                Open.Add(new WeakReference(this));
+            }
+        }
+
+        /// <summary>The sidecar has loaded its model; faulted if it could not.</summary>
+        public Task<ModelInfo> Ready => _ready.Task;
+
+        /// <summary>A change of the budget is in force.</summary>
+        public event Action<BudgetResult> OnBudgetChanged;
+
+        public event Action<EngineChange> OnEngineChanged;
+
+        /// <summary>The last event of all: why the sidecar is gone.</summary>
+        public event Action<FrameshardException> OnClosed;
+
+        public bool IsClosed
+        {
+            get { lock (_gate) return _closed; }
+        }
+
+        /// <summary>Starts a sidecar. Returns at once; what is asked before it is <see cref="Ready"/> waits.</summary>
+        public static Sidecar Launch(LaunchOptions options)
+        {
+            CheckLibrary();
+            using (var texts = new Utf8())
+            {
+                Native.fs_launch_options_init(out var native, Size<Native.LaunchOptions>());
+                native.Model = texts.Name(options.Model);
+                if (options.Device != null) native.Device = texts.Name(options.Device);
+                native.VramBudgetBytes = Bytes(options.VramBudgetMb);
+                native.StreamOnly = options.StreamOnly ? 1 : 0;
+                native.NCtx = options.NCtx ?? native.NCtx;
+                native.NParallel = options.NParallel ?? native.NParallel;
+                native.NUbatch = options.NUbatch ?? native.NUbatch;
+                native.NThreads = options.NThreads ?? native.NThreads;
+                native.LinkGbps = options.LinkGbps ?? native.LinkGbps;
+                native.SilentS = options.SilentSeconds ?? native.SilentS;
+                if (options.Transport != null) native.Transport = texts.Name(options.Transport);
+                if (options.Endpoint != null) native.Endpoint = texts.Name(options.Endpoint);
+                if (options.ConnectFile != null) native.ConnectFile = texts.Name(options.ConnectFile);
+                if (options.Python != null) native.Python = texts.Name(options.Python);
+                if (options.LogFile != null) native.LogFile = texts.Name(options.LogFile);
+                if (options.ClientName != null) native.ClientName = texts.Name(options.ClientName);
+                if (options.ExtraJson != null) native.ExtraJson = texts.Name(options.ExtraJson);
+                Check(Native.fs_launch(ref native, out var client));
+                return new Sidecar(client);
+            }
+        }
+
+        /// <summary>Joins a sidecar that runs, by the path of its connect file.</summary>
+        public static Sidecar Connect(string connectFile, string clientName = "csharp")
+        {
+            CheckLibrary();
+            using (var texts = new Utf8())
+            {
+                Check(Native.fs_connect(texts.Name(connectFile), texts.Name(clientName), out var client));
+                return new Sidecar(client);
+            }
+        }
+
+        /// <summary>Ends every sidecar of this application domain. Unity's editor calls it before code is reloaded and
+        /// when Play mode is left.</summary>
+        public static void CloseAll()
+        {
+            List<WeakReference> open;
+            lock (Open) open = new List<WeakReference>(Open);
+            foreach (var entry in open) (entry.Target as Sidecar)?.Dispose();
+        }
+
+        /// <summary>Says <paramref name="text"/> to the model.</summary>
+        public Job Ask(string text, JobOptions options = null, Action<string> onToken = null,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var pointer = texts.Text(text ?? "", out var length);
+                return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions native, out ulong id) =>
+                    Native.fs_ask(_client, pointer, length, ref native, out id));
+            }
+        }
+
+        /// <summary>Like <see cref="Ask"/> for games that keep the history themselves.</summary>
+        public Job Chat(IReadOnlyList<ChatMessage> messages, JobOptions options = null, Action<string> onToken = null,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var native = new Native.Message[messages.Count];
+                for (var index = 0; index < native.Length; index++)
+                {
+                    native[index].Role = texts.Name(messages[index].Role ?? "");
+                    native[index].Content = texts.Text(messages[index].Content ?? "", out var length);
+                    native[index].ContentLength = length;
+                }
+                return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions made, out ulong id) =>
+                    Native.fs_chat(_client, native, (uint)native.Length, ref made, out id));
+            }
+        }
+
+        /// <summary>What follows <paramref name="prompt"/>, without a chat template.</summary>
+        public Job Complete(string prompt, JobOptions options = null, Action<string> onToken = null,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var pointer = texts.Text(prompt ?? "", out var length);
+                return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions native, out ulong id) =>
+                    Native.fs_complete(_client, pointer, length, ref native, out id));
+            }
+        }
+
+        /// <summary><see cref="Ask"/> for those who await the whole answer. Cancelling the token ends the job.</summary>
+        public Task<Completion> AskAsync(string text, JobOptions options = null, Action<string> onToken = null,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            if (cancellation.IsCancellationRequested) return Cancelled<Completion>();
+            return Ask(text, options, onToken, cancellation).Completion;
+        }
+
+        /// <summary>Begins a conversation anew, behind what was asked in it already.</summary>
+        public void Forget(string conversation)
+        {
+            using (var texts = new Utf8())
+            {
+                var name = texts.Name(conversation);
+                lock (_gate) Check(Closable(() => Native.fs_forget(_client, name)));
+            }
+        }
+
+        /// <summary>All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit. The task
+        /// ends when the memory is released. Cancelling the token ends the waiting only.</summary>
+        public Task<BudgetResult> SetBudgetAsync(double vramBudgetMb, double timeoutSeconds = 5,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            var bytes = Bytes(vramBudgetMb);
+            BudgetResult result = null;
+            var observed = new TaskCompletionSource<long?>();
+            return Ask<BudgetResult>(cancellation,
+                (out ulong id) => Native.fs_set_budget(_client, bytes, timeoutSeconds, out id),
+                (answer, detail, end) =>
+                {
+                    if (answer.Type == Native.EventType.BudgetObserved)
+                    {
+                        observed.TrySetResult(answer.ObservedBytes < 0 ? (long?)null : answer.ObservedBytes);
+                        return;
+                    }
+                    result = new BudgetResult
+                    {
+                        BudgetBytes = answer.BudgetBytes, UsedBytes = answer.UsedBytes, Seconds = answer.Seconds,
+                        ObservedBytes = observed.Task,
+                    };
+                    OnBudgetChanged?.Invoke(result);
+                    end.TrySetResult(result);
+                },
+                error => observed.TrySetResult(null));
+        }
+
+        public Task<Budget> GetBudgetAsync(CancellationToken cancellation = default(CancellationToken))
+        {
+            return Ask<Budget>(cancellation, (out ulong id) => Native.fs_get_budget(_client, out id),
+                (answer, detail, end) => end.TrySetResult(new Budget
+                {
+                    BudgetBytes = answer.BudgetBytes, FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes,
+                }));
+        }
+
+        /// <summary>The figures of this moment, a JSON object: {"broker": {...}, "engine": {...} or null}.</summary>
+        public Task<string> GetStatsAsync(CancellationToken cancellation = default(CancellationToken))
+        {
+            return Ask<string>(cancellation, (out ulong id) => Native.fs_get_stats(_client, out id),
+                (answer, detail, end) => end.TrySetResult(detail));
+        }
+
+        /// <summary>Ends the sidecar for all its clients; <see cref="OnClosed"/> follows.</summary>
+        public void Shutdown()
+        {
+            lock (_gate) Check(Closable(() => Native.fs_shutdown(_client)));
+        }
+
+        /// <summary>Once a frame: raises what has happened, at most <paramref name="limit"/> events. Never waits. An
+        /// exception of a handler comes out of here; what is behind it comes with the next call.</summary>
+        public int Poll(int limit = 256)
+        {
+            var raised = 0;
+            while (raised < limit)
+            {
+                Action next;
+                lock (_gate)
+                {
+                    if (_pending.Count == 0 && !Fetch(Math.Min(Batch, limit - raised))) break;
+                    next = _pending.Dequeue();
+                }
+                raised++;
+                next();
+            }
+            return raised;
+        }
+
+        /// <summary>For programs without a frame loop: polls until the task has ended and returns its result.</summary>
+        public T Run<T>(Task<T> task)
+        {
+            while (!task.IsCompleted)
+            {
+                if (Poll() > 0) continue;
+                lock (_gate)
+                {
+                    if (!_closed) Native.fs_wait(_client, 0.01);
+                }
+                if (IsClosed) break;
+            }
+            return task.GetAwaiter().GetResult();
+        }
+
+        /// <summary>Ends the session, and a launched sidecar. Open tasks fail with ConnectionLost.</summary>
+        public void Dispose()
+        {
+            lock (_gate)
+            {
+                if (_client.IsClosed) return;
+                _closed = true;
+                _pending.Clear();
+                _client.CloseTimeout = LeaveSeconds;
+                _client.Dispose();
+            }
+            lock (Open) Open.RemoveAll(entry => entry.Target == null || entry.Target == this);
+            EndAll(new FrameshardException(ErrorCode.ConnectionLost, "the sidecar was closed"));
+        }
+
+        internal void Cancel(Job job)
+        {
+            lock (_gate)
+            {
+                if (!_closed && _jobs.ContainsKey(job.Id)) Native.fs_cancel(_client, job.Id);
+            }
+        }
+
+        private delegate int SubmitCall(ref Native.JobOptions options, out ulong id);
+
+        private delegate int RequestCall(out ulong id);
+
+        private Job Begin(Utf8 texts, JobOptions options, Action<string> onToken, CancellationToken cancellation,
+            SubmitCall submit)
+        {
+            options = options ?? new JobOptions();
+            Native.fs_job_options_init(out var native, Size<Native.JobOptions>());
+            native.Conversation = texts.Name(options.Conversation);
+            native.System = texts.Name(options.System);
+            native.Timeline = options.Timeline;
+            native.Window = options.Window ?? native.Window;
+            if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
+            var job = new Job(this, options.Timeline, onToken);
+            lock (_gate)
+            {
+                var id = 0UL;
+                Check(Closable(() => submit(ref native, out id)));
+                job.Id = id;
+                _jobs[id] = job;
+            }
+            if (cancellation.CanBeCanceled) job.Registration = cancellation.Register(job.Cancel);
+            return job;
+        }
+
+        private static IntPtr Pin(Utf8 texts, Sampling sampling)
+        {
+            Native.fs_sampling_init(out var native, Size<Native.Sampling>());
+            native.MaxTokens = sampling.MaxTokens ?? native.MaxTokens;
+            native.Temperature = sampling.Temperature ?? native.Temperature;
+            native.TopK = sampling.TopK ?? native.TopK;
+            native.TopP = sampling.TopP ?? native.TopP;
+            native.MinP = sampling.MinP ?? native.MinP;
+            native.RepeatPenalty = sampling.RepeatPenalty ?? native.RepeatPenalty;
+            native.Seed = sampling.Seed ?? native.Seed;
+            if (sampling.Stop != null)
+            {
+                native.NStop = (uint)sampling.Stop.Length;
+                native.Stop = texts.Block(sampling.Stop.Length * IntPtr.Size);
+                for (var index = 0; index < sampling.Stop.Length; index++)
+                    Marshal.WriteIntPtr(native.Stop, index * IntPtr.Size, texts.Name(sampling.Stop[index] ?? ""));
+            }
+            var block = texts.Block(Marshal.SizeOf(typeof(Native.Sampling)));
+            Marshal.StructureToPtr(native, block, false);
+            return block;
+        }
+
+        private Task<T> Ask<T>(CancellationToken cancellation, RequestCall call,
+            Action<Native.Event, string, TaskCompletionSource<T>> answer, Action<FrameshardException> failed = null)
+        {
+            if (cancellation.IsCancellationRequested) return Cancelled<T>();
+            var end = new TaskCompletionSource<T>();
+            lock (_gate)
+            {
+                var id = 0UL;
+                Check(Closable(() => call(out id)));
+                _requests[id] = new Request
+                {
+                    Answer = (native, detail) => answer(native, detail, end),
+                    Fail = error =>
+                    {
+                        failed?.Invoke(error);
+                        end.TrySetException(error);
+                    },
+                };
+            }
+            if (cancellation.CanBeCanceled)
+            {
+                var registration = cancellation.Register(() => end.TrySetCanceled());
+                end.Task.ContinueWith(_ => registration.Dispose(), TaskContinuationOptions.ExecuteSynchronously);
+            }
+            return end.Task;
+        }
+
+        private int Closable(Func<int> call)
+        {
+            if (_closed) throw new FrameshardException(ErrorCode.ConnectionLost, "the sidecar is closed");
+            return call();
+        }
+
+        /// <summary>Takes events from C and notes what is to be done; their texts die with the next fs_poll.</summary>
+        private bool Fetch(int room)
+        {
+            if (_client.IsClosed) return false;
+            var count = Native.fs_poll(_client, _buffer, Size<Native.Event>(), room);
+            if (count < 0) Check(-count);
+            for (var index = 0; index < count; index++)
+            {
+                var native = _buffer[index];
+                var text = Utf8.Read(native.Text, native.TextLength);
+                var detail = Utf8.Read(native.Detail, native.DetailLength);
+                _pending.Enqueue(() => Raise(native, text, detail));
+            }
+            return count > 0;
+        }
+
+        private void Raise(Native.Event native, string text, string detail)
+        {
+            switch (native.Type)
+            {
+                case Native.EventType.Ready:
+                    _ready.TrySetResult(ReadModel());
+                    break;
+                case Native.EventType.Text:
+                    Find(native.Job, false)?.Add(text);
+                    break;
+                case Native.EventType.Done:
+                    Find(native.Job, true)?.Finish(new Completion
+                    {
+                        Reason = (StopReason)native.Reason, NPrompt = native.NPrompt, NGenerated = native.NGenerated,
+                        PrefillSeconds = native.PrefillS, DecodeSeconds = native.DecodeS,
+                    });
+                    break;
+                case Native.EventType.Failed:
+                    Find(native.Job, true)?.Fail(Error(native, text, detail));
+                    break;
+                case Native.EventType.Cancelled:
+                    Find(native.Job, true)?.EndCancelled();
+                    break;
+                case Native.EventType.BudgetReleased:
+                    Answered(native.Request, false)?.Answer(native, detail);
+                    break;
+                case Native.EventType.BudgetObserved:
+                case Native.EventType.Budget:
+                case Native.EventType.Stats:
+                    Answered(native.Request, true)?.Answer(native, detail);
+                    break;
+                case Native.EventType.Refused:
+                    Answered(native.Request, true)?.Fail(Error(native, text, detail));
+                    break;
+                case Native.EventType.Engine:
+                    OnEngineChanged?.Invoke(new EngineChange
+                    {
+                        State = (EngineState)native.EngineState, Restarts = native.Restarts,
+                        Error = native.Status == 0 ? null : Error(native, text, detail),
+                    });
+                    break;
+                case Native.EventType.Closed:
+                    var why = Error(native, text, detail);
+                    lock (_gate) _closed = true;
+                    EndAll(why);
+                    OnClosed?.Invoke(why);
+                    break;
+            }
+        }
+
+        private Job Find(ulong id, bool last)
+        {
+            lock (_gate)
+            {
+                _jobs.TryGetValue(id, out var job);
+                if (last) _jobs.Remove(id);
+                return job;
+            }
+        }
+
+        private Request Answered(ulong id, bool last)
+        {
+            lock (_gate)
+            {
+                _requests.TryGetValue(id, out var request);
+                if (last) _requests.Remove(id);
+                return request;
+            }
+        }
+
+        private void EndAll(FrameshardException error)
+        {
+            List<Job> jobs;
+            List<Request> requests;
+            lock (_gate)
+            {
+                jobs = new List<Job>(_jobs.Values);
+                requests = new List<Request>(_requests.Values);
+                _jobs.Clear();
+                _requests.Clear();
+            }
+            _ready.TrySetException(error);
+            foreach (var job in jobs) job.Fail(error);
+            foreach (var request in requests) request.Fail(error);
+        }
+
+        private ModelInfo ReadModel()
+        {
+            lock (_gate)
+            {
+                var native = new Native.Model { StructSize = Size<Native.Model>() };
+                Check(Closable(() => Native.fs_get_model(_client, ref native)));
+                return new ModelInfo
+                {
+                    Name = Utf8.Read(native.Name), Arch = Utf8.Read(native.Arch), Device = Utf8.Read(native.Device),
+                    NCtx = native.NCtx, NParallel = native.NParallel, NVocab = native.NVocab, NLayer = native.NLayer,
+                    Chat = native.Chat != 0, FloorBytes = native.FloorBytes, FullBytes = native.FullBytes,
+                    PlanJson = Utf8.Read(native.PlanJson), Pid = native.Pid,
+                    ConnectFile = Utf8.Read(native.ConnectFile),
+                };
+            }
+        }
+
+        private static FrameshardException Error(Native.Event native, string text, string detail)
+        {
+            return new FrameshardException((ErrorCode)native.Status, text, detail);
+        }
+
+        private static Task<T> Cancelled<T>()
+        {
+            var end = new TaskCompletionSource<T>();
+            end.SetCanceled();
+            return end.Task;
+        }
+
+        private static ulong Bytes(double mebibytes)
+        {
+            if (!(mebibytes >= 0 && mebibytes <= uint.MaxValue))
+                throw new FrameshardException(ErrorCode.BadArgument, "a VRAM budget is a number of MiB, 0 or more");
+            return (ulong)Math.Round(mebibytes * Mebibyte);
+        }
+
+        private static void Check(int status)
+        {
+            if (status == 0) return;
+            var text = Native.fs_last_error(out var length);
+            throw new FrameshardException((ErrorCode)status, Utf8.Read(text, length));
+        }
+
+        private static void CheckLibrary()
+        {
+            var version = Native.fs_abi_version();
+            if (version != Native.AbiVersion)
+                throw new FrameshardException(ErrorCode.VersionMismatch,
+                    $"this package is made for version {Native.AbiVersion} of the library, not for {version}");
+        }
+
+        private static uint Size<T>() => (uint)Marshal.SizeOf(typeof(T));
+    }
+}

@@ -1,0 +1,170 @@
+using System;
+using System.Collections.Generic;
+using System.Threading.Tasks;
+
+namespace Frameshard
+{
+    /// <summary>The protocol's error codes.</summary>
+    public enum ErrorCode
+    {
+        Internal = 1, BadArgument = 10, BadMessage = 11, UnknownJob = 12, ContextOverflow = 13, Unsupported = 14,
+        ModelNotFound = 20, BadModel = 21, UnknownDevice = 22, BudgetBelowFloor = 23, VersionMismatch = 24,
+        OutOfMemory = 25, EndpointInUse = 30, ConnectionLost = 31, EngineDied = 32, Overloaded = 33,
+        DeadlineMissed = 34, Cancelled = 40, DownloadFailed = 41,
+    }
+
+    /// <summary>What went wrong, and what to do about it in <see cref="Exception.Message"/>.</summary>
+    public sealed class FrameshardException : Exception
+    {
+        public ErrorCode Code { get; }
+
+        /// <summary>The protocol's name, such as "budget_below_floor".</summary>
+        public string Name { get; }
+
+        /// <summary>The same call may succeed later without a change.</summary>
+        public bool Retriable { get; }
+
+        /// <summary>Figures, such as floor_bytes, as a JSON object; "" if there are none.</summary>
+        public string DetailJson { get; }
+
+        public FrameshardException(ErrorCode code, string message, string detailJson = "") : base(message)
+        {
+            Code = code;
+            Name = Utf8.Read(Native.fs_status_name((int)code));
+            Retriable = Native.fs_status_retriable((int)code) != 0;
+            DetailJson = detailJson;
+        }
+    }
+
+    /// <summary>How to start a sidecar. What is null or not set has the default of frameshard.h.</summary>
+    public sealed class LaunchOptions
+    {
+        /// <summary>Path of a GGUF file; the only value without a default.</summary>
+        public string Model;
+        /// <summary>"auto" (first GPU, else CPU), "cpu", "emulated", or a name such as "CUDA0".</summary>
+        public string Device;
+        /// <summary>All that the sidecar may hold in VRAM, in MiB; 0: no limit.</summary>
+        public double VramBudgetMb;
+        /// <summary>The same bits at any budget, at the cost of speed.</summary>
+        public bool StreamOnly;
+        /// <summary>Tokens of context, shared evenly by <see cref="NParallel"/> conversations.</summary>
+        public uint? NCtx;
+        public uint? NParallel;
+        public uint? NUbatch;
+        public uint? NThreads;
+        public double? LinkGbps;
+        public double? SilentSeconds;
+        public string Transport;
+        public string Endpoint;
+        public string ConnectFile;
+        /// <summary>Program that is run with "-m frameshard.broker"; "python3" by default.</summary>
+        public string Python;
+        /// <summary>The sidecar appends its log here; the game's standard error by default.</summary>
+        public string LogFile;
+        public string ClientName = "csharp";
+        /// <summary>Further fields of the sidecar's first line, a JSON object; they win.</summary>
+        public string ExtraJson;
+    }
+
+    /// <summary>How tokens are chosen. What is null has the protocol's default.</summary>
+    public sealed class Sampling
+    {
+        public int? MaxTokens;
+        public double? Temperature;
+        public int? TopK;
+        public double? TopP;
+        public double? MinP;
+        public double? RepeatPenalty;
+        public uint? Seed;
+        public string[] Stop;
+    }
+
+    /// <summary>What else a job may be given.</summary>
+    public sealed class JobOptions
+    {
+        /// <summary>What was said under this name before belongs to the prompt.</summary>
+        public string Conversation;
+        /// <summary>The conversation's persona from now on (Ask only).</summary>
+        public string System;
+        public Sampling Sampling;
+        /// <summary>Comes back with the job: a game that loads a save counts it up.</summary>
+        public ulong Timeline;
+        public uint? Window;
+    }
+
+    /// <summary>One message of a chat; the role is "system", "user" or "assistant".</summary>
+    public struct ChatMessage
+    {
+        public string Role;
+        public string Content;
+
+        public ChatMessage(string role, string content)
+        {
+            Role = role;
+            Content = content;
+        }
+    }
+
+    /// <summary>Stop: the model ended or a stop string came. Length: MaxTokens.</summary>
+    public enum StopReason { Stop = 1, Length = 2 }
+
+    public enum EngineState { Loading = 1, Ready = 2, Restarting = 3, Off = 4 }
+
+    /// <summary>A finished answer.</summary>
+    public sealed class Completion
+    {
+        public string Text { get; internal set; }
+        public StopReason Reason { get; internal set; }
+        public uint NPrompt { get; internal set; }
+        public uint NGenerated { get; internal set; }
+        public double PrefillSeconds { get; internal set; }
+        public double DecodeSeconds { get; internal set; }
+    }
+
+    /// <summary>A change of the VRAM budget that is in force.</summary>
+    public sealed class BudgetResult
+    {
+        public ulong BudgetBytes { get; internal set; }
+        /// <summary>What the sidecar holds, exact by its own count.</summary>
+        public ulong UsedBytes { get; internal set; }
+        /// <summary>Since the engine was asked.</summary>
+        public double Seconds { get; internal set; }
+        /// <summary>What the driver counts, which may take seconds; null where it does not tell.</summary>
+        public Task<long?> ObservedBytes { get; internal set; }
+    }
+
+    /// <summary>The budget in force (0: no limit), the least possible, and the one at which all is resident.</summary>
+    public sealed class Budget
+    {
+        public ulong BudgetBytes { get; internal set; }
+        public ulong FloorBytes { get; internal set; }
+        public ulong FullBytes { get; internal set; }
+    }
+
+    /// <summary>What is loaded.</summary>
+    public sealed class ModelInfo
+    {
+        public string Name { get; internal set; }
+        public string Arch { get; internal set; }
+        public string Device { get; internal set; }
+        public uint NCtx { get; internal set; }
+        public uint NParallel { get; internal set; }
+        public uint NVocab { get; internal set; }
+        public uint NLayer { get; internal set; }
+        public bool Chat { get; internal set; }
+        public ulong FloorBytes { get; internal set; }
+        public ulong FullBytes { get; internal set; }
+        public string PlanJson { get; internal set; }
+        public ulong Pid { get; internal set; }
+        public string ConnectFile { get; internal set; }
+    }
+
+    /// <summary>The engine process changed its state; jobs go on by themselves after a restart.</summary>
+    public sealed class EngineChange
+    {
+        public EngineState State { get; internal set; }
+        public uint Restarts { get; internal set; }
+        /// <summary>Why it is off; null otherwise.</summary>
+        public FrameshardException Error { get; internal set; }
+    }
+}

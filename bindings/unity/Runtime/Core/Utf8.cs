@@ -1,0 +1,73 @@
+using System;
+using System.Collections.Generic;
+using System.Runtime.InteropServices;
+using System.Text;
+
+namespace Frameshard
+{
+    /// <summary>Texts for the length of one call: allocated for C, freed on Dispose.</summary>
+    internal sealed class Utf8 : IDisposable
+    {
+        private static readonly UTF8Encoding Strict = new UTF8Encoding(false, true);
+        private readonly List<IntPtr> _blocks = new List<IntPtr>();
+
+        internal IntPtr Text(string text) => Text(text, out _);
+
+        /// <summary>A text that C reads up to its first NUL.</summary>
+        internal IntPtr Name(string text)
+        {
+            if (text != null && text.IndexOf('\0') >= 0)
+                throw new FrameshardException(ErrorCode.BadArgument, "a name or path must not contain a NUL character");
+            return Text(text);
+        }
+
+        internal IntPtr Text(string text, out int length)
+        {
+            length = 0;
+            if (text == null) return IntPtr.Zero;
+            byte[] bytes;
+            try
+            {
+                bytes = Strict.GetBytes(text);
+            }
+            catch (EncoderFallbackException)
+            {
+                throw new FrameshardException(ErrorCode.BadArgument, "the text has half of a surrogate pair");
+            }
+            length = bytes.Length;
+            var block = Block(bytes.Length + 1);
+            Marshal.Copy(bytes, 0, block, bytes.Length);
+            Marshal.WriteByte(block, bytes.Length, 0);
+            return block;
+        }
+
+        internal IntPtr Block(int size)
+        {
+            var block = Marshal.AllocHGlobal(Math.Max(size, 1));
+            _blocks.Add(block);
+            return block;
+        }
+
+        public void Dispose()
+        {
+            foreach (var block in _blocks) Marshal.FreeHGlobal(block);
+            _blocks.Clear();
+        }
+
+        internal static string Read(IntPtr text, uint length)
+        {
+            if (length == 0 || text == IntPtr.Zero) return "";
+            var bytes = new byte[length];
+            Marshal.Copy(text, bytes, 0, bytes.Length);
+            return Encoding.UTF8.GetString(bytes);
+        }
+
+        internal static string Read(IntPtr text)
+        {
+            if (text == IntPtr.Zero) return "";
+            uint length = 0;
+            while (Marshal.ReadByte(text, (int)length) != 0) length++;
+            return Read(text, length);
+        }
+    }
+}
