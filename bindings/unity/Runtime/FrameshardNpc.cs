@@ -1,0 +1,54 @@
+using System;
+using System.Threading;
+using System.Threading.Tasks;
+using UnityEngine;
+
+namespace Frameshard.Unity
+{
+    /// <summary>One character: a persona and a conversation of its own.</summary>
+    [AddComponentMenu("frameshard/NPC")]
+    public sealed class FrameshardNpc : MonoBehaviour
+    {
+        [SerializeField] private FrameshardSidecar sidecar;
+        [SerializeField, TextArea] private string persona = "";
+        [SerializeField, Tooltip("Name of the conversation; empty: the object's name")]
+        private string conversation = "";
+        [SerializeField, Min(1)] private int maxTokens = 256;
+        [SerializeField, Range(0, 5)] private float temperature = 0.8f;
+
+        private Job _job;
+
+        public event Action<string> OnToken;
+        public event Action<string> OnResponse;
+        public event Action<Exception> OnError;
+
+        /// <summary>Says something to the character; the task ends with the whole answer.</summary>
+        public async Task<string> AskAsync(string text, CancellationToken cancellation = default(CancellationToken))
+        {
+            if (sidecar == null || sidecar.Client == null)
+                throw new InvalidOperationException("FrameshardNpc needs an enabled FrameshardSidecar");
+            try
+            {
+                cancellation.ThrowIfCancellationRequested();
+                _job = sidecar.Client.Ask(text, new JobOptions
+                {
+                    Conversation = conversation.Length > 0 ? conversation : name, System = persona,
+                    Sampling = new Sampling { MaxTokens = maxTokens, Temperature = temperature },
+                }, delta => OnToken?.Invoke(delta), cancellation);
+                var answer = await _job.Completion;
+                OnResponse?.Invoke(answer.Text);
+                return answer.Text;
+            }
+            catch (FrameshardException error)
+            {
+                OnError?.Invoke(error);
+                throw;
+            }
+        }
+
+        /// <summary>Ends the answer that is being given.</summary>
+        public void Cancel() => _job?.Cancel();
+
+        private void OnDisable() => Cancel();
+    }
+}
