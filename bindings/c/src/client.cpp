@@ -1,0 +1,750 @@
+/* The functions of frameshard.h: a ZeroMQ socket and perhaps a process around a Session.
+ *
+ * No thread of our own: ZeroMQ's receives in the background up to its high-water mark, and the rest waits at the
+ * sidecar for credit. A thread that owned the socket was rejected: it costs a lock, a hand-over per event and a thread
+ * that survives an engine's domain reload, to gain only pings while the game does not poll, which a launched sidecar
+ * does not need (it watches the host's pipe). */
+#include "frameshard.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <new>
+#include <sstream>
+
+#include <zmq.h>
+
+#include "codec.h"
+#include "process.h"
+#include "session.h"
+
+using frameshard::Error;
+using frameshard::Event;
+using frameshard::json;
+using frameshard::kBeatSeconds;
+using frameshard::kMaxString;
+using frameshard::Session;
+
+namespace {
+
+constexpr size_t kMaxLine = 1 << 16;
+constexpr double kLookAtProcessSeconds = 0.05;
+constexpr double kGoodbyeSeconds = 1.0;
+constexpr int kHighWater = 256, kHandshakeMs = 1000;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+struct StatusName {
+    fs_status status;
+    const char *name;
+    bool retriable;
+};
+const StatusName kStatuses[] = {{FS_OK, "ok", false},
+                                {FS_INTERNAL, "internal", false},
+                                {FS_BAD_ARGUMENT, "bad_argument", false},
+                                {FS_BAD_MESSAGE, "bad_message", false},
+                                {FS_UNKNOWN_JOB, "unknown_job", false},
+                                {FS_CONTEXT_OVERFLOW, "context_overflow", false},
+                                {FS_UNSUPPORTED, "unsupported", false},
+                                {FS_MODEL_NOT_FOUND, "model_not_found", false},
+                                {FS_BAD_MODEL, "bad_model", false},
+                                {FS_UNKNOWN_DEVICE, "unknown_device", false},
+                                {FS_BUDGET_BELOW_FLOOR, "budget_below_floor", false},
+                                {FS_VERSION_MISMATCH, "version_mismatch", false},
+                                {FS_OUT_OF_MEMORY, "out_of_memory", true},
+                                {FS_ENDPOINT_IN_USE, "endpoint_in_use", false},
+                                {FS_CONNECTION_LOST, "connection_lost", true},
+                                {FS_ENGINE_DIED, "engine_died", true},
+                                {FS_OVERLOADED, "overloaded", true},
+                                {FS_DEADLINE_MISSED, "deadline_missed", true},
+                                {FS_CANCELLED, "cancelled", false},
+                                {FS_DOWNLOAD_FAILED, "download_failed", true}};
+
+const StatusName *find_status(fs_status status) {
+    for (const StatusName &known : kStatuses) {
+        if (known.status == status) {
+            return &known;
+        }
+    }
+    return &kStatuses[1];
+}
+
+thread_local std::string last_error;
+
+/* What a call refuses; becomes its status at the seam. */
+struct Refused {
+    fs_status status;
+    std::string message;
+};
+
+[[noreturn]] void refuse(fs_status status, std::string message) { throw Refused{status, std::move(message)}; }
+
+/* Runs a call's body; no exception gets out. */
+template <class Body> fs_status guarded(Body body) noexcept {
+    try {
+        try {
+            body();
+            return FS_OK;
+        } catch (const Refused &refused) {
+            last_error = refused.message;
+            return refused.status;
+        } catch (const std::bad_alloc &) {
+            last_error = "out of memory";
+            return FS_OUT_OF_MEMORY;
+        } catch (const std::exception &error) {
+            last_error = error.what();
+            return FS_INTERNAL;
+        }
+    } catch (...) {
+        return FS_OUT_OF_MEMORY; // not even the sentence fits
+    }
+}
+
+std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most) {
+    if (text == nullptr && length <= 0 && least == 0) {
+        return "";
+    }
+    if (text == nullptr || length < FS_NUL_TERMINATED) {
+        refuse(FS_BAD_ARGUMENT, std::string(what) + " is missing");
+    }
+    std::string copy(text, length == FS_NUL_TERMINATED ? std::strlen(text) : size_t(length));
+    if (copy.size() < least || copy.size() > most) {
+        refuse(FS_BAD_ARGUMENT, std::string(what) + " must have " + std::to_string(least) + " to " +
+                                    std::to_string(most) + " bytes, not " + std::to_string(copy.size()));
+    }
+    if (!frameshard::is_utf8(copy.data(), copy.size())) {
+        refuse(FS_BAD_ARGUMENT, std::string(what) + " is not UTF-8");
+    }
+    return copy;
+}
+
+std::string text_of(const char *what, const char *text, size_t least, size_t most) {
+    return text_of(what, text, FS_NUL_TERMINATED, least, most);
+}
+
+void check_range(const char *what, double value, double least, double most) {
+    if (!(least <= value && value <= most)) { // NaN included
+        std::ostringstream sentence;
+        sentence << what << " must be from " << least << " to " << most;
+        refuse(FS_BAD_ARGUMENT, sentence.str());
+    }
+}
+
+/* The caller's struct as this library knows it: what an older program does not have keeps its default. */
+template <class T> T known_part(const T *given, T defaults, const char *init) {
+    if (given->struct_size < sizeof(uint32_t) || given->struct_size > 4096) {
+        refuse(FS_BAD_ARGUMENT, std::string("struct_size is wrong: use ") + init);
+    }
+    std::memcpy(&defaults, given, std::min<size_t>(given->struct_size, sizeof(T)));
+    return defaults;
+}
+
+/* Fills as much of the caller's struct as it has. */
+template <class T> void fill(T *target, uint32_t size, const T &value) {
+    std::memcpy(target, &value, std::min<size_t>(size, sizeof(T)));
+}
+
+} // namespace
+
+struct fs_client {
+    explicit fs_client(std::string name) : session(std::move(name)) {}
+    ~fs_client() {
+        if (socket != nullptr) {
+            zmq_close(socket);
+        }
+        if (context != nullptr) {
+            zmq_ctx_term(context);
+        }
+    }
+
+    void connect(const json &info);
+    void load();
+    void work(double time);
+    bool receive();
+    void flush();
+    void lose(fs_status status, std::string message) { session.lose({status, std::move(message), json::object()}); }
+
+    Session session;
+    frameshard::Process process;
+    bool launched = false, loading = false;
+    std::string line; // of the process, so far
+    std::string connect_file;
+    uint64_t pid = 0;
+    std::string model_name, model_arch, model_device, model_plan;
+    void *context = nullptr, *socket = nullptr;
+    double next_beat = 0, next_look = 0;
+    std::deque<Event> handed; // the last poll's, whose texts the program may look at
+};
+
+namespace {
+
+void need(int result) {
+    if (result != 0) {
+        refuse(FS_INTERNAL, std::string("ZeroMQ: ") + zmq_strerror(zmq_errno()));
+    }
+}
+
+void set(void *socket, int option, int value) { need(zmq_setsockopt(socket, option, &value, sizeof value)); }
+
+/* ConnectInfo, as a ready line or a connect file has it. */
+void check_info(const json &info) {
+    bool right = info.is_object();
+    for (const char *name : {"protocol", "epoch", "pid"}) {
+        right = right && info.contains(name) && info[name].is_number_integer() && info[name].get<int64_t>() > 0;
+    }
+    for (const char *name : {"endpoint", "server_key", "client_key", "client_secret"}) {
+        right = right && info.contains(name) && info[name].is_string();
+    }
+    if (!right) {
+        refuse(FS_BAD_ARGUMENT, "not what a sidecar leaves in its connect file");
+    }
+    if (info["protocol"] != frameshard::kProtocol) {
+        refuse(FS_VERSION_MISMATCH, "the sidecar speaks protocol " + info["protocol"].dump() + ", this library " +
+                                        std::to_string(frameshard::kProtocol));
+    }
+}
+
+fs_client &open_client(fs_client *client) {
+    if (client == nullptr) {
+        refuse(FS_BAD_ARGUMENT, "client is NULL");
+    }
+    if (client->session.lost()) {
+        const Error &error = client->session.error();
+        refuse(error.status == FS_OK ? FS_CONNECTION_LOST : error.status, error.message);
+    }
+    return *client;
+}
+
+json sampling_of(const fs_sampling *given) {
+    fs_sampling sampling;
+    fs_sampling_init(&sampling, sizeof sampling);
+    if (given != nullptr) {
+        sampling = known_part(given, sampling, "fs_sampling_init");
+    }
+    check_range("max_tokens", sampling.max_tokens, 1, 1048576);
+    check_range("top_k", sampling.top_k, 0, 1048576);
+    check_range("n_stop", sampling.n_stop, 0, 16);
+    check_range("temperature", sampling.temperature, 0, 5);
+    check_range("top_p", sampling.top_p, 0, 1);
+    check_range("min_p", sampling.min_p, 0, 1);
+    check_range("repeat_penalty", sampling.repeat_penalty, 0.5, 2);
+    check_range("seed", double(sampling.seed), -1, 4294967295.0);
+    json stop = json::array();
+    for (uint32_t i = 0; i < sampling.n_stop; ++i) {
+        stop.push_back(text_of("stop", sampling.stop == nullptr ? nullptr : sampling.stop[i], 1, 256));
+    }
+    json fields = {{"max_tokens", sampling.max_tokens},
+                   {"temperature", sampling.temperature},
+                   {"top_k", sampling.top_k},
+                   {"top_p", sampling.top_p},
+                   {"min_p", sampling.min_p},
+                   {"repeat_penalty", sampling.repeat_penalty},
+                   {"stop", std::move(stop)}};
+    if (sampling.seed >= 0) {
+        fields["seed"] = sampling.seed;
+    }
+    return fields;
+}
+
+/* The fields of submit that options give; the conversation and the system text apart. */
+json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system) {
+    fs_job_options options;
+    fs_job_options_init(&options, sizeof options);
+    if (given != nullptr) {
+        options = known_part(given, options, "fs_job_options_init");
+    }
+    check_range("window", options.window, 1, 256);
+    check_range("timeline", double(options.timeline), 0, double(frameshard::kMaxInteger));
+    *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, 128);
+    *system = options.system;
+    return {{"kind", kind},
+            {"sampling", sampling_of(options.sampling)},
+            {"timeline", options.timeline},
+            {"window", options.window}};
+}
+
+void give(uint64_t *place, uint64_t value) {
+    if (place != nullptr) {
+        *place = value;
+    }
+}
+
+} // namespace
+
+// ---- the socket and the process -------------------------------------------------------------------------------------
+
+void fs_client::connect(const json &info) {
+    check_info(info);
+    pid = info["pid"];
+    context = zmq_ctx_new();
+    socket = context == nullptr ? nullptr : zmq_socket(context, ZMQ_DEALER);
+    if (socket == nullptr) {
+        need(-1);
+    }
+    set(socket, ZMQ_LINGER, 0);
+    set(socket, ZMQ_IMMEDIATE, 1);
+    set(socket, ZMQ_SNDHWM, kHighWater);
+    set(socket, ZMQ_RCVHWM, kHighWater);
+    set(socket, ZMQ_HANDSHAKE_IVL, kHandshakeMs);
+    int64_t most = frameshard::kMaxFrame;
+    need(zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &most, sizeof most));
+    const std::pair<int, const char *> keys[] = {{ZMQ_CURVE_SERVERKEY, "server_key"},
+                                                 {ZMQ_CURVE_PUBLICKEY, "client_key"},
+                                                 {ZMQ_CURVE_SECRETKEY, "client_secret"}};
+    for (const auto &[option, name] : keys) {
+        const std::string &key = info[name].get_ref<const std::string &>();
+        if (key.size() != 40 || zmq_setsockopt(socket, option, key.c_str(), key.size() + 1) != 0) {
+            refuse(FS_BAD_ARGUMENT, std::string(name) + " is no CURVE key");
+        }
+    }
+    const std::string &endpoint = info["endpoint"].get_ref<const std::string &>();
+    if (zmq_connect(socket, endpoint.c_str()) != 0) {
+        refuse(FS_BAD_ARGUMENT, "cannot connect to " + endpoint + ": " + zmq_strerror(zmq_errno()));
+    }
+    session.greet(info["epoch"]);
+    next_beat = now() + kBeatSeconds;
+    flush();
+}
+
+/* Looks for the sidecar's ready line. */
+void fs_client::load() {
+    bool more = process.read(&line);
+    size_t end = line.find('\n');
+    if (end == std::string::npos) {
+        if (!more || line.size() > kMaxLine) {
+            lose(FS_ENGINE_DIED, "the sidecar ended before it was ready");
+        }
+        return;
+    }
+    loading = false;
+    json said = json::parse(line.begin(), line.begin() + std::ptrdiff_t(end), nullptr, false);
+    line.clear();
+    if (said.is_object() && said.contains("ready")) {
+        fs_status status = guarded([&] { connect(said["ready"]); });
+        if (status != FS_OK) {
+            lose(status, last_error);
+        }
+    } else if (said.is_object() && said.contains("error") && said["error"].is_object() &&
+               said["error"].value("code", json()).is_number_integer() &&
+               said["error"].value("message", json()).is_string() &&
+               said["error"].value("detail", json()).is_object()) {
+        session.lose(frameshard::error_of(said["error"]));
+    } else {
+        lose(FS_INTERNAL, "the sidecar's first line is not understood");
+    }
+}
+
+/* What is due by the clock. */
+void fs_client::work(double time) {
+    if (launched && time >= next_look) {
+        next_look = time + kLookAtProcessSeconds;
+        std::string how;
+        if (loading) {
+            load();
+        } else if (process.ended(&how)) {
+            while (receive()) { // its last words
+            }
+            lose(FS_CONNECTION_LOST, "the sidecar has ended " + how);
+        }
+    }
+    if (time >= next_beat && socket != nullptr) {
+        next_beat = time + kBeatSeconds; // not the last one plus: a host that slept must not blame the sidecar
+        session.beat();
+        flush();
+    }
+}
+
+/* One message from ZeroMQ's queue, if there is any. */
+bool fs_client::receive() {
+    if (socket == nullptr || session.lost()) {
+        return false;
+    }
+    zmq_msg_t frame;
+    zmq_msg_init(&frame);
+    bool there = zmq_msg_recv(&frame, socket, ZMQ_DONTWAIT) >= 0;
+    if (there) {
+        bool single = zmq_msg_more(&frame) == 0;
+        if (single) {
+            session.receive(static_cast<const char *>(zmq_msg_data(&frame)), zmq_msg_size(&frame));
+        } else {
+            lose(FS_CONNECTION_LOST, "the server does not speak this protocol: a message of several parts");
+        }
+    }
+    zmq_msg_close(&frame);
+    return there;
+}
+
+void fs_client::flush() {
+    while (const std::string *frame = session.next_frame()) {
+        if (zmq_send(socket, frame->data(), frame->size(), ZMQ_DONTWAIT) < 0) {
+            break; // no connection yet, or a full queue: again with the next poll
+        }
+        session.sent();
+    }
+}
+
+// ---- status and version ---------------------------------------------------------------------------------------------
+
+const char *fs_status_name(fs_status status) { return find_status(status)->name; }
+
+int32_t fs_status_retriable(fs_status status) { return find_status(status)->retriable ? 1 : 0; }
+
+const char *fs_last_error(uint32_t *length) {
+    if (length != nullptr) {
+        *length = uint32_t(last_error.size());
+    }
+    return last_error.c_str();
+}
+
+uint32_t fs_abi_version(void) { return FS_ABI_VERSION; }
+
+uint32_t fs_protocol_version(void) { return frameshard::kProtocol; }
+
+const char *fs_version(void) { return FS_VERSION; }
+
+// ---- defaults -------------------------------------------------------------------------------------------------------
+
+void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size) {
+    fs_launch_options defaults{};
+    defaults.struct_size = struct_size;
+    defaults.n_ctx = 4096;
+    defaults.n_parallel = 4;
+    defaults.n_ubatch = 512;
+    defaults.silent_s = 600;
+    fill(options, struct_size, defaults);
+}
+
+void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size) {
+    fs_sampling defaults{};
+    defaults.struct_size = struct_size;
+    defaults.max_tokens = 256;
+    defaults.top_k = 40;
+    defaults.temperature = 0.8;
+    defaults.top_p = 0.95;
+    defaults.min_p = 0.05;
+    defaults.repeat_penalty = 1;
+    defaults.seed = -1;
+    fill(sampling, struct_size, defaults);
+}
+
+void fs_job_options_init(fs_job_options *options, uint32_t struct_size) {
+    fs_job_options defaults{};
+    defaults.struct_size = struct_size;
+    defaults.window = 32;
+    fill(options, struct_size, defaults);
+}
+
+// ---- a client -------------------------------------------------------------------------------------------------------
+
+fs_status fs_launch(const fs_launch_options *given, fs_client **client) {
+    return guarded([&] {
+        if (client == nullptr || given == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "options or client is NULL");
+        }
+        *client = nullptr;
+        fs_launch_options options;
+        fs_launch_options_init(&options, sizeof options);
+        options = known_part(given, options, "fs_launch_options_init");
+        constexpr size_t path = 4096;
+        json config = {{"model", text_of("model", options.model, 1, path)},
+                       {"device", options.device == nullptr ? "auto" : text_of("device", options.device, 1, 256)},
+                       {"vram_budget_bytes", options.vram_budget_bytes},
+                       {"n_ctx", options.n_ctx},
+                       {"n_parallel", options.n_parallel},
+                       {"n_ubatch", options.n_ubatch},
+                       {"n_threads", options.n_threads},
+                       {"link_gbps", options.link_gbps},
+                       {"silent_s", options.silent_s},
+                       {"mode", options.stream_only != 0 ? "stream_only" : "planned"}};
+        check_range("link_gbps", options.link_gbps, 0, 1e6);
+        check_range("silent_s", options.silent_s, 0, 1e6);
+        const std::pair<const char *, const char *> places[] = {
+            {"transport", options.transport}, {"endpoint", options.endpoint}, {"connect_file", options.connect_file}};
+        for (const auto &[name, value] : places) {
+            if (value != nullptr) {
+                config[name] = text_of(name, value, 1, path);
+            }
+        }
+        if (options.extra_json != nullptr) {
+            json extra = json::parse(options.extra_json, nullptr, false);
+            if (!extra.is_object()) {
+                refuse(FS_BAD_ARGUMENT, "extra_json is no JSON object");
+            }
+            config.update(extra);
+        }
+        std::string line = config.dump() + "\n";
+        if (line.size() >= kMaxLine) {
+            refuse(FS_BAD_ARGUMENT, "the options are longer than 65536 bytes");
+        }
+        auto made = std::make_unique<fs_client>(
+            options.client_name == nullptr ? "c" : text_of("client_name", options.client_name, 0, 64));
+        made->launched = made->loading = true;
+        if (options.connect_file != nullptr) {
+            made->connect_file = options.connect_file;
+        }
+        std::string python = options.python == nullptr ? "python3" : text_of("python", options.python, 1, path);
+        std::string log = options.log_file == nullptr ? "" : text_of("log_file", options.log_file, 1, path);
+        std::string why;
+        if (!made->process.start(python, log, line, &why)) {
+            refuse(FS_INTERNAL, "cannot start " + python + ": " + why);
+        }
+        *client = made.release();
+    });
+}
+
+fs_status fs_connect(const char *connect_file, const char *client_name, fs_client **client) {
+    return guarded([&] {
+        if (client == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "client is NULL");
+        }
+        *client = nullptr;
+        std::string path = text_of("connect_file", connect_file, 1, 4096);
+        auto made =
+            std::make_unique<fs_client>(client_name == nullptr ? "c" : text_of("client_name", client_name, 0, 64));
+        std::ifstream file(path, std::ios::binary);
+        std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        if (!file) {
+            refuse(FS_CONNECTION_LOST, "no sidecar has left its connect file at " + path);
+        }
+        made->connect_file = path;
+        json info = json::parse(text, nullptr, false);
+        made->connect(info);
+        *client = made.release();
+    });
+}
+
+void fs_close(fs_client *client, double timeout_s) {
+    if (client == nullptr) {
+        return;
+    }
+    double deadline = now() + (timeout_s > 0 ? std::min(timeout_s, 3600.0) : 0);
+    guarded([&] {
+        if (client->socket != nullptr && !client->session.lost() && timeout_s > 0 &&
+            !client->session.model().is_null()) {
+            uint64_t goodbye = client->session.request({{"t", client->launched ? "shutdown" : "bye"}});
+            double enough = std::min(deadline, now() + kGoodbyeSeconds);
+            while (!client->session.lost() && !client->session.answered(goodbye) && now() < enough) {
+                client->flush();
+                if (!client->receive()) {
+                    zmq_pollitem_t item = {client->socket, 0, ZMQ_POLLIN, 0};
+                    zmq_poll(&item, 1, 10);
+                }
+            }
+        }
+    });
+    if (client->launched) {
+        client->process.end(std::max(0.0, deadline - now()));
+    }
+    delete client;
+}
+
+int32_t fs_state(const fs_client *client) {
+    return client == nullptr                   ? 0
+           : client->session.lost()            ? FS_STATE_CLOSED
+           : client->session.model().is_null() ? FS_STATE_LOADING
+                                               : FS_STATE_READY;
+}
+
+fs_status fs_get_model(const fs_client *client, fs_model *model) {
+    return guarded([&] {
+        if (client == nullptr || model == nullptr || model->struct_size < sizeof(uint32_t)) {
+            refuse(FS_BAD_ARGUMENT, "client or model is NULL, or model->struct_size is not set");
+        }
+        const json &info = client->session.model();
+        if (info.is_null()) {
+            refuse(FS_CONNECTION_LOST, "the model is not loaded yet");
+        }
+        auto &texts = const_cast<fs_client &>(*client); // kept for the caller to point to; what they say never changes
+        if (texts.model_plan.empty()) {
+            texts.model_name = info["name"];
+            texts.model_arch = info["arch"];
+            texts.model_device = info["device"];
+            texts.model_plan = frameshard::to_text(info["plan"]);
+        }
+        fs_model found{};
+        found.struct_size = model->struct_size;
+        found.n_ctx = info["n_ctx"];
+        found.n_parallel = info["n_parallel"];
+        found.n_vocab = info["n_vocab"];
+        found.n_layer = info["n_layer"];
+        found.chat = info["chat"].get<bool>() ? 1 : 0;
+        found.floor_bytes = info["floor_bytes"];
+        found.full_bytes = info["full_bytes"];
+        found.name = texts.model_name.c_str();
+        found.arch = texts.model_arch.c_str();
+        found.device = texts.model_device.c_str();
+        found.plan_json = texts.model_plan.c_str();
+        found.pid = client->pid;
+        found.connect_file = client->connect_file.c_str();
+        fill(model, model->struct_size, found);
+    });
+}
+
+// ---- jobs -----------------------------------------------------------------------------------------------------------
+
+fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
+                 uint64_t *job) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        std::string conversation;
+        const char *system = nullptr;
+        json fields = job_fields("chat", options, &conversation, &system);
+        std::string question = text_of("text", text, text_length, 0, kMaxString);
+        std::string persona = system == nullptr ? "" : text_of("system", system, 0, kMaxString);
+        give(job, open.session.ask(std::move(question), conversation, system == nullptr ? nullptr : &persona,
+                                   std::move(fields)));
+        open.flush();
+    });
+}
+
+fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages, const fs_job_options *options,
+                  uint64_t *job) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        std::string conversation;
+        const char *system = nullptr;
+        json fields = job_fields("chat", options, &conversation, &system);
+        if (messages == nullptr || n_messages < 1 || n_messages > 1024) {
+            refuse(FS_BAD_ARGUMENT, "messages must be 1 to 1024");
+        }
+        json told = json::array();
+        size_t bytes = 0;
+        for (uint32_t i = 0; i < n_messages; ++i) {
+            std::string role = text_of("role", messages[i].role, 1, 16);
+            if (role != "system" && role != "user" && role != "assistant") {
+                refuse(FS_BAD_ARGUMENT, "role must be system, user or assistant, not " + role);
+            }
+            std::string content = text_of("content", messages[i].content, messages[i].content_length, 0, kMaxString);
+            bytes += content.size() + 64;
+            told.push_back({{"role", role}, {"content", std::move(content)}});
+        }
+        if (bytes > frameshard::kMaxFrame - kMaxString) {
+            refuse(FS_BAD_ARGUMENT, "the messages are longer than a frame may be");
+        }
+        fields["messages"] = std::move(told);
+        if (!conversation.empty()) {
+            fields["conversation"] = conversation;
+        }
+        give(job, open.session.submit(std::move(fields)));
+        open.flush();
+    });
+}
+
+fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
+                      uint64_t *job) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        std::string conversation;
+        const char *system = nullptr;
+        json fields = job_fields("completion", options, &conversation, &system);
+        fields["prompt"] = text_of("prompt", prompt, prompt_length, 1, kMaxString);
+        if (!conversation.empty()) {
+            fields["conversation"] = conversation;
+        }
+        give(job, open.session.submit(std::move(fields)));
+        open.flush();
+    });
+}
+
+fs_status fs_cancel(fs_client *client, uint64_t job) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        if (!open.session.cancel(job)) {
+            refuse(FS_UNKNOWN_JOB, "no such job: it never existed or its last event has been polled");
+        }
+        open.flush();
+    });
+}
+
+fs_status fs_forget(fs_client *client, const char *conversation) {
+    return guarded([&] { open_client(client).session.forget(text_of("conversation", conversation, 1, 128)); });
+}
+
+// ---- VRAM and figures -----------------------------------------------------------------------------------------------
+
+fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        check_range("vram_budget_bytes", double(vram_budget_bytes), 0, double(frameshard::kMaxInteger));
+        check_range("timeout_s", timeout_s, 0.001, 60);
+        give(request, open.session.request(
+                          {{"t", "budget_set"}, {"vram_budget_bytes", vram_budget_bytes}, {"timeout_s", timeout_s}}));
+        open.flush();
+    });
+}
+
+fs_status fs_get_budget(fs_client *client, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        give(request, open.session.request({{"t", "budget_get"}}));
+        open.flush();
+    });
+}
+
+fs_status fs_get_stats(fs_client *client, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        give(request, open.session.request({{"t", "stats"}}));
+        open.flush();
+    });
+}
+
+fs_status fs_shutdown(fs_client *client) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        open.session.request({{"t", "shutdown"}});
+        open.flush();
+    });
+}
+
+// ---- events ---------------------------------------------------------------------------------------------------------
+
+int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity) {
+    int32_t count = 0;
+    fs_status status = guarded([&] {
+        if (client == nullptr || (events == nullptr && capacity > 0) || capacity < 0 ||
+            event_size < offsetof(fs_event, text)) {
+            refuse(FS_BAD_ARGUMENT, "fs_poll needs a client and room for events of sizeof(fs_event)");
+        }
+        client->handed.clear();
+        client->work(now());
+        while (count < capacity && (client->session.has_event() || client->receive())) {
+            if (!client->session.has_event()) {
+                continue; // an answer that is not the program's business
+            }
+            Event &event = client->handed.emplace_back(client->session.take());
+            event.fields.text = event.text.c_str();
+            event.fields.text_length = uint32_t(event.text.size());
+            event.fields.detail = event.detail.c_str();
+            event.fields.detail_length = uint32_t(event.detail.size());
+            char *place = reinterpret_cast<char *>(events) + size_t(count) * event_size;
+            fill(reinterpret_cast<fs_event *>(place), event_size, event.fields);
+            ++count;
+        }
+        if (client->session.next_frame() != nullptr) {
+            client->flush();
+        }
+    });
+    return status == FS_OK || count > 0 ? count : -status;
+}
+
+int32_t fs_wait(fs_client *client, double timeout_s) {
+    int32_t there = 0;
+    guarded([&] {
+        if (client == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "client is NULL");
+        }
+        if (client->session.has_event()) {
+            there = 1;
+            return;
+        }
+        // Beats and looks at the process are due in between, so no wait is longer than those.
+        long ms = long(std::ceil(1000 * std::max(0.0, std::min(timeout_s, kLookAtProcessSeconds))));
+        zmq_pollitem_t item = {client->socket, client->socket == nullptr ? client->process.output() : 0, ZMQ_POLLIN, 0};
+        there = zmq_poll(&item, client->session.lost() ? 0 : 1, ms) > 0 ? 1 : 0;
+    });
+    return there;
+}

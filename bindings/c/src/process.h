@@ -1,0 +1,40 @@
+/* The sidecar's process, as the host that started it sees it. */
+#ifndef FRAMESHARD_PROCESS_H
+#define FRAMESHARD_PROCESS_H
+
+#include <string>
+
+#include <sys/types.h>
+
+namespace frameshard {
+
+class Process {
+  public:
+    Process() = default;
+    ~Process();
+    Process(const Process &) = delete;
+    Process &operator=(const Process &) = delete;
+
+    /* Starts `python -m frameshard.broker`, with `line` waiting on its standard input, which ends with this object.
+     * False with the reason in *why. */
+    bool start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why);
+
+    /* Appends what the process has written to its standard output; false when nothing more will come. Never waits. */
+    bool read(std::string *text);
+    int output() const { return output_; }
+
+    /* Whether it has ended, and how, in words. Never waits. */
+    bool ended(std::string *how);
+
+    /* Closes its standard input, which ends it; waits at most so long, then kills it. */
+    void end(double timeout_s);
+
+  private:
+    pid_t pid_ = 0; // 0: none, or reaped
+    int input_ = -1, output_ = -1;
+    std::string how_;
+};
+
+} // namespace frameshard
+
+#endif

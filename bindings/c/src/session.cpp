@@ -1,0 +1,567 @@
+#include "session.h"
+
+#include <algorithm>
+
+namespace frameshard {
+namespace {
+
+constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
+constexpr size_t kMaxMessages = 1024;
+
+uint32_t engine_state(const std::string &word) {
+    return word == "loading"      ? FS_ENGINE_LOADING
+           : word == "ready"      ? FS_ENGINE_READY
+           : word == "restarting" ? FS_ENGINE_RESTARTING
+                                  : FS_ENGINE_OFF;
+}
+
+/* At most `size` bytes of a text, whole characters. */
+std::string cut(const std::string &text, size_t size) {
+    if (text.size() <= size) {
+        return text;
+    }
+    while (size > 0 && (static_cast<unsigned char>(text[size]) & 0xc0) == 0x80) {
+        --size;
+    }
+    return text.substr(0, size);
+}
+
+json message(const char *role, const std::string &content) { return {{"role", role}, {"content", content}}; }
+
+} // namespace
+
+Error error_of(const json &info) {
+    auto code = fs_status(std::min<int64_t>(info["code"].get<int64_t>(), INT32_MAX));
+    bool known = code == FS_INTERNAL || std::string(fs_status_name(code)) != "internal";
+    return {known && code != FS_OK ? code : FS_INTERNAL, info["message"].get<std::string>(), info["detail"]};
+}
+
+// ---- requests -------------------------------------------------------------------------------------------------------
+
+uint64_t Session::request(json fields) {
+    uint64_t id = ++ids_;
+    fields["id"] = id;
+    send_request(unanswered_[id] = std::move(fields));
+    return id;
+}
+
+/* Before the first welcome and while resuming, requests wait; welcomed() sends them. */
+void Session::send_request(const json &fields) {
+    if (state_ == State::Open) {
+        json message = fields;
+        message["epoch"] = epoch_;
+        send(message);
+    }
+}
+
+uint64_t Session::submit(json fields) {
+    uint64_t number = ++handles_;
+    jobs_[number].fields = std::move(fields);
+    open(number);
+    return number;
+}
+
+uint64_t Session::ask(std::string text, const std::string &conversation, const std::string *system, json fields) {
+    uint64_t number = ++handles_;
+    Job &job = jobs_[number];
+    job.fields = std::move(fields);
+    job.turn = true;
+    job.question = std::move(text);
+    job.conversation = conversation;
+    if (system != nullptr) {
+        job.system = std::make_unique<std::string>(*system);
+    }
+    if (conversation.empty()) {
+        open(number);
+    } else {
+        conversations_[conversation].waiting.push_back(number);
+        advance(conversation);
+    }
+    return number;
+}
+
+void Session::forget(const std::string &conversation) {
+    conversations_[conversation].waiting.push_back(0);
+    advance(conversation);
+}
+
+/* Begins what is next in a conversation, unless somebody speaks. */
+void Session::advance(const std::string &conversation) {
+    Conversation &said = conversations_[conversation];
+    while (said.speaking == 0 && !said.waiting.empty()) {
+        uint64_t next = said.waiting.front();
+        said.waiting.pop_front();
+        if (next == 0) {
+            said.exchanges.clear();
+            continue;
+        }
+        Job &job = jobs_.at(next);
+        if (job.system) {
+            said.system = *job.system;
+        }
+        said.speaking = next;
+        open(next);
+    }
+}
+
+/* Submits a job; one of fs_ask with what was said so far. */
+void Session::open(uint64_t number) {
+    Job &job = jobs_.at(number);
+    if (job.turn) {
+        static const Conversation none;
+        const Conversation &said = job.conversation.empty() ? none : conversations_[job.conversation];
+        const std::string &system = job.conversation.empty() && job.system ? *job.system : said.system;
+        json told = json::array();
+        if (!system.empty()) {
+            told.push_back(message("system", system));
+        }
+        // What fits a frame with room for the rest; the sidecar says whether it fits the context.
+        size_t bytes = system.size() + job.question.size(), first = said.exchanges.size();
+        size_t most = kMaxFrame - 2 * kMaxString;
+        while (first > 0 && said.exchanges.size() - first < kMaxMessages / 2 - 2) {
+            const Exchange &exchange = said.exchanges[first - 1];
+            bytes += exchange.question.size() + exchange.answer.size() + 64;
+            if (bytes > most) {
+                break;
+            }
+            --first;
+        }
+        for (; first < said.exchanges.size(); ++first) {
+            told.push_back(message("user", said.exchanges[first].question));
+            told.push_back(message("assistant", said.exchanges[first].answer));
+        }
+        told.push_back(message("user", job.question));
+        job.fields["messages"] = std::move(told);
+        if (!job.conversation.empty()) {
+            job.fields["conversation"] = job.conversation;
+        }
+    }
+    job.wire = ++wires_;
+    job.expected = job.granted = 0;
+    job.accepted = job.asked_again = job.ended = false;
+    by_wire_[job.wire] = number;
+    json fields = job.fields;
+    fields["t"] = "submit";
+    fields["job"] = job.wire;
+    request(std::move(fields));
+}
+
+bool Session::cancel(uint64_t number) {
+    auto found = jobs_.find(number);
+    if (found == jobs_.end()) {
+        return false;
+    }
+    Job &job = found->second;
+    if (job.ended) {
+        return true; // its last event waits to be polled
+    }
+    if (job.wire != 0) {
+        request({{"t", "cancel"}, {"job", job.wire}});
+        return true;
+    }
+    std::deque<uint64_t> &waiting = conversations_[job.conversation].waiting;
+    waiting.erase(std::find(waiting.begin(), waiting.end(), number));
+    end_job(number, FS_EVENT_CANCELLED, {});
+    return true;
+}
+
+// ---- transport ------------------------------------------------------------------------------------------------------
+
+void Session::greet(uint64_t epoch) {
+    epoch_ = epoch;
+    state_ = State::Greeting;
+    hello();
+}
+
+void Session::hello() {
+    hello_ = ++ids_;
+    json fields = {{"t", "hello"}, {"id", hello_}, {"protocol", kProtocol}, {"client", name_}, {"epoch", epoch_}};
+    if (session_ != 0) {
+        fields["session"] = session_;
+    }
+    send(fields);
+}
+
+void Session::beat() {
+    if (state_ == State::Starting || state_ == State::Lost) {
+        return;
+    }
+    if (++silent_beats_ > (state_ == State::Greeting ? kGreetingBeats : kLostAfterBeats)) {
+        lose({FS_CONNECTION_LOST, "the sidecar does not answer"});
+    } else if (!outgoing_.empty()) {
+        // The transport takes nothing now; more would not help.
+    } else if (state_ == State::Open) {
+        send({{"t", "ping"}, {"id", ++ids_}, {"epoch", epoch_}});
+    } else {
+        hello();
+    }
+}
+
+void Session::receive(const char *data, size_t size) {
+    if (state_ == State::Lost) {
+        return;
+    }
+    json message;
+    std::string why;
+    if (!decode_answer(data, size, &message, &why)) {
+        lose({FS_CONNECTION_LOST, "the server does not speak this protocol: " + why});
+        return;
+    }
+    silent_beats_ = 0;
+    const std::string &name = message["t"].get_ref<const std::string &>();
+    if (name == "welcome") {
+        welcomed(message);
+    } else if (name == "error") {
+        refused(message);
+    } else if (message["epoch"].get<uint64_t>() != epoch_) {
+        return;
+    } else if (message.contains("job")) {
+        job_event(message);
+    } else if (name == "pong") {
+        compare(message);
+    } else if (name == "engine") {
+        Event &event = put(FS_EVENT_ENGINE);
+        event.fields.engine_state = engine_state(message["state"]);
+        event.fields.restarts = message["restarts"];
+        if (!message["error"].is_null()) {
+            put_error(event, error_of(message["error"]));
+        }
+    } else {
+        answered_by(message);
+    }
+}
+
+void Session::welcomed(const json &message) {
+    if (message["protocol"].get<int64_t>() != kProtocol) {
+        lose({FS_VERSION_MISMATCH, "the sidecar speaks protocol " + std::to_string(message["protocol"].get<int64_t>()) +
+                                       ", this library " + std::to_string(kProtocol)});
+    } else if (state_ == State::Resuming && !message["resumed"].get<bool>()) {
+        lose({FS_CONNECTION_LOST, "the sidecar has forgotten this session"});
+    } else if (state_ == State::Resuming || state_ == State::Greeting) {
+        bool first = state_ == State::Greeting;
+        state_ = State::Open;
+        session_ = message["session"];
+        for (const auto &waiting : unanswered_) {
+            send_request(waiting.second);
+        }
+        for (auto &item : jobs_) {
+            if (!first && item.second.wire != 0) {
+                grant(item.second, item.second.granted); // the last one may be lost
+            }
+        }
+        if (first) {
+            if (message["model"].is_null()) {
+                request({{"t", "model_info"}});
+            } else {
+                ready(message["model"]);
+            }
+        }
+    }
+}
+
+void Session::ready(const json &model) {
+    model_ = model;
+    Event &event = put(FS_EVENT_READY);
+    event.text = model["name"];
+    event.detail = to_text(model);
+    event.fields.floor_bytes = model["floor_bytes"];
+    event.fields.full_bytes = model["full_bytes"];
+}
+
+void Session::refused(const json &message) {
+    Error error = error_of(message["error"]);
+    uint64_t id = message["id"].is_null() ? 0 : message["id"].get<uint64_t>();
+    uint64_t epoch = message["epoch"];
+    if (state_ == State::Greeting || state_ == State::Resuming) {
+        // What was under way while we say hello again is refused too; only hello's own answer counts.
+        if (id == hello_) {
+            lose(std::move(error));
+        }
+    } else if (error.status == FS_CONNECTION_LOST && epoch == epoch_) {
+        state_ = State::Resuming;
+        outgoing_.clear();
+        hello();
+    } else if (epoch != epoch_) {
+        lose(std::move(error));
+    } else if (auto found = unanswered_.find(id); found != unanswered_.end()) {
+        json request = std::move(found->second);
+        unanswered_.erase(found);
+        const std::string &name = request["t"].get_ref<const std::string &>();
+        if (name == "submit") {
+            if (auto job = by_wire_.find(request["job"].get<uint64_t>()); job != by_wire_.end()) {
+                uint64_t number = job->second;
+                by_wire_.erase(job);
+                end_job(number, FS_EVENT_FAILED, error);
+            }
+        } else if (name == "budget_set" || name == "budget_get" || name == "stats") {
+            Event &event = put(FS_EVENT_REFUSED);
+            event.fields.request = id;
+            put_error(event, error);
+        } else if (name == "model_info") {
+            lose(std::move(error));
+        } // cancel: the job has ended, which its last event says
+    }
+}
+
+void Session::answered_by(const json &message) {
+    uint64_t id = message["id"];
+    auto found = unanswered_.find(id);
+    if (found == unanswered_.end()) {
+        return; // answered twice after a resumption
+    }
+    const std::string &name = message["t"].get_ref<const std::string &>();
+    if (name == "released") {
+        Event &event = put(FS_EVENT_BUDGET_RELEASED);
+        event.fields.request = id;
+        event.fields.budget_bytes = message["vram_budget_bytes"];
+        event.fields.used_bytes = message["used_bytes"];
+        event.fields.seconds = message["seconds"];
+        return; // observed follows
+    }
+    json request = std::move(found->second);
+    unanswered_.erase(found);
+    if (name == "observed") {
+        Event &event = put(FS_EVENT_BUDGET_OBSERVED);
+        event.fields.request = id;
+        event.fields.observed_bytes =
+            message["observed_bytes"].is_null() ? -1 : message["observed_bytes"].get<int64_t>();
+        event.fields.seconds = message["seconds"];
+    } else if (name == "budget") {
+        Event &event = put(FS_EVENT_BUDGET);
+        event.fields.request = id;
+        event.fields.budget_bytes = message["vram_budget_bytes"];
+        event.fields.floor_bytes = message["floor_bytes"];
+        event.fields.full_bytes = message["full_bytes"];
+    } else if (name == "stats") {
+        Event &event = put(FS_EVENT_STATS);
+        event.fields.request = id;
+        event.fields.restarts = message["broker"]["engine_restarts"];
+        event.fields.engine_state = engine_state(message["broker"]["engine"]);
+        event.detail = to_text({{"broker", message["broker"]}, {"engine", message["engine"]}});
+    } else if (name == "model_info") {
+        ready(message["model"]);
+    } else if (request["t"] == "submit") {
+        if (auto job = by_wire_.find(request["job"].get<uint64_t>()); job != by_wire_.end()) {
+            jobs_.at(job->second).accepted = true;
+        }
+    } else if (request["t"] == "shutdown") {
+        lose({FS_OK, "the sidecar was shut down"});
+    }
+}
+
+void Session::job_event(const json &message) {
+    auto found = by_wire_.find(message["job"].get<uint64_t>());
+    if (found == by_wire_.end()) {
+        return;
+    }
+    uint64_t number = found->second, seq = message["seq"];
+    Job &job = jobs_.at(number);
+    if (seq < job.expected) {
+        return;
+    }
+    if (seq > job.expected) {
+        ask_again(job);
+        return;
+    }
+    ++job.expected;
+    job.asked_again = false;
+    const std::string &name = message["t"].get_ref<const std::string &>();
+    Error error;
+    if (name == "failed") {
+        error = error_of(message["error"]);
+        if (error.status == FS_CONTEXT_OVERFLOW && job.turn && job.answer.empty() && shorten(job)) {
+            grant(job, seq + 1);
+            by_wire_.erase(job.wire);
+            open(number);
+            return;
+        }
+    }
+    if (name == "started" && job.started) {
+        job.granted = seq + 1; // of a shortened question, which has said so before
+        return;
+    }
+    Event &event = put(name == "started"  ? FS_EVENT_STARTED
+                       : name == "delta"  ? FS_EVENT_TEXT
+                       : name == "done"   ? FS_EVENT_DONE
+                       : name == "failed" ? FS_EVENT_FAILED
+                                          : FS_EVENT_CANCELLED);
+    event.fields.job = number;
+    event.fields.timeline = message["timeline"];
+    event.wire = job.wire;
+    event.seq = seq;
+    if (name == "started") {
+        job.started = true;
+        event.fields.n_prompt = message["n_prompt"];
+    } else if (name == "delta") {
+        event.text = message["text"];
+        event.fields.tokens = message["tokens"];
+        if (job.turn) {
+            job.answer.append(event.text, 0, std::string::npos);
+        }
+    } else {
+        job.ended = true;
+        if (name == "done") {
+            event.fields.reason = message["reason"] == "stop" ? FS_REASON_STOP : FS_REASON_LENGTH;
+            event.fields.n_prompt = message["n_prompt"];
+            event.fields.n_generated = message["n_generated"];
+            event.fields.prefill_s = message["prefill_s"];
+            event.fields.decode_s = message["decode_s"];
+        } else if (name == "failed") {
+            put_error(event, error);
+        }
+    }
+}
+
+/* Forgets the oldest exchange; false when there is none. */
+bool Session::shorten(Job &job) {
+    if (job.conversation.empty() || conversations_[job.conversation].exchanges.empty()) {
+        return false;
+    }
+    conversations_[job.conversation].exchanges.pop_front();
+    return true;
+}
+
+void Session::compare(const json &message) {
+    std::map<uint64_t, uint64_t> sent;
+    for (const json &pair : message["jobs"]) {
+        sent[pair[0]] = pair[1];
+    }
+    std::vector<uint64_t> forgotten;
+    for (auto &item : jobs_) {
+        Job &job = item.second;
+        if (job.wire == 0 || job.ended) {
+            continue;
+        }
+        auto found = sent.find(job.wire);
+        if (found == sent.end()) {
+            if (job.accepted) {
+                forgotten.push_back(item.first);
+            }
+        } else if (found->second > job.expected) {
+            job.asked_again = false; // what was asked for has been lost as well
+            ask_again(job);
+        }
+    }
+    for (uint64_t number : forgotten) {
+        by_wire_.erase(jobs_.at(number).wire);
+        end_job(number, FS_EVENT_FAILED, {FS_CONNECTION_LOST, "the sidecar has forgotten this job"});
+    }
+    for (const auto &[wire, count] : sent) {
+        if (by_wire_.count(wire) == 0) {
+            // We have taken its last event, and our saying so was lost.
+            send({{"t", "credit"}, {"epoch", epoch_}, {"job", wire}, {"next", count}});
+        }
+    }
+}
+
+void Session::ask_again(Job &job) {
+    // One request for a gap: what follows the gap and is still under way must not ask for it again.
+    if (!job.asked_again) {
+        job.asked_again = true;
+        grant(job, job.granted, true);
+    }
+}
+
+void Session::grant(Job &job, uint64_t next, bool resend) {
+    job.granted = next;
+    if (state_ == State::Open) {
+        send({{"t", "credit"}, {"epoch", epoch_}, {"job", job.wire}, {"next", next}, {"resend", resend}});
+    }
+}
+
+void Session::lose(Error error) {
+    if (state_ == State::Lost) {
+        return;
+    }
+    state_ = State::Lost;
+    error_ = std::move(error);
+    outgoing_.clear();
+    Error why = error_;
+    if (why.status == FS_OK) {
+        why.status = FS_CONNECTION_LOST;
+    }
+    std::vector<uint64_t> open;
+    for (const auto &item : jobs_) {
+        if (!item.second.ended) {
+            open.push_back(item.first);
+        }
+    }
+    for (uint64_t number : open) {
+        end_job(number, FS_EVENT_FAILED, why);
+    }
+    for (const auto &[id, fields] : unanswered_) {
+        if (fields["t"] == "budget_set" || fields["t"] == "budget_get" || fields["t"] == "stats") {
+            Event &event = put(FS_EVENT_REFUSED);
+            event.fields.request = id;
+            put_error(event, why);
+        }
+    }
+    unanswered_.clear();
+    put_error(put(FS_EVENT_CLOSED), error_);
+}
+
+// ---- the program's side ---------------------------------------------------------------------------------------------
+
+Event &Session::put(uint32_t type) {
+    Event &event = events_.emplace_back();
+    event.fields.type = type;
+    return event;
+}
+
+void Session::put_error(Event &event, const Error &error) {
+    event.fields.status = error.status;
+    event.text = error.message;
+    event.detail = to_text(error.detail);
+    if (auto floor = error.detail.find("floor_bytes"); floor != error.detail.end() && floor->is_number_integer()) {
+        event.fields.floor_bytes = uint64_t(std::max<int64_t>(0, floor->get<int64_t>()));
+    }
+}
+
+/* A job's end that the sidecar did not send. */
+void Session::end_job(uint64_t number, uint32_t type, const Error &error) {
+    Job &job = jobs_.at(number);
+    job.ended = true;
+    Event &event = put(type);
+    event.fields.job = number;
+    event.fields.timeline = job.fields.value("timeline", uint64_t(0));
+    if (type == FS_EVENT_FAILED) {
+        put_error(event, error);
+    }
+}
+
+Event Session::take() {
+    Event event = std::move(events_.front());
+    events_.pop_front();
+    auto found = jobs_.find(event.fields.job);
+    if (found == jobs_.end()) {
+        return event;
+    }
+    Job &job = found->second;
+    bool last = event.fields.type == FS_EVENT_DONE || event.fields.type == FS_EVENT_FAILED ||
+                event.fields.type == FS_EVENT_CANCELLED;
+    if (event.wire != 0) {
+        uint64_t next = event.seq + 1, window = job.fields.value("window", uint64_t(32));
+        if (last || next - job.granted >= std::max<uint64_t>(1, window / 2)) {
+            grant(job, next);
+        }
+    }
+    if (last) {
+        by_wire_.erase(job.wire);
+        std::string conversation = job.conversation;
+        Exchange exchange{std::move(job.question), cut(job.answer, kMaxString)};
+        jobs_.erase(found);
+        auto said = conversations_.find(conversation);
+        if (said != conversations_.end() && said->second.speaking == event.fields.job) {
+            said->second.speaking = 0;
+            if (!exchange.answer.empty()) {
+                said->second.exchanges.push_back(std::move(exchange));
+            }
+            if (state_ != State::Lost) {
+                advance(conversation);
+            }
+        }
+    }
+    return event;
+}
+
+} // namespace frameshard

@@ -1,0 +1,126 @@
+/* The client's side of one session, without I/O and without a clock: frames and beats in, frames and events out. It is
+ * bindings/PROTOCOL.md's "A client in ten steps", and above that the conversations of fs_ask. */
+#ifndef FRAMESHARD_SESSION_H
+#define FRAMESHARD_SESSION_H
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codec.h"
+#include "frameshard.h"
+
+namespace frameshard {
+
+constexpr double kBeatSeconds = 0.5;
+
+struct Error {
+    fs_status status = FS_OK;
+    std::string message;
+    json detail = json::object();
+};
+
+/* What the program gets, with the texts that it points to. */
+struct Event {
+    fs_event fields{};
+    std::string text, detail;
+    uint64_t wire = 0; // the protocol's number of the job, where the event came over the wire
+    uint64_t seq = 0;
+};
+
+class Session {
+  public:
+    explicit Session(std::string client_name) : name_(std::move(client_name)) {}
+
+    /* The sidecar's address is known: says hello. */
+    void greet(uint64_t epoch);
+
+    const std::string *next_frame() const { return outgoing_.empty() ? nullptr : &outgoing_.front(); }
+    void sent() { outgoing_.pop_front(); }
+    void receive(const char *data, size_t size);
+    /* To be called every kBeatSeconds while the program polls: pings, and finds out that nobody is there. */
+    void beat();
+    /* Ends everything: each open job and request hears why, then FS_EVENT_CLOSED. Once. */
+    void lose(Error error);
+
+    bool has_event() const { return !events_.empty(); }
+    /* The next event for the program. What the program has taken is credited to the sidecar. */
+    Event take();
+
+    bool lost() const { return state_ == State::Lost; }
+    const Error &error() const { return error_; }
+    /* Answered, by whatever answer. */
+    bool answered(uint64_t request) const { return unanswered_.count(request) == 0; }
+    const json &model() const { return model_; } // null before FS_EVENT_READY
+
+    /* fields: those of submit but job, epoch and id. */
+    uint64_t submit(json fields);
+    uint64_t ask(std::string text, const std::string &conversation, const std::string *system, json fields);
+    bool cancel(uint64_t job);
+    void forget(const std::string &conversation);
+    uint64_t request(json fields);
+
+  private:
+    enum class State { Starting, Greeting, Open, Resuming, Lost };
+
+    struct Exchange {
+        std::string question, answer;
+    };
+    struct Conversation {
+        std::string system;
+        std::deque<Exchange> exchanges;
+        std::deque<uint64_t> waiting; // jobs in their order; 0: forget what was before
+        uint64_t speaking = 0;
+    };
+    struct Job {
+        json fields;
+        std::string question, answer;
+        std::string conversation;
+        std::unique_ptr<std::string> system;
+        uint64_t wire = 0; // 0: waits for its conversation
+        uint64_t expected = 0, granted = 0;
+        bool turn = false; // of fs_ask
+        bool accepted = false, asked_again = false, started = false, ended = false;
+    };
+
+    void hello();
+    void send(const json &message) { outgoing_.push_back(encode(message)); }
+    void send_request(const json &message);
+    void grant(Job &job, uint64_t next, bool resend = false);
+    void ask_again(Job &job);
+    void open(uint64_t number);
+    void advance(const std::string &conversation);
+    void welcomed(const json &message);
+    void refused(const json &message);
+    void answered_by(const json &message);
+    void job_event(const json &message);
+    void compare(const json &message);
+    bool shorten(Job &job);
+    void ready(const json &model);
+    Event &put(uint32_t type);
+    void put_error(Event &event, const Error &error);
+    void end_job(uint64_t number, uint32_t type, const Error &error);
+
+    std::string name_;
+    State state_ = State::Starting;
+    Error error_;
+    uint64_t epoch_ = 0, session_ = 0, hello_ = 0;
+    uint64_t ids_ = 0, handles_ = 0, wires_ = 0;
+    int silent_beats_ = 0;
+    json model_;
+    std::deque<std::string> outgoing_;
+    std::map<uint64_t, json> unanswered_;  // by id, without epoch
+    std::map<uint64_t, Job> jobs_;         // by the program's number
+    std::map<uint64_t, uint64_t> by_wire_; // to the program's number
+    std::map<std::string, Conversation> conversations_;
+    std::deque<Event> events_;
+};
+
+/* ErrorInfo to ours; a code that is not known is FS_INTERNAL. */
+Error error_of(const json &info);
+
+} // namespace frameshard
+
+#endif
