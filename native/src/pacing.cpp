@@ -223,8 +223,7 @@ bool Pacing::read(Frame &f) {
 
 void Pacing::before_step(const std::function<bool()> &hurry) {
     const uint64_t begin = clock_ns();
-    while (true) {
-        const uint64_t now = clock_ns();
+    for (uint64_t now = begin;; now = clock_ns()) {
         uint64_t at = now;
         {
             std::lock_guard<std::mutex> lock(mutex_);

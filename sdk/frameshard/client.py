@@ -34,6 +34,7 @@ from frameshard.errors import (
     FrameshardError,
     JobCancelled,
 )
+from frameshard.frame import FrameBlock
 from frameshard.transport import Socket, configure
 from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
@@ -396,6 +397,20 @@ class Client:
         answer = await self._answer(self._ask(self._core.budget_get))
         assert isinstance(answer, m.Budget)
         return Budget(answer.vram_budget_bytes, answer.floor_bytes, answer.full_bytes)
+
+    async def set_pacing(
+        self, scheduling_mode: m.SchedulingMode = "balance", *, target_tokens_per_second: float = 0.0
+    ) -> None:
+        """How the GPU is shared with the frames of :meth:`frame_block`: ``prioritize_graphics`` uses only what they
+        leave, ``balance`` some more as long as they keep their time, ``prioritize_compute`` takes no notice of them.
+        Tokens come no faster than the target, 0 for as fast as they can."""
+        await self._answer(self._ask(lambda: self._core.pacing(scheduling_mode, target_tokens_per_second)))
+
+    async def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> FrameBlock:
+        """The page in which this program says when it draws; one program a sidecar."""
+        answer = await self._answer(self._ask(self._core.frame_block))
+        assert isinstance(answer, m.FrameBlock)
+        return FrameBlock(answer.path, target_frame_ms=target_frame_ms)
 
     async def model_info(self) -> m.ModelInfo:
         """The model that is loaded and how."""

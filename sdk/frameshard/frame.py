@@ -1,4 +1,4 @@
-"""The frame block: a shared page in which the host tells, each frame, when it draws (bindings/PROTOCOL.md, "Frame block").
+"""The frame block: a shared page in which the host says each frame when it draws (bindings/PROTOCOL.md).
 
     frames = FrameBlock(path, target_frame_ms=16.7)
     while playing:
@@ -107,7 +107,7 @@ class FrameBlock:
         self._generation += 1
         self._budget = vram_budget_bytes
         self._write()
-        return self._generation
+        return int(self._generation)
 
     @property
     def answer(self) -> Answer:

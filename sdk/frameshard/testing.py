@@ -91,6 +91,7 @@ class _FakeEngine:
         self._jobs: dict[int, _Job] = {}
         self._budget = 0
         self._n_ctx = 0
+        self._settings: dict[str, Any] = {}
 
     def run(self) -> None:
         due = 0.0
@@ -124,10 +125,15 @@ class _FakeEngine:
         elif kind == "budget":
             self._set_budget(op)
         elif kind == "stats":
-            self._say("stats", seq=op["seq"], stats={"jobs_running": len(self._jobs), "used_bytes": self._used()})
+            self._say("stats", seq=op["seq"], stats=self._stats())
+        elif kind in ("frame_block", "pacing"):
+            self._settings[kind] = op
         elif kind == "ping":
             self._say("pong", seq=op["seq"])
         return bool(kind != "stop")
+
+    def _stats(self) -> dict[str, Any]:
+        return {"jobs_running": len(self._jobs), "used_bytes": self._used(), "settings": self._settings}
 
     def _load(self, op: dict[str, Any]) -> None:
         if self._args.crash_at_load:

@@ -45,6 +45,8 @@ VALID: dict[str, m.Message] = {
     "budget_set": m.BudgetSet(5, EPOCH, 1610612736, 0.5),
     "budget_set-none": m.BudgetSet(5, EPOCH, 0),
     "budget_get": m.BudgetGet(6, EPOCH),
+    "frame_block": m.FrameBlockGet(6, EPOCH),
+    "pacing": m.Pacing(6, EPOCH, "prioritize_graphics", 20.0),
     "model_info": m.ModelInfoGet(7, EPOCH),
     "stats": m.StatsGet(8, EPOCH),
     "ping": m.Ping(9, EPOCH),
@@ -61,6 +63,7 @@ VALID: dict[str, m.Message] = {
     "observed": m.Observed(5, EPOCH, 1611661312, 0.25),
     "observed-unknown": m.Observed(5, EPOCH, None, 0.0),
     "budget": m.Budget(6, EPOCH, 0, 16777216, 1 << 32),
+    "answer-frame_block": m.FrameBlock(6, EPOCH, "/proc/4000/fd/9"),
     "answer-stats": m.Stats(
         8, EPOCH, m.BrokerStats(4000, 4001, "ready", 1, 2, 0, 3, 12.5), {"used_bytes": 1, "tokens_per_second": 40.5}
     ),

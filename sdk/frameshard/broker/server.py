@@ -17,6 +17,7 @@ import trio
 
 from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
+from frameshard.broker.page import Page
 from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import BadMessage, ConnectionLost, EngineDied, FrameshardError, Overloaded
@@ -68,6 +69,8 @@ class Server:
         self._supervisor = Supervisor(config, self, self._load_op)
         self._model: m.ModelInfo | None = None
         self._stats: dict[int, tuple[Session, int]] = {}
+        self._page = Page()
+        self._settings: dict[str, dict[str, Any]] = {}  # what an engine is told when it is ready, by op
         self._numbers = 0
         self._started_at = time.monotonic()
         self._announce: Callable[[], None] | None = None
@@ -153,6 +156,13 @@ class Server:
         elif isinstance(request, m.BudgetGet):
             lease = self._lease
             connection.reply(m.Budget(request.id, self._epoch, lease.budget_bytes, lease.floor_bytes, lease.full_bytes))
+        elif isinstance(request, m.FrameBlockGet):
+            path = self._page.path()
+            self._set({"op": "frame_block", "path": path})
+            connection.reply(m.FrameBlock(request.id, self._epoch, path))
+        elif isinstance(request, m.Pacing):
+            self._set({"op": "pacing", "mode": request.scheduling_mode, "target": request.target_tokens_per_second})
+            connection.ok(request.id)
         elif isinstance(request, m.ModelInfoGet):
             assert self._model is not None  # nobody can connect before the first load
             connection.reply(m.Model(request.id, self._epoch, self._model))
@@ -165,6 +175,11 @@ class Server:
         elif isinstance(request, m.Shutdown):
             connection.ok(request.id)
             self.stop()
+
+    def _set(self, op: dict[str, Any]) -> None:
+        self._settings[op["op"]] = op
+        if self._supervisor.state is states.Engine.READY:
+            self._supervisor.send(op)
 
     def _demand_engine(self) -> None:
         if self._supervisor.state is states.Engine.OFF:
@@ -212,6 +227,8 @@ class Server:
         budget_bytes = info.get("budget_bytes")
         in_force = budget_bytes if type(budget_bytes) is int else self._lease.engine_load_bytes()
         self._lease.engine_ready(self._model.floor_bytes, self._model.full_bytes, in_force)
+        for op in self._settings.values():
+            self._supervisor.send(op)
         self._jobs.engine_ready()
         self._tell_all()
         if self._announce is not None:

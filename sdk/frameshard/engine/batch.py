@@ -98,6 +98,8 @@ class Batcher:
         self._lock = threading.Lock()
         self._interrupted: set[int] = set()
         self._in_flight: frozenset[int] = frozenset()
+        self.chunk = runtime.n_ubatch
+        """Prompt tokens that jobs which start from now on read in one go."""
 
     # --- what the outside may ask ---------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class Batcher:
         job.shapes.extend(job.history)
         left = len(job.prompt) - kept - sum(job.history)
         while left > 0:
-            job.shapes.append(min(left, self._runtime.n_ubatch))
+            job.shapes.append(min(left, self.chunk))
             left -= job.shapes[-1]
         job.started_at = time.monotonic()
         job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, job.prompt)

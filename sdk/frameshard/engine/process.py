@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from frameshard.engine.batch import Batcher, Event
 from frameshard.engine.runtime import EngineConfig, Runtime
 from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, FrameshardError
+from frameshard.native import SCHEDULING_MODES
 from frameshard.wire import channel
 
 logger = logging.getLogger("frameshard.engine")
@@ -39,8 +40,14 @@ EXIT_FATAL = 3
 CLEANUP_S = 0.5
 """How long the main thread gets to free the model when the broker is gone."""
 
+PAGE_S = 0.004
+"""Between two looks at the frame block while nothing runs that looks at it."""
+
 FILL_S = 0.005
 """Filling may hold up the next decode by about this much."""
+
+MIN_CHUNK = 32
+"""Prompt tokens that are read in one go at least, also when the host's frames are short of time."""
 
 STUCK_S = 2.0
 """A decode in which nothing moves for so long leaves pings unanswered; one operation may take about a second."""
@@ -97,6 +104,10 @@ class Engine:
         self._filling = False
         self._progress = -1
         self._moved_at = 0.0
+        self._page = False
+        self._budget_known = 0
+        self._target = 0.0  # tokens per second, 0 for no bound
+        self._due = 0.0  # when the next decode may start
 
     # --- main thread ----------------------------------------------------------------------------------------------
 
@@ -130,11 +141,14 @@ class Engine:
 
     def _turn(self) -> None:
         """Commands that came, then one decode, then a little filling."""
-        idle = not self._filling and not (self._batcher and self._batcher.busy)
+        busy = self._batcher is not None and self._batcher.busy
+        wait: float | None = max(0.0, self._due - time.monotonic()) if busy else None
+        if self._filling:
+            wait = 0.0
         with contextlib.suppress(queue.Empty):
             while not self._stop:
-                self._commands.get(block=idle)()
-                idle = False
+                self._commands.get(block=wait != 0.0, timeout=wait)()
+                wait = 0.0
         if self._runtime is None or self._batcher is None or self._stop:
             return
         if self._replan.is_set():
@@ -144,10 +158,32 @@ class Engine:
             except BudgetBelowFloor as error:  # the device accepted this budget and keeps it with the plan it has
                 logger.warning("%s", error)
             self._filling = True
-        if self._batcher.busy:
-            self._send_all(self._batcher.step())
+        if self._batcher.busy and time.monotonic() >= self._due:
+            self._step(self._runtime, self._batcher)
         if self._filling:
             self._filling = self._runtime.fill(self._fill_bytes) > 0
+
+    def _step(self, runtime: Runtime, batcher: Batcher) -> None:
+        if self._page:
+            batcher.chunk = self._chunk(runtime, batcher.chunk)
+        events = batcher.step()
+        self._send_all(events)
+        if self._target > 0:
+            produced = sum(event["ev"] == "token" for event in events)
+            # A late token does not make the next ones come faster than the target.
+            self._due = max(self._due, time.monotonic() - 1 / self._target) + produced / self._target
+        else:
+            self._due = 0.0
+
+    def _chunk(self, runtime: Runtime, chunk: int) -> int:
+        """Prompt tokens to read in one go: fewer when single steps are long beside the host's frame."""
+        assert runtime.device is not None
+        pacing = runtime.device.pacing()
+        if not pacing.pacing:
+            return runtime.n_ubatch
+        if pacing.longest_step_s > pacing.target_frame_s / 8:
+            return max(min(MIN_CHUNK, runtime.n_ubatch), chunk // 2)
+        return min(runtime.n_ubatch, chunk * 2) if pacing.longest_step_s < pacing.target_frame_s / 32 else chunk
 
     def _load(self, message: Message) -> None:
         if self._runtime is not None:
@@ -156,6 +192,7 @@ class Engine:
         self._runtime = Runtime.load(EngineConfig.from_wire(message))
         self._batcher = Batcher(self._runtime)
         self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
+        self._budget_known = self._runtime.budget_bytes
         self._loaded.set()
         self._channel.send({"ev": "ready", "info": {**self._info(), "load_s": time.monotonic() - started}})
 
@@ -207,6 +244,10 @@ class Engine:
             self._commands.put(lambda: self._cancel(job))
         elif op == "budget":
             self._budgets.put(message)
+        elif op == "frame_block":
+            self._open_page(str(message.get("path")))
+        elif op == "pacing":
+            self._set_pacing(str(message.get("mode")), message.get("target"))
         elif op == "stats":
             self._channel.send({"ev": "stats", "seq": _integer(message, "seq"), "stats": self._stats()})
         elif op == "ping":
@@ -215,6 +256,20 @@ class Engine:
             self._end()
         else:
             raise BadMessage(f"unknown op {op!r}")
+
+    def _open_page(self, path: str) -> None:
+        """On the CPU alone there is nothing to keep out of the way of."""
+        if self._runtime is not None and self._runtime.device is not None:
+            self._runtime.device.open_frame_block(path)
+            self._page = True
+
+    def _set_pacing(self, mode: str, target: object) -> None:
+        if mode not in SCHEDULING_MODES or not isinstance(target, (int, float)):
+            raise BadMessage("pacing needs a mode and a number")
+        self._target = float(target)
+        if self._runtime is not None and self._runtime.device is not None:
+            self._runtime.device.set_scheduling_mode(mode)
+        self._commands.put(lambda: None)
 
     def _end(self) -> None:
         self._commands.put(self._stop_main)
@@ -241,6 +296,8 @@ class Engine:
         if runtime.device is not None:
             stats.update(dataclasses.asdict(runtime.device.stats()))
             stats["budget_bytes"] = runtime.budget_bytes
+            if self._page:
+                stats["pacing"] = dataclasses.asdict(runtime.device.pacing())
         if runtime.observer is not None:
             stats["observed_bytes"] = runtime.observer.used()
         return stats
@@ -273,10 +330,16 @@ class Engine:
         self._loaded.wait()
         assert self._runtime is not None
         standing, since = -1, time.monotonic()
+        looked = 0.0
         while True:
             try:
-                message = self._budgets.get(timeout=OBSERVE_EVERY_S if self._runtime.observer else None)
+                message = self._budgets.get(timeout=PAGE_S if self._page else OBSERVE_EVERY_S)
             except queue.Empty:
+                if self._page:
+                    self._look_at_page(self._runtime)
+                if self._runtime.observer is None or time.monotonic() - looked < OBSERVE_EVERY_S:
+                    continue
+                looked = time.monotonic()
                 used = self._runtime.device.stats().used_bytes if self._runtime.device else 0
                 if used != standing:
                     standing, since = used, time.monotonic()
@@ -285,6 +348,20 @@ class Engine:
                 continue
             with contextlib.suppress(BrokerGone):  # the reader sees that too, and ends the process
                 self._set_budget(self._runtime, message)
+
+    def _look_at_page(self, runtime: Runtime) -> None:
+        """Takes a budget from the frame block, and reports one that the device took there during a graph."""
+        assert runtime.device is not None
+        runtime.device.poll_frame_block()
+        if runtime.budget_bytes == self._budget_known:
+            return
+        self._budget_known = runtime.budget_bytes
+        self._replan.set()
+        self._commands.put(lambda: None)
+        with contextlib.suppress(BrokerGone):
+            used = runtime.device.stats().used_bytes
+            told = {"budget_bytes": self._budget_known, "used_bytes": used, "seconds": 0.0}
+            self._channel.send({"ev": "budget", "seq": 0, "phase": "released", **told})
 
     def _measure_overhead(self, runtime: Runtime) -> None:
         try:
@@ -306,6 +383,7 @@ class Engine:
         except FrameshardError as error:
             self._channel.send({**event, "phase": "refused", "error": error.to_wire()})
             return
+        self._budget_known = runtime.budget_bytes
         # Without a shard device the process holds no VRAM, and any budget is kept.
         self._channel.send(
             {

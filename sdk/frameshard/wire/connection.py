@@ -286,6 +286,14 @@ class ClientConnection:
     def budget_get(self) -> int:
         return self._request(m.BudgetGet)
 
+    def frame_block(self) -> int:
+        return self._request(m.FrameBlockGet)
+
+    def pacing(self, scheduling_mode: str, target_tokens_per_second: float) -> int:
+        return self._request(
+            m.Pacing, scheduling_mode=scheduling_mode, target_tokens_per_second=target_tokens_per_second
+        )
+
     def model_info(self) -> int:
         return self._request(m.ModelInfoGet)
 

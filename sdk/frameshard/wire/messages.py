@@ -149,6 +149,7 @@ StopString = Annotated[str, _text(256, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
 EngineState = Literal["loading", "ready", "restarting", "off"]
+SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,24 @@ class BudgetSet:
 
 
 @dataclass(frozen=True)
+class FrameBlockGet:
+    """Where the page is in which the host says when it draws."""
+
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How the sidecar shares the GPU with the host's frames. 0 tokens per second is no bound."""
+
+    id: Id
+    epoch: Id
+    scheduling_mode: SchedulingMode = "balance"
+    target_tokens_per_second: Annotated[float, _number(0, 1e6)] = 0.0
+
+
+@dataclass(frozen=True)
 class BudgetGet:
     id: Id
     epoch: Id
@@ -416,6 +435,15 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class FrameBlock:
+    """`path` is to be opened for reading and writing, and mapped."""
+
+    id: Id
+    epoch: Id
+    path: Annotated[str, _text(4096, least=1)]
+
+
+@dataclass(frozen=True)
 class BrokerStats:
     """The broker's own figures. Jobs of all clients."""
 
@@ -525,9 +553,23 @@ class Engine:
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
-Request = Hello | Submit | Cancel | Credit | BudgetSet | BudgetGet | ModelInfoGet | StatsGet | Ping | Bye | Shutdown
+Request = (
+    Hello
+    | Submit
+    | Cancel
+    | Credit
+    | BudgetSet
+    | BudgetGet
+    | FrameBlockGet
+    | Pacing
+    | ModelInfoGet
+    | StatsGet
+    | Ping
+    | Bye
+    | Shutdown
+)
 JobEvent = Started | Delta | Done | Failed | Cancelled
-Reply = Welcome | Model | Ok | Error | Released | Observed | Budget | Stats | Pong
+Reply = Welcome | Model | Ok | Error | Released | Observed | Budget | FrameBlock | Stats | Pong
 Message = Request | Reply | JobEvent | Engine
 
 REQUESTS: dict[str, type[Any]] = {
@@ -537,6 +579,8 @@ REQUESTS: dict[str, type[Any]] = {
     "credit": Credit,
     "budget_set": BudgetSet,
     "budget_get": BudgetGet,
+    "frame_block": FrameBlockGet,
+    "pacing": Pacing,
     "model_info": ModelInfoGet,
     "stats": StatsGet,
     "ping": Ping,
@@ -552,6 +596,7 @@ ANSWERS: dict[str, type[Any]] = {
     "released": Released,
     "observed": Observed,
     "budget": Budget,
+    "frame_block": FrameBlock,
     "stats": Stats,
     "pong": Pong,
     "started": Started,

@@ -1,0 +1,47 @@
+"""The page of the frame block: made when it is first asked for, and gone with this process.
+
+On Linux it is a memory file that nobody can shrink under its readers, reached through this process's descriptor; so a
+sidecar that is killed leaves nothing behind. Elsewhere it is a file of this user's in a fresh directory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+
+from frameshard.frame import PAGE_BYTES, initialise
+
+if sys.platform != "win32":
+    import fcntl
+
+
+class Page:
+    """One page."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def path(self) -> str:
+        """Where any process of this user can open it."""
+        if self._path is None:
+            self._path = self._make()
+        return self._path
+
+    def _make(self) -> str:
+        if sys.platform == "linux":
+            fd = os.memfd_create("frameshard-frame-block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, PAGE_BYTES)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+        else:
+            self._directory = tempfile.TemporaryDirectory(prefix="frameshard-")
+            path = os.path.join(self._directory.name, "frame-block")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.ftruncate(fd, PAGE_BYTES)
+        with mmap.mmap(fd, PAGE_BYTES) as page:
+            initialise(page)
+        return path

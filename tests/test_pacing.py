@@ -1,0 +1,120 @@
+"""The frame block with a real sidecar: a budget in the page, and frames that are kept free."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import trio
+
+import frameshard
+from frameshard.frame import FrameBlock
+from sidecars import in_trio, launch
+
+MIB = 1 << 20
+GREEDY = frameshard.Sampling(max_tokens=24, temperature=0.0)
+
+
+async def applied(block: FrameBlock, generation: int) -> None:
+    while block.answer.applied_generation < generation:
+        await trio.sleep(0.002)
+
+
+@in_trio
+async def test_a_budget_in_the_page(model_path: Path) -> None:
+    """Taken in the middle of an answer and in between; the broker learns of it; below the floor it is refused."""
+    async with frameshard.launch(
+        model_path, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1, mode="stream_only"
+    ) as client:
+        undisturbed = (await client.complete("Once upon a time", sampling=GREEDY).completed()).text
+        bounds = await client.budget()
+        block = await client.frame_block()
+        small = bounds.floor_bytes + 4 * MIB
+        generation, text = 0, ""
+        async with client.complete("Once upon a time", sampling=GREEDY) as stream:
+            async for delta in stream:
+                text += delta.text
+                generation = block.set_budget(small if generation % 2 == 0 else bounds.full_bytes)
+                await applied(block, generation)
+                assert block.answer.used_bytes <= block.answer.budget_bytes
+        assert text == undisturbed
+        assert generation > 10
+        await applied(block, block.set_budget(small))
+        with trio.fail_after(10):
+            while (await client.budget()).budget_bytes != small:
+                await trio.sleep(0.01)
+        generation = block.set_budget(1)
+        with trio.fail_after(10):
+            while block.answer.refused_generation < generation:
+                await trio.sleep(0.01)
+        assert (await client.budget()).budget_bytes == small
+
+
+@in_trio
+async def test_answers_go_on_beside_frames(model_path: Path) -> None:
+    """In each mode, with frames that leave time and frames that leave none; idle frames are used in full."""
+    async with frameshard.launch(model_path, device="emulated", n_ctx=512, n_parallel=1) as client:
+        block = await client.frame_block(target_frame_ms=16.0)
+        texts = set()
+
+        async def draw(busy_ms: float) -> None:
+            while True:
+                block.begin()
+                block.end(gpu_busy_ms=busy_ms)
+                await trio.sleep(0.016)
+
+        modes: tuple[frameshard.wire.messages.SchedulingMode, ...]
+        modes = ("prioritize_graphics", "balance", "prioritize_compute")
+        for mode in modes:
+            for busy_ms in (0.0, 8.0, 20.0):
+                await client.set_pacing(mode)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(draw, busy_ms)
+                    short = frameshard.Sampling(max_tokens=4, temperature=0.0)
+                    texts.add((await client.complete("The sky is", sampling=short).completed()).text)
+                    nursery.cancel_scope.cancel()
+        assert len(texts) == 1
+        stats = (await client.stats()).engine
+        assert stats is not None
+        assert stats["pacing"]["frames"] > 10
+        assert stats["pacing"]["waited_s"] > 0
+        block.idle()
+        await client.complete("The sky is", sampling=GREEDY).completed()
+        after = (await client.stats()).engine
+        assert after is not None
+        assert after["pacing"]["waited_s"] == stats["pacing"]["waited_s"]
+        assert after["pacing"]["pacing"] is False
+
+
+@in_trio
+async def test_tokens_come_no_faster_than_the_target(model_path: Path) -> None:
+    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
+        await client.set_pacing(target_tokens_per_second=20)
+        sampling = frameshard.Sampling(max_tokens=11, temperature=0.0)
+        result = await client.complete("Once upon a time", sampling=sampling).completed()
+        assert result.n_generated == 11
+        assert result.decode_s >= 0.45
+
+
+@in_trio
+async def test_a_new_engine_is_told_the_settings() -> None:
+    """One page a launch; the pacing outlives the engine."""
+    async with launch() as client:
+        await client.set_pacing("prioritize_graphics", target_tokens_per_second=7)
+        first, second = await client.frame_block(), await client.frame_block()
+        assert first.set_budget(9) == 1
+        second.close()
+        assert (await client.frame_block()).set_budget(9) == 2
+        before = await client.stats()
+        assert before.engine is not None
+        assert before.engine["settings"]["pacing"]["mode"] == "prioritize_graphics"
+        changes = client.engine_changes()
+        assert before.broker.engine_pid is not None
+        os.kill(before.broker.engine_pid, signal.SIGKILL)
+        async for change in changes:
+            if change.state == "ready":
+                break
+        after = await client.stats()
+        assert after.engine is not None
+        assert after.engine["settings"] == before.engine["settings"]
