@@ -84,11 +84,12 @@ class Compiler {
     bool on_cpu(uint32_t shard) const {
         return p.tier && shard < p.tier->placement.size() && p.tier->placement[shard] == FSD_CPU;
     }
+    bool on_host(const Step &s) const;
     ggml_tensor *shadow(const ggml_tensor *t);
     void add_shadow_node(const ggml_tensor *node);
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
-    void lower_cpu_step(int step, int node0);
+    void lower_cpu_steps(int step, int node0, int node1);
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
     void finish_cpu(Segment &seg);
@@ -416,7 +417,12 @@ void Compiler::add_cpu(int step, int node0, int node1) {
     seg.step = step;
     seg.node0 = node0;
     seg.node1 = node1;
-    seg.bytes = steps[step].bytes;
+    for (int i = node0; i < node1; i++) {
+        bool split, odd_use;
+        for (int piece : pieces_of(g->nodes[i], split, odd_use)) {
+            seg.bytes += d.pieces[piece].bytes;
+        }
+    }
     p.segments.push_back(seg);
 }
 
@@ -464,10 +470,9 @@ void Compiler::finish_cpu(Segment &seg) {
     }
 }
 
-// Nodes of one step whose weights the plan computes on the CPU: products with those weights, and what hangs on them
-// without touching KV, run on the CPU, the rest on the GPU.
-void Compiler::lower_cpu_step(int step, int node0) {
-    const Step &s = steps[step];
+// Nodes of neighbouring steps whose weights the plan computes on the CPU: products with those weights, and what hangs on
+// them without touching KV, run on the CPU, the rest on the GPU.
+void Compiler::lower_cpu_steps(int step, int node0, int node1) {
     std::set<const ggml_tensor *> on_host;
     int run0 = node0;
     bool run_cpu = false;
@@ -477,7 +482,7 @@ void Compiler::lower_cpu_step(int step, int node0) {
         }
         run0 = end;
     };
-    for (int i = node0; i < s.node1; i++) {
+    for (int i = node0; i < node1; i++) {
         const ggml_tensor *n = g->nodes[i];
         if (is_noop(n)) {
             continue;
@@ -499,7 +504,13 @@ void Compiler::lower_cpu_step(int step, int node0) {
             run_cpu = cpu;
         }
     }
-    close(s.node1);
+    close(node1);
+}
+
+// A step is computed on the CPU when the plan says so for what is not resident of it.
+bool Compiler::on_host(const Step &s) const {
+    return !s.odd && std::any_of(s.pieces.begin(), s.pieces.end(),
+                                 [&](int piece) { return !d.piece_resident(piece) && on_cpu(d.pieces[piece].shard); });
 }
 
 bool Compiler::lower(std::string &why) {
@@ -510,10 +521,7 @@ bool Compiler::lower(std::string &why) {
             continue; // computed before the program was compiled anew
         }
         const int node0 = std::max(s.node0, p.first_node);
-        bool host = false;
-        for (int piece : s.pieces) {
-            host = host || (!d.piece_resident(piece) && on_cpu(d.pieces[piece].shard));
-        }
+        const bool host = on_host(s);
         if (s.odd) {
             add_cpu(k, node0, s.node1);
         } else if (host && s.row_piece) {
@@ -522,7 +530,12 @@ bool Compiler::lower(std::string &why) {
                 k++;
             }
         } else if (host) {
-            lower_cpu_step(k, node0);
+            int last = k; // neighbours go together: one hand-over there and back
+            while (last + 1 < (int)steps.size() && !steps[last + 1].row_piece && on_host(steps[last + 1])) {
+                last++;
+            }
+            lower_cpu_steps(k, node0, steps[last].node1);
+            k = last;
         } else {
             add_gpu(k, node0, s.node1);
         }

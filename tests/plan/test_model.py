@@ -32,7 +32,7 @@ def test_the_demo_model(model_path: Path) -> None:
     assert (model.n_expert, model.n_ctx_train, model.file_bytes) == (0, 8192, model_path.stat().st_size)
     assert model.chat_template is not None
     assert "<|im_start|>" in model.chat_template
-    assert kinds(model) == {"attention": 30, "ffn": 30, "output": 1, "core": 1}
+    assert kinds(model) == {"attention": 30, "ffn": 30, "ffn_down": 30, "output": 1, "core": 1}
     output = next(shard for shard in model.shards if shard.kind == "output")
     assert [tensor.name for tensor in output.tensors] == ["token_embd.weight"]  # tied: it is the head as well
     assert model.integer("attention.head_count_kv") == 3
@@ -76,6 +76,7 @@ def test_kinds_of_shards(tiny_model: Callable[[str], Path]) -> None:
     assert kinds(read_model(tiny_model("deepseek2"))) == {
         "attention": 4,
         "ffn": 1,
+        "ffn_down": 1,
         "experts": 3,
         "shared": 3,
         "output": 1,

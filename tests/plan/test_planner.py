@@ -287,7 +287,7 @@ def test_summary_is_plain(model_path: Path) -> None:
     assert summary["budget_bytes"] == 80 << 20
     tiers = summary["tiers"]
     assert isinstance(tiers, list)
-    assert sum(tiers[0][name]["shards"] for name in ("resident", "streamed", "cpu")) == 61
+    assert sum(tiers[0][name]["shards"] for name in ("resident", "streamed", "cpu")) == 91
     for key in ("predicted_ttft_s", "predicted_decode_tps", "bound_ttft_s", "bound_decode_tps"):
         assert isinstance(summary[key], float)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from frameshard.plan.model import Model, Shard
 
-_ORDER = {"output": 0, "attention": 1, "shared": 2, "other": 3, "ffn": 4, "vision": 5, "experts": 6}
+_ORDER = {"output": 0, "attention": 1, "shared": 2, "other": 3, "ffn": 4, "ffn_down": 4, "vision": 5, "experts": 6}
 _BITS = 16
 
 

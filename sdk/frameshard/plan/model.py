@@ -122,9 +122,10 @@ class Tensor:
 class Shard:
     """The unit of placement.
 
-    ``kind`` is attention (any sequence mixer), shared (router and experts that every token uses), ffn, experts, output,
-    vision, other, or core. ``active_bytes`` are the bytes that one token reads on average: all of them, but of experts
-    only the share that is used, and none of layers that plain decoding leaves out.
+    ``kind`` is attention (any sequence mixer), shared (router and experts that every token uses), ffn (a dense
+    feed-forward network without its down projection), ffn_down, experts, output, vision, other, or core.
+    ``active_bytes`` are the bytes that one token reads on average: all of them, but of experts only the share that is
+    used, and none of layers that plain decoding leaves out.
     """
 
     name: str
@@ -599,6 +600,7 @@ def _check_experts(metadata: Mapping[str, Value], arch: str, n_layer: int) -> tu
 _GROUPS = (
     ("experts", re.compile(r"ffn_(gate|up|down|gate_up)_(ch)?exps\b|ffn_(gate|up|down)\.\d+\.")),
     ("shared", re.compile(r"ffn_gate_(inp|tid2eid)|ffn_(gate|up|down)_shexp|ffn_(routed|latent)_|exp_probs")),
+    ("ffn_down", re.compile(r"ffn_down\b")),
     ("ffn", re.compile(r"ffn_|channel_mix_|hc_ffn_|(pre|post)_ffw_")),
     ("attention", re.compile(r"attn_|cross_attn_|post_attention_|ssm_|time_mix_|shortconv\.|indexer|laurel_|hc_attn_")),
 )

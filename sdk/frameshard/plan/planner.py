@@ -4,7 +4,8 @@ The resident set follows from the budget alone (a prefix of the ladder, cut into
 it). What is left for a plan to choose is, by tier of graph size, which of the other shards stream through the ring and
 which the CPU computes. It is chosen by predicted time among a few dozen splits: experts go to the CPU first (a token
 reads few of them, streaming moves all) or the output head (which computes one row even for a prompt), then feed-forward
-networks and attention, each spread evenly over the layers so that copies and CPU work at the same time.
+networks and attention, each spread evenly over the layers so that copies and CPU work at the same time. A feed-forward
+network is two shards: its down projection can stream while the CPU computes what comes before.
 
 Prediction of one graph: the device and the CPU take turns (their times and the hand-offs add up) while copies run
 beside them, except where the ring is full. Copies and CPU slow each other down when host memory cannot serve both.
@@ -43,12 +44,15 @@ _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
 _DRIVER_UNIT = 2 * _MiB  # as the shard device counts it for real devices
 _SCRATCH = 2 * _MiB  # kScratchBytes
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
-_CPU_ORDERS = (("experts", "ffn", "output", "attention"), ("output", "experts", "ffn", "attention"))
+_CPU_ORDERS = (
+    ("experts", "ffn", "ffn_down", "output", "attention"),
+    ("output", "experts", "ffn", "ffn_down", "attention"),
+)
 # Per shard and graph: kernels launched, and hand-offs when it runs on the CPU (attention hands over before and after
 # the attention kernel itself, which stays where the KV cache is).
-_KERNELS = {"attention": 13, "shared": 6, "ffn": 5, "experts": 14, "output": 2, "vision": 12, "other": 4}
+_KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14, "output": 2, "vision": 12, "other": 4}
 _HANDOFFS = {"attention": 2.0}
-_USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "output": 6}
+_USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
 
 @dataclass(frozen=True, eq=False)
@@ -485,7 +489,9 @@ class _Graph:
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self._device_s = (self.on_device + costs.kernels_s)[order]
         self._cpu_s = (self.on_host * (1 - share))[order]
-        self._beside_cpu_s = (self.on_device * share + costs.handoffs * (profile.handoff_s + activations))[order]
+        self._shared_s = (self.on_device * share)[order]
+        self._handoff_s = profile.handoff_s + activations
+        self._handoffs = costs.handoffs[order]
         self._copy_s = costs.copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
         self._left_out = share[order] < 1.0
@@ -498,7 +504,9 @@ class _Graph:
         streamed = self._left_out & ~cpu
         copy = float(self._copy_s[streamed].sum())
         host = float(self._cpu_s[cpu].sum())
-        turns = np.where(cpu, self._beside_cpu_s, self._device_s)
+        # Neighbours on the CPU are computed in one go.
+        handoffs = self._handoffs - np.concatenate(([False], cpu[:-1]))
+        turns = np.where(cpu, self._shared_s + handoffs * self._handoff_s, self._device_s)
         device = float(turns.sum()) + self._always_s
         # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
         both = max(copy, device + host)
