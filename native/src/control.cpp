@@ -1,5 +1,6 @@
 // The C control interface (frameshard_device.h) and the plugin's entry point.
 #include "executor.h"
+#include "tower.h"
 
 #include <algorithm>
 #include <chrono>
@@ -27,7 +28,8 @@ static std::string device_list() {
     std::string names = "emulated";
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         ggml_backend_dev_t dev = ggml_backend_dev_get(i);
-        if (dev != plugin_device() && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+        if (dev != plugin_device() && dev != vision_device() &&
+            ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
             names += std::string(", ") + ggml_backend_dev_name(dev);
         }
     }
@@ -143,7 +145,8 @@ fsd_status fsd_configure(const fsd_config *config) {
         d.inner = fs_emulated_device(emulated);
     } else {
         d.inner = ggml_backend_dev_by_name(config->inner_device);
-        if (d.inner && (d.inner == plugin_device() || ggml_backend_dev_type(d.inner) == GGML_BACKEND_DEVICE_TYPE_CPU)) {
+        if (d.inner && (d.inner == plugin_device() || d.inner == vision_device() ||
+                        ggml_backend_dev_type(d.inner) == GGML_BACKEND_DEVICE_TYPE_CPU)) {
             d.inner = nullptr;
         }
     }
@@ -266,6 +269,9 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
         std::lock_guard<std::mutex> lock(d.state_mutex);
         d.requested_budget.store(wanted);
         mine = d.requested_generation.fetch_add(1) + 1;
+    }
+    if (d.used() > wanted) {
+        interrupt_tower(); // what it borrowed is given back, and the encode is begun again within the new budget
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
     while (d.applied_generation.load() < mine) {
@@ -391,6 +397,9 @@ fsd_status fsd_get_pacing(fsd_pacing *pacing) {
 
 fsd_status fsd_set_abort(int on) {
     device().abort.store(on != 0);
+    if (on) {
+        interrupt_tower();
+    }
     return FSD_OK;
 }
 
@@ -447,6 +456,7 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
                             stats->ring_bytes + stats->scratch_bytes;
         stats->peak_bytes = d.peak;
     }
+    add_tower_counters(*stats);
     stats->budget_bytes = d.budget.load();
     stats->floor_bytes = d.floor.load();
     stats->full_bytes = d.full.load();

@@ -1,5 +1,6 @@
 // The ggml face of the shard device: registry, device, buffer type, buffers and backend.
 #include "executor.h"
+#include "tower.h"
 
 #include <cstring>
 
@@ -147,7 +148,8 @@ static const ggml_backend_buffer_i buffer_vtable = {
 };
 
 Buffer *buffer_of(const ggml_tensor *t) {
-    return t->buffer && t->buffer->iface.free_buffer == buffer_free ? ctx(t->buffer) : nullptr;
+    return t->buffer && (t->buffer->iface.free_buffer == buffer_free || is_tower_buffer(t->buffer)) ? ctx(t->buffer)
+                                                                                                    : nullptr;
 }
 
 // ---------------------------------------------------------------------------------------------------------- buffer type
@@ -308,9 +310,11 @@ static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buf
 
 static const char *reg_name(ggml_backend_reg_t) { return "frameshard"; }
 
-static size_t reg_count(ggml_backend_reg_t) { return 1; }
+static size_t reg_count(ggml_backend_reg_t) { return 2; }
 
-static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t) { return plugin_device(); }
+static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t i) {
+    return i == 0 ? plugin_device() : vision_device();
+}
 
 ggml_backend_reg_t registry() {
     static ggml_backend_reg reg = {

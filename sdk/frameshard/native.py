@@ -186,7 +186,7 @@ def gpu_devices() -> list[str]:
     ggml = _ggml()
     found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
     names = [ggml.ggml_backend_dev_name(d).decode() for d in found if ggml.ggml_backend_dev_type(d) in _GPU_TYPES]
-    return [n for n in names if n != "FRAMESHARD0"]
+    return [n for n in names if not n.startswith("FRAMESHARD")]
 
 
 def device_handle(name: str) -> int:

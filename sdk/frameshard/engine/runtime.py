@@ -487,6 +487,20 @@ class Runtime:
         """llama.cpp's context, for a sampler."""
         return self._context
 
+    @property
+    def model(self) -> Any:
+        """llama.cpp's model, for a vision tower."""
+        return self._model
+
+    @property
+    def aborted(self) -> bool:
+        """[any thread] :meth:`abort` is in force."""
+        return self._abort
+
+    def advance(self, seq: int, positions: int) -> None:
+        """Sequence ``seq`` has grown by ``positions`` in the context, by a decode that was not made here."""
+        self._lengths[seq] += positions
+
     def check_file(self) -> None:
         """:raises BadModel: the model file was changed in place since it was loaded; its mapping cannot be trusted."""
         if _state(os.fstat(self._file.fileno())) != self._file_state:

@@ -1,0 +1,432 @@
+// The vision tower's ggml device.
+//
+// Guarantees: its weights and the scheduler's compute buffers are host memory; a graph borrows its whole need (buffers,
+// small weights, ring, scratch) from the language model's ledger before the first allocation, which evicts language
+// shards from the ladder's tail, and returns it at its end, whatever that is. So the two never hold more than the budget.
+// A budget that falls below what is held ends the encode at its next step; the caller encodes again.
+#include "tower.h"
+
+#include "executor.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <set>
+
+#if defined(_WIN32)
+#include <malloc.h>
+#else
+#include <sys/mman.h>
+#endif
+
+namespace fsd {
+
+static Device &tower() {
+    static Device *d = new Device; // never destroyed, as device()
+    return *d;
+}
+
+static void *proc(const char *name) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device().inner), name);
+}
+
+// --------------------------------------------------------------------------------------------------------------- buffer
+
+static Buffer *ctx(ggml_backend_buffer_t b) { return (Buffer *)b->context; }
+
+static char *host_alloc(size_t size) {
+#if defined(_WIN32)
+    return (char *)_aligned_malloc(size, 4096);
+#else
+    // Pages that are never touched cost nothing: of a compute buffer that is all but inputs and results.
+    void *p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? nullptr : (char *)p;
+#endif
+}
+
+static void host_free(char *p, size_t size) {
+#if defined(_WIN32)
+    (void)size;
+    _aligned_free(p);
+#else
+    munmap(p, size);
+#endif
+}
+
+static void buffer_free(ggml_backend_buffer_t b) {
+    Device &t = tower();
+    std::lock_guard<std::mutex> lock(t.graph_mutex);
+    Buffer *c = ctx(b);
+    if (c->weights) {
+        t.weights.clear(); // a tower's weights are one buffer
+        t.weight_at.clear();
+        t.piece_bytes = 0;
+    }
+    if (c->pinned) {
+        if (auto unregister = (void (*)(void *))proc("ggml_backend_unregister_host_buffer")) {
+            unregister(c->base);
+        }
+    }
+    host_free(c->base, std::max<size_t>(c->size, 1));
+    t.buffers.erase(std::remove(t.buffers.begin(), t.buffers.end(), c), t.buffers.end());
+    delete c;
+}
+
+static void *buffer_base(ggml_backend_buffer_t b) { return ctx(b)->base; }
+
+static void buffer_memset(ggml_backend_buffer_t, ggml_tensor *t, uint8_t value, size_t offset, size_t size) {
+    memset((char *)t->data + offset, value, size);
+}
+
+// Only now does a buffer's usage show that it holds weights: ggml sets it after the buffer is made.
+static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
+    memcpy((char *)t->data + offset, data, size);
+    if (b->usage != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+        return;
+    }
+    Device &d = tower();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    ctx(b)->weights = true;
+    if (d.weight_at.emplace(t->data, (int)d.weights.size()).second) {
+        Weight w;
+        w.name = t->name;
+        w.shape = *t;
+        w.host = (const char *)t->data;
+        w.bytes = ggml_nbytes(t);
+        d.weights.push_back(std::move(w));
+    }
+}
+
+static void buffer_get(ggml_backend_buffer_t, const ggml_tensor *t, void *data, size_t offset, size_t size) {
+    memcpy(data, (const char *)t->data + offset, size);
+}
+
+static void buffer_clear(ggml_backend_buffer_t b, uint8_t value) { memset(ctx(b)->base, value, ctx(b)->size); }
+
+static const ggml_backend_buffer_i buffer_vtable = {
+    /* .free_buffer   = */ buffer_free,
+    /* .get_base      = */ buffer_base,
+    /* .init_tensor   = */ nullptr,
+    /* .memset_tensor = */ buffer_memset,
+    /* .set_tensor    = */ buffer_set,
+    /* .get_tensor    = */ buffer_get,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ nullptr,
+    /* .clear         = */ buffer_clear,
+    /* .reset         = */ nullptr,
+};
+
+bool is_tower_buffer(ggml_backend_buffer_t b) { return b->iface.free_buffer == buffer_free; }
+
+static ggml_backend_buffer_type_t buffer_type();
+
+static const char *buft_name(ggml_backend_buffer_type_t) { return "FRAMESHARD_VISION"; }
+
+static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    auto c = std::make_unique<Buffer>();
+    c->size = size;
+    c->base = host_alloc(std::max<size_t>(size, 1));
+    if (!c->base) {
+        return nullptr;
+    }
+    Device &t = tower();
+    std::lock_guard<std::mutex> lock(t.graph_mutex);
+    t.buffers.push_back(c.get());
+    return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
+}
+
+static size_t buft_alignment(ggml_backend_buffer_type_t) {
+    return ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(device().inner));
+}
+
+static size_t buft_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor *t) {
+    return ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device().inner), t);
+}
+
+static ggml_backend_buffer_type_t buffer_type() {
+    static ggml_backend_buffer_type buft = {
+        /* .iface   = */ {buft_name, buft_alloc, buft_alignment, nullptr, buft_alloc_size, nullptr},
+        /* .device  = */ vision_device(),
+        /* .context = */ nullptr,
+    };
+    return &buft;
+}
+
+// -------------------------------------------------------------------------------------------------------------- running
+
+static const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
+
+// What of each buffer a graph touches, what it reads from before it, and what is read after it.
+struct Traffic {
+    std::map<Buffer *, size_t> extent;
+    std::set<const ggml_tensor *> in, out;
+};
+
+static Traffic traffic_of(const ggml_cgraph *graph) {
+    Traffic r;
+    std::set<const ggml_tensor *> made;
+    std::map<const ggml_tensor *, int> uses;
+    auto touch = [&](const ggml_tensor *t) {
+        Buffer *b = buffer_of(root_of(t));
+        if (b && !b->weights && t->data) {
+            const size_t end = (size_t)((char *)t->data - b->base) + ggml_backend_buft_get_alloc_size(buffer_type(), t);
+            r.extent[b] = std::max(r.extent[b], std::min(end, b->size));
+        }
+        return b && !b->weights;
+    };
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            if (const ggml_tensor *src = n->src[j]) {
+                uses[src]++;
+                uses[root_of(src)] += src->view_src ? 1 : 0;
+                if (touch(src) && !made.count(root_of(src))) {
+                    touch(root_of(src));
+                    r.in.insert(root_of(src));
+                }
+            }
+        }
+        touch(n);
+        made.insert(root_of(n));
+    }
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        const size_t at = ggml_hash_find(&graph->visited_hash_set, n);
+        const bool known = at != GGML_HASHSET_FULL && ggml_bitset_get(graph->visited_hash_set.used, at);
+        const bool elsewhere = graph->use_counts && known && graph->use_counts[at] > uses[n];
+        if ((n->flags & GGML_TENSOR_FLAG_OUTPUT) || uses[n] == 0 || elsewhere) {
+            if (!ggml_is_empty(n) && buffer_of(root_of(n)) && !buffer_of(root_of(n))->weights) {
+                r.out.insert(n);
+            }
+        }
+    }
+    return r;
+}
+
+static void start_tower(Device &t, Device &d) {
+    if (!t.configured.load()) {
+        t.inner = d.inner;
+        t.emulated = d.emulated;
+        t.compute = d.compute;
+        t.copy = d.copy;
+        t.cpu = d.cpu;
+        t.n_threads = d.n_threads;
+        t.chunk_bytes = d.chunk_bytes;
+        t.step_bytes = d.step_bytes;
+        t.slab_bytes = d.slab_bytes;
+        t.configured.store(true);
+    }
+    t.piece_bytes = d.piece_bytes; // no larger than what the language model's ring has room for
+    for (Buffer *b : t.buffers) {
+        // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.
+        if (b->weights && !b->pinned) {
+            auto pin = (bool (*)(void *, size_t))proc("ggml_backend_register_host_buffer");
+            b->pinned = pin && pin(b->base, b->size);
+        }
+    }
+}
+
+static void stop_tower(Device &t) {
+    t.synchronize();
+    t.reset_ring();
+    ggml_backend_synchronize(t.copy);
+    t.programs.clear();
+    for (Buffer *b : t.buffers) {
+        if (b->inner) {
+            InnerBuffer inner(b->inner);
+            t.release(Use::buffers, inner);
+            b->inner = nullptr;
+            b->inner_base = nullptr;
+        }
+    }
+    t.release(Use::ring, t.ring.buffer);
+    t.ring.base = nullptr;
+    t.ring.capacity = 0;
+    t.release(Use::core, t.core);
+    t.release(Use::scratch, t.scratch);
+    t.residency_generation++;
+    t.committed = false;
+}
+
+// Takes from the language model's budget, the ladder's tail first, then its ring, which comes back with its next graph.
+static uint64_t borrow(Device &d, uint64_t least, uint64_t wanted) {
+    if (!d.make_room(least)) {
+        d.resize_ring(0);
+        if (!d.make_room(least)) {
+            return 0;
+        }
+    }
+    const uint64_t limit = d.budget.load(), held = d.used();
+    const uint64_t taken = std::max(least, std::min(wanted, limit - held));
+    {
+        std::lock_guard<std::mutex> lock(d.state_mutex);
+        d.used_by[(int)Use::buffers] += taken;
+        d.peak = std::max(d.peak, held + taken);
+    }
+    d.update_placements();
+    return taken;
+}
+
+static void give_back(Device &d, uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.used_by[(int)Use::buffers] -= bytes;
+}
+
+static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, uint64_t &borrowed) {
+    const Traffic traffic = traffic_of(graph);
+    std::string why;
+    t.overhead.store(0);
+    t.wanted_ring = 0;
+    t.budget.store(0);
+    t.commit(why); // refused, but it has cut the weights into pieces and knows the floor
+    uint64_t activations = 0;
+    for (const auto &[buffer, bytes] : traffic.extent) {
+        activations += t.granular(bytes);
+    }
+    const uint64_t least = t.floor.load() + activations;
+    borrowed = borrow(d, least, least + 2 * t.min_ring);
+    if (borrowed == 0) {
+        GGML_LOG_ERROR("frameshard: this image needs %llu MiB of VRAM beside the language model's %llu MiB, the budget "
+                       "is %llu MiB\n",
+                       (unsigned long long)(least >> 20), (unsigned long long)(d.fixed() >> 20),
+                       (unsigned long long)(d.budget.load() >> 20));
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    t.budget.store(borrowed);
+    t.requested_budget.store(borrowed);
+    for (const auto &[buffer, bytes] : traffic.extent) {
+        InnerBuffer inner = t.allocate(Use::buffers, bytes);
+        if (!inner) {
+            GGML_LOG_ERROR("frameshard: the device refused %zu MiB for an image\n", bytes >> 20);
+            return GGML_STATUS_ALLOC_FAILED;
+        }
+        buffer->inner_base = (char *)ggml_backend_buffer_get_base(inner.get());
+        buffer->inner = inner.release();
+    }
+    if (t.commit(why) != FSD_OK) {
+        GGML_LOG_ERROR("frameshard: %s\n", why.c_str());
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    for (const ggml_tensor *in : traffic.in) {
+        Buffer *b = buffer_of(in);
+        const size_t bytes = std::min(ggml_nbytes(in), b->size - (size_t)((char *)in->data - b->base));
+        ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)in->data - b->base), bytes);
+        ggml_backend_tensor_set(&raw, in->data, 0, bytes);
+    }
+    const ggml_status status = t.run(graph);
+    t.synchronize();
+    if (status == GGML_STATUS_SUCCESS) {
+        for (const ggml_tensor *out : traffic.out) {
+            Buffer *b = buffer_of(root_of(out));
+            ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)out->data - b->base), ggml_nbytes(out));
+            ggml_backend_tensor_get(&raw, out->data, 0, ggml_nbytes(out));
+        }
+    }
+    return status;
+}
+
+static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) {
+    Device &d = device(), &t = tower();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed) {
+        GGML_LOG_ERROR("frameshard: an image was encoded before fsd_commit\n");
+        return GGML_STATUS_FAILED;
+    }
+    t.abort.store(false); // then the other's: whoever sets both sets that one first
+    if (d.abort.load()) {
+        return GGML_STATUS_ABORTED;
+    }
+    if (d.budget_is_pending()) {
+        d.apply_budget();
+    }
+    d.synchronize();
+    uint64_t borrowed = 0;
+    start_tower(t, d);
+    const ggml_status status = encode(t, d, graph, borrowed); // run() takes the tower's own mutex
+    stop_tower(t);
+    give_back(d, borrowed);
+    if (d.budget_is_pending()) {
+        d.apply_budget();
+    }
+    return status;
+}
+
+void interrupt_tower() { tower().abort.store(true); }
+
+void add_tower_counters(fsd_stats &stats) {
+    Device &t = tower();
+    std::lock_guard<std::mutex> lock(t.state_mutex);
+    stats.graphs += t.counters.graphs;
+    stats.steps += t.counters.steps;
+    stats.copies += t.counters.copies;
+    stats.copied_bytes += t.counters.copied_bytes;
+    stats.cpu_segments += t.counters.cpu_segments;
+    stats.recompiles += t.counters.recompiles;
+}
+
+// ---------------------------------------------------------------------------------------------------- backend and device
+
+static const char *name_of_backend(ggml_backend_t) { return "FRAMESHARD_VISION"; }
+
+static void backend_free(ggml_backend_t backend) { delete backend; }
+
+static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
+    if (!device().configured.load()) {
+        GGML_LOG_ERROR("frameshard: call fsd_configure before the vision model is loaded\n");
+        return nullptr;
+    }
+    static ggml_guid guid = {0x66, 0x72, 0x61, 0x6d, 0x65, 0x73, 0x68, 0x61,
+                             0x72, 0x64, 0x2d, 0x76, 0x69, 0x73, 0x30, 0x31};
+    ggml_backend_i iface = {};
+    iface.get_name = name_of_backend;
+    iface.free = backend_free;
+    iface.graph_compute = backend_compute;
+    return new ggml_backend{&guid, iface, dev, nullptr};
+}
+
+static const char *dev_name(ggml_backend_dev_t) { return "FRAMESHARD_VISION"; }
+
+static const char *dev_description(ggml_backend_dev_t) { return "frameshard, for the vision tower"; }
+
+static void dev_memory(ggml_backend_dev_t, size_t *free, size_t *total) {
+    ggml_backend_dev_memory(plugin_device(), free, total);
+}
+
+static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
+
+static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props *props) {
+    *props = {};
+    props->name = dev_name(dev);
+    props->description = dev_description(dev);
+    props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
+    dev_memory(dev, &props->memory_free, &props->memory_total);
+}
+
+static ggml_backend_buffer_type_t dev_buffer_type(ggml_backend_dev_t) { return buffer_type(); }
+
+static bool dev_supports_op(ggml_backend_dev_t, const ggml_tensor *op) {
+    return ggml_backend_dev_supports_op(plugin_device(), op);
+}
+
+static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) { return buft == buffer_type(); }
+
+ggml_backend_dev_t vision_device() {
+    static ggml_backend_device dev = [] {
+        ggml_backend_device x = {};
+        x.iface.get_name = dev_name;
+        x.iface.get_description = dev_description;
+        x.iface.get_memory = dev_memory;
+        x.iface.get_type = dev_type;
+        x.iface.get_props = dev_props;
+        x.iface.init_backend = dev_init;
+        x.iface.get_buffer_type = dev_buffer_type;
+        x.iface.supports_op = dev_supports_op;
+        x.iface.supports_buft = dev_supports_buft;
+        x.reg = registry();
+        return x;
+    }();
+    return &dev;
+}
+
+} // namespace fsd

@@ -1,0 +1,19 @@
+// The vision tower's share of the shard device: a second ggml device, FRAMESHARD_VISION, over the same inner device and
+// under the same budget. It holds VRAM only while one of its graphs runs.
+#pragma once
+
+#include "device.h"
+
+namespace fsd {
+
+ggml_backend_dev_t vision_device();
+
+// [any thread] The running encode ends at its next step with GGML_STATUS_ABORTED and gives back all that it holds.
+void interrupt_tower();
+
+bool is_tower_buffer(ggml_backend_buffer_t buffer);
+
+// [any thread] Adds what the tower has done to the counters of `stats`.
+void add_tower_counters(fsd_stats &stats);
+
+} // namespace fsd

@@ -1,0 +1,18 @@
+"""The shard device's second ggml device: registered, never offered as a GPU of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LOOK = """
+import frameshard.engine
+from frameshard import native
+native._load()
+assert native.device_handle("FRAMESHARD_VISION")
+assert not [name for name in native.gpu_devices() if name.startswith("FRAMESHARD")]
+"""
+
+
+def test_the_vision_device_is_registered_and_hidden() -> None:
+    subprocess.run([sys.executable, "-c", LOOK], check=True, timeout=60)
