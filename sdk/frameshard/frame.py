@@ -58,6 +58,7 @@ class FrameBlock:
     """The writer of the page at `path`. Not for several threads at once. Raises :class:`BadArgument`."""
 
     def __init__(self, path: str | os.PathLike[str], *, target_frame_ms: float = 1000 / 60) -> None:
+        self.path = os.fspath(path)
         try:
             with open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE_BYTES)

@@ -98,6 +98,7 @@ class Batcher:
         self._lock = threading.Lock()
         self._interrupted: set[int] = set()
         self._in_flight: frozenset[int] = frozenset()
+        self._prompt_tokens = 0
         self.chunk = runtime.n_ubatch
         """Prompt tokens that jobs which start from now on read in one go."""
 
@@ -114,7 +115,8 @@ class Batcher:
         return bool(self._in_flight)
 
     def statistics(self) -> dict[str, object]:
-        """[any thread] Jobs running and queued, conversations kept, and tokens per second of the last two seconds."""
+        """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and prompt
+        tokens read since the load."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
@@ -123,6 +125,7 @@ class Batcher:
             "jobs_queued": len(self._queued),
             "conversations": sum(slot.conversation is not None for slot in self._slots),
             "tokens_per_second": rate,
+            "prompt_tokens": self._prompt_tokens,
         }
 
     def submit(self, message: Mapping[str, object]) -> None:
@@ -200,6 +203,7 @@ class Batcher:
             slot.shapes.append(len(tokens))
             if job.reading:
                 job.shapes.popleft()
+                self._prompt_tokens += len(tokens)
             if not job.reading:
                 events += self._next_token(job, row, now)
         return events

@@ -1,0 +1,245 @@
+"""How fast VRAM comes back, and whether anybody notices: random shrinks and grows under a running sidecar.
+
+    python profiles/tools/negotiate.py MODEL.gguf --device CUDA0 --json negotiate.json
+
+200 changes of 256 MiB to 2 GiB while an answer is written and 50 in the middle of reading a prompt of 8,192 tokens, in
+stream-only mode: the text must be the one of an undisturbed run. On a machine with NVML the use of the card is sampled
+all along; no sample may lie above the budget once the deadline of 50 ms has passed. Needs a card that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+import frameshard
+
+MIB = 1 << 20
+DEADLINE_S = 0.050
+SAMPLE_S = 0.005
+WORDS = "the innkeeper pours another cup and tells of the road that leads north past the mill into the hills "
+
+
+@dataclass
+class Card:
+    """Use of the first GPU as NVML counts it, beyond what it was before the sidecar."""
+
+    samples: list[tuple[float, int]] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> bool:
+        """False where NVML is missing."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception as error:
+            print(f"no NVML, use of the card is not sampled: {error}", file=sys.stderr)
+            return False
+        before = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+        def sample() -> None:
+            while not self._stop.wait(SAMPLE_S):
+                self.samples.append((time.monotonic(), int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) - before))
+
+        self._thread = threading.Thread(target=sample, daemon=True)
+        self._thread.start()
+        return True
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+@dataclass
+class Change:
+    """One change of the budget: when it was asked, and seconds until it was released and observed."""
+
+    at: float
+    budget_bytes: int
+    shrink: bool
+    phase: str
+    released_s: float = 0.0
+    round_trip_s: float = 0.0
+    observed_s: float | None = None
+
+
+class Run:
+    def __init__(self, client: frameshard.Client, args: argparse.Namespace, bounds: frameshard.Budget) -> None:
+        self.client, self.args, self.bounds = client, args, bounds
+        self.random = random.Random(args.seed)
+        self.changes: list[Change] = []
+        self.wrong_texts = 0
+        self.texts = 0
+
+    async def set(self, budget_bytes: int, phase: str, shrink: bool) -> None:
+        change = Change(time.monotonic(), budget_bytes, shrink, phase)
+        self.changes.append(change)
+
+        def released(result: frameshard.BudgetResult) -> None:
+            change.round_trip_s, change.released_s = time.monotonic() - change.at, result.seconds
+
+        result = await self.client.set_budget(budget_bytes / MIB, on_released=released, observe=shrink)
+        if result.observed is not None and result.observed.bytes is not None:
+            change.observed_s = result.observed.seconds
+
+    def shrunk(self) -> int:
+        room = self.bounds.full_bytes - self.bounds.floor_bytes
+        low, high = (256 * MIB, 2048 * MIB) if room > 2048 * MIB else (room // 8, room)
+        return self.bounds.full_bytes - self.random.randint(low, high) // MIB * MIB
+
+    async def answer(self, prompt: str, n: int) -> frameshard.Completion:
+        sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
+        return await self.client.complete(prompt, sampling=sampling).completed()
+
+    def check(self, text: str, expected: str) -> None:
+        self.texts += 1
+        self.wrong_texts += text != expected
+
+    async def decoding(self) -> None:
+        prompt = "Once upon a time"
+        expected = (await self.answer(prompt, self.args.tokens)).text
+        async with trio.open_nursery() as nursery:
+
+            async def speak() -> None:
+                while True:
+                    self.check((await self.answer(prompt, self.args.tokens)).text, expected)
+
+            nursery.start_soon(speak)
+            for _ in range(self.args.decode // 2):
+                await self.set(self.shrunk(), "decode", True)
+                await trio.sleep(0.03)
+                await self.set(self.bounds.full_bytes, "decode", False)
+                await trio.sleep(0.12)
+            while not self.texts:  # at least one answer as a whole
+                await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+
+    async def reading(self) -> None:
+        short = await self.answer(WORDS * 10, 1)
+        prompt = WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
+        undisturbed = await self.answer(prompt, 2)
+        undisturbed = await self.answer(prompt, 2)
+        print(f"prompt of {undisturbed.n_prompt} tokens: {undisturbed.prefill_s:.2f} s undisturbed", file=sys.stderr)
+        for _ in range(self.args.prefill):
+            async with trio.open_nursery() as nursery:
+
+                async def read() -> None:
+                    self.check((await self.answer(prompt, 2)).text, undisturbed.text)
+
+                nursery.start_soon(read)
+                await trio.sleep(undisturbed.prefill_s * self.random.uniform(0.2, 0.8))
+                await self.set(self.shrunk(), "prefill", True)
+            await self.set(self.bounds.full_bytes, "prefill", False)
+
+
+def above_budget(samples: list[tuple[float, int]], changes: list[Change]) -> tuple[int, int]:
+    """Samples above the budget in force after its deadline, and by how many bytes at most."""
+    count = worst = at = 0
+    for when, used in samples:
+        while at + 1 < len(changes) and changes[at + 1].at <= when:
+            at += 1
+        change = changes[at]
+        if change.at + DEADLINE_S < when and used > change.budget_bytes:
+            count, worst = count + 1, max(worst, used - change.budget_bytes)
+    return count, worst
+
+
+def row(changes: list[Change], value: str) -> dict[str, float]:
+    figures = sorted(1000 * found for change in changes if (found := getattr(change, value)) is not None)
+    if not figures:
+        return {}
+    return {
+        "n": len(figures),
+        "p50_ms": figures[len(figures) // 2],
+        "p99_ms": figures[min(len(figures) - 1, int(len(figures) * 0.99))],
+        "max_ms": figures[-1],
+    }
+
+
+async def main(args: argparse.Namespace) -> dict[str, Any]:
+    card = Card()
+    sampled = args.device not in ("cpu", "emulated") and card.start()
+    started = time.monotonic()
+    async with frameshard.launch(
+        args.model,
+        device=args.device,
+        n_ctx=args.prompt + 2048,
+        n_parallel=1,
+        n_ubatch=args.ubatch,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps,
+        mode="stream_only",
+    ) as client:
+        bounds = await client.budget()
+        print(
+            f"loaded in {time.monotonic() - started:.1f} s; floor {bounds.floor_bytes >> 20} MiB, "
+            f"full {bounds.full_bytes >> 20} MiB",
+            file=sys.stderr,
+        )
+        run = Run(client, args, bounds)
+        await run.set(bounds.full_bytes, "start", False)
+        await run.decoding()
+        await run.reading()
+        stats = (await client.stats()).engine or {}
+        model = await client.model_info()
+    card.stop()
+    rows = {}
+    for phase in ("decode", "prefill"):
+        for shrink, word in ((True, "shrink"), (False, "grow")):
+            of = [change for change in run.changes if change.phase == phase and change.shrink is shrink]
+            for value in ("released_s", "round_trip_s", "observed_s"):
+                if figures := row(of, value):
+                    rows[f"{phase} {word} {value.removesuffix('_s')}"] = figures
+    above, worst = above_budget(card.samples, run.changes)
+    return {
+        "model": model.name,
+        "device": model.device,
+        "floor_mb": bounds.floor_bytes / MIB,
+        "full_mb": bounds.full_bytes / MIB,
+        "rows": rows,
+        "texts": run.texts,
+        "texts_that_differ": run.wrong_texts,
+        "nvml_samples": len(card.samples) if sampled else None,
+        "nvml_samples_above_budget": above if sampled else None,
+        "nvml_worst_excess_mb": worst / MIB if sampled else None,
+        "ledger_peak_mb": stats.get("peak_bytes", 0) / MIB,
+        "seconds": time.monotonic() - started,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
+    parser.add_argument("--decode", type=int, default=200, help="changes while an answer is written (200)")
+    parser.add_argument("--prefill", type=int, default=50, help="shrinks in mid-prompt (50)")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens (8192)")
+    parser.add_argument("--tokens", type=int, default=600, help="of each answer (600)")
+    parser.add_argument("--ubatch", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    arguments = parser.parse_args()
+    document = trio.run(main, arguments)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(document, file, indent=2)
+    print(f"{'':28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
+    for name, figures in document["rows"].items():
+        print(f"{name:28}{figures['n']:6}{figures['p50_ms']:10.2f}{figures['p99_ms']:10.2f}{figures['max_ms']:10.2f}")
+    for name in ("texts", "texts_that_differ", "nvml_samples", "nvml_samples_above_budget", "nvml_worst_excess_mb"):
+        print(f"{name}: {document[name]}")
+    print(f"in {document['seconds']:.0f} s")
