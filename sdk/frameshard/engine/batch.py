@@ -115,8 +115,8 @@ class Batcher:
         return bool(self._in_flight)
 
     def statistics(self) -> dict[str, object]:
-        """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and prompt
-        tokens read since the load."""
+        """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and
+        tokens of prompts read since the load."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
