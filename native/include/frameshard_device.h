@@ -136,10 +136,10 @@ FSD_API fsd_status fsd_set_scheduling_mode(fsd_scheduling_mode mode); /* [any th
 
 typedef struct {
     uint32_t struct_size;
-    uint32_t pacing;       /* 1 while steps wait for the host's frames */
-    uint64_t frames;       /* seen, and those of them that took longer than the mode allows */
+    uint32_t pacing; /* 1 while steps wait for the host's frames */
+    uint64_t frames; /* seen, and those of them that took longer than the mode allows */
     uint64_t late_frames;
-    double frame_time_s;   /* of the last frame */
+    double frame_time_s; /* of the last frame */
     double target_frame_s;
     double longest_step_s; /* of late */
     double waited_s;       /* all that steps have waited for frames */
