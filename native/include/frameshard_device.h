@@ -111,10 +111,6 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
  * used_bytes <= bytes, at most timeout_s. A budget below the floor is refused with FSD_BELOW_FLOOR and changes nothing. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
 
-/* Gives all VRAM back except what the driver holds for the process. The llama context must be freed before; a new one and
- * fsd_commit take it again, and then fsd_set_plan. The budget stays as it is, and may be changed meanwhile. */
-FSD_API fsd_status fsd_release(void);
-
 /* Starts copies of weights into free budget until the resident set is as large as it may be, at most about max_bytes;
  * *filled gets the bytes, 0 when there is nothing to do. The next graph uses them and waits for them on the device. */
 FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);

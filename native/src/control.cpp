@@ -36,47 +36,15 @@ static std::string device_list() {
     return names;
 }
 
-// Everything but what the driver itself holds goes back. The context must be freed before.
-void Device::release_all() {
-    synchronize();
-    while (!slabs.empty()) {
-        pop_slab();
-    }
-    resize_ring(0);
-    programs.clear();
-    release(Use::scratch, scratch);
-    scratch_base = nullptr;
-    release(Use::core, core);
-    core_base = nullptr;
-    tiers.clear();
-    // The inner device's own pools and workspaces belong to its backends.
-    ggml_backend_free(copy);
-    ggml_backend_free(compute);
-    copy = compute = nullptr;
-    committed = false;
-    floor.store(0);
-    for (uint32_t *shards : {&counters.resident_shards, &counters.streamed_shards, &counters.cpu_shards}) {
-        *shards = 0;
-    }
-    counters.resident_bytes = counters.streamed_bytes = counters.cpu_bytes = 0;
-}
-
-static bool open_streams(Device &d) {
-    if (!d.compute) {
-        d.compute = ggml_backend_dev_init(d.inner, nullptr);
-    }
-    if (!d.copy) {
-        d.copy = ggml_backend_dev_init(d.inner, nullptr);
-    }
-    return d.compute && d.copy;
-}
+// A budget of 0 means no limit.
+static uint64_t limit_of(uint64_t budget_bytes) { return budget_bytes ? budget_bytes : UINT64_MAX / 4; }
 
 void Device::read_page_budget() {
     uint64_t generation, bytes;
     if (!pacing.new_budget(generation, bytes)) {
         return;
     }
-    const uint64_t wanted = bytes ? bytes : UINT64_MAX / 4;
+    const uint64_t wanted = limit_of(bytes);
     if (wanted < floor.load()) {
         pacing.answer(generation, true, budget.load(), used(), floor.load());
         return;
@@ -85,6 +53,18 @@ void Device::read_page_budget() {
     requested_budget.store(wanted);
     page_generation.store(generation);
     requested_generation.fetch_add(1);
+}
+
+// False while a graph runs: its executor applies the budget.
+bool Device::apply_budget_if_idle() {
+    std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock);
+    if (!lock.owns_lock()) {
+        return false;
+    }
+    if (budget_is_pending()) {
+        apply_budget();
+    }
+    return true;
 }
 
 void Device::answer_page() {
@@ -156,8 +136,10 @@ fsd_status fsd_configure(const fsd_config *config) {
     }
     // ggml-cuda registers host memory only where this is set; llama.cpp's own use of it is off with our buffers.
     setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
+    d.compute = ggml_backend_dev_init(d.inner, nullptr);
+    d.copy = ggml_backend_dev_init(d.inner, nullptr);
     d.cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
-    if (!open_streams(d) || !d.cpu) {
+    if (!d.compute || !d.copy || !d.cpu) {
         d.inner = nullptr;
         return fail(FSD_OUT_OF_MEMORY, std::string("the device '") + config->inner_device + "' could not be opened");
     }
@@ -171,7 +153,7 @@ fsd_status fsd_configure(const fsd_config *config) {
     d.step_bytes = config->step_bytes;
     d.slab_bytes = config->slab_bytes;
     d.chunk_bytes = config->chunk_bytes;
-    d.budget.store(config->budget_bytes ? config->budget_bytes : UINT64_MAX / 4);
+    d.budget.store(limit_of(config->budget_bytes));
     d.requested_budget.store(d.budget.load());
     d.configured.store(true);
     return FSD_OK;
@@ -200,9 +182,6 @@ fsd_status fsd_commit(void) {
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.configured.load() || d.committed) {
         return fail(FSD_BAD_STATE, "fsd_commit comes once, after fsd_configure and the llama context");
-    }
-    if (!open_streams(d)) {
-        return fail(FSD_OUT_OF_MEMORY, "the device could not be opened again");
     }
     std::string why;
     const fsd_status status = d.commit(why);
@@ -258,7 +237,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
     if (!d.configured.load()) {
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
-    const uint64_t wanted = bytes ? bytes : UINT64_MAX / 4;
+    const uint64_t wanted = limit_of(bytes);
     if (wanted < d.floor.load()) {
         return fail(FSD_BELOW_FLOOR, "a VRAM budget of " + std::to_string(wanted >> 20) +
                                          " MiB is below the floor of " +
@@ -275,11 +254,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
     while (d.applied_generation.load() < mine) {
-        if (d.graph_mutex.try_lock()) { // no graph runs: apply it here
-            if (d.budget_is_pending()) {
-                d.apply_budget();
-            }
-            d.graph_mutex.unlock();
+        if (d.apply_budget_if_idle()) {
             continue;
         }
         std::unique_lock<std::mutex> lock(d.state_mutex);
@@ -334,21 +309,6 @@ fsd_status fsd_set_overhead(uint64_t bytes) {
     return FSD_OK;
 }
 
-fsd_status fsd_release(void) {
-    Device &d = device();
-    std::lock_guard<std::mutex> lock(d.graph_mutex);
-    if (!d.committed) {
-        return fail(FSD_BAD_STATE, "fsd_release comes after fsd_commit");
-    }
-    for (const Buffer *b : d.buffers) {
-        if (!b->weights) {
-            return fail(FSD_BAD_STATE, "the llama context is freed before fsd_release");
-        }
-    }
-    d.release_all();
-    return FSD_OK;
-}
-
 fsd_status fsd_open_frame_block(const char *path) {
     std::string why;
     return device().pacing.open(path, why) ? FSD_OK : fail(FSD_BAD_ARGUMENT, why);
@@ -360,12 +320,8 @@ fsd_status fsd_poll_frame_block(void) {
         return FSD_OK;
     }
     d.read_page_budget();
-    // While a graph runs its executor does this.
-    if (d.budget_is_pending() && d.graph_mutex.try_lock()) {
-        if (d.budget_is_pending()) {
-            d.apply_budget();
-        }
-        d.graph_mutex.unlock();
+    if (d.budget_is_pending()) {
+        d.apply_budget_if_idle();
     }
     d.answer_page();
     return FSD_OK;

@@ -17,8 +17,7 @@ Device &device() {
     return *d;
 }
 
-// Address space only: pages that no CPU segment touches cost nothing.
-static char *reserve_addresses(size_t size) {
+char *reserve_addresses(size_t size) {
 #if defined(_WIN32)
     return (char *)VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 #else
@@ -27,13 +26,24 @@ static char *reserve_addresses(size_t size) {
 #endif
 }
 
-static void release_addresses(char *p, size_t size) {
+void release_addresses(char *p, size_t size) {
 #if defined(_WIN32)
     (void)size;
     VirtualFree(p, 0, MEM_RELEASE);
 #else
     munmap(p, size);
 #endif
+}
+
+void Device::add_weight(const ggml_tensor *t) {
+    if (weight_at.emplace(t->data, (int)weights.size()).second) {
+        Weight w;
+        w.name = t->name;
+        w.shape = *t;
+        w.host = (const char *)t->data;
+        w.bytes = ggml_nbytes(t);
+        weights.push_back(std::move(w));
+    }
 }
 
 // --------------------------------------------------------------------------------------------------------------- buffer
@@ -80,15 +90,7 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     }
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    // Tied embeddings appear as two tensors on the same bytes.
-    if (d.weight_at.emplace(t->data, (int)d.weights.size()).second) {
-        Weight w;
-        w.name = t->name;
-        w.shape = *t;
-        w.host = (const char *)t->data;
-        w.bytes = ggml_nbytes(t);
-        d.weights.push_back(std::move(w));
-    }
+    d.add_weight(t);
     return GGML_STATUS_SUCCESS;
 }
 

@@ -95,6 +95,8 @@ struct Ring {
 
 struct Program;
 
+inline const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
+
 struct Device {
     // fixed by fsd_configure
     ggml_backend_dev_t inner = nullptr;
@@ -177,7 +179,7 @@ struct Device {
         return s < (int)slabs.size() && slabs[s].ready;
     }
     fsd_status commit(std::string &why);
-    void release_all();
+    bool apply_budget_if_idle();
     void read_page_budget(); // [any thread] what the frame block asks for becomes the requested budget
     void answer_page();      // [any thread]
 
@@ -188,9 +190,9 @@ struct Device {
     bool before_step(bool on_cpu); // false: the graph is to be aborted
     const Tier *tier_for(int64_t n_tokens) const;
 
+    void add_weight(const ggml_tensor *t); // once for tied embeddings, two tensors on the same bytes
     Weight *weight_of(const ggml_tensor *t) {
-        const ggml_tensor *root = t->view_src ? t->view_src : t;
-        auto it = weight_at.find(root->data);
+        auto it = weight_at.find(root_of(t)->data);
         return it == weight_at.end() ? nullptr : &weights[it->second];
     }
 };
@@ -202,6 +204,10 @@ Buffer *buffer_of(const ggml_tensor *t);
 
 // A tensor of `bytes` raw bytes at an address of an inner buffer, for ggml's copy functions.
 ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes);
+
+// Zeroed memory of which pages that nothing touches cost nothing.
+char *reserve_addresses(size_t size);
+void release_addresses(char *p, size_t size);
 
 ggml_backend_reg_t registry();
 ggml_backend_dev_t plugin_device();

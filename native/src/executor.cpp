@@ -26,8 +26,6 @@ static bool is_noop(const ggml_tensor *t) {
     return ggml_op_is_empty(t->op) || ggml_is_empty(t) || (t->flags & GGML_TENSOR_FLAG_COMPUTE) == 0;
 }
 
-static const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
-
 // KV caches and recurrent state: buffers that outlive the graph.
 static bool is_persistent(const ggml_tensor *t) {
     const ggml_tensor *root = root_of(t);

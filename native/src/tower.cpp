@@ -13,12 +13,6 @@
 #include <memory>
 #include <set>
 
-#if defined(_WIN32)
-#include <malloc.h>
-#else
-#include <sys/mman.h>
-#endif
-
 namespace fsd {
 
 static Device &tower() {
@@ -34,25 +28,6 @@ static void *proc(const char *name) {
 
 static Buffer *ctx(ggml_backend_buffer_t b) { return (Buffer *)b->context; }
 
-static char *host_alloc(size_t size) {
-#if defined(_WIN32)
-    return (char *)_aligned_malloc(size, 4096);
-#else
-    // Pages that are never touched cost nothing: of a compute buffer that is all but inputs and results.
-    void *p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return p == MAP_FAILED ? nullptr : (char *)p;
-#endif
-}
-
-static void host_free(char *p, size_t size) {
-#if defined(_WIN32)
-    (void)size;
-    _aligned_free(p);
-#else
-    munmap(p, size);
-#endif
-}
-
 static void buffer_free(ggml_backend_buffer_t b) {
     Device &t = tower();
     std::lock_guard<std::mutex> lock(t.graph_mutex);
@@ -67,7 +42,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
             unregister(c->base);
         }
     }
-    host_free(c->base, std::max<size_t>(c->size, 1));
+    release_addresses(c->base, std::max<size_t>(c->size, 1));
     t.buffers.erase(std::remove(t.buffers.begin(), t.buffers.end(), c), t.buffers.end());
     delete c;
 }
@@ -87,14 +62,7 @@ static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data
     Device &d = tower();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     ctx(b)->weights = true;
-    if (d.weight_at.emplace(t->data, (int)d.weights.size()).second) {
-        Weight w;
-        w.name = t->name;
-        w.shape = *t;
-        w.host = (const char *)t->data;
-        w.bytes = ggml_nbytes(t);
-        d.weights.push_back(std::move(w));
-    }
+    d.add_weight(t);
 }
 
 static void buffer_get(ggml_backend_buffer_t, const ggml_tensor *t, void *data, size_t offset, size_t size) {
@@ -126,7 +94,7 @@ static const char *buft_name(ggml_backend_buffer_type_t) { return "FRAMESHARD_VI
 static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
     auto c = std::make_unique<Buffer>();
     c->size = size;
-    c->base = host_alloc(std::max<size_t>(size, 1));
+    c->base = reserve_addresses(std::max<size_t>(size, 1));
     if (!c->base) {
         return nullptr;
     }
@@ -154,8 +122,6 @@ static ggml_backend_buffer_type_t buffer_type() {
 }
 
 // -------------------------------------------------------------------------------------------------------------- running
-
-static const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
 
 // What of each buffer a graph touches, what it reads from before it, and what is read after it.
 struct Traffic {

@@ -318,11 +318,6 @@ class ShardDevice:
         """Takes the VRAM the model cannot do without. Raises BudgetBelowFloor, OutOfMemory."""
         self._check(self._lib.fsd_commit())
 
-    def release(self) -> None:
-        """Gives all VRAM back except the driver's own. The llama context must be freed; a new one and :meth:`commit`
-        take it again."""
-        self._check(self._lib.fsd_release())
-
     def open_frame_block(self, path: str | None) -> None:
         """Any thread: works around the frames that the host writes into this page. Raises BadArgument."""
         self._check(self._lib.fsd_open_frame_block(None if path is None else os.fsencode(path)))
