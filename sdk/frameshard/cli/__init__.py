@@ -39,8 +39,8 @@ frameshard runs a language model beside a game on one GPU and hands VRAM back to
 EPILOG = """\
 start here:
   frameshard chat --model smollm2-135m                     a 93 MB model, fetched on first use
-  frameshard chat --model smollm2-135m --device emulated --vram-budget 64
-                                                           no GPU needed: a card of 64 MiB is emulated
+  frameshard chat --model smollm2-135m --device emulated --vram-budget 128
+                                                           no GPU needed: a card of 128 MiB is emulated
   frameshard plan --model my.gguf --vram-budget 2GiB,4GiB  what would fit, how fast
   frameshard serve --model my.gguf --vram-budget 4GiB      the process that a game talks to
 

@@ -1,6 +1,6 @@
 """``frameshard chat``: talk to a model in the terminal, through a sidecar as a game would.
 
-Input is read while an answer streams, so a command such as ``/budget 64`` acts in mid-answer; a question waits for its
+Input is read while an answer streams, so a command such as ``/budget 128`` acts in mid-answer; a question waits for its
 turn. Answers go to standard output, everything else to standard error.
 """
 
@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "chat",
         help="talk to a model in the terminal and change its VRAM while it answers",
-        description="Starts a sidecar and talks to it. While it answers, /budget 64 takes VRAM away or gives it back.",
+        description="Starts a sidecar and talks to it. While it answers, /budget 128 takes VRAM away or gives it back.",
         epilog=f"in the conversation:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
