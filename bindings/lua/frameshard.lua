@@ -23,8 +23,8 @@ typedef int32_t fs_status;
 enum { FS_OK = 0, FS_INTERNAL = 1, FS_BAD_ARGUMENT = 10, FS_BAD_MESSAGE = 11, FS_UNKNOWN_JOB = 12,
   FS_CONTEXT_OVERFLOW = 13, FS_UNSUPPORTED = 14, FS_MODEL_NOT_FOUND = 20, FS_BAD_MODEL = 21, FS_UNKNOWN_DEVICE = 22,
   FS_BUDGET_BELOW_FLOOR = 23, FS_VERSION_MISMATCH = 24, FS_OUT_OF_MEMORY = 25, FS_ENDPOINT_IN_USE = 30,
-  FS_CONNECTION_LOST = 31, FS_ENGINE_DIED = 32, FS_OVERLOADED = 33, FS_DEADLINE_MISSED = 34, FS_CANCELLED = 40,
-  FS_DOWNLOAD_FAILED = 41 };
+  FS_CONNECTION_LOST = 31, FS_ENGINE_DIED = 32, FS_OVERLOADED = 33, FS_DEADLINE_MISSED = 34, FS_STALE_LEASE = 35,
+  FS_CANCELLED = 40, FS_DOWNLOAD_FAILED = 41 };
 const char *fs_status_name(fs_status status);
 int32_t fs_status_retriable(fs_status status);
 const char *fs_last_error(uint32_t *length);
@@ -111,15 +111,53 @@ fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_leng
   uint64_t *job);
 fs_status fs_cancel(fs_client *client, uint64_t job);
 fs_status fs_forget(fs_client *client, const char *conversation);
+enum { FS_LEASE_ACTIVE = 1, FS_LEASE_PARKED = 2, FS_LEASE_HIBERNATED = 3 };
+typedef struct fs_lease {
+  uint32_t struct_size;
+  int32_t state;
+  uint64_t vram_budget_bytes;
+  uint64_t floor_bytes;
+  uint64_t version;
+  double timeout_s;
+  const char *reason;
+} fs_lease;
+void fs_lease_init(fs_lease *lease, uint32_t struct_size);
+fs_status fs_set_lease(fs_client *client, const fs_lease *lease, uint64_t *request);
 fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request);
 fs_status fs_get_budget(fs_client *client, uint64_t *request);
 fs_status fs_get_stats(fs_client *client, uint64_t *request);
+fs_status fs_get_caps(fs_client *client, uint64_t *request);
+fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 fs_status fs_shutdown(fs_client *client);
+enum { FS_PRIORITIZE_GRAPHICS = 1, FS_BALANCE = 2, FS_PRIORITIZE_COMPUTE = 3 };
+fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second, uint64_t *request);
+fs_status fs_get_frame_block(fs_client *client, uint64_t *request);
+typedef struct fs_frame_block fs_frame_block;
+fs_status fs_frame_block_open(const char *path, double target_frame_s, fs_frame_block **block);
+void fs_frame_block_close(fs_frame_block *block);
+fs_status fs_frame_begin(fs_frame_block *block);
+fs_status fs_frame_end(fs_frame_block *block, double gpu_busy_s);
+fs_status fs_frame_idle(fs_frame_block *block);
+fs_status fs_frame_set_budget(fs_frame_block *block, uint64_t vram_budget_bytes, uint64_t *generation);
+typedef struct fs_frame_answer {
+  uint32_t struct_size;
+  uint32_t reserved;
+  uint64_t applied_generation;
+  uint64_t refused_generation;
+  uint64_t budget_bytes;
+  uint64_t used_bytes;
+  uint64_t floor_bytes;
+} fs_frame_answer;
+fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answer *answer);
 enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DONE = 4, FS_EVENT_FAILED = 5,
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
-  FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13 };
+  FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
+  FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4 };
+enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
+enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
+  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6 };
 typedef struct fs_event {
   uint32_t type;
   fs_status status;
@@ -144,6 +182,19 @@ typedef struct fs_event {
   double seconds;
   double prefill_s;
   double decode_s;
+  uint32_t decision;
+  uint32_t lease_state;
+  uint32_t notice;
+  int32_t fits;
+  uint64_t version;
+  uint64_t wanted_bytes;
+  int64_t total_bytes;
+  int64_t free_bytes;
+  double ttft_s;
+  double tokens_per_second;
+  uint64_t resident_bytes;
+  uint64_t streamed_bytes;
+  uint64_t cpu_bytes;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);

@@ -80,6 +80,7 @@ enum {
     FS_ENGINE_DIED = 32,
     FS_OVERLOADED = 33,
     FS_DEADLINE_MISSED = 34,
+    FS_STALE_LEASE = 35,
     FS_CANCELLED = 40,
     FS_DOWNLOAD_FAILED = 41
 };
@@ -256,20 +257,115 @@ FS_API fs_status fs_forget(fs_client *client, const char *conversation);
 
 /* ---- VRAM and figures ------------------------------------------------------------------------------------------ */
 
-/* All that the sidecar holds in VRAM has to fit into `vram_budget_bytes` from now on; 0 is no limit. Jobs go on.
- * FS_EVENT_BUDGET_RELEASED follows when the memory is given back, then FS_EVENT_BUDGET_OBSERVED; or FS_EVENT_REFUSED with
- * FS_BUDGET_BELOW_FLOOR (nothing changes; event.floor_bytes), FS_DEADLINE_MISSED (stays in force) or FS_ENGINE_DIED.
- * `timeout_s`, 0.001..60, is the deadline of the release. `request` may be NULL. [client] */
+/* Where a lease may stand. */
+enum {
+    FS_LEASE_ACTIVE = 1,
+    FS_LEASE_PARKED = 2,    /* the KV cache is in RAM and no weights are in VRAM: only the driver's context is left */
+    FS_LEASE_HIBERNATED = 3 /* the engine process has ended: no VRAM at all. Conversations go on with the next lease */
+};
+
+/* What the host proposes. */
+typedef struct fs_lease {
+    uint32_t struct_size;       /* set by fs_lease_init */
+    int32_t state;              /* FS_LEASE_... Default FS_LEASE_ACTIVE */
+    uint64_t vram_budget_bytes; /* everything that the sidecar holds in VRAM has to fit; 0 (default): no limit. Of a
+                                   lease that is not active: what to come back to */
+    uint64_t floor_bytes;       /* kept while the sidecar is idle; it gives back what is above. Default 0: it gives
+                                   nothing back on its own */
+    uint64_t version;           /* a lease whose version is not above that in force is refused with FS_STALE_LEASE, so
+                                   late and repeated ones do no harm. Default 0: the last word counts */
+    double timeout_s;           /* 0.001..60: deadline of the release. Default 5 */
+    const char *reason;         /* at most 64 bytes, for logs. NULL (default): none */
+} fs_lease;
+
+/* Sets struct_size and every default; `struct_size` is sizeof(fs_lease). [any thread] */
+FS_API void fs_lease_init(fs_lease *lease, uint32_t struct_size);
+
+/* Proposes a lease. Jobs go on, at the rate that it allows. Three events follow: FS_EVENT_LEASE (what was decided),
+ * FS_EVENT_BUDGET_RELEASED when the memory is given back, FS_EVENT_BUDGET_OBSERVED. Or FS_EVENT_REFUSED, also after the
+ * first: FS_BUDGET_BELOW_FLOOR (nothing changes; event.floor_bytes), FS_STALE_LEASE (nothing changes), FS_ENGINE_DIED,
+ * FS_DEADLINE_MISSED (stays in force). `request` may be NULL. [client] */
+FS_API fs_status fs_set_lease(fs_client *client, const fs_lease *lease, uint64_t *request);
+
+/* fs_set_lease with nothing but a budget and a deadline. [client] */
 FS_API fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request);
 
-/* Asks for the budget in force and its bounds: FS_EVENT_BUDGET follows. [client] */
+/* Asks for the lease in force and its bounds: FS_EVENT_BUDGET follows. [client] */
 FS_API fs_status fs_get_budget(fs_client *client, uint64_t *request);
 
 /* Asks for the figures of this moment: FS_EVENT_STATS follows. [client] */
 FS_API fs_status fs_get_stats(fs_client *client, uint64_t *request);
 
+/* Asks what the device has and what the model needs: FS_EVENT_CAPS follows. [client] */
+FS_API fs_status fs_get_caps(fs_client *client, uint64_t *request);
+
+/* Asks how fast the model would be at a budget, for a prompt of so many tokens (at least 1), changing nothing:
+ * FS_EVENT_PLAN follows. [client] */
+FS_API fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
+
 /* Ends the sidecar for all its clients, also one that was not launched by this one. FS_EVENT_CLOSED follows. [client] */
 FS_API fs_status fs_shutdown(fs_client *client);
+
+/* ---- sharing the GPU with frames ------------------------------------------------------------------------------- */
+
+/* Whose work comes first. */
+enum {
+    FS_PRIORITIZE_GRAPHICS = 1, /* use only what the frames leave */
+    FS_BALANCE = 2,             /* some more, as long as they keep their time. What a sidecar begins with */
+    FS_PRIORITIZE_COMPUTE = 3   /* take no notice of frames */
+};
+
+/* How the GPU is shared with the frames that a frame block tells of. `target_tokens_per_second` is a limit for all jobs
+ * together; 0: as fast as they can. The last word counts, whichever client says it. FS_EVENT_REFUSED follows if it is
+ * refused, else nothing. `request` may be NULL. [client] */
+FS_API fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second,
+                               uint64_t *request);
+
+/* Asks where the sidecar's frame block is: FS_EVENT_FRAME_BLOCK follows, with the path for fs_frame_block_open.
+ * [client] */
+FS_API fs_status fs_get_frame_block(fs_client *client, uint64_t *request);
+
+/* A page of shared memory in which the host says each frame when it draws. It belongs to no client: the thread that
+ * draws may write it while another polls. In the functions below, [block] is: any thread, one at a time for a block.
+ * None of them waits, allocates or makes a system call but the first two. One process writes a sidecar's page. */
+typedef struct fs_frame_block fs_frame_block;
+
+/* Maps the page at `path` (UTF-8, NUL at the end). `target_frame_s` is the time that a frame should take, such as
+ * 1.0 / 60. FS_BAD_ARGUMENT if it is no frame block of a version that the library knows.
+ * On success *block is the caller's, to be given to fs_frame_block_close; on failure it is NULL. [any thread] */
+FS_API fs_status fs_frame_block_open(const char *path, double target_frame_s, fs_frame_block **block);
+
+/* Unmaps the page; the sidecar takes no more notice of frames 0.1 s later. NULL is allowed. [block] */
+FS_API void fs_frame_block_close(fs_frame_block *block);
+
+/* A frame begins now; the time since the last one began is that frame's time. Once a frame is enough. [block] */
+FS_API fs_status fs_frame_begin(fs_frame_block *block);
+
+/* So long the frame has kept the GPU busy, where the host measures it; the next ones are expected to do the same.
+ * Told to the sidecar with the next fs_frame_begin. [block] */
+FS_API fs_status fs_frame_end(fs_frame_block *block, double gpu_busy_s);
+
+/* Nothing that matters is drawn until the next fs_frame_begin (a menu, alt-tab, loading): the sidecar may use all of the
+ * GPU. [block] */
+FS_API fs_status fs_frame_idle(fs_frame_block *block);
+
+/* fs_set_budget without a message: taken between two steps of the computation that runs. *generation is what
+ * fs_frame_answer will name; it may be NULL. [block] */
+FS_API fs_status fs_frame_set_budget(fs_frame_block *block, uint64_t vram_budget_bytes, uint64_t *generation);
+
+/* What the sidecar says of budgets in the page. */
+typedef struct fs_frame_answer {
+    uint32_t struct_size;        /* sizeof(fs_frame_answer), set by the caller */
+    uint32_t reserved;           /* 0 */
+    uint64_t applied_generation; /* this budget is in force and what did not fit is released */
+    uint64_t refused_generation; /* this one was below the floor */
+    uint64_t budget_bytes;       /* in force */
+    uint64_t used_bytes;         /* held, by the sidecar's own count */
+    uint64_t floor_bytes;        /* no budget below it is possible */
+} fs_frame_answer;
+
+/* Fills *answer. [block] */
+FS_API fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answer *answer);
 
 /* ---- events ---------------------------------------------------------------------------------------------------- */
 
@@ -283,42 +379,75 @@ enum {
     FS_EVENT_BUDGET_RELEASED =
         7, /* request, budget_bytes, used_bytes, seconds: released, exact by the sidecar's count */
     FS_EVENT_BUDGET_OBSERVED = 8, /* request, observed_bytes, seconds: what the driver counts */
-    FS_EVENT_BUDGET = 9,          /* request, budget_bytes, floor_bytes, full_bytes */
+    FS_EVENT_BUDGET = 9,          /* request, lease_state, version, budget_bytes, floor_bytes, full_bytes, used_bytes,
+                                     wanted_bytes: what the sidecar would like to have now */
     FS_EVENT_STATS = 10,          /* request, detail: {"broker": BrokerStats, "engine": {...} or null} */
     FS_EVENT_REFUSED = 11,        /* request, status, text: why, detail; floor_bytes with FS_BUDGET_BELOW_FLOOR */
     FS_EVENT_ENGINE = 12,         /* engine_state, restarts; status, text and detail if it is off. Jobs go on by
                                      themselves after a restart */
-    FS_EVENT_CLOSED = 13 /* the last event of all: status, text and detail say why. All jobs have ended before */
+    FS_EVENT_CLOSED = 13, /* the last event of all: status, text and detail say why. All jobs have ended before */
+    FS_EVENT_LEASE = 14,  /* request, decision, budget_bytes (reached by the deadline), seconds (until all of it is
+                             reached, as predicted), version */
+    FS_EVENT_NOTICE = 15, /* unasked: notice, budget_bytes, seconds, text: a sentence */
+    FS_EVENT_CAPS = 16,   /* request, text: the device; total_bytes, free_bytes, floor_bytes, full_bytes; detail: the
+                             protocol's caps_and_requirements */
+    FS_EVENT_PLAN = 17,   /* request, budget_bytes, fits, ttft_s, tokens_per_second, resident_bytes, streamed_bytes,
+                             cpu_bytes */
+    FS_EVENT_FRAME_BLOCK = 18 /* request, text: the path */
 };
 
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4 };
+enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
+
+/* What a notice is about. A kind that is not listed may be ignored. */
+enum {
+    FS_NOTICE_WANTS = 1,         /* the sidecar would like to have budget_bytes: jobs wait or are slow */
+    FS_NOTICE_GIVES_BACK = 2,    /* it has gone down to budget_bytes, as the lease's floor allows it to */
+    FS_NOTICE_LATE = 3,          /* a release takes `seconds` longer than predicted */
+    FS_NOTICE_PRESSURE = 4,      /* the device has less memory than the lease grants */
+    FS_NOTICE_OTHER_PROCESS = 5, /* another program holds memory that the lease grants */
+    FS_NOTICE_STATE = 6          /* the lease has changed its state */
+};
 
 /* One event. Fields that its type does not name are 0, texts "". */
 typedef struct fs_event {
-    uint32_t type;          /* FS_EVENT_... */
-    fs_status status;       /* FS_OK, or what went wrong */
-    uint64_t job;           /* as fs_ask, fs_chat or fs_complete gave it */
-    uint64_t request;       /* as fs_set_budget, fs_get_budget or fs_get_stats gave it */
-    uint64_t timeline;      /* the job's */
-    const char *text;       /* valid until the next fs_poll or fs_close of this client */
-    const char *detail;     /* a JSON object, or ""; likewise */
-    uint32_t text_length;   /* bytes */
-    uint32_t detail_length; /* bytes */
-    uint32_t tokens;        /* since the job's last event, those without text of their own included */
-    uint32_t reason;        /* FS_REASON_... */
-    uint32_t n_prompt;      /* tokens */
-    uint32_t n_generated;   /* tokens */
-    uint32_t engine_state;  /* FS_ENGINE_... */
-    uint32_t restarts;      /* of the engine since the launch */
-    uint64_t budget_bytes;  /* in force; 0: no limit */
-    uint64_t used_bytes;    /* what the sidecar holds */
-    uint64_t floor_bytes;   /* no budget below it is possible */
-    uint64_t full_bytes;    /* with it all weights are resident */
-    int64_t observed_bytes; /* -1 where the system does not tell */
-    double seconds;         /* since the engine was asked */
-    double prefill_s;       /* from the start of the prompt to the first token */
-    double decode_s;        /* from there to the end */
+    uint32_t type;            /* FS_EVENT_... */
+    fs_status status;         /* FS_OK, or what went wrong */
+    uint64_t job;             /* as fs_ask, fs_chat or fs_complete gave it */
+    uint64_t request;         /* as the function that asked gave it */
+    uint64_t timeline;        /* the job's */
+    const char *text;         /* valid until the next fs_poll or fs_close of this client */
+    const char *detail;       /* a JSON object, or ""; likewise */
+    uint32_t text_length;     /* bytes */
+    uint32_t detail_length;   /* bytes */
+    uint32_t tokens;          /* since the job's last event, those without text of their own included */
+    uint32_t reason;          /* FS_REASON_... */
+    uint32_t n_prompt;        /* tokens */
+    uint32_t n_generated;     /* tokens */
+    uint32_t engine_state;    /* FS_ENGINE_... */
+    uint32_t restarts;        /* of the engine since the launch */
+    uint64_t budget_bytes;    /* in force; 0: no limit */
+    uint64_t used_bytes;      /* what the sidecar holds */
+    uint64_t floor_bytes;     /* no budget below it is possible */
+    uint64_t full_bytes;      /* with it all weights are resident */
+    int64_t observed_bytes;   /* -1 where the system does not tell */
+    double seconds;           /* since the engine was asked */
+    double prefill_s;         /* from the start of the prompt to the first token */
+    double decode_s;          /* from there to the end */
+    uint32_t decision;        /* FS_DECISION_... */
+    uint32_t lease_state;     /* FS_LEASE_... */
+    uint32_t notice;          /* FS_NOTICE_... */
+    int32_t fits;             /* 1: the model can run at this budget; if not, the figures of a plan are 0 */
+    uint64_t version;         /* of the lease in force; 0: it had none */
+    uint64_t wanted_bytes;    /* what the sidecar would like to have now */
+    int64_t total_bytes;      /* of the device; -1 where the system does not tell */
+    int64_t free_bytes;       /* of the device; -1 where the system does not tell */
+    double ttft_s;            /* predicted time to the first token */
+    double tokens_per_second; /* predicted, of one job */
+    uint64_t resident_bytes;  /* weights that would stay in VRAM */
+    uint64_t streamed_bytes;  /* weights that would be copied to the GPU for each token */
+    uint64_t cpu_bytes;       /* weights that the CPU would compute with */
 } fs_event;
 
 /* Takes at most `capacity` events, oldest first, into `events`, and does all work that is due for the client. Never

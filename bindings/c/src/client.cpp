@@ -19,14 +19,21 @@
 
 #include "codec.h"
 #include "process.h"
+#include "seam.h"
 #include "session.h"
 
+using frameshard::check_range;
 using frameshard::Error;
 using frameshard::Event;
+using frameshard::fill;
+using frameshard::guarded;
 using frameshard::json;
 using frameshard::kBeatSeconds;
 using frameshard::kMaxString;
+using frameshard::known_part;
+using frameshard::refuse;
 using frameshard::Session;
+using frameshard::text_of;
 
 namespace {
 
@@ -36,116 +43,6 @@ constexpr double kGoodbyeSeconds = 1.0;
 constexpr int kHighWater = 256, kHandshakeMs = 1000;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-struct StatusName {
-    fs_status status;
-    const char *name;
-    bool retriable;
-};
-const StatusName kStatuses[] = {{FS_OK, "ok", false},
-                                {FS_INTERNAL, "internal", false},
-                                {FS_BAD_ARGUMENT, "bad_argument", false},
-                                {FS_BAD_MESSAGE, "bad_message", false},
-                                {FS_UNKNOWN_JOB, "unknown_job", false},
-                                {FS_CONTEXT_OVERFLOW, "context_overflow", false},
-                                {FS_UNSUPPORTED, "unsupported", false},
-                                {FS_MODEL_NOT_FOUND, "model_not_found", false},
-                                {FS_BAD_MODEL, "bad_model", false},
-                                {FS_UNKNOWN_DEVICE, "unknown_device", false},
-                                {FS_BUDGET_BELOW_FLOOR, "budget_below_floor", false},
-                                {FS_VERSION_MISMATCH, "version_mismatch", false},
-                                {FS_OUT_OF_MEMORY, "out_of_memory", true},
-                                {FS_ENDPOINT_IN_USE, "endpoint_in_use", false},
-                                {FS_CONNECTION_LOST, "connection_lost", true},
-                                {FS_ENGINE_DIED, "engine_died", true},
-                                {FS_OVERLOADED, "overloaded", true},
-                                {FS_DEADLINE_MISSED, "deadline_missed", true},
-                                {FS_CANCELLED, "cancelled", false},
-                                {FS_DOWNLOAD_FAILED, "download_failed", true}};
-
-const StatusName *find_status(fs_status status) {
-    for (const StatusName &known : kStatuses) {
-        if (known.status == status) {
-            return &known;
-        }
-    }
-    return &kStatuses[1];
-}
-
-thread_local std::string last_error;
-
-/* What a call refuses; becomes its status at the seam. */
-struct Refused {
-    fs_status status;
-    std::string message;
-};
-
-[[noreturn]] void refuse(fs_status status, std::string message) { throw Refused{status, std::move(message)}; }
-
-/* Runs a call's body; no exception gets out. */
-template <class Body> fs_status guarded(Body body) noexcept {
-    try {
-        try {
-            body();
-            return FS_OK;
-        } catch (const Refused &refused) {
-            last_error = refused.message;
-            return refused.status;
-        } catch (const std::bad_alloc &) {
-            last_error = "out of memory";
-            return FS_OUT_OF_MEMORY;
-        } catch (const std::exception &error) {
-            last_error = error.what();
-            return FS_INTERNAL;
-        }
-    } catch (...) {
-        return FS_OUT_OF_MEMORY; // not even the sentence fits
-    }
-}
-
-std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most) {
-    if (text == nullptr && length <= 0 && least == 0) {
-        return "";
-    }
-    if (text == nullptr || length < FS_NUL_TERMINATED) {
-        refuse(FS_BAD_ARGUMENT, std::string(what) + " is missing");
-    }
-    std::string copy(text, length == FS_NUL_TERMINATED ? std::strlen(text) : size_t(length));
-    if (copy.size() < least || copy.size() > most) {
-        refuse(FS_BAD_ARGUMENT, std::string(what) + " must have " + std::to_string(least) + " to " +
-                                    std::to_string(most) + " bytes, not " + std::to_string(copy.size()));
-    }
-    if (!frameshard::is_utf8(copy.data(), copy.size())) {
-        refuse(FS_BAD_ARGUMENT, std::string(what) + " is not UTF-8");
-    }
-    return copy;
-}
-
-std::string text_of(const char *what, const char *text, size_t least, size_t most) {
-    return text_of(what, text, FS_NUL_TERMINATED, least, most);
-}
-
-void check_range(const char *what, double value, double least, double most) {
-    if (!(least <= value && value <= most)) { // NaN included
-        std::ostringstream sentence;
-        sentence << what << " must be from " << least << " to " << most;
-        refuse(FS_BAD_ARGUMENT, sentence.str());
-    }
-}
-
-/* The caller's struct as this library knows it: what an older program does not have keeps its default. */
-template <class T> T known_part(const T *given, T defaults, const char *init) {
-    if (given->struct_size < sizeof(uint32_t) || given->struct_size > 4096) {
-        refuse(FS_BAD_ARGUMENT, std::string("struct_size is wrong: use ") + init);
-    }
-    std::memcpy(&defaults, given, std::min<size_t>(given->struct_size, sizeof(T)));
-    return defaults;
-}
-
-/* Fills as much of the caller's struct as it has. */
-template <class T> void fill(T *target, uint32_t size, const T &value) {
-    std::memcpy(target, &value, std::min<size_t>(size, sizeof(T)));
-}
 
 } // namespace
 
@@ -272,6 +169,15 @@ void give(uint64_t *place, uint64_t value) {
     }
 }
 
+void check_bytes(const char *what, uint64_t bytes) {
+    check_range(what, double(bytes), 0, double(frameshard::kMaxInteger));
+}
+
+void ask_for(fs_client &client, json fields, uint64_t *request) {
+    give(request, client.session.request(std::move(fields)));
+    client.flush();
+}
+
 } // namespace
 
 // ---- the socket and the process -------------------------------------------------------------------------------------
@@ -325,7 +231,7 @@ void fs_client::load() {
     if (said.is_object() && said.contains("ready")) {
         fs_status status = guarded([&] { connect(said["ready"]); });
         if (status != FS_OK) {
-            lose(status, last_error);
+            lose(status, fs_last_error(nullptr));
         }
     } else if (said.is_object() && said.contains("error") && said["error"].is_object() &&
                said["error"].value("code", json()).is_number_integer() &&
@@ -386,18 +292,7 @@ void fs_client::flush() {
     }
 }
 
-// ---- status and version ---------------------------------------------------------------------------------------------
-
-const char *fs_status_name(fs_status status) { return find_status(status)->name; }
-
-int32_t fs_status_retriable(fs_status status) { return find_status(status)->retriable ? 1 : 0; }
-
-const char *fs_last_error(uint32_t *length) {
-    if (length != nullptr) {
-        *length = uint32_t(last_error.size());
-    }
-    return last_error.c_str();
-}
+// ---- version --------------------------------------------------------------------------------------------------------
 
 uint32_t fs_abi_version(void) { return FS_ABI_VERSION; }
 
@@ -435,6 +330,14 @@ void fs_job_options_init(fs_job_options *options, uint32_t struct_size) {
     defaults.struct_size = struct_size;
     defaults.window = 32;
     fill(options, struct_size, defaults);
+}
+
+void fs_lease_init(fs_lease *lease, uint32_t struct_size) {
+    fs_lease defaults{};
+    defaults.struct_size = struct_size;
+    defaults.state = FS_LEASE_ACTIVE;
+    defaults.timeout_s = 5;
+    fill(lease, struct_size, defaults);
 }
 
 // ---- a client -------------------------------------------------------------------------------------------------------
@@ -665,31 +568,85 @@ fs_status fs_forget(fs_client *client, const char *conversation) {
 
 // ---- VRAM and figures -----------------------------------------------------------------------------------------------
 
-fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request) {
+fs_status fs_set_lease(fs_client *client, const fs_lease *given, uint64_t *request) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        check_range("vram_budget_bytes", double(vram_budget_bytes), 0, double(frameshard::kMaxInteger));
-        check_range("timeout_s", timeout_s, 0.001, 60);
-        give(request, open.session.request(
-                          {{"t", "budget_set"}, {"vram_budget_bytes", vram_budget_bytes}, {"timeout_s", timeout_s}}));
-        open.flush();
+        fs_lease lease;
+        fs_lease_init(&lease, sizeof lease);
+        if (given != nullptr) {
+            lease = known_part(given, lease, "fs_lease_init");
+        }
+        check_bytes("vram_budget_bytes", lease.vram_budget_bytes);
+        check_bytes("floor_bytes", lease.floor_bytes);
+        check_bytes("version", lease.version);
+        check_range("timeout_s", lease.timeout_s, 0.001, 60);
+        check_range("state", lease.state, FS_LEASE_ACTIVE, FS_LEASE_HIBERNATED);
+        const char *const states[] = {"active", "parked", "hibernated"};
+        json fields = {
+            {"t", "budget_set"}, {"vram_budget_bytes", lease.vram_budget_bytes}, {"timeout_s", lease.timeout_s}};
+        if (lease.state != FS_LEASE_ACTIVE) {
+            fields["state"] = states[lease.state - 1];
+        }
+        if (lease.floor_bytes != 0) {
+            fields["floor_bytes"] = lease.floor_bytes;
+        }
+        if (lease.version != 0) {
+            fields["version"] = lease.version;
+        }
+        if (lease.reason != nullptr) {
+            fields["reason"] = text_of("reason", lease.reason, 0, 64);
+        }
+        ask_for(open, std::move(fields), request);
     });
+}
+
+fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request) {
+    fs_lease lease;
+    fs_lease_init(&lease, sizeof lease);
+    lease.vram_budget_bytes = vram_budget_bytes;
+    lease.timeout_s = timeout_s;
+    return fs_set_lease(client, &lease, request);
 }
 
 fs_status fs_get_budget(fs_client *client, uint64_t *request) {
-    return guarded([&] {
-        fs_client &open = open_client(client);
-        give(request, open.session.request({{"t", "budget_get"}}));
-        open.flush();
-    });
+    return guarded([&] { ask_for(open_client(client), {{"t", "budget_get"}}, request); });
 }
 
 fs_status fs_get_stats(fs_client *client, uint64_t *request) {
+    return guarded([&] { ask_for(open_client(client), {{"t", "stats"}}, request); });
+}
+
+fs_status fs_get_caps(fs_client *client, uint64_t *request) {
+    return guarded([&] { ask_for(open_client(client), {{"t", "caps_and_requirements"}}, request); });
+}
+
+fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        give(request, open.session.request({{"t", "stats"}}));
-        open.flush();
+        check_bytes("vram_budget_bytes", vram_budget_bytes);
+        check_range("prompt_tokens", prompt_tokens, 1, UINT32_MAX);
+        ask_for(open, {{"t", "plan"}, {"budgets", json::array({vram_budget_bytes})}, {"prompt_tokens", prompt_tokens}},
+                request);
     });
+}
+
+fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second,
+                        uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        check_range("scheduling_mode", scheduling_mode, FS_PRIORITIZE_GRAPHICS, FS_PRIORITIZE_COMPUTE);
+        check_range("target_tokens_per_second", target_tokens_per_second, 0, 1e6);
+        const char *const modes[] = {"prioritize_graphics", "balance", "prioritize_compute"};
+        ask_for(open,
+                {{"t", "pacing"},
+                 {"scheduling_mode", modes[scheduling_mode - 1]},
+                 {"target_tokens_per_second", target_tokens_per_second}},
+                request);
+    });
+}
+
+fs_status fs_get_frame_block(fs_client *client, uint64_t *request) {
+    return guarded([&] { ask_for(open_client(client), {{"t", "frame_block"}}, request); });
 }
 
 fs_status fs_shutdown(fs_client *client) {

@@ -1,5 +1,6 @@
 #include "codec.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -122,7 +123,23 @@ class Builder : public msgpack::null_visitor {
 
 /* ---- the tables ------------------------------------------------------------------------------------------------ */
 
-enum class Type { Id, IdOrNil, Uint, UintOrNil, Text, Bool, Number, Map, MapOrNil, Epithet, Record, RecordOrNil, Jobs };
+enum class Type {
+    Id,
+    IdOrNil,
+    Uint,
+    UintOrNil,
+    Text,
+    Bool,
+    Number,
+    NumberOrNil,
+    Map,
+    MapOrNil,
+    Epithet,
+    Record,
+    RecordOrNil,
+    Records,
+    Jobs
+};
 
 struct Field {
     const char *name;
@@ -159,6 +176,13 @@ const Table kBroker = {{"pid", Type::Uint},
                        {"jobs_queued", Type::Uint},
                        {"jobs_running", Type::Uint},
                        {"uptime_s", Type::Number, 0, kSeconds}};
+const Table kPlanRow = {{"vram_budget_bytes", Type::Uint},
+                        {"fits", Type::Bool},
+                        {"ttft_s", Type::NumberOrNil, 0, kSeconds},
+                        {"tokens_per_second", Type::NumberOrNil, 0, kSeconds},
+                        {"resident_bytes", Type::Uint},
+                        {"streamed_bytes", Type::Uint},
+                        {"cpu_bytes", Type::Uint}};
 
 Table with(std::initializer_list<Field> head, std::initializer_list<Field> rest) {
     Table table(head);
@@ -190,8 +214,32 @@ const std::vector<Message> &messages() {
          answer(
              {{"vram_budget_bytes", Type::Uint}, {"used_bytes", Type::Uint}, {"seconds", Type::Number, 0, kSeconds}})},
         {"observed", answer({{"observed_bytes", Type::UintOrNil}, {"seconds", Type::Number, 0, kSeconds}})},
-        {"budget",
-         answer({{"vram_budget_bytes", Type::Uint}, {"floor_bytes", Type::Uint}, {"full_bytes", Type::Uint}})},
+        {"lease", answer({{"decision", Type::Epithet, 0, 0, " granted partial "},
+                          {"vram_budget_bytes", Type::Uint},
+                          {"seconds", Type::Number, 0, kSeconds},
+                          {"version", Type::Uint}})},
+        {"budget", answer({{"vram_budget_bytes", Type::Uint},
+                           {"floor_bytes", Type::Uint},
+                           {"full_bytes", Type::Uint},
+                           {"state", Type::Epithet, 0, 0, " active parked hibernated "},
+                           {"version", Type::Uint},
+                           {"wanted_bytes", Type::Uint},
+                           {"used_bytes", Type::Uint}})},
+        {"notice",
+         {{"epoch", Type::Id},
+          {"kind", Type::Epithet, 0, 0, " wants gives_back late pressure other_process state "},
+          {"vram_budget_bytes", Type::Uint},
+          {"seconds", Type::Number, 0, kSeconds},
+          {"detail", Type::Text, 0, 200}}},
+        {"caps_and_requirements", answer({{"device", Type::Text, 0, 256},
+                                          {"total_bytes", Type::UintOrNil},
+                                          {"free_bytes", Type::UintOrNil},
+                                          {"floor_bytes", Type::Uint},
+                                          {"full_bytes", Type::Uint},
+                                          {"context", Type::Uint},
+                                          {"mode", Type::Epithet, 0, 0, " planned stream_only "}})},
+        {"plan", answer({{"rows", Type::Records, 0, 32, nullptr, &kPlanRow}})},
+        {"frame_block", answer({{"path", Type::Text, 1, 4096}})},
         {"stats", answer({{"broker", Type::Record, 0, 0, nullptr, &kBroker}, {"engine", Type::MapOrNil}})},
         {"pong", answer({{"jobs", Type::Jobs}})},
         {"engine",
@@ -261,6 +309,11 @@ bool fits(const Field &field, const json &value) {
     }
     case Type::Bool:
         return value.is_boolean();
+    case Type::NumberOrNil:
+        if (value.is_null()) {
+            return true;
+        }
+        [[fallthrough]];
     case Type::Number:
         return value.is_number() && value.get<double>() >= double(field.least) &&
                value.get<double>() <= double(field.most);
@@ -285,6 +338,12 @@ bool fits(const Field &field, const json &value) {
         json copy = value; // records have no optional fields, so nothing is filled in
         return value.is_object() && fits(*field.record, &copy, 0, &why);
     }
+    case Type::Records:
+        if (!value.is_array() || int64_t(value.size()) > field.most) {
+            return false;
+        }
+        return std::all_of(value.begin(), value.end(),
+                           [&](json row) { return row.is_object() && fits(*field.record, &row, 0, &why); });
     case Type::Jobs:
         if (!value.is_array()) {
             return false;

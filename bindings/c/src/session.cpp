@@ -8,13 +8,6 @@ namespace {
 constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
 constexpr size_t kMaxMessages = 1024;
 
-uint32_t engine_state(const std::string &word) {
-    return word == "loading"      ? FS_ENGINE_LOADING
-           : word == "ready"      ? FS_ENGINE_READY
-           : word == "restarting" ? FS_ENGINE_RESTARTING
-                                  : FS_ENGINE_OFF;
-}
-
 /* At most `size` bytes of a text, whole characters. */
 std::string cut(const std::string &text, size_t size) {
     if (text.size() <= size) {
@@ -24,6 +17,29 @@ std::string cut(const std::string &text, size_t size) {
         --size;
     }
     return text.substr(0, size);
+}
+
+uint32_t place_of(const std::string &word, std::initializer_list<const char *> words) {
+    uint32_t at = 1;
+    for (const char *known : words) {
+        if (word == known) {
+            return at;
+        }
+        ++at;
+    }
+    return 0;
+}
+
+uint32_t engine_state(const std::string &word) { return place_of(word, {"loading", "ready", "restarting", "off"}); }
+
+uint32_t lease_state(const std::string &word) { return place_of(word, {"active", "parked", "hibernated"}); }
+
+int64_t or_unknown(const json &bytes) { return bytes.is_null() ? -1 : bytes.get<int64_t>(); }
+
+/* Requests whose answers are the program's business. */
+bool asked_by_program(const json &request) {
+    const std::string &name = request["t"].get_ref<const std::string &>();
+    return name != "submit" && name != "cancel" && name != "model_info" && name != "shutdown" && name != "bye";
 }
 
 json message(const char *role, const std::string &content) { return {{"role", role}, {"content", content}}; }
@@ -41,7 +57,7 @@ Error error_of(const json &info) {
 uint64_t Session::request(json fields) {
     uint64_t id = ++ids_;
     fields["id"] = id;
-    send_request(unanswered_[id] = std::move(fields));
+    send_request((unanswered_[id] = {std::move(fields)}).fields);
     return id;
 }
 
@@ -226,6 +242,13 @@ void Session::receive(const char *data, size_t size) {
         if (!message["error"].is_null()) {
             put_error(event, error_of(message["error"]));
         }
+    } else if (name == "notice") {
+        Event &event = put(FS_EVENT_NOTICE);
+        event.fields.notice =
+            place_of(message["kind"], {"wants", "gives_back", "late", "pressure", "other_process", "state"});
+        event.fields.budget_bytes = message["vram_budget_bytes"];
+        event.fields.seconds = message["seconds"];
+        event.text = message["detail"];
     } else {
         answered_by(message);
     }
@@ -242,7 +265,7 @@ void Session::welcomed(const json &message) {
         state_ = State::Open;
         session_ = message["session"];
         for (const auto &waiting : unanswered_) {
-            send_request(waiting.second);
+            send_request(waiting.second.fields);
         }
         for (auto &item : jobs_) {
             if (!first && item.second.wire != 0) {
@@ -284,7 +307,7 @@ void Session::refused(const json &message) {
     } else if (epoch != epoch_) {
         lose(std::move(error));
     } else if (auto found = unanswered_.find(id); found != unanswered_.end()) {
-        json request = std::move(found->second);
+        json request = std::move(found->second.fields);
         unanswered_.erase(found);
         const std::string &name = request["t"].get_ref<const std::string &>();
         if (name == "submit") {
@@ -293,12 +316,12 @@ void Session::refused(const json &message) {
                 by_wire_.erase(job);
                 end_job(number, FS_EVENT_FAILED, error);
             }
-        } else if (name == "budget_set" || name == "budget_get" || name == "stats") {
+        } else if (name == "model_info") {
+            lose(std::move(error));
+        } else if (asked_by_program(request)) {
             Event &event = put(FS_EVENT_REFUSED);
             event.fields.request = id;
             put_error(event, error);
-        } else if (name == "model_info") {
-            lose(std::move(error));
         } // cancel: the job has ended, which its last event says
     }
 }
@@ -310,21 +333,30 @@ void Session::answered_by(const json &message) {
         return; // answered twice after a resumption
     }
     const std::string &name = message["t"].get_ref<const std::string &>();
-    if (name == "released") {
-        Event &event = put(FS_EVENT_BUDGET_RELEASED);
+    if (name == "lease" || name == "released") {
+        std::string &heard = found->second.last_heard;
+        if (heard == name || heard == "released") {
+            return; // once more after a resumption
+        }
+        heard = name;
+        Event &event = put(name == "lease" ? FS_EVENT_LEASE : FS_EVENT_BUDGET_RELEASED);
         event.fields.request = id;
         event.fields.budget_bytes = message["vram_budget_bytes"];
-        event.fields.used_bytes = message["used_bytes"];
         event.fields.seconds = message["seconds"];
-        return; // observed follows
+        if (name == "lease") {
+            event.fields.decision = place_of(message["decision"], {"granted", "partial"});
+            event.fields.version = message["version"];
+        } else {
+            event.fields.used_bytes = message["used_bytes"];
+        }
+        return; // observed is the last
     }
-    json request = std::move(found->second);
+    json request = std::move(found->second.fields);
     unanswered_.erase(found);
     if (name == "observed") {
         Event &event = put(FS_EVENT_BUDGET_OBSERVED);
         event.fields.request = id;
-        event.fields.observed_bytes =
-            message["observed_bytes"].is_null() ? -1 : message["observed_bytes"].get<int64_t>();
+        event.fields.observed_bytes = or_unknown(message["observed_bytes"]);
         event.fields.seconds = message["seconds"];
     } else if (name == "budget") {
         Event &event = put(FS_EVENT_BUDGET);
@@ -332,6 +364,40 @@ void Session::answered_by(const json &message) {
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.floor_bytes = message["floor_bytes"];
         event.fields.full_bytes = message["full_bytes"];
+        event.fields.lease_state = lease_state(message["state"]);
+        event.fields.version = message["version"];
+        event.fields.wanted_bytes = message["wanted_bytes"];
+        event.fields.used_bytes = message["used_bytes"];
+    } else if (name == "caps_and_requirements") {
+        Event &event = put(FS_EVENT_CAPS);
+        event.fields.request = id;
+        event.text = message["device"];
+        event.fields.total_bytes = or_unknown(message["total_bytes"]);
+        event.fields.free_bytes = or_unknown(message["free_bytes"]);
+        event.fields.floor_bytes = message["floor_bytes"];
+        event.fields.full_bytes = message["full_bytes"];
+        json fields = message;
+        for (const char *frame : {"t", "id", "epoch"}) {
+            fields.erase(frame);
+        }
+        event.detail = to_text(fields);
+    } else if (name == "plan") {
+        for (const json &row : message["rows"]) {
+            Event &event = put(FS_EVENT_PLAN);
+            event.fields.request = id;
+            event.fields.budget_bytes = row["vram_budget_bytes"];
+            event.fields.fits = row["fits"].get<bool>() ? 1 : 0;
+            event.fields.ttft_s = row["ttft_s"].is_null() ? 0 : row["ttft_s"].get<double>();
+            event.fields.tokens_per_second =
+                row["tokens_per_second"].is_null() ? 0 : row["tokens_per_second"].get<double>();
+            event.fields.resident_bytes = row["resident_bytes"];
+            event.fields.streamed_bytes = row["streamed_bytes"];
+            event.fields.cpu_bytes = row["cpu_bytes"];
+        }
+    } else if (name == "frame_block") {
+        Event &event = put(FS_EVENT_FRAME_BLOCK);
+        event.fields.request = id;
+        event.text = message["path"];
     } else if (name == "stats") {
         Event &event = put(FS_EVENT_STATS);
         event.fields.request = id;
@@ -489,8 +555,8 @@ void Session::lose(Error error) {
     for (uint64_t number : open) {
         end_job(number, FS_EVENT_FAILED, why);
     }
-    for (const auto &[id, fields] : unanswered_) {
-        if (fields["t"] == "budget_set" || fields["t"] == "budget_get" || fields["t"] == "stats") {
+    for (const auto &[id, request] : unanswered_) {
+        if (asked_by_program(request.fields)) {
             Event &event = put(FS_EVENT_REFUSED);
             event.fields.request = id;
             put_error(event, why);

@@ -85,6 +85,11 @@ class Session {
         bool accepted = false, asked_again = false, started = false, ended = false;
     };
 
+    struct Request {
+        json fields;              // without epoch
+        std::string last_heard{}; // of budget_set: `lease` or `released`, the answers that are not the last
+    };
+
     void hello();
     void send(const json &message) { outgoing_.push_back(encode(message)); }
     void send_request(const json &message);
@@ -111,9 +116,9 @@ class Session {
     int silent_beats_ = 0;
     json model_;
     std::deque<std::string> outgoing_;
-    std::map<uint64_t, json> unanswered_;  // by id, without epoch
-    std::map<uint64_t, Job> jobs_;         // by the program's number
-    std::map<uint64_t, uint64_t> by_wire_; // to the program's number
+    std::map<uint64_t, Request> unanswered_; // by id
+    std::map<uint64_t, Job> jobs_;           // by the program's number
+    std::map<uint64_t, uint64_t> by_wire_;   // to the program's number
     std::map<std::string, Conversation> conversations_;
     std::deque<Event> events_;
 };

@@ -1,0 +1,95 @@
+#include "seam.h"
+
+#include <sstream>
+
+#include "codec.h"
+
+namespace frameshard {
+namespace {
+
+struct StatusName {
+    fs_status status;
+    const char *name;
+    bool retriable;
+};
+const StatusName kStatuses[] = {{FS_OK, "ok", false},
+                                {FS_INTERNAL, "internal", false},
+                                {FS_BAD_ARGUMENT, "bad_argument", false},
+                                {FS_BAD_MESSAGE, "bad_message", false},
+                                {FS_UNKNOWN_JOB, "unknown_job", false},
+                                {FS_CONTEXT_OVERFLOW, "context_overflow", false},
+                                {FS_UNSUPPORTED, "unsupported", false},
+                                {FS_MODEL_NOT_FOUND, "model_not_found", false},
+                                {FS_BAD_MODEL, "bad_model", false},
+                                {FS_UNKNOWN_DEVICE, "unknown_device", false},
+                                {FS_BUDGET_BELOW_FLOOR, "budget_below_floor", false},
+                                {FS_VERSION_MISMATCH, "version_mismatch", false},
+                                {FS_OUT_OF_MEMORY, "out_of_memory", true},
+                                {FS_ENDPOINT_IN_USE, "endpoint_in_use", false},
+                                {FS_CONNECTION_LOST, "connection_lost", true},
+                                {FS_ENGINE_DIED, "engine_died", true},
+                                {FS_OVERLOADED, "overloaded", true},
+                                {FS_DEADLINE_MISSED, "deadline_missed", true},
+                                {FS_STALE_LEASE, "stale_lease", false},
+                                {FS_CANCELLED, "cancelled", false},
+                                {FS_DOWNLOAD_FAILED, "download_failed", true}};
+
+const StatusName *find_status(fs_status status) {
+    for (const StatusName &known : kStatuses) {
+        if (known.status == status) {
+            return &known;
+        }
+    }
+    return &kStatuses[1];
+}
+
+thread_local std::string last_error;
+
+} // namespace
+
+[[noreturn]] void refuse(fs_status status, std::string message) { throw Refused{status, std::move(message)}; }
+
+void remember(const std::string &message) { last_error = message; }
+
+std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most) {
+    if (text == nullptr && length <= 0 && least == 0) {
+        return "";
+    }
+    if (text == nullptr || length < FS_NUL_TERMINATED) {
+        refuse(FS_BAD_ARGUMENT, std::string(what) + " is missing");
+    }
+    std::string copy(text, length == FS_NUL_TERMINATED ? std::strlen(text) : size_t(length));
+    if (copy.size() < least || copy.size() > most) {
+        refuse(FS_BAD_ARGUMENT, std::string(what) + " must have " + std::to_string(least) + " to " +
+                                    std::to_string(most) + " bytes, not " + std::to_string(copy.size()));
+    }
+    if (!is_utf8(copy.data(), copy.size())) {
+        refuse(FS_BAD_ARGUMENT, std::string(what) + " is not UTF-8");
+    }
+    return copy;
+}
+
+std::string text_of(const char *what, const char *text, size_t least, size_t most) {
+    return text_of(what, text, FS_NUL_TERMINATED, least, most);
+}
+
+void check_range(const char *what, double value, double least, double most) {
+    if (!(least <= value && value <= most)) { // NaN included
+        std::ostringstream sentence;
+        sentence << what << " must be from " << least << " to " << most;
+        refuse(FS_BAD_ARGUMENT, sentence.str());
+    }
+}
+
+} // namespace frameshard
+
+const char *fs_status_name(fs_status status) { return frameshard::find_status(status)->name; }
+
+int32_t fs_status_retriable(fs_status status) { return frameshard::find_status(status)->retriable ? 1 : 0; }
+
+const char *fs_last_error(uint32_t *length) {
+    if (length != nullptr) {
+        *length = uint32_t(frameshard::last_error.size());
+    }
+    return frameshard::last_error.c_str();
+}

@@ -1,0 +1,69 @@
+/* What stands between the C functions and the C++ behind them: exceptions become statuses with a sentence, and what the
+ * caller hands in is checked and copied. */
+#ifndef FRAMESHARD_SEAM_H
+#define FRAMESHARD_SEAM_H
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "frameshard.h"
+
+namespace frameshard {
+
+/* What a call refuses; becomes its status at the seam. */
+struct Refused {
+    fs_status status;
+    std::string message;
+};
+
+[[noreturn]] void refuse(fs_status status, std::string message);
+
+/* Keeps the sentence for fs_last_error. May throw std::bad_alloc. */
+void remember(const std::string &message);
+
+/* Runs a call's body; no exception gets out. */
+template <class Body> fs_status guarded(Body body) noexcept {
+    try {
+        try {
+            body();
+            return FS_OK;
+        } catch (const Refused &refused) {
+            remember(refused.message);
+            return refused.status;
+        } catch (const std::bad_alloc &) {
+            remember("out of memory");
+            return FS_OUT_OF_MEMORY;
+        } catch (const std::exception &error) {
+            remember(error.what());
+            return FS_INTERNAL;
+        }
+    } catch (...) {
+        return FS_OUT_OF_MEMORY; // not even the sentence fits
+    }
+}
+
+/* A copy of the caller's text, which is UTF-8 of `least` to `most` bytes; or it is refused. */
+std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most);
+std::string text_of(const char *what, const char *text, size_t least, size_t most);
+
+void check_range(const char *what, double value, double least, double most);
+
+/* The caller's struct as this library knows it: what an older program does not have keeps its default. */
+template <class T> T known_part(const T *given, T defaults, const char *init) {
+    if (given->struct_size < sizeof(uint32_t) || given->struct_size > 4096) {
+        refuse(FS_BAD_ARGUMENT, std::string("struct_size is wrong: use ") + init);
+    }
+    std::memcpy(&defaults, given, std::min<size_t>(given->struct_size, sizeof(T)));
+    return defaults;
+}
+
+/* Fills as much of the caller's struct as it has. */
+template <class T> void fill(T *target, uint32_t size, const T &value) {
+    std::memcpy(target, &value, std::min<size_t>(size, sizeof(T)));
+}
+
+} // namespace frameshard
+
+#endif
