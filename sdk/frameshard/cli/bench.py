@@ -1,19 +1,18 @@
 """``frameshard bench``: time to first token and tokens per second at several budgets, beside what the plan predicts.
 
 One model is loaded once; the budget changes between rows. A figure is the median of ``--repeat`` runs, rows
-interleaved, so that a slow spell of the machine hits all of them. ``--vs-stock`` runs llama.cpp without the shard
-device in turn, in a process of its own: two teams of compute threads in one process disturb each other.
+interleaved, so that a slow spell of the machine hits all of them. ``--vs`` runs upstream's own benchmark in turn, after
+each of our rows at the same budget; meanwhile this process holds no more than its floor. Both sides read the prompt
+once before it counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from . import common
 from .vram import Sampler
 
 if TYPE_CHECKING:
+    from frameshard.cli.upstream import Measured
     from frameshard.engine.runtime import Runtime
 
 MIB = 2**20
@@ -45,13 +45,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--ubatch", type=common.positive, default=512, metavar="N", help="prompt tokens at once (512)")
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
-    parser.add_argument("--vs-stock", action="store_true", help="also run llama.cpp alone on the same cores (emulated)")
+    parser.add_argument(
+        "--vs",
+        metavar="LLAMA_BATCHED_BENCH",
+        help="also run this program of llama.cpp at each budget, with as many layers (or experts) on the GPU as fit",
+    )
+    parser.add_argument(
+        "--vs-threads", type=common.positive, metavar="N", help="CPU threads of llama.cpp (all; emulated: as ours)"
+    )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw what copies, GPU and CPU do in one token and one ubatch at the first budget (.svg, .png, .pdf)",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.set_defaults(run=run)
 
 
 @dataclass
 class _Row:
-    """Measurements of one budget; a budget of ``None`` is llama.cpp without the shard device."""
+    """Measurements at one budget; a budget of ``None`` is llama.cpp without the shard device."""
 
     budget: int | None
     ttft: list[float] = field(default_factory=list)
@@ -60,74 +73,49 @@ class _Row:
     nvml_peak: int | None = None
     copied: int = 0
     plan: Any = None
-
-
-_stock: Runtime | None = None
+    placement: list[str] = field(default_factory=list)
+    upstream: list[Measured] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
-    from frameshard import errors
-    from frameshard.engine.runtime import resolve_device
+    from frameshard import errors, models
+    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
 
     device = resolve_device(args.device)
-    if args.vs_stock and device != "emulated":
-        raise errors.BadArgument("--vs-stock compares on the CPU's cores: use it with --device emulated")
-    with contextlib.ExitStack() as stack:
-        other = None
-        if args.vs_stock:
-            context = multiprocessing.get_context("spawn")
-            other = stack.enter_context(ProcessPoolExecutor(1, context, _load_stock, (args,)))
-        runtime = stack.enter_context(_load(args, device))
+    if device == "cpu" and (args.vs or args.timeline):
+        raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
+    if args.timeline:
+        from . import figures
+
+        figures.check(args.timeline)
+    config = EngineConfig(
+        model=str(models.resolve(args.model)),
+        device=device,
+        n_ctx=(args.prompt + args.generate + 1) * args.parallel,
+        n_ubatch=max(args.ubatch, args.parallel),
+        n_parallel=args.parallel,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps or 0.0,
+        mode="stream_only" if args.stream_only else "planned",
+    )
+    result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
+    result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
+    with Runtime.load(config) as runtime:
         rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
-        stock = _Row(None)
         for _ in range(args.repeat):
             for row in rows:
                 _measure(row, runtime, args)
-            if other is not None:
-                stock = other.submit(_measure_stock, stock, args).result()
-        documents = [_document(row, args) for row in rows]
-    result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads, "rows": documents}
-    if args.vs_stock:
-        reference = _document(stock, args)
-        result["stock"] = reference
-        for document in documents:
-            document["decode_vs_stock"] = document["decode_tps"] / reference["decode_tps"]
-            document["ttft_vs_stock"] = document["ttft_s"] / reference["ttft_s"]
+                if args.vs:
+                    _measure_upstream(row, runtime, args)
+        if args.timeline:
+            _set_budget(rows[0], runtime)
+            result["timeline"] = _timeline(runtime, args)
+    result["rows"] = [_document(row, args) for row in rows]
     if args.json:
         common.emit_json(result)
     else:
-        _print(documents, result.get("stock"))
+        _print(result, rows, markdown=args.markdown)
     return 0
-
-
-def _load(args: argparse.Namespace, device: str) -> Runtime:
-    from frameshard import models
-    from frameshard.engine.runtime import EngineConfig, Runtime
-
-    return Runtime.load(
-        EngineConfig(
-            model=str(models.resolve(args.model)),
-            device=device,
-            n_ctx=(args.prompt + args.generate + 1) * args.parallel,
-            n_ubatch=max(args.ubatch, args.parallel),
-            n_parallel=args.parallel,
-            n_threads=args.threads,
-            link_gbps=args.link_gbps or 0.0,
-            mode="stream_only" if args.stream_only else "planned",
-        )
-    )
-
-
-def _load_stock(args: argparse.Namespace) -> None:
-    """In the process of ``--vs-stock``: the model without the shard device."""
-    global _stock
-    _stock = _load(args, "cpu")
-
-
-def _measure_stock(row: _Row, args: argparse.Namespace) -> _Row:
-    assert _stock is not None
-    _measure(row, _stock, args)
-    return row
 
 
 def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
@@ -140,29 +128,28 @@ def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
         yield named[part.strip()] if part.strip() in named else common.parse_size(part)
 
 
-def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
-    from .passage import PASSAGE
+def _set_budget(row: _Row, runtime: Runtime) -> None:
+    assert runtime.device is not None
+    assert row.budget is not None
+    runtime.device.set_budget(row.budget, timeout_s=60.0)
+    runtime.replan()
+    while runtime.fill():
+        pass
+    runtime.device.reset_peak()
+    row.plan = runtime.plan
 
-    words = runtime.tokenize(PASSAGE)
-    tokens = (words * -(-args.prompt // len(words)))[: args.prompt]
+
+def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
+    words, tokens = _tokens(runtime, args.prompt)
     device = runtime.device
-    if device is not None and row.budget is not None:
-        device.set_budget(row.budget, timeout_s=60.0)
-        runtime.replan()
-        while runtime.fill():
-            pass
-        device.reset_peak()
-        row.plan = runtime.plan
-    for seq in range(args.parallel):
-        runtime.clear(seq)
+    if row.budget is not None:
+        _set_budget(row, runtime)
+    _read(runtime, args.parallel, tokens)
     _decode(runtime, args.parallel, tokens[0])  # compiles the decode graph and fills the ring
-    for seq in range(args.parallel):
-        runtime.clear(seq)
     with Sampler(runtime.observer) as nvml:
         before = device.stats().copied_bytes if device is not None else 0
         start = time.perf_counter()
-        for seq in range(args.parallel):
-            runtime.decode_tokens(seq, tokens)
+        _read(runtime, args.parallel, tokens)
         middle = time.perf_counter()
         row.copied = device.stats().copied_bytes - before if device is not None else 0
         for i in range(args.generate):
@@ -176,12 +163,81 @@ def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
         row.nvml_peak = max(row.nvml_peak or 0, nvml.peak_bytes)
 
 
+def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
+    from frameshard.engine.nvml import Observer
+
+    from . import upstream
+
+    assert runtime.device is not None
+    assert row.budget is not None
+    emulated = runtime.device_name == "emulated"
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    row.placement = ["-ngl", "0"] if emulated else upstream.placement(runtime.model_info, row.budget)
+    device = ["-dev", "none" if emulated else runtime.device_name]
+    runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60.0)
+    row.upstream.append(
+        upstream.measure(
+            args.vs,
+            runtime.model_info,
+            device + row.placement,
+            None if emulated else Observer(),
+            prompt=args.prompt,
+            generate=args.generate,
+            parallel=args.parallel,
+            threads=args.vs_threads or (args.threads if emulated else cpus),
+        )
+    )
+
+
+def _tokens(runtime: Runtime, n: int) -> tuple[list[int], list[int]]:
+    """Tokens of the passage, and a prompt of ``n`` of them."""
+    from .passage import PASSAGE
+
+    words = runtime.tokenize(PASSAGE)
+    return words, (words * -(-n // len(words)))[:n]
+
+
+def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
+    for seq in range(parallel):
+        runtime.clear(seq)
+    for seq in range(parallel):
+        runtime.decode_tokens(seq, tokens)
+
+
 def _decode(runtime: Runtime, parallel: int, token: int) -> None:
     """One token of every sequence; reading a row of logits waits for the result, as sampling would."""
     from frameshard.engine.runtime import Rows
 
     for row in runtime.decode([Rows(seq, [token]) for seq in range(parallel)]):
         runtime.logits(row)
+
+
+def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
+    """Draws the second of three tokens and the second of two ubatches, so that the ring is as it is in between."""
+    from . import figures
+
+    assert runtime.device is not None
+    _, tokens = _tokens(runtime, min(args.ubatch, args.prompt))
+    _read(runtime, args.parallel, tokens)
+    _decode(runtime, args.parallel, tokens[0])
+    runtime.device.start_trace()
+    at = [time.perf_counter()]
+    for _ in range(3):
+        _decode(runtime, args.parallel, tokens[0])
+        at.append(time.perf_counter())
+    what = "one token" if args.parallel == 1 else f"one token of each of {args.parallel} sequences"
+    decode = figures.Window(what, runtime.device.stop_trace(), at[1], at[2])
+    runtime.device.start_trace()
+    for _ in range(2):
+        runtime.clear(0)
+        at.append(time.perf_counter())
+        runtime.decode_tokens(0, tokens)
+        at.append(time.perf_counter())
+    prefill = figures.Window(f"{len(tokens)} tokens of a prompt", runtime.device.stop_trace(), at[-2], at[-1])
+    budget = common.format_size(runtime.device.stats().budget_bytes)
+    title = f"{runtime.model_info.path.name}, {budget}, {runtime.device_name}"
+    figures.draw_timeline(args.timeline, title, [decode, prefill])
+    return {"file": args.timeline, "decode": decode.summary(), "prefill": prefill.summary()}
 
 
 def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
@@ -193,6 +249,7 @@ def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
         "decode_tps": decode,
         "peak_vram_mb": round(row.ledger_peak / MIB, 3),
         "peak_nvml_mb": None if row.nvml_peak is None else round(row.nvml_peak / MIB, 3),
+        "runs": {"ttft_s": row.ttft, "decode_tps": row.decode_tps},
     }
     if row.plan is not None:
         document |= {
@@ -203,24 +260,70 @@ def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
             "bound_decode_tps": row.plan.bound_decode_tps(),
             "plan": row.plan.summary(args.prompt, args.parallel),
         }
+    if row.upstream:
+        theirs_ttft = statistics.median(each.ttft_s for each in row.upstream)
+        theirs_decode = statistics.median(each.decode_tps for each in row.upstream)
+        peak = max((each.nvml_peak or 0 for each in row.upstream), default=0)
+        document["upstream"] = {
+            "placement": " ".join(row.placement),
+            "ttft_s": theirs_ttft,
+            "decode_tps": theirs_decode,
+            "peak_nvml_mb": round(peak / MIB, 3) if peak else None,
+            "runs": {
+                "ttft_s": [each.ttft_s for each in row.upstream],
+                "decode_tps": [each.decode_tps for each in row.upstream],
+            },
+        }
+        document |= {"ttft_ratio": theirs_ttft / ttft, "decode_ratio": decode / theirs_decode}
     return document
 
 
-def _print(rows: list[dict[str, Any]], stock: object) -> None:
+def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
+    columns = ["budget MiB", "TTFT s", "decode tok/s", "peak MiB"]
+    if any(row.plan is not None for row in rows):
+        columns[2:2] = ["predicted", "bound"]
+        columns[5:5] = ["predicted", "bound"]
+    if any(row.upstream for row in rows):
+        columns += ["llama.cpp with", "TTFT s", "decode tok/s", "peak MiB", "TTFT ×", "decode ×"]  # noqa: RUF001
+    table = [[_cell(value) for value in _values(document)] for document in result["rows"]]
     print(
-        f"{'budget':>10} {'TTFT':>9} {'predicted':>10} {'bound':>9} "
-        f"{'decode':>12} {'predicted':>10} {'bound':>8} {'peak':>10}"
+        f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
+        f"tokens, {result['generate']} decoded, {result['parallel']} at once; medians of {result['repeat']}\n"
     )
-    for row in rows:
-        budget = "-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f} MiB"
-        line = f"{budget:>10} {row['ttft_s']:>7.3f} s"
-        if "plan" in row:
-            line += (
-                f" {row['predicted_ttft_s']:>8.3f} s {row['bound_ttft_s']:>7.3f} s {row['decode_tps']:>6.1f} tok/s"
-                f" {row['predicted_decode_tps']:>10.1f} {row['bound_decode_tps']:>8.1f} {row['peak_vram_mb']:>6.0f} MiB"
-            )
-        else:
-            line += f" {'':>20} {row['decode_tps']:>6.1f} tok/s"
-        print(line)
-    if isinstance(stock, dict):
-        print(f"{'llama.cpp':>10} {stock['ttft_s']:>7.3f} s {'':>20} {stock['decode_tps']:>6.1f} tok/s")
+    if markdown:
+        print("\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *table)))
+    else:
+        widths = [max(map(len, column)) for column in zip(columns, *table, strict=True)]
+        for cells in (columns, *table):
+            print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    if "timeline" in result:
+        print()
+        for name in ("decode", "prefill"):
+            each = result["timeline"][name]
+            lanes = [f"{name} {lane['busy']:.0%} at {lane['gbps']:.1f} GB/s" for name, lane in each["lanes"].items()]
+            print(f"{each['what']}: {each['seconds'] * 1e3:.1f} ms; busy: {', '.join(lanes)}")
+        print(f"drawn in {result['timeline']['file']}")
+
+
+def _values(document: dict[str, Any]) -> Iterator[object]:
+    planned = "plan" in document
+    yield "-" if document["budget_mb"] is None else f"{document['budget_mb']:.0f}"
+    yield document["ttft_s"]
+    if planned:
+        yield from (document["predicted_ttft_s"], document["bound_ttft_s"])
+    yield document["decode_tps"]
+    if planned:
+        yield from (document["predicted_decode_tps"], document["bound_decode_tps"])
+    yield _peak(document["peak_nvml_mb"] or document["peak_vram_mb"])
+    if "upstream" in document:
+        theirs = document["upstream"]
+        yield from (theirs["placement"], theirs["ttft_s"], theirs["decode_tps"], _peak(theirs["peak_nvml_mb"]))
+        yield from (document["ttft_ratio"], document["decode_ratio"])
+
+
+def _peak(mib: float | None) -> str:
+    return f"{mib:.0f}" if mib else "-"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Peak VRAM of this process as the driver counts it."""
+"""Peak VRAM of a process as the driver counts it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
+        if self._observer is None or not self._observer.available:
+            return
         while True:
-            used = self._observer.used() if self._observer is not None else None
+            used = self._observer.used()
             if used is not None:
                 self.peak_bytes = max(self.peak_bytes or 0, used)
-            if used is None or self._stop.wait(INTERVAL_S):
+            if self._stop.wait(INTERVAL_S):
                 return
 
     def __enter__(self) -> Sampler:

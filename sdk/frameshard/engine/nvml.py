@@ -15,12 +15,13 @@ logger = logging.getLogger("frameshard.engine")
 
 class Observer:
     """Make it before the process opens a GPU: a process that NVML lists only afterwards, when its numbers are those of
-    another namespace, is this one."""
+    another namespace, is this one. ``pid`` may be set to that of a child started since."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self._nvml: Any = None
         self._before: set[int] = set()
-        self._pid: int | None = None
+        self._listed_as: int | None = None
         try:
             import pynvml
 
@@ -38,20 +39,20 @@ class Observer:
         return self._nvml is not None
 
     def used(self) -> int | None:
-        """Bytes of VRAM that the driver counts for this process over all GPUs; ``None`` where it does not tell."""
+        """Bytes of VRAM that the driver counts for the process over all GPUs; ``None`` where it does not tell."""
         if self._nvml is None:
             return None
         try:
             processes = self._processes()
         except self._nvml.NVMLError:
             return None
-        if self._pid is None:
+        if self._listed_as is None:
             new = [pid for pid in processes if pid not in self._before]
-            if os.getpid() in processes:
-                self._pid = os.getpid()
+            if self.pid in processes:
+                self._listed_as = self.pid
             elif len(new) == 1:
-                self._pid = new[0]
-        return None if self._pid is None else processes.get(self._pid)
+                self._listed_as = new[0]
+        return None if self._listed_as is None else processes.get(self._listed_as)
 
     def _processes(self) -> dict[int, int]:
         used: dict[int, int] = {}

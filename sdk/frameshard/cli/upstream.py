@@ -1,0 +1,112 @@
+"""llama.cpp as it comes, beside us: its own benchmark, with as much of the model on the GPU as a budget holds.
+
+A budget is all for weights here: context and buffers come on top of it, so upstream may hold more VRAM than it was
+allowed, never less. Dense models get the largest ``-ngl``; mixtures of experts ``-ngl 999`` with the experts of as few
+layers as possible on the CPU (``-ncmoe``), which is faster than ``-ngl`` at every budget where it fits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from frameshard.engine.runtime import ALL_LAYERS
+from frameshard.errors import FrameshardError
+from frameshard.plan.model import Model
+
+from .vram import Sampler
+
+if TYPE_CHECKING:
+    from frameshard.engine.nvml import Observer
+
+_BATCH = 2048  # -b and -ub: the size at which upstream reads prompts fastest
+_OURS = ("GGML_CUDA_DISABLE_GRAPHS", "GGML_NO_BACKTRACE")  # set for our own process, see frameshard.engine
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: seconds until the prompts are read, tokens per second of all sequences, bytes by NVML."""
+
+    ttft_s: float
+    decode_tps: float
+    nvml_peak: int | None
+
+
+def placement(model: Model, budget_bytes: int) -> list[str]:
+    """Arguments that put the most weights on the GPU that fit ``budget_bytes`` by the sizes in the file."""
+    layers: Counter[int] = Counter()
+    experts: Counter[int] = Counter()
+    head = embedding = 0
+    for tensor in model.tensors:
+        part = tensor.name.split(".")
+        if part[0] == "blk":
+            kind = experts if "exps" in part[2] else layers
+            kind[int(part[1])] += tensor.n_bytes
+        elif part[0] == "token_embd":
+            embedding = tensor.n_bytes
+        else:
+            head += tensor.n_bytes
+    if not any(tensor.name == "output.weight" for tensor in model.tensors):
+        head += embedding  # tied: upstream keeps a second copy on the GPU
+    if experts:
+        room = budget_bytes - head - sum(layers.values())
+        on_cpu = model.n_layer
+        while on_cpu and experts[on_cpu - 1] <= room:
+            on_cpu -= 1
+            room -= experts[on_cpu]
+        if room >= 0:
+            return ["-ngl", str(ALL_LAYERS), "-ncmoe", str(on_cpu)]
+    room, n = budget_bytes - head, 0
+    while room >= 0 and n <= model.n_layer:
+        n += 1  # the head counts as the first layer, then the last layers of the model
+        room -= layers[model.n_layer - n] + experts[model.n_layer - n]
+    return ["-ngl", str(n)]
+
+
+def measure(
+    binary: str,
+    model: Model,
+    where: list[str],
+    observer: Observer | None,
+    *,
+    prompt: int,
+    generate: int,
+    parallel: int,
+    threads: int,
+) -> Measured:
+    """Run upstream's ``llama-batched-bench``. The first prompt, which allocates and uploads, is not counted.
+    ``observer`` is a new one, or ``None`` where there is no VRAM to look at.
+
+    Raises :class:`FrameshardError` with its last words if it fails.
+    """
+    # Each sequence has cells of its own, in blocks of 256.
+    context = -(-(prompt + generate) // 256) * 256 * parallel
+    command = [binary, "-m", str(model.path), "-c", str(context), "-b", str(_BATCH), "-ub", str(_BATCH), "-fa", "on"]
+    command += ["-t", str(threads), "-npp", str(prompt), "-ntg", f"1,{generate}", "-npl", str(parallel)]
+    command += ["--output-format", "jsonl", *where]
+    environment = {key: value for key, value in os.environ.items() if key not in _OURS}
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        except OSError as error:
+            raise FrameshardError(f"cannot run {binary}: {error.strerror}") from error
+        if observer is not None:
+            observer.pid = process.pid
+        try:
+            with Sampler(observer) as nvml:
+                output, _ = process.communicate()
+        finally:
+            process.kill()
+            process.wait()
+        rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        if process.returncode or not rows or rows[-1]["tg"] != generate:
+            log.seek(0)
+            words = [line.strip() for line in log.read().splitlines() if line.strip()]
+            last = "; ".join(words[-3:]) or f"it ended with {process.returncode}"
+            raise FrameshardError(f"{' '.join(command)} failed: {last}")
+    return Measured(rows[-1]["t_pp"], rows[-1]["speed_tg"], nvml.peak_bytes)

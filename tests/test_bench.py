@@ -1,0 +1,85 @@
+"""frameshard bench as a shell sees it, and where it would put a model for llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameshard.cli.upstream import placement
+from frameshard.plan.model import Model, read_model
+
+
+def bench(model_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = ("bench", "--model", str(model_path), "--device", "emulated", "--link-gbps", "2", "--threads", "1")
+    small = ("--prompt", "32", "--generate", "4", "--repeat", "1")
+    return subprocess.run(
+        [sys.executable, "-m", "frameshard", *command, *small, *args], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "time.svg"
+    result = bench(model_path, "--vram-budget", "60,full", "--parallel", "2", "--timeline", str(picture), "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["rows"][0]["budget_mb"] == 60.0
+    for row in document["rows"]:
+        assert row["peak_vram_mb"] <= row["budget_mb"]
+        assert row["runs"]["decode_tps"] == [row["decode_tps"]]
+    assert document["rows"][0]["prefill_copied_mb"] > 0
+    for name in ("decode", "prefill"):
+        lanes = document["timeline"][name]["lanes"]
+        assert list(lanes) == ["copy", "device", "cpu"]
+        assert all(0 <= lane["busy"] <= 1 for lane in lanes.values())
+        assert lanes["device"]["busy"] > 0
+    assert document["timeline"]["prefill"]["lanes"]["copy"]["busy"] > 0
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--timeline", "out.txt"), "not the name of a picture"),
+        (("--vs", "/no/such/program"), "cannot run /no/such/program"),
+        (("--vs", sys.executable), "failed:"),
+        (("--vs", "any", "--device", "cpu"), "nothing is placed"),
+    ],
+)
+def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, model_path: Path) -> None:
+    result = bench(model_path, *args)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def in_vram(model: Model, ngl: int, ncmoe: int = 0) -> int:
+    """Bytes of weights that llama.cpp puts on a GPU: the head first, then the last layers."""
+    n_bytes = 0
+    tied = not any(tensor.name == "output.weight" for tensor in model.tensors)
+    for tensor in model.tensors:
+        part = tensor.name.split(".")
+        if part[0] != "blk":
+            here = ngl > 0 and (tied or part[0] != "token_embd")
+        else:
+            here = int(part[1]) >= model.n_layer + 1 - ngl and not ("exps" in part[2] and int(part[1]) < ncmoe)
+        n_bytes += tensor.n_bytes if here else 0
+    return n_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9, 1.0])
+def test_llama_cpp_gets_as_much_as_fits(share: float, model_path: Path, moe_path: Path) -> None:
+    for path in (model_path, moe_path):
+        model = read_model(path)
+        budget = int(in_vram(model, 999) * share)
+        names, values = placement(model, budget)[::2], [int(value) for value in placement(model, budget)[1::2]]
+        assert in_vram(model, *values) <= budget
+        if names == ["-ngl", "-ncmoe"]:
+            more = [values[0], values[1] - 1] if values[1] else values
+        else:
+            assert names == ["-ngl"]
+            more = [values[0] + 1] if values[0] <= model.n_layer else values
+        assert more == values or in_vram(model, *more) > budget
