@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <new>
 #include <sstream>
@@ -407,7 +408,7 @@ fs_status fs_connect(const char *connect_file, const char *client_name, fs_clien
         std::string path = text_of("connect_file", connect_file, 1, 4096);
         auto made =
             std::make_unique<fs_client>(client_name == nullptr ? "c" : text_of("client_name", client_name, 0, 64));
-        std::ifstream file(path, std::ios::binary);
+        std::ifstream file(std::filesystem::u8path(path), std::ios::binary);
         std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
         if (!file) {
             refuse(FS_CONNECTION_LOST, "no sidecar has left its connect file at " + path);
@@ -700,7 +701,11 @@ int32_t fs_wait(fs_client *client, double timeout_s) {
         }
         // Beats and looks at the process are due in between, so no wait is longer than those.
         long ms = long(std::ceil(1000 * std::max(0.0, std::min(timeout_s, kLookAtProcessSeconds))));
-        zmq_pollitem_t item = {client->socket, client->socket == nullptr ? client->process.output() : 0, ZMQ_POLLIN, 0};
+        if (client->socket == nullptr && !client->session.lost()) {
+            there = client->process.wait_readable(int(ms)) ? 1 : 0;
+            return;
+        }
+        zmq_pollitem_t item = {client->socket, 0, ZMQ_POLLIN, 0};
         there = zmq_poll(&item, client->session.lost() ? 0 : 1, ms) > 0 ? 1 : 0;
     });
     return there;

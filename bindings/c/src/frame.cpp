@@ -6,9 +6,15 @@
 #include <chrono>
 #include <memory>
 
+#ifdef _WIN32
+#include <filesystem>
+
+#include <windows.h>
+#else
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
 
 #include "codec.h"
 #include "seam.h"
@@ -47,6 +53,55 @@ uint64_t clock_ns() {
 
 uint64_t nanoseconds_of(double seconds) { return uint64_t(seconds * 1e9); }
 
+const char kTooShort[] = "too short"; // it would be a fault at the first store
+
+/* The page at `path`; nullptr with the reason in *why. */
+#ifdef _WIN32
+void *map_page(const std::string &path, std::string *why) {
+    HANDLE file =
+        CreateFileW(std::filesystem::u8path(path).c_str(), GENERIC_READ | GENERIC_WRITE,
+                    FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr, OPEN_EXISTING, 0, nullptr);
+    LARGE_INTEGER size{};
+    HANDLE mapping = nullptr;
+    void *mapped = nullptr;
+    if (file == INVALID_HANDLE_VALUE || !GetFileSizeEx(file, &size)) {
+        *why = "error " + std::to_string(GetLastError());
+    } else if (size.QuadPart < int64_t(kPageBytes)) {
+        *why = kTooShort;
+    } else if ((mapping = CreateFileMappingW(file, nullptr, PAGE_READWRITE, 0, 0, nullptr)) == nullptr ||
+               (mapped = MapViewOfFile(mapping, FILE_MAP_WRITE, 0, 0, kPageBytes)) == nullptr) {
+        *why = "error " + std::to_string(GetLastError());
+    }
+    if (mapping != nullptr) {
+        CloseHandle(mapping);
+    }
+    if (file != INVALID_HANDLE_VALUE) {
+        CloseHandle(file);
+    }
+    return mapped;
+}
+
+void unmap_page(void *page) { UnmapViewOfFile(page); }
+#else
+void *map_page(const std::string &path, std::string *why) {
+    int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    void *mapped = nullptr;
+    if (fd >= 0 && lseek(fd, 0, SEEK_END) < off_t(kPageBytes)) {
+        *why = kTooShort;
+    } else if (fd < 0 ||
+               (mapped = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)) == MAP_FAILED) {
+        *why = std::strerror(errno);
+        mapped = nullptr;
+    }
+    if (fd >= 0) {
+        close(fd);
+    }
+    return mapped;
+}
+
+void unmap_page(void *page) { munmap(page, kPageBytes); }
+#endif
+
 } // namespace
 
 struct fs_frame_block {
@@ -56,7 +111,7 @@ struct fs_frame_block {
 
     ~fs_frame_block() {
         if (page != nullptr) {
-            munmap(page, kPageBytes);
+            unmap_page(page);
         }
     }
 
@@ -92,17 +147,10 @@ fs_status fs_frame_block_open(const char *path, double target_frame_s, fs_frame_
         std::string place = frameshard::text_of("path", path, 1, 4096);
         check_range("target_frame_s", target_frame_s, 0.0001, 10);
         auto made = std::make_unique<fs_frame_block>();
-        int fd = open(place.c_str(), O_RDWR | O_CLOEXEC);
-        // A shorter file would be a bus error at the first store.
-        bool whole = fd >= 0 && lseek(fd, 0, SEEK_END) >= off_t(kPageBytes);
-        void *mapped = whole ? mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
-        int error = errno;
-        if (fd >= 0) {
-            close(fd);
-        }
-        if (mapped == MAP_FAILED) {
-            refuse(FS_BAD_ARGUMENT, "no frame block at " + place +
-                                        (fd >= 0 && !whole ? ": too short" : std::string(": ") + std::strerror(error)));
+        std::string why;
+        void *mapped = map_page(place, &why);
+        if (mapped == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "no frame block at " + place + ": " + why);
         }
         made->page = static_cast<Page *>(mapped);
         if (made->page->magic != kMagic || made->page->version != kVersion) {

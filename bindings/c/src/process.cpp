@@ -1,3 +1,4 @@
+/* Process over POSIX; process_windows.cpp is the other one. */
 #include "process.h"
 
 #include <cerrno>
@@ -6,6 +7,7 @@
 #include <ctime>
 
 #include <fcntl.h>
+#include <poll.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -109,6 +111,11 @@ bool Process::read(std::string *text) {
         }
     }
     return false;
+}
+
+bool Process::wait_readable(int milliseconds) {
+    pollfd item = {output_, POLLIN, 0};
+    return output_ < 0 || poll(&item, 1, milliseconds) > 0;
 }
 
 bool Process::ended(std::string *how) {

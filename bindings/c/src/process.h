@@ -4,7 +4,9 @@
 
 #include <string>
 
+#ifndef _WIN32
 #include <sys/types.h>
+#endif
 
 namespace frameshard {
 
@@ -21,7 +23,8 @@ class Process {
 
     /* Appends what the process has written to its standard output; false when nothing more will come. Never waits. */
     bool read(std::string *text);
-    int output() const { return output_; }
+    /* Waits until read() may have something, at most so long; whether it may. */
+    bool wait_readable(int milliseconds);
 
     /* Whether it has ended, and how, in words. Never waits. */
     bool ended(std::string *how);
@@ -30,8 +33,13 @@ class Process {
     void end(double timeout_s);
 
   private:
+#ifdef _WIN32
+    void *process_ = nullptr, *job_ = nullptr; // HANDLEs; nullptr: none
+    void *input_ = nullptr, *output_ = nullptr;
+#else
     pid_t pid_ = 0; // 0: none, or reaped
     int input_ = -1, output_ = -1;
+#endif
     std::string how_;
 };
 

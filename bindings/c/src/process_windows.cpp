@@ -1,0 +1,212 @@
+/* Process over CreateProcess: a job object ends the sidecar and its engine with the host, also when that crashes. */
+#include "process.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include <windows.h>
+
+namespace frameshard {
+namespace {
+
+constexpr DWORD kPipeBytes = 1 << 17; // more than the line, which is written before there is a reader
+constexpr UINT kKilled = 137;
+
+std::wstring wide(const std::string &text) {
+    int size = MultiByteToWideChar(CP_UTF8, 0, text.data(), int(text.size()), nullptr, 0);
+    std::wstring result(size_t(size), L'\0');
+    MultiByteToWideChar(CP_UTF8, 0, text.data(), int(text.size()), &result[0], size);
+    return result;
+}
+
+std::string last_error() {
+    wchar_t *text = nullptr;
+    DWORD code = GetLastError();
+    DWORD size =
+        FormatMessageW(FORMAT_MESSAGE_ALLOCATE_BUFFER | FORMAT_MESSAGE_FROM_SYSTEM | FORMAT_MESSAGE_IGNORE_INSERTS,
+                       nullptr, code, 0, reinterpret_cast<wchar_t *>(&text), 0, nullptr);
+    while (size > 0 && (text[size - 1] == L'\n' || text[size - 1] == L'\r')) {
+        --size;
+    }
+    std::string result = "error " + std::to_string(code);
+    int bytes = WideCharToMultiByte(CP_UTF8, 0, text, int(size), nullptr, 0, nullptr, nullptr);
+    if (bytes > 0) {
+        result.assign(size_t(bytes), '\0');
+        WideCharToMultiByte(CP_UTF8, 0, text, int(size), &result[0], bytes, nullptr, nullptr);
+    }
+    LocalFree(text);
+    return result;
+}
+
+void close_handle(void **handle) {
+    if (*handle != nullptr) {
+        CloseHandle(*handle);
+        *handle = nullptr;
+    }
+}
+
+/* A handle that the child may have, for as long as it takes to start it. */
+class Inherited {
+  public:
+    Inherited() = default;
+    ~Inherited() { close_handle(&handle); }
+    Inherited(const Inherited &) = delete;
+    Inherited &operator=(const Inherited &) = delete;
+
+    void *handle = nullptr;
+};
+
+bool make_pipe(void **ours, void **theirs, bool we_write) {
+    SECURITY_ATTRIBUTES inherit = {sizeof inherit, nullptr, TRUE};
+    HANDLE read_end = nullptr, write_end = nullptr;
+    if (!CreatePipe(&read_end, &write_end, &inherit, kPipeBytes)) {
+        return false;
+    }
+    *ours = we_write ? write_end : read_end;
+    *theirs = we_write ? read_end : write_end;
+    return SetHandleInformation(*ours, HANDLE_FLAG_INHERIT, 0) != 0;
+}
+
+/* Where the sidecar's log goes: a file, else what the host has for its errors, else nowhere. */
+void *open_log(const std::string &file) {
+    SECURITY_ATTRIBUTES inherit = {sizeof inherit, nullptr, TRUE};
+    HANDLE log = INVALID_HANDLE_VALUE;
+    if (!file.empty()) {
+        log = CreateFileW(wide(file).c_str(), FILE_APPEND_DATA, FILE_SHARE_READ | FILE_SHARE_WRITE, &inherit,
+                          OPEN_ALWAYS, FILE_ATTRIBUTE_NORMAL, nullptr);
+    } else {
+        HANDLE process = GetCurrentProcess(), errors = GetStdHandle(STD_ERROR_HANDLE);
+        if (errors == nullptr || errors == INVALID_HANDLE_VALUE ||
+            !DuplicateHandle(process, errors, process, &log, 0, TRUE, DUPLICATE_SAME_ACCESS)) {
+            log = CreateFileW(L"NUL", GENERIC_WRITE, FILE_SHARE_READ | FILE_SHARE_WRITE, &inherit, OPEN_EXISTING, 0,
+                              nullptr);
+        }
+    }
+    return log == INVALID_HANDLE_VALUE ? nullptr : log;
+}
+
+} // namespace
+
+Process::~Process() { end(0); }
+
+bool Process::start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why) {
+    Inherited in, out, log;
+    auto fail = [&] {
+        *why = last_error();
+        close_handle(&input_);
+        close_handle(&output_);
+        close_handle(&job_);
+        close_handle(&process_);
+        return false;
+    };
+    DWORD written = 0;
+    if (!make_pipe(&input_, &in.handle, true) || !make_pipe(&output_, &out.handle, false) ||
+        !WriteFile(input_, line.data(), DWORD(line.size()), &written, nullptr) || written != line.size()) {
+        return fail();
+    }
+    log.handle = open_log(log_file);
+    job_ = CreateJobObjectW(nullptr, nullptr);
+    JOBOBJECT_EXTENDED_LIMIT_INFORMATION limits{};
+    limits.BasicLimitInformation.LimitFlags = JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE;
+    if (log.handle == nullptr || job_ == nullptr ||
+        !SetInformationJobObject(job_, JobObjectExtendedLimitInformation, &limits, sizeof limits)) {
+        return fail();
+    }
+
+    // Only these three are inherited, whatever else the host has open: the sidecar would hold it.
+    HANDLE handles[] = {in.handle, out.handle, log.handle};
+    SIZE_T size = 0;
+    InitializeProcThreadAttributeList(nullptr, 1, 0, &size);
+    std::vector<char> room(size);
+    auto *attributes = reinterpret_cast<LPPROC_THREAD_ATTRIBUTE_LIST>(room.data());
+    if (!InitializeProcThreadAttributeList(attributes, 1, 0, &size)) {
+        return fail();
+    }
+    STARTUPINFOEXW startup{};
+    startup.StartupInfo.cb = sizeof startup;
+    startup.StartupInfo.dwFlags = STARTF_USESTDHANDLES;
+    startup.StartupInfo.hStdInput = in.handle;
+    startup.StartupInfo.hStdOutput = out.handle;
+    startup.StartupInfo.hStdError = log.handle;
+    startup.lpAttributeList = attributes;
+    std::wstring command = L"\"" + wide(python) + L"\" -m frameshard.broker"; // a path cannot hold a quote
+    PROCESS_INFORMATION started{};
+    // No window, and so no console whose Ctrl-C would reach it. Suspended until the job has it.
+    bool made = UpdateProcThreadAttribute(attributes, 0, PROC_THREAD_ATTRIBUTE_HANDLE_LIST, handles, sizeof handles,
+                                          nullptr, nullptr) &&
+                CreateProcessW(nullptr, &command[0], nullptr, nullptr, TRUE,
+                               CREATE_NO_WINDOW | CREATE_SUSPENDED | EXTENDED_STARTUPINFO_PRESENT, nullptr, nullptr,
+                               &startup.StartupInfo, &started);
+    if (!made) {
+        bool failed = fail();
+        DeleteProcThreadAttributeList(attributes);
+        return failed;
+    }
+    DeleteProcThreadAttributeList(attributes);
+    process_ = started.hProcess;
+    if (!AssignProcessToJobObject(job_, process_)) {
+        TerminateProcess(process_, kKilled);
+        CloseHandle(started.hThread);
+        return fail();
+    }
+    ResumeThread(started.hThread);
+    CloseHandle(started.hThread);
+    return true;
+}
+
+bool Process::read(std::string *text) {
+    char buffer[4096];
+    DWORD there = 0, size = 0;
+    while (output_ != nullptr) {
+        if (!PeekNamedPipe(output_, nullptr, 0, nullptr, &there, nullptr) ||
+            (there > 0 && !ReadFile(output_, buffer, std::min<DWORD>(there, sizeof buffer), &size, nullptr))) {
+            close_handle(&output_);
+        } else if (there == 0) {
+            return true;
+        } else {
+            text->append(buffer, size);
+        }
+    }
+    return false;
+}
+
+bool Process::wait_readable(int milliseconds) {
+    // A pipe cannot be waited for; its writer can.
+    for (int left = milliseconds;; --left) {
+        DWORD there = 0;
+        if (output_ == nullptr || !PeekNamedPipe(output_, nullptr, 0, nullptr, &there, nullptr) || there > 0) {
+            return true;
+        }
+        if (left <= 0) {
+            return false;
+        }
+        WaitForSingleObject(process_, 1);
+    }
+}
+
+bool Process::ended(std::string *how) {
+    if (process_ != nullptr && WaitForSingleObject(process_, 0) == WAIT_OBJECT_0) {
+        DWORD status = 0;
+        GetExitCodeProcess(process_, &status);
+        how_ = "with status " + std::to_string(status);
+        close_handle(&process_);
+    }
+    *how = how_;
+    return process_ == nullptr;
+}
+
+void Process::end(double timeout_s) {
+    close_handle(&input_);
+    close_handle(&output_);
+    if (process_ != nullptr) {
+        if (WaitForSingleObject(process_, DWORD(timeout_s * 1000)) != WAIT_OBJECT_0) {
+            TerminateJobObject(job_, kKilled);
+            WaitForSingleObject(process_, INFINITE);
+        }
+        close_handle(&process_);
+    }
+    close_handle(&job_); // and whoever is left in it
+}
+
+} // namespace frameshard
