@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "native": set(),
     "plan": {"native"},
     "engine": {"native", "plan", "wire"},
-    "cli": {"wire", "transport", "broker", "client", "sync", "native", "plan", "engine"},
+    "simulation": {"wire", "client", "frame", "__init__"},
+    "cli": {"wire", "transport", "broker", "client", "sync", "native", "plan", "engine", "simulation"},
     "__main__": {"cli"},
     "__init__": {"client", "wire"},
 }

@@ -49,6 +49,11 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
             while block.answer.refused_generation < generation:
                 await trio.sleep(0.01)
         assert (await client.budget()).budget_bytes == small
+        # Later words come by message: whoever asks for the page again does not bring its last budget back.
+        await client.set_budget(bounds.full_bytes / MIB, observe=False)
+        (await client.frame_block()).close()
+        assert (await client.complete("Once upon a time", sampling=GREEDY).completed()).text == undisturbed
+        assert (await client.budget()).budget_bytes == bounds.full_bytes
 
 
 @in_trio

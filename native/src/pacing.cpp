@@ -174,7 +174,8 @@ bool Pacing::open(const char *path, std::string &why) {
     std::lock_guard<std::mutex> lock(mutex_);
     // An earlier page stays mapped: another thread may just be reading it, and there are few in a process's life.
     block_.store(page, std::memory_order_release);
-    budget_seen_ = 0;
+    // A budget that was answered before is not asked again: later words may have come by message.
+    budget_seen_ = page ? std::max(page->applied_generation.load(), page->refused_generation.load()) : 0;
     const Mode mode = pacer_.mode();
     pacer_ = FramePacer();
     pacer_.set_mode(mode);

@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "what fits into a VRAM budget and how fast it would run, without loading anything",
     "profile": "measure this machine's rates, which plans are made from",
     "bench": "measured speed at each budget, beside the prediction and the physical bound",
+    "simulate": "replay a game's frames and VRAM demand against a real sidecar",
     "verify": "prove that answers stay right at each budget and across a change in mid-answer",
 }
 

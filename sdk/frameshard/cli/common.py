@@ -66,10 +66,10 @@ def default_threads() -> int:
     return max(1, usable // 2)
 
 
-def add_model_args(parser: argparse.ArgumentParser) -> None:
+def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """``--model --device --link-gbps --threads --json``."""
     parser.add_argument(
-        "--model", required=True, metavar="PATH|NAME", help="a GGUF file, or a name that `frameshard models` knows"
+        "--model", required=required, metavar="PATH|NAME", help="a GGUF file, or a name that `frameshard models` knows"
     )
     parser.add_argument(
         "--device",

@@ -1,0 +1,130 @@
+"""``frameshard simulate``: replays what a game does with its frames and its VRAM against a real sidecar.
+
+Exit status 1: the sidecar broke its lease or lost a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from frameshard.cli import common
+from frameshard.errors import BadArgument
+from frameshard.simulation import trace as traces
+
+if TYPE_CHECKING:
+    from frameshard.simulation.player import Recording
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="replay a game's frames and VRAM demand against a real sidecar",
+        description="Plays scripts of a game's frames, VRAM demand and questions one after the other against a "
+        "sidecar, and checks that no sample lies above the lease and that no job is lost. Frames are slept, not drawn. "
+        "A script's VRAM is scaled to the model's needs, so that any of them plays with any model.",
+    )
+    parser.add_argument("trace", nargs="*", metavar="TRACE", help="JSON files or names of --list (all of those)")
+    parser.add_argument("--list", action="store_true", help="name the scripts that come with frameshard")
+    common.add_model_args(parser, required=False)
+    common.add_context_args(parser)
+    parser.add_argument("--speed", type=common.rate, default=1.0, metavar="N", help="events come N times as fast (1)")
+    parser.add_argument(
+        "--as-recorded", action="store_true", help="offer the script's own MiB instead of scaling them to the model"
+    )
+    parser.add_argument(
+        "--mode", choices=("planned", "stream_only"), default="planned", help="of the sidecar (planned)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw what was seen, as PNG or SVG; needs frameshard[plots]")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    chosen = [traces.load(name) for name in args.trace or traces.names()]
+    if args.list:
+        listed = {trace.name: {"seconds": trace.seconds, "about": trace.about} for trace in chosen}
+        if args.json:
+            common.emit_json(listed)
+        else:
+            for name, entry in listed.items():
+                print(f"{name:16}{entry['seconds']:4g} s  {entry['about']}")
+        return 0
+    if args.model is None:
+        raise BadArgument("--model is needed to simulate")
+    if args.plot:
+        from frameshard.simulation import plot
+
+        plot.check()
+
+    import trio
+
+    import frameshard
+    from frameshard import models
+    from frameshard.simulation.player import play
+
+    async def main() -> list[Recording]:
+        async with frameshard.launch(
+            models.resolve(args.model),
+            device=args.device,
+            n_ctx=args.ctx,
+            n_parallel=args.parallel,
+            n_ubatch=args.ubatch,
+            n_threads=args.threads,
+            link_gbps=args.link_gbps or 0.0,
+            name="simulate",
+        ) as client:
+            found = []
+            for trace in chosen:
+                print(f"{trace.name}: {trace.about}", file=sys.stderr)
+                found.append(await play(client, trace, speed=args.speed, as_recorded=args.as_recorded))
+            return found
+
+    recordings = trio.run(main)
+    if args.plot:
+        plot.draw(recordings, args.plot)
+    if args.json:
+        common.emit_json(
+            {"recordings": [{**dataclasses.asdict(each), "summary": summary(each)} for each in recordings]}
+        )
+    else:
+        print(table(recordings))
+    for each in recordings:
+        for problem in each.problems:
+            print(f"{each.trace}: {problem}", file=sys.stderr)
+    return int(any(each.problems for each in recordings))
+
+
+def summary(recording: Recording) -> dict[str, Any]:
+    """One row of the table."""
+    released = [1e3 * change.released_s for change in recording.changes if change.released_s is not None]
+    return {
+        "trace": recording.trace,
+        "seconds": recording.seconds,
+        "changes": len(recording.changes),
+        "release p50 ms": quantile(released, 0.5),
+        "max ms": quantile(released, 1.0),
+        "jobs": len(recording.jobs),
+        "tokens": recording.tokens,
+        "frame p50 ms": quantile(recording.frames_ms, 0.5),
+        "p99 ms": quantile(recording.frames_ms, 0.99),
+        "problems": len(recording.problems),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def table(recordings: Sequence[Recording]) -> str:
+    found = [summary(each) for each in recordings]
+    rows = [list(found[0]), *([_cell(value) for value in row.values()] for row in found)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths[0] = -widths[0]  # to the left
+    return "\n".join("  ".join(f"%{w}s" % cell for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,318 @@
+"""Plays a trace against a sidecar as a game would, and judges what it sees.
+
+One task draws (it writes the frame block and sleeps for the frame's length: no GPU is used), one negotiates, one
+samples, and each conversation has one. Changes of the budget are asked for one after the other.
+
+The lease is kept if no sample taken after a change was released, or after its deadline, lies above the budget, and none
+in between above the larger of the two budgets. All jobs have to end as their question says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass, field
+
+import trio
+
+import frameshard
+from frameshard.errors import BadArgument, BudgetBelowFloor, DeadlineMissed, FrameshardError, JobCancelled
+from frameshard.frame import FrameBlock
+from frameshard.simulation.trace import Ask, Cancel, Draw, Trace, Vram
+
+MIB = 1 << 20
+SAMPLE_S = 1 / 60
+PAGE_S = 0.001
+DRAIN_S = 300.0
+"""For jobs that are under way when the trace ends."""
+
+LEAST_SHARE = 0.05
+"""Of what lies between floor and full: the least that is offered, since the floor of a real card moves a little."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The sidecar at one moment between `at` and `until`, in seconds since the start. `used_bytes` are by its own
+    ledger, `observed_bytes` by the driver, None where that does not tell; `frame_ms` is the last frame's time, None
+    while nothing is drawn."""
+
+    at: float
+    until: float
+    used_bytes: int
+    resident_bytes: int
+    observed_bytes: int | None
+    tokens_per_second: float
+    frame_ms: float | None
+
+
+@dataclass
+class Change:
+    """A change of the budget: in force `released_s` after it was asked; None: it was refused or never came."""
+
+    at: float
+    budget_bytes: int
+    deadline_s: float
+    by: str
+    released_s: float | None = None
+
+
+@dataclass
+class Job:
+    """A question and what became of it: ``stop``, ``length``, ``cancelled`` or the name of an error."""
+
+    at: float
+    who: str
+    question: str
+    cancelled: bool = False
+    text: str = ""
+    outcome: str = ""
+    n_prompt: int = 0
+    n_generated: int = 0
+    first_s: float | None = None
+    ended_s: float = 0.0
+
+
+@dataclass
+class Recording:
+    """All that was seen; `problems` is empty when the sidecar kept its word."""
+
+    trace: str
+    floor_bytes: int
+    full_bytes: int
+    samples: list[Sample] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    frames_ms: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(job.n_generated for job in self.jobs)
+
+
+async def play(client: frameshard.Client, trace: Trace, *, speed: float = 1.0, as_recorded: bool = False) -> Recording:
+    """Plays `trace` to its end and waits for its jobs.
+
+    The trace's VRAM is scaled so that what its game leaves at most is enough for the whole model and what it leaves at
+    least is little more than the sidecar's floor; `as_recorded` offers its own figures instead. At `speed` 2 events
+    come twice as fast; frames and deadlines keep their lengths.
+
+    Raises :class:`BadArgument` on a device without VRAM.
+    """
+    bounds = await client.budget()
+    if not bounds.full_bytes:
+        raise BadArgument("this device holds no VRAM that could be negotiated: take a GPU, or emulated")
+    return await _Player(client, trace, bounds, speed, as_recorded, await client.frame_block()).run()
+
+
+class _Player:
+    def __init__(
+        self,
+        client: frameshard.Client,
+        trace: Trace,
+        bounds: frameshard.Budget,
+        speed: float,
+        as_recorded: bool,
+        block: FrameBlock,
+    ) -> None:
+        self._client, self._trace, self._bounds, self._block = client, trace, bounds, block
+        self._speed, self._as_recorded = speed, as_recorded
+        self._recording = Recording(trace.name, bounds.floor_bytes, bounds.full_bytes)
+        self._draw: Draw | None = None
+        self._drawing = trio.Event()
+        self._frame_ms: float | None = None
+        self._frame_at = 0.0
+        self._speaking: dict[str, frameshard.Stream] = {}
+        self._start = time.monotonic()
+
+    async def run(self) -> Recording:
+        recording = self._recording
+        async with trio.open_nursery() as others:
+            others.start_soon(self._frames)
+            others.start_soon(self._sample)
+            with trio.move_on_after(self._trace.seconds / self._speed + DRAIN_S):
+                async with trio.open_nursery() as work:
+                    await self._script(work)
+            others.cancel_scope.cancel()
+        recording.seconds = self._now()
+        for job in recording.jobs:
+            if job.outcome not in ("stop", "length", *(("cancelled",) * job.cancelled)):
+                recording.problems.append(f"the question to {job.who} at {job.at:.2f} s {job.outcome or 'never ended'}")
+        recording.problems += over_the_lease(recording, self._bounds.budget_bytes)
+        return recording
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    async def _until(self, at: float) -> None:
+        await trio.sleep(max(0.0, at / self._speed - self._now()))
+
+    # ---- the script -------------------------------------------------------------------------------------------------
+
+    async def _script(self, work: trio.Nursery) -> None:
+        negotiation, changes = trio.open_memory_channel[Vram](math.inf)
+        work.start_soon(self._negotiate, changes)
+        talks: dict[str, trio.MemorySendChannel[tuple[Job, int]]] = {}
+        with contextlib.ExitStack() as channels:
+            channels.enter_context(negotiation)
+            for event in self._trace.events:
+                await self._until(event.at)
+                if isinstance(event, Vram):
+                    negotiation.send_nowait(event)
+                elif isinstance(event, Ask):
+                    if event.who not in talks:
+                        talks[event.who], questions = trio.open_memory_channel[tuple[Job, int]](math.inf)
+                        channels.enter_context(talks[event.who])
+                        work.start_soon(self._talk, questions)
+                    job = Job(self._now(), event.who, event.text)
+                    self._recording.jobs.append(job)
+                    talks[event.who].send_nowait((job, event.max_tokens))
+                elif isinstance(event, Cancel):
+                    await self._cancel(event.who)
+                else:
+                    self._draw = event if isinstance(event, Draw) else None
+                    self._drawing.set()
+            await self._until(self._trace.seconds)
+
+    async def _cancel(self, who: str) -> None:
+        for job in self._recording.jobs:
+            job.cancelled = job.cancelled or (job.who == who and not job.outcome)
+        if who in self._speaking:
+            await self._speaking[who].cancel()
+
+    # ---- frames -----------------------------------------------------------------------------------------------------
+
+    async def _frames(self) -> None:
+        with self._block:
+            try:
+                while True:
+                    await self._frame()
+            finally:
+                self._block.idle()
+
+    async def _frame(self) -> None:
+        draw = self._draw
+        if draw is None:
+            self._block.idle()
+            self._frame_ms = None
+            self._drawing = trio.Event()
+            await self._drawing.wait()
+            self._frame_at = self._now()
+            return
+        began = self._now()
+        self._block.target_frame_ms = draw.frame_ms
+        self._block.begin()
+        await trio.sleep(draw.gpu_busy_ms / 1e3)
+        self._block.end(gpu_busy_ms=draw.gpu_busy_ms)
+        self._frame_at = max(self._frame_at + draw.frame_ms / 1e3, self._now())  # a late frame makes up for nothing
+        await trio.sleep(self._frame_at - began)
+        self._frame_ms = 1e3 * (self._now() - began)
+        self._recording.frames_ms.append(self._frame_ms)
+
+    # ---- VRAM -------------------------------------------------------------------------------------------------------
+
+    def _offered(self, event: Vram) -> int:
+        """Bytes for the sidecar."""
+        left = self._trace.card_mb - event.game_mb
+        if self._as_recorded:
+            return max(1, left * MIB)  # 0 would be no limit
+        offers = self._trace.offers()
+        least, most = min(offers), max(offers)
+        share = 1.0 if most == least else LEAST_SHARE + (1 - LEAST_SHARE) * (left - least) / (most - least)
+        floor, full = self._bounds.floor_bytes, self._bounds.full_bytes
+        return floor + int(share * (full - floor))
+
+    async def _negotiate(self, events: trio.MemoryReceiveChannel[Vram]) -> None:
+        async for event in events:
+            change = Change(self._now(), self._offered(event), event.deadline_ms / 1e3, event.by)
+            self._recording.changes.append(change)
+            try:
+                if event.by == "page":
+                    await self._set_by_page(change)
+                else:
+                    await self._client.set_budget(change.budget_bytes / MIB, timeout_s=change.deadline_s, observe=False)
+                change.released_s = self._now() - change.at
+            except FrameshardError as error:
+                self._recording.problems.append(f"the budget asked for at {change.at:.2f} s: {error.message}")
+
+    async def _set_by_page(self, change: Change) -> None:
+        """Raises :class:`DeadlineMissed`, :class:`BudgetBelowFloor`."""
+        generation = self._block.set_budget(change.budget_bytes)
+        with trio.move_on_after(change.deadline_s):
+            while self._block.answer.applied_generation < generation:
+                if self._block.answer.refused_generation >= generation:
+                    raise BudgetBelowFloor("the budget in the page was refused")
+                await trio.sleep(PAGE_S)
+            return
+        raise DeadlineMissed(f"the budget in the page was not in force after {change.deadline_s:g} s")
+
+    # ---- conversations ----------------------------------------------------------------------------------------------
+
+    async def _talk(self, questions: trio.MemoryReceiveChannel[tuple[Job, int]]) -> None:
+        async for job, max_tokens in questions:
+            try:
+                await self._answer(job, max_tokens)
+            except JobCancelled:
+                job.outcome = "cancelled"
+            except FrameshardError as error:
+                job.outcome = error.name
+            finally:
+                self._speaking.pop(job.who, None)
+                job.ended_s = self._now()
+
+    async def _answer(self, job: Job, max_tokens: int) -> None:
+        if job.cancelled:
+            raise JobCancelled("it was no longer wanted when its turn came")
+        sampling = frameshard.Sampling(max_tokens=max_tokens, temperature=0.0)
+        async with self._client.ask(job.question, conversation=job.who, sampling=sampling) as stream:
+            self._speaking[job.who] = stream
+            async for delta in stream:
+                if job.first_s is None:
+                    job.first_s = self._now() - job.at
+                job.text += delta.text
+                job.n_generated += delta.tokens
+        assert stream.result is not None
+        job.n_prompt, job.n_generated = stream.result.n_prompt, stream.result.n_generated
+        job.outcome = stream.result.reason
+
+    # ---- samples ----------------------------------------------------------------------------------------------------
+
+    async def _sample(self) -> None:
+        while True:
+            at = self._now()
+            try:
+                engine = (await self._client.stats()).engine or {}
+            except FrameshardError as error:
+                self._recording.problems.append(f"no figures at {at:.2f} s: {error.message}")
+                return
+            self._recording.samples.append(
+                Sample(
+                    at,
+                    self._now(),
+                    engine.get("used_bytes", 0),
+                    engine.get("resident_bytes", 0),
+                    engine.get("observed_bytes"),
+                    engine.get("tokens_per_second", 0.0),
+                    self._frame_ms,
+                )
+            )
+            await trio.sleep(max(0.0, at + SAMPLE_S - self._now()))
+
+
+def over_the_lease(recording: Recording, first_budget_bytes: int) -> list[str]:
+    """One line for each change of the budget that a sample lies above."""
+    found: dict[float, str] = {}
+    for sample in recording.samples:
+        latest, allowed = 0.0, first_budget_bytes or math.inf
+        for change in recording.changes:
+            if change.at > sample.until:
+                break
+            settled = change.at + min(change.deadline_s, change.released_s or math.inf) <= sample.at
+            allowed = change.budget_bytes if settled else max(allowed, change.budget_bytes)
+            latest = change.at
+        if sample.used_bytes > allowed:
+            over = (sample.used_bytes - allowed) / MIB
+            found[latest] = f"{over:.1f} MiB above the lease at {sample.at:.2f} s"
+    return list(found.values())

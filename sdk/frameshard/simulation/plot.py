@@ -1,0 +1,70 @@
+"""One picture of recordings, a column each: VRAM against the lease, tokens per second, and frame times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from frameshard.errors import BadArgument
+from frameshard.simulation.player import MIB, Recording
+
+INK, ASKED, HELD, RESIDENT, TOKENS, FRAMES = "#30343b", "#b5438b", "#2a7f9e", "#5aa469", "#d08c1f", "#6a5acd"
+
+
+def check() -> None:
+    """Raises :class:`BadArgument` where pictures cannot be drawn, to be known before a replay and not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise BadArgument("drawing needs matplotlib: pip install 'frameshard[plots]'") from None
+
+
+def draw(recordings: Sequence[Recording], path: str) -> None:
+    """Writes the picture; the file's name says in which format. Raises :class:`BadArgument`."""
+    check()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.5 + 3.6 * len(recordings), 6.2), dpi=110, layout="constrained")
+    grid = figure.subplots(3, len(recordings), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 1.4, 1.4))
+    for column, recording in enumerate(recordings):
+        _vram(grid[0][column], recording)
+        _tokens(grid[1][column], recording)
+        _frames(grid[2][column], recording)
+    for row, label in enumerate(("VRAM, MiB", "tokens/s", "frame, ms")):
+        grid[row][0].set_ylabel(label)
+    grid[0][0].legend(loc="lower left", fontsize=7, framealpha=0.9)
+    for axes in grid.flat:
+        axes.tick_params(labelsize=8, colors=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"cannot draw {Path(path)}: {error}") from None
+
+
+def _vram(axes: Any, recording: Recording) -> None:
+    samples, changes = recording.samples, recording.changes
+    at = [sample.until for sample in samples]
+    axes.set_title(recording.trace, fontsize=10, color=INK)
+    asked_at = [change.at for change in changes]
+    asked = [change.budget_bytes / MIB for change in changes]
+    axes.step([*asked_at, recording.seconds], [*asked, *asked[-1:]], where="post", color=ASKED, lw=1.4, label="lease")
+    axes.plot(at, [sample.used_bytes / MIB for sample in samples], color=HELD, lw=1.2, label="held")
+    resident = [sample.resident_bytes / MIB for sample in samples]
+    axes.fill_between(at, resident, color=RESIDENT, alpha=0.35, lw=0, label="weights resident")
+    axes.axhline(recording.floor_bytes / MIB, color=INK, lw=0.7, ls=":", label="floor")
+
+
+def _tokens(axes: Any, recording: Recording) -> None:
+    at = [sample.until for sample in recording.samples]
+    axes.plot(at, [sample.tokens_per_second for sample in recording.samples], color=TOKENS, lw=1.1)
+    for job in recording.jobs:
+        axes.axvline(job.at, color=TOKENS, lw=0.6, alpha=0.5)
+
+
+def _frames(axes: Any, recording: Recording) -> None:
+    drawn = [(sample.until, sample.frame_ms) for sample in recording.samples if sample.frame_ms is not None]
+    axes.plot([at for at, _ in drawn], [ms for _, ms in drawn], ".", color=FRAMES, ms=2)
+    axes.set_xlabel("s", fontsize=8)

@@ -1,0 +1,91 @@
+"""The six traces against a real sidecar, and the judge of leases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameshard.simulation import plot, trace
+from frameshard.simulation.player import MIB, Change, Recording, Sample, over_the_lease
+
+
+def simulate(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "frameshard", "simulate", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "six.png"
+    result = simulate(
+        "--model", str(model_path), "--device", "emulated", "--link-gbps", "4", "--speed", "6", "--json",
+        "--plot", str(picture),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    recordings = json.loads(result.stdout)["recordings"]
+    assert [recording["trace"] for recording in recordings] == trace.names()
+    for recording in recordings:
+        assert recording["problems"] == []
+        assert recording["samples"]
+        assert recording["frames_ms"]
+        assert recording["changes"]
+        assert all(change["released_s"] is not None for change in recording["changes"])
+        jobs = recording["jobs"]
+        assert all(job["outcome"] in ("stop", "length") or job["cancelled"] for job in jobs)
+        for who in {job["who"] for job in jobs}:
+            told = [job["n_prompt"] for job in jobs if job["who"] == who and not job["cancelled"]]
+            assert told == sorted(told)  # what was said before belongs to the prompt
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_list_needs_no_model() -> None:
+    listed = simulate("--list")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == trace.names()
+    assert set(json.loads(simulate("--list", "--json").stdout)) == set(trace.names())
+
+
+@pytest.mark.parametrize("args", [("menu",), ("--model", "smollm2-135m", "no such trace")])
+def test_wrong_use_is_typed(args: tuple[str, ...]) -> None:
+    result = simulate(*args, "--json")
+    assert result.returncode == 2
+    assert json.loads(result.stdout)["error"]["name"] == "bad_argument"
+
+
+def test_a_device_without_vram_is_refused(model_path: Path) -> None:
+    result = simulate("menu", "--model", str(model_path), "--device", "cpu", "--json")
+    assert json.loads(result.stdout)["error"]["name"] == "bad_argument"
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(plot.BadArgument, match=r"pip install 'frameshard\[plots\]'"):
+        plot.check()
+
+
+def judged(used_mb: float, at: float) -> list[str]:
+    """A shrink at 1 s that is released after 0.2 s, and one at 2 s that never is, due after 0.5 s."""
+    recording = Recording("t", 0, 0)
+    recording.changes = [Change(1.0, 100 * MIB, 0.5, "message", 0.2), Change(2.0, 50 * MIB, 0.5, "message")]
+    recording.samples = [Sample(at, at + 0.01, int(used_mb * MIB), 0, None, 0.0, None)]
+    return over_the_lease(recording, 200 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("used_mb", "at", "kept"),
+    [
+        (200, 0.5, True),  # the first budget
+        (201, 0.5, False),
+        (200, 1.1, True),  # not yet released
+        (101, 1.3, False),  # released, though its deadline is later
+        (100, 2.4, True),
+        (101, 2.4, False),  # a change that is under way allows no more than the larger of the two
+        (51, 2.6, False),  # due
+        (50, 2.6, True),
+        (200, 0.995, True),  # while the shrink was being asked for
+    ],
+)
+def test_the_judge(used_mb: float, at: float, kept: bool) -> None:
+    assert (judged(used_mb, at) == []) is kept
