@@ -1,0 +1,154 @@
+"""Does anything grow? The scripted host plays its traces over and over at high speed beside a look at all processes.
+
+    python profiles/tools/soak.py smollm2-135m --device emulated --seconds 3600
+
+After each round, with all jobs ended and the budget back at its most, memory, file descriptors and shared memory of
+host, broker and engine and the ledger of VRAM are written down. The median of the last quarter of rounds must not lie
+above that of the second (the first is warm-up) by more than the tolerance in the table. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import frameshard
+from frameshard import models
+from frameshard.simulation import trace as traces
+from frameshard.simulation.player import MIB, play
+
+DEADLINE_MS = 10_000.0
+"""Of every change of the budget: how fast it is released is not the question here, and the machine may be busy."""
+
+TOLERANCE = {"rss_mb": 4.0, "shared_mb": 0.5, "fds": 0.0, "threads": 0.0, "vram_mb": 0.5}
+MIN_ROUNDS = 8
+
+
+def look(pid: int) -> dict[str, float]:
+    """Memory of its own and shared (MiB), file descriptors and threads of a process. Pages of the model's file are no
+    one's own."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {
+        "rss_mb": int(fields["RssAnon"].split()[0]) / 1024,
+        "shared_mb": int(fields["RssShmem"].split()[0]) / 1024,
+        "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(fields["Threads"]),
+    }
+
+
+def slow(trace: traces.Trace) -> traces.Trace:
+    events = (replace(e, deadline_ms=DEADLINE_MS) if isinstance(e, traces.Vram) else e for e in trace.events)
+    return replace(trace, events=tuple(events))
+
+
+async def settled(client: frameshard.Client, problems: list[str]) -> frameshard.Stats:
+    """Figures when the budget is at its most, all weights are back and no job is open."""
+    await client.set_budget((await client.budget()).full_bytes / MIB, timeout_s=DEADLINE_MS / 1e3)
+    with trio.move_on_after(60):
+        while True:
+            stats = await client.stats()
+            engine = stats.engine or {}
+            open_jobs = stats.broker.jobs_queued + stats.broker.jobs_running
+            if not open_jobs and engine.get("streamed_bytes") == 0 == engine.get("cpu_bytes"):
+                return stats
+            await trio.sleep(0.05)
+    problems.append(f"after a minute there are {open_jobs} open jobs, {engine.get('streamed_bytes')} bytes not back")
+    return stats
+
+
+async def main(args: argparse.Namespace) -> dict[str, Any]:
+    rounds: list[dict[str, float]] = []
+    problems: list[str] = []
+    played = {"traces": 0, "changes": 0, "jobs": 0, "tokens": 0, "frames": 0, "samples": 0}
+    script = [slow(traces.load(name)) for name in traces.names()]
+    started = time.monotonic()
+    async with frameshard.launch(
+        models.resolve(args.model), device=args.device, n_ctx=2048, n_threads=args.threads, link_gbps=args.link_gbps
+    ) as client:
+        first = await settled(client, problems)
+        while time.monotonic() - started < args.seconds and not problems:
+            for trace in script:
+                found = await play(client, trace, speed=args.speed)
+                problems += [f"round {len(rounds)}, {trace.name}: {problem}" for problem in found.problems]
+                for name, n in (
+                    ("traces", 1),
+                    ("changes", len(found.changes)),
+                    ("jobs", len(found.jobs)),
+                    ("tokens", found.tokens),
+                    ("frames", len(found.frames_ms)),
+                    ("samples", len(found.samples)),
+                ):
+                    played[name] += n
+            stats = await settled(client, problems)
+            engine = stats.engine or {}
+            row = {"at": time.monotonic() - started, "vram_mb": engine.get("used_bytes", 0) / MIB}
+            if engine.get("observed_bytes") is not None:
+                row["observed_mb"] = engine["observed_bytes"] / MIB
+            assert stats.broker.engine_pid is not None
+            for name, pid in (("host", os.getpid()), ("broker", stats.broker.pid), ("engine", stats.broker.engine_pid)):
+                row.update({f"{name} {what}": value for what, value in look(pid).items()})
+            row["files in /dev/shm"] = len(os.listdir("/dev/shm"))
+            rounds.append(row)
+            print(" ".join(f"{name} {value:.1f}" for name, value in row.items()), file=sys.stderr, flush=True)
+        if stats.broker.engine_restarts or stats.broker.engine_pid != first.broker.engine_pid:
+            problems.append(f"the engine died {stats.broker.engine_restarts} times")
+        model = await client.model_info()
+    table = grown(rounds, problems)
+    return {
+        "model": model.name,
+        "device": model.device,
+        "speed": args.speed,
+        "seconds": time.monotonic() - started,
+        "rounds": len(rounds),
+        "played": played,
+        "table": table,
+        "problems": problems,
+    }
+
+
+def grown(rounds: list[dict[str, float]], problems: list[str]) -> dict[str, dict[str, float]]:
+    """By figure: medians of the second and the last quarter, and the most. Adds to `problems` what has grown."""
+    if len(rounds) < MIN_ROUNDS:
+        problems.append(f"{len(rounds)} rounds are too few to tell; {MIN_ROUNDS} are needed")
+        return {}
+    quarter = len(rounds) // 4
+    table = {}
+    for name in (name for name in rounds[0] if name != "at"):
+        values = [row[name] for row in rounds]
+        early, late = statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
+        table[name] = {"second_quarter": early, "last_quarter": late, "most": max(values)}
+        allowed = TOLERANCE.get(name.split()[-1], TOLERANCE["vram_mb"])
+        if late - early > allowed:
+            problems.append(f"{name} has grown from {early:.1f} to {late:.1f}; {allowed:g} is tolerated")
+    return table
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="emulated")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="how long rounds are begun (3600)")
+    parser.add_argument("--speed", type=float, default=20.0, help="of the traces (20)")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--link-gbps", type=float, default=4.0, help="of the emulated device (4)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    arguments = parser.parse_args()
+    document = trio.run(main, arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(document, indent=2) + "\n")
+    print(f"{'':22}{'2nd quarter':>12}{'last':>10}{'most':>10}")
+    for figure, values in document["table"].items():
+        print(f"{figure:22}{values['second_quarter']:12.1f}{values['last_quarter']:10.1f}{values['most']:10.1f}")
+    print(", ".join(f"{n} {name}" for name, n in document["played"].items()), f"in {document['seconds']:.0f} s")
+    for problem in document["problems"]:
+        print(problem)
+    sys.exit(bool(document["problems"]))
