@@ -140,6 +140,7 @@ typedef struct {
     double longest_step_s; /* of late */
     double waited_s;       /* all that steps have waited for frames */
     double share;          /* of the host's own GPU time that steps may use beside it */
+    double gpu_busy_s;     /* of a frame, by the host's word; 0 while no frames are drawn */
 } fsd_pacing;
 FSD_API fsd_status fsd_get_pacing(fsd_pacing *pacing); /* [any thread] */
 

@@ -348,6 +348,7 @@ fsd_status fsd_get_pacing(fsd_pacing *pacing) {
     pacing->longest_step_s = f.longest_step_s;
     pacing->waited_s = f.waited_s;
     pacing->share = f.share;
+    pacing->gpu_busy_s = f.gpu_busy_s;
     return FSD_OK;
 }
 

@@ -94,6 +94,7 @@ struct Ring {
 };
 
 struct Program;
+struct Segment;
 
 inline const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
 
@@ -187,7 +188,7 @@ struct Device {
     ggml_status run(ggml_cgraph *graph);
     void reset_ring();
     void pump_copies();
-    bool before_step(bool on_cpu); // false: the graph is to be aborted
+    bool before_step(const Segment *next, bool &timed); // false: the graph is to be aborted
     const Tier *tier_for(int64_t n_tokens) const;
 
     void add_weight(const ggml_tensor *t); // once for tied embeddings, two tensors on the same bytes

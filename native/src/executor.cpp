@@ -804,14 +804,18 @@ ggml_status Runner::cpu(const Segment &s) {
 
 } // namespace
 
-// Waits for the host's frame, and does what has come meanwhile.
-bool Device::before_step(bool on_cpu) {
+// Waits for the step's weights and for the host's frame, and does what has come meanwhile.
+bool Device::before_step(const Segment *next, bool &timed) {
     const auto pending = [this] {
         read_page_budget();
         return abort.load() || budget_is_pending();
     };
-    if (!pending() && !on_cpu) {
-        pacing.before_step(pending);
+    timed = false;
+    if (!pending() && !(next && next->cpu)) {
+        if (next && next->entry >= 0) {
+            ggml_backend_event_synchronize(ring.ready[next->entry]); // free time is not for waiting
+        }
+        timed = pacing.before_step(pending);
     }
     if (abort.load()) {
         return false;
@@ -848,7 +852,9 @@ ggml_status Device::run(ggml_cgraph *graph) {
     size_t at = 0;
     uint64_t compiled_for = 0;
     while (node < graph->n_nodes) {
-        if (pacing.active() && !before_step(p && compiled_for == residency_generation && p->segments[at].cpu)) {
+        bool timed = false;
+        const Segment *next = p && compiled_for == residency_generation ? &p->segments[at] : nullptr;
+        if (pacing.active() && !before_step(next, timed)) {
             synchronize();
             reset_ring();
             return GGML_STATUS_ABORTED;
@@ -907,7 +913,7 @@ ggml_status Device::run(ggml_cgraph *graph) {
         }
         ggml_backend_event_record(slot, compute);
         const double share = duty.load();
-        if (share < 1.0 || pacing.active()) {
+        if (share < 1.0 || timed) {
             ggml_backend_event_synchronize(slot);
             const auto busy = std::chrono::steady_clock::now() - start;
             const uint64_t end = clock_ns();

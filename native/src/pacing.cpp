@@ -56,8 +56,8 @@ void FramePacer::set_mode(Mode mode) {
     }
 }
 
-bool FramePacer::paced(uint64_t now) const {
-    return mode_ != Mode::compute && frame_.number > 0 && frame_.target > 0 && !(frame_.flags & kIdle) &&
+bool FramePacer::drawing(uint64_t now) const {
+    return frame_.number > 0 && frame_.target > 0 && !(frame_.flags & kIdle) &&
            now < frame_.start + 4 * frame_.target + kSilent;
 }
 
@@ -66,6 +66,7 @@ void FramePacer::see(const Frame &f, uint64_t now) {
     const bool worked = last_frame_with_step_ == frame_.number && frame_.number > 0;
     frame_ = f;
     figures_.pacing = paced(now);
+    figures_.gpu_busy_s = drawing(now) ? std::min(f.gpu_busy, f.target) * 1e-9 : 0.0;
     if (!fresh || f.number == 0) {
         return;
     }
@@ -114,8 +115,16 @@ uint64_t FramePacer::start_at(uint64_t now) const {
 }
 
 void FramePacer::ran(uint64_t start, uint64_t end) {
-    const uint64_t took = end - std::min(start, end);
-    longest_ = std::max<uint64_t>(took, longest_ - longest_ / 64);
+    uint64_t took = end - std::min(start, end);
+    // Beside the host's own work a step takes turns with it: how long it takes by itself shows in free time alone.
+    const bool free_time = start >= frame_.start + frame_.gpu_busy && start < frame_.start + frame_.target;
+    if (free_time != measured_free_) {
+        longest_ = free_time || longest_ == 0 ? took : longest_;
+    } else {
+        longest_ = std::max<uint64_t>(took, longest_ - longest_ / 64);
+    }
+    measured_free_ = measured_free_ || free_time;
+    took = std::min(took, longest_);
     figures_.longest_step_s = longest_ * 1e-9;
     last_frame_with_step_ = frame_.number;
     resume_ = share_ > 0 ? end + (uint64_t)(took * (1 / share_ - 1)) : 0;
@@ -222,7 +231,7 @@ bool Pacing::read(Frame &f) {
     return false;
 }
 
-void Pacing::before_step(const std::function<bool()> &hurry) {
+bool Pacing::before_step(const std::function<bool()> &hurry) {
     const uint64_t begin = clock_ns();
     for (uint64_t now = begin;; now = clock_ns()) {
         uint64_t at = now;
@@ -235,11 +244,11 @@ void Pacing::before_step(const std::function<bool()> &hurry) {
             at = pacer_.start_at(now);
             if (at <= now) {
                 waited_s_ += (now - begin) * 1e-9;
-                return;
+                return pacer_.paced(now);
             }
         }
         if (hurry()) {
-            return;
+            return true;
         }
         std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(at - now, kNap)));
     }

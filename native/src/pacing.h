@@ -48,6 +48,7 @@ struct PacingFigures {
     double longest_step_s = 0; // of recent steps
     double waited_s = 0;       // all that steps have waited for frames
     double share = 1;          // of the host's own GPU time that steps may use beside it
+    double gpu_busy_s = 0;     // of a frame, by the host's word; 0 while no frames are drawn
     bool pacing = false;       // the host's frames are being looked after right now
 };
 
@@ -62,16 +63,18 @@ class FramePacer {
     uint64_t start_at(uint64_t now) const;
     // A step ran from `start` to `end`.
     void ran(uint64_t start, uint64_t end);
-    bool paced(uint64_t now) const;
+    bool drawing(uint64_t now) const; // the host is at its frames right now
+    bool paced(uint64_t now) const { return mode_ != Mode::compute && drawing(now); }
     const PacingFigures &figures() const { return figures_; }
 
   private:
     Mode mode_ = Mode::balance;
     Frame frame_;
     double share_ = 0.25;
-    double guard_ = 0;     // nanoseconds kept free before the next frame begins, beside the step's own time
-    uint64_t longest_ = 0; // decays
-    uint64_t resume_ = 0;  // a step inside the host's busy time is followed by a gap until then
+    double guard_ = 0;           // nanoseconds kept free before the next frame begins, beside the step's own time
+    uint64_t longest_ = 0;       // decays
+    bool measured_free_ = false; // longest_ is of steps in the host's free time
+    uint64_t resume_ = 0;        // a step inside the host's busy time is followed by a gap until then
     uint64_t last_frame_with_step_ = 0;
     PacingFigures figures_;
 };
@@ -84,8 +87,8 @@ class Pacing {
     void set_mode(Mode mode); // [any thread]
     // Whether wait() may have to wait: one atomic load where no page is mapped.
     bool active() const { return block_.load(std::memory_order_acquire) != nullptr; }
-    // Before a step on the GPU: waits until it may start, or `hurry`.
-    void before_step(const std::function<bool()> &hurry);
+    // Before a step on the GPU: waits until it may start, or `hurry`. True when after_step() wants to hear of its end.
+    bool before_step(const std::function<bool()> &hurry);
     void after_step(uint64_t start, uint64_t end);
     // A budget in the page that has not been looked at yet. [any thread]
     bool new_budget(uint64_t &generation, uint64_t &bytes);

@@ -125,6 +125,7 @@ class Pacing:
     longest_step_s: float
     waited_s: float
     share: float
+    gpu_busy_s: float
 
 
 class _Pacing(ctypes.Structure):

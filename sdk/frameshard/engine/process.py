@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from frameshard.engine.batch import Batcher, Event
 from frameshard.engine.runtime import EngineConfig, Runtime
 from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, FrameshardError
-from frameshard.native import SCHEDULING_MODES
+from frameshard.native import SCHEDULING_MODES, Pacing
 from frameshard.wire import channel
 
 logger = logging.getLogger("frameshard.engine")
@@ -165,7 +165,7 @@ class Engine:
 
     def _step(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._page:
-            batcher.chunk = self._chunk(runtime, batcher.chunk)
+            self._follow_frames(runtime, batcher)
         events = batcher.step()
         self._send_all(events)
         if self._target > 0:
@@ -175,10 +175,18 @@ class Engine:
         else:
             self._due = 0.0
 
-    def _chunk(self, runtime: Runtime, chunk: int) -> int:
-        """Prompt tokens to read in one go: fewer when single steps are long beside the host's frame."""
+    def _follow_frames(self, runtime: Runtime, batcher: Batcher) -> None:
         assert runtime.device is not None
         pacing = runtime.device.pacing()
+        batcher.chunk = self._chunk(runtime, pacing, batcher.chunk)
+        # Beside a game each turn to the CPU and back waits for the device anew, so the plan is another one.
+        busy_s, planned_s = pacing.gpu_busy_s, runtime.gpu_busy_s
+        if (busy_s > 0) != (planned_s > 0) or not planned_s / 2 <= busy_s <= planned_s * 2:
+            runtime.gpu_busy_s = busy_s
+            self._replan.set()
+
+    def _chunk(self, runtime: Runtime, pacing: Pacing, chunk: int) -> int:
+        """Prompt tokens to read in one go: fewer when single steps are long beside the host's frame."""
         if not pacing.pacing:
             return runtime.n_ubatch
         if pacing.longest_step_s > pacing.target_frame_s / 8:

@@ -150,6 +150,8 @@ class Runtime:
         """The plan in force; ``None`` on the CPU."""
         self.mode = config.mode
         """"planned" or "stream_only"; a change takes effect with the next :meth:`replan`."""
+        self.gpu_busy_s = 0.0
+        """How long a game keeps the device busy in each frame; a change takes effect with the next :meth:`replan`."""
         self._model: Any = None
         self._context: Any = None
         self._abort = False
@@ -552,6 +554,7 @@ class Runtime:
                 fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
                 mode=self.mode,
                 n_ubatch=self.n_ubatch,
+                gpu_busy_s=self.gpu_busy_s,
             )
             try:
                 tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]

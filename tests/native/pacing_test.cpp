@@ -1,0 +1,123 @@
+// The pacing decision on a simulated host: frames of 16 ms of which the GPU is busy for some, and steps that take turns
+// with it when they run beside it.
+#include "check.h"
+#include "pacing.h"
+
+namespace {
+
+using namespace fsd;
+
+constexpr uint64_t kTurns = 10;
+constexpr uint64_t kUs = 1000, kMs = 1000 * kUs, kPeriod = 16 * kMs;
+
+struct Outcome {
+    uint64_t steps = 0, beside = 0, late = 0, overran = 0;
+};
+
+// Three seconds of frames, of which the last two count; steps as soon as the pacer lets them. Beside the host's drawing a
+// step gets one turn of ten, and what it takes by itself the drawing takes longer.
+Outcome play(Mode mode, uint64_t busy, uint64_t step, bool hint = true) {
+    FramePacer pacer;
+    pacer.set_mode(mode);
+    Outcome o;
+    uint64_t now = kMs, frame_time = 0;
+    for (uint64_t n = 1; n * kPeriod < 3000 * kMs; n++) {
+        Frame f;
+        f.number = n;
+        f.start = std::max(now, n * kPeriod);
+        f.target = kPeriod;
+        f.time = frame_time;
+        f.gpu_busy = hint ? busy : 0;
+        now = f.start;
+        uint64_t drawn = f.start + busy, end = f.start + kPeriod;
+        const bool counts = f.start > 1000 * kMs;
+        while (now < end) {
+            pacer.see(f, now);
+            const uint64_t at = pacer.start_at(now);
+            if (at > now) {
+                now = std::min(at, end);
+                continue;
+            }
+            const bool beside = now < drawn;
+            uint64_t took = step;
+            if (beside) {
+                drawn += step;
+                const uint64_t alone = (drawn - now) / kTurns; // done of it when the host has drawn
+                took = alone >= step ? step * kTurns : drawn - now + step - alone;
+            }
+            pacer.ran(now, now + took);
+            now += took;
+            if (counts) {
+                o.steps++;
+                o.beside += beside;
+                o.overran += !beside && now > end;
+            }
+        }
+        frame_time = std::max(kPeriod, drawn - f.start);
+        o.late += counts && frame_time > kPeriod + kPeriod / 20;
+    }
+    return o;
+}
+
+TEST(graphics_first_uses_the_gaps_alone) {
+    const Outcome o = play(Mode::graphics, 12 * kMs, 300 * kUs);
+    CHECK(o.beside == 0);
+    CHECK(o.overran == 0);
+    CHECK(o.late == 0);
+    CHECK(o.steps > 124 * 10); // most of 4 ms a frame
+}
+
+TEST(balance_does_about_as_much_as_graphics_first) {
+    for (uint64_t step : {50 * kUs, 300 * kUs, 1500 * kUs}) {
+        const Outcome graphics = play(Mode::graphics, 12 * kMs, step);
+        const Outcome balance = play(Mode::balance, 12 * kMs, step);
+        CHECK(balance.steps * 10 >= graphics.steps * 9); // beside the drawing each step costs the gap as much
+        CHECK(balance.beside > 0);
+    }
+}
+
+TEST(a_step_longer_than_the_gap_still_runs) {
+    for (Mode mode : {Mode::graphics, Mode::balance}) {
+        CHECK(play(mode, 12 * kMs, 6 * kMs).steps >= 100);
+    }
+}
+
+TEST(a_host_without_a_moment_to_spare_lets_some_through) {
+    CHECK(play(Mode::graphics, 16 * kMs, 100 * kUs).steps >= 100);
+    CHECK(play(Mode::graphics, 12 * kMs, 100 * kUs, false).steps >= 100); // no hint of its GPU time
+}
+
+TEST(compute_first_does_not_wait) {
+    FramePacer pacer;
+    pacer.set_mode(Mode::compute);
+    Frame f;
+    f.number = 1;
+    f.start = kMs;
+    f.target = kPeriod;
+    f.gpu_busy = 12 * kMs;
+    pacer.see(f, 2 * kMs);
+    CHECK(pacer.start_at(2 * kMs) <= 2 * kMs);
+    CHECK(!pacer.figures().pacing);
+    CHECK(pacer.figures().gpu_busy_s > 0.0119);
+}
+
+TEST(an_idle_or_silent_host_is_not_waited_for) {
+    FramePacer pacer;
+    pacer.set_mode(Mode::graphics);
+    Frame f;
+    f.number = 1;
+    f.start = kMs;
+    f.target = kPeriod;
+    f.gpu_busy = 12 * kMs;
+    pacer.see(f, 2 * kMs);
+    CHECK(pacer.start_at(2 * kMs) > 2 * kMs);
+    CHECK(pacer.start_at(1000 * kMs) <= 1000 * kMs);
+    f.flags = 1;
+    pacer.see(f, 2 * kMs);
+    CHECK(pacer.start_at(2 * kMs) <= 2 * kMs);
+    CHECK(pacer.figures().gpu_busy_s == 0.0);
+}
+
+} // namespace
+
+TEST_MAIN()
