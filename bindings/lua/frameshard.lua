@@ -154,7 +154,7 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
-enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4 };
+enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4, FS_ENGINE_HIBERNATED = 5 };
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
 enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
   FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6 };
@@ -489,7 +489,7 @@ Sidecar.__index = Sidecar
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed" }
-local ENGINE_STATES = { "loading", "ready", "restarting", "off" }
+local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
 local REASONS = { "stop", "length" }
 local STATES = { "loading", "ready", "closed" }
 

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from frameshard.client import (
         Budget,
+        BudgetGrant,
         BudgetResult,
+        Caps,
         Client,
         ClientScope,
         Completion,
         EngineChange,
+        Notice,
         Observation,
         Stats,
         Stream,
@@ -24,16 +27,19 @@ if TYPE_CHECKING:
     )
     from frameshard.errors import FrameshardError
     from frameshard.wire.launch import ConnectInfo, ServeConfig
-    from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, Sampling
+    from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, PlanRow, Sampling
 
 _HOMES = {
     "client": (
         "Budget",
+        "BudgetGrant",
         "BudgetResult",
+        "Caps",
         "Client",
         "ClientScope",
         "Completion",
         "EngineChange",
+        "Notice",
         "Observation",
         "Stats",
         "Stream",
@@ -42,14 +48,16 @@ _HOMES = {
     ),
     "errors": ("FrameshardError",),
     "wire.launch": ("ConnectInfo", "ServeConfig"),
-    "wire.messages": ("BrokerStats", "ChatMessage", "Delta", "ModelInfo", "Sampling"),
+    "wire.messages": ("BrokerStats", "ChatMessage", "Delta", "ModelInfo", "PlanRow", "Sampling"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BrokerStats",
     "Budget",
+    "BudgetGrant",
     "BudgetResult",
+    "Caps",
     "ChatMessage",
     "Client",
     "ClientScope",
@@ -59,7 +67,9 @@ __all__ = [
     "EngineChange",
     "FrameshardError",
     "ModelInfo",
+    "Notice",
     "Observation",
+    "PlanRow",
     "Sampling",
     "ServeConfig",
     "Stats",

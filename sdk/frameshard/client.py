@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 import zmq
@@ -40,6 +40,8 @@ from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
 from frameshard.wire.connection import BEAT_S, ClientConnection
 from frameshard.wire.launch import ConnectInfo, ServeConfig
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 RETRY_S = 0.01
@@ -72,6 +74,17 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class BudgetGrant:
+    """First answer to a change of the VRAM budget. `decision` is ``granted``, or ``partial`` when only `budget_bytes`
+    can be reached by the deadline; all of it is predicted to take `seconds`. `version` is the one in force."""
+
+    decision: m.Decision
+    budget_bytes: int
+    seconds: float
+    version: int
+
+
+@dataclass(frozen=True)
 class BudgetResult:
     """A change of the VRAM budget that is in force: `used_bytes` are held, exact by the sidecar's own count, `seconds`
     after it was asked. `observed` is the driver's word, None when it was not waited for."""
@@ -80,15 +93,35 @@ class BudgetResult:
     used_bytes: int
     seconds: float
     observed: Observation | None
+    grant: BudgetGrant
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`budget_bytes` in force (0: no limit), the least possible, and the one from which on all weights are resident."""
+    """`budget_bytes` in force (0: no limit), the least possible, and the one from which on all weights are resident;
+    `state` and `version` of the lease; what the sidecar would like to have now, and what it holds."""
 
     budget_bytes: int
     floor_bytes: int
     full_bytes: int
+    state: m.LeaseState
+    version: int
+    wanted_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What the device has (None where the system does not tell) and what the model needs. `context` is the tokens of
+    one conversation."""
+
+    device: str
+    total_bytes: int | None
+    free_bytes: int | None
+    floor_bytes: int
+    full_bytes: int
+    context: int
+    mode: m.Mode
 
 
 @dataclass(frozen=True)
@@ -100,8 +133,19 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """The sidecar's side of the negotiation; nothing has to be done. See bindings/PROTOCOL.md, "notice", for what the
+    figures mean with each `kind`."""
+
+    kind: m.NoticeKind
+    budget_bytes: int
+    seconds: float
+    detail: str
+
+
+@dataclass(frozen=True)
 class EngineChange:
-    """The engine process changed `state`: ``ready``, ``restarting`` or, with an `error`, ``off``."""
+    """The engine process changed `state`: ``ready``, ``restarting``, ``hibernated`` or, with an `error`, ``off``."""
 
     state: m.EngineState
     restarts: int
@@ -288,6 +332,7 @@ class Client:
         self._inboxes: dict[int, trio.MemoryReceiveChannel[m.Reply]] = {}
         self._streams: dict[int, trio.MemorySendChannel[m.JobEvent]] = {}
         self._watchers: list[trio.MemorySendChannel[EngineChange]] = []
+        self._listeners: list[trio.MemorySendChannel[Notice]] = []
         self._conversations: dict[str, _Conversation] = {}
         self._welcomed = trio.Event()
         self._blocked = trio.Event()
@@ -361,28 +406,48 @@ class Client:
         *,
         timeout_s: float = 5.0,
         observe: bool = True,
+        on_lease: Callable[[BudgetGrant], None] | None = None,
         on_released: Callable[[BudgetResult], None] | None = None,
+        **lease: Any,
     ) -> BudgetResult:
         """All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit.
 
         Returns when the memory is released and, with `observe`, the driver was asked as well, which can take seconds;
-        `on_released` is called in between. Jobs go on meanwhile.
-        Raises :class:`BudgetBelowFloor` (nothing changes), :class:`DeadlineMissed` (stays in force) or
-        :class:`EngineDied`.
-        """
-        request_id = self._begin_budget(vram_budget_mb, timeout_s)
-        return await self._end_budget(request_id, timeout_s, observe, on_released)
+        `on_lease` and `on_released` are called in between. Jobs go on meanwhile. `lease` has further terms:
 
-    def _begin_budget(self, vram_budget_mb: float, timeout_s: float) -> int:
-        budget_bytes = mebibytes(vram_budget_mb)
-        return self._ask(lambda: self._core.budget_set(budget_bytes, timeout_s))
+        - ``state``: ``parked`` frees all VRAM but the driver's own and keeps everything else, ``hibernated`` ends the
+          engine process; the budget is then the one to come back to with ``active``. Jobs wait meanwhile.
+        - ``floor_mb``: with no work for 5 s the sidecar gives back all above it, until the next job; 0: it keeps all.
+        - ``version``: a number above all before it; a change that comes late is then refused.
+        - ``reason``: up to 64 bytes for the sidecar's log.
+
+        Raises :class:`BudgetBelowFloor`, :class:`StaleLease` (nothing changes), :class:`DeadlineMissed` (stays in
+        force) or :class:`EngineDied`.
+        """
+        request_id = self._begin_budget(vram_budget_mb, timeout_s, **lease)
+        return await self._end_budget(request_id, timeout_s, observe, on_lease, on_released)
+
+    def _begin_budget(self, vram_budget_mb: float, timeout_s: float, *, floor_mb: float = 0, **terms: Any) -> int:
+        budget_bytes, floor_bytes = mebibytes(vram_budget_mb), mebibytes(floor_mb)
+        return self._ask(lambda: self._core.budget_set(budget_bytes, timeout_s, floor_bytes=floor_bytes, **terms))
 
     async def _end_budget(
-        self, request_id: int, timeout_s: float, observe: bool, on_released: Callable[[BudgetResult], None] | None
+        self,
+        request_id: int,
+        timeout_s: float,
+        observe: bool,
+        on_lease: Callable[[BudgetGrant], None] | None,
+        on_released: Callable[[BudgetResult], None] | None,
     ) -> BudgetResult:
+        lease = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
+        assert isinstance(lease, m.Lease)
+        grant = BudgetGrant(lease.decision, lease.vram_budget_bytes, lease.seconds, lease.version)
+        if on_lease is not None:
+            on_lease(grant)
+        timeout_s = max(timeout_s, grant.seconds)
         released = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
         assert isinstance(released, m.Released)
-        result = BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, None)
+        result = BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, None, grant)
         if on_released is not None:
             on_released(result)
         if not observe:
@@ -396,7 +461,45 @@ class Client:
         """The budget in force and its bounds."""
         answer = await self._answer(self._ask(self._core.budget_get))
         assert isinstance(answer, m.Budget)
-        return Budget(answer.vram_budget_bytes, answer.floor_bytes, answer.full_bytes)
+        return Budget(
+            answer.vram_budget_bytes,
+            answer.floor_bytes,
+            answer.full_bytes,
+            answer.state,
+            answer.version,
+            answer.wanted_bytes,
+            answer.used_bytes,
+        )
+
+    async def caps_and_requirements(self) -> Caps:
+        """What the device has and what the model needs."""
+        answer = await self._answer(self._ask(self._core.caps_and_requirements))
+        assert isinstance(answer, m.Caps)
+        return Caps(
+            answer.device,
+            answer.total_bytes,
+            answer.free_bytes,
+            answer.floor_bytes,
+            answer.full_bytes,
+            answer.context,
+            answer.mode,
+        )
+
+    async def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> tuple[m.PlanRow, ...]:
+        """What would fit into each of at most 32 budgets, and how fast it would run. Changes nothing.
+
+        Raises :class:`EngineDied` while no engine runs, :class:`Unsupported` on the CPU alone.
+        """
+        budgets = tuple(mebibytes(budget) for budget in budgets_mb)
+        answer = await self._answer(self._ask(lambda: self._core.plan(budgets, prompt_tokens)))
+        assert isinstance(answer, m.PlanAnswer)
+        return answer.rows
+
+    def notices(self) -> trio.MemoryReceiveChannel[Notice]:
+        """What the sidecar says on its own from now on. Whoever does not read misses what comes after the first 16."""
+        send, receive = trio.open_memory_channel[Notice](16)
+        self._listeners.append(send)
+        return receive
 
     async def set_pacing(
         self, scheduling_mode: m.SchedulingMode = "balance", *, target_tokens_per_second: float = 0.0
@@ -473,7 +576,7 @@ class Client:
         return request_id
 
     def _expect(self, request_id: int) -> None:
-        self._answers[request_id], self._inboxes[request_id] = trio.open_memory_channel[m.Reply](2)
+        self._answers[request_id], self._inboxes[request_id] = trio.open_memory_channel[m.Reply](3)
 
     def _drop(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
@@ -534,19 +637,15 @@ class Client:
             await trio.sleep(RETRY_S)
             self._flush()
 
-    def _deliver(self, message: m.Reply | m.JobEvent | m.Engine) -> None:
+    def _deliver(self, message: m.Reply | m.JobEvent | m.Unasked) -> None:
         if isinstance(message, m.JobEvent):
             if message.job in self._streams:
                 self._streams[message.job].send_nowait(message)
         elif isinstance(message, m.Engine):
             change = EngineChange(message.state, message.restarts, message.error.exception() if message.error else None)
-            for watcher in list(self._watchers):
-                try:
-                    watcher.send_nowait(change)
-                except trio.WouldBlock:
-                    pass
-                except trio.BrokenResourceError:
-                    self._watchers.remove(watcher)
+            _tell(self._watchers, change)
+        elif isinstance(message, m.Notice):
+            _tell(self._listeners, Notice(message.kind, message.vram_budget_bytes, message.seconds, message.detail))
         elif isinstance(message, m.Welcome):
             self._welcomed.set()
         elif message.id in self._answers:
@@ -565,12 +664,23 @@ class Client:
         """Everything that waits hears why."""
         self._welcomed.set()
         channels: tuple[trio.MemorySendChannel[Any], ...]
-        channels = (*self._answers.values(), *self._streams.values(), *self._watchers)
+        channels = (*self._answers.values(), *self._streams.values(), *self._watchers, *self._listeners)
         for channel in channels:
             channel.close()
         self._answers.clear()
         self._streams.clear()
         self._watchers.clear()
+        self._listeners.clear()
+
+
+def _tell(listeners: list[trio.MemorySendChannel[T]], what: T) -> None:
+    for listener in list(listeners):
+        try:
+            listener.send_nowait(what)
+        except trio.WouldBlock:
+            pass
+        except trio.BrokenResourceError:
+            listeners.remove(listener)
 
 
 class ClientScope:
@@ -689,7 +799,7 @@ class ClientScope:
             dealer.connect(info.endpoint)
         except zmq.ZMQError as error:
             raise BadArgument(f"cannot connect to {info.endpoint}: {error}", field="endpoint") from None
-        client = Client(ClientConnection(self._name, epoch=info.epoch), Socket(dealer), info)
+        client = Client(ClientConnection(self._name, epoch=info.epoch, notices=True), Socket(dealer), info)
         client._flush()
         return client
 

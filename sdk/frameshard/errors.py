@@ -100,6 +100,12 @@ class OutOfMemory(FrameshardError):
     code, name, retriable = 25, "out_of_memory", True
 
 
+class StaleLease(FrameshardError):
+    """A budget with a version that is not above the one in force: it came late or twice; detail has ``version``."""
+
+    code, name = 26, "stale_lease"
+
+
 class EndpointInUse(FrameshardError):
     """Another server answers on this endpoint."""
 

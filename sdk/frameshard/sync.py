@@ -21,7 +21,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -29,20 +29,35 @@ from typing import Any
 import trio
 
 from frameshard import client as asynchronous
-from frameshard.client import BudgetResult, Client, ClientScope, Completion, EngineChange, Stats, Stream
+from frameshard.client import (
+    BudgetGrant,
+    BudgetResult,
+    Caps,
+    Client,
+    ClientScope,
+    Completion,
+    EngineChange,
+    Notice,
+    Stats,
+    Stream,
+)
 from frameshard.errors import ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo
 
 __all__ = [
+    "BudgetGranted",
     "BudgetObserved",
     "BudgetRefused",
     "BudgetReleased",
+    "CapsArrived",
     "Closed",
     "Event",
     "Failed",
     "Finished",
     "Job",
+    "Notice",
+    "PlanArrived",
     "Ready",
     "Sidecar",
     "StatsArrived",
@@ -107,6 +122,15 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class BudgetGranted:
+    """First answer to a change of the budget: all of it by the deadline, or a part, and when it is predicted to be in
+    force."""
+
+    request: int
+    grant: BudgetGrant
+
+
+@dataclass(frozen=True)
 class BudgetReleased:
     """A change of the budget is in force: `used_bytes` of VRAM are held, `seconds` after it was asked."""
 
@@ -134,6 +158,24 @@ class BudgetRefused:
 
 
 @dataclass(frozen=True)
+class CapsArrived:
+    """Answer to :meth:`Sidecar.caps_and_requirements`; an `error` instead when there was none."""
+
+    request: int
+    caps: Caps | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
+class PlanArrived:
+    """Answer to :meth:`Sidecar.plan`, one row for each budget asked; an `error` instead when there was none."""
+
+    request: int
+    rows: tuple[m.PlanRow, ...] | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
 class StatsArrived:
     """Answer to :meth:`Sidecar.stats`; an `error` instead of figures when there were none."""
 
@@ -154,10 +196,14 @@ Event = (
     | TextAdded
     | Finished
     | Failed
+    | BudgetGranted
     | BudgetReleased
     | BudgetObserved
     | BudgetRefused
     | StatsArrived
+    | CapsArrived
+    | PlanArrived
+    | Notice
     | EngineChange
     | Closed
 )
@@ -275,24 +321,27 @@ class Sidecar:
 
         self._do(command)
 
-    def set_budget(self, vram_budget_mb: float, *, timeout_s: float = 5.0) -> int:
-        """See :meth:`frameshard.Client.set_budget`. Returns the number that :class:`BudgetReleased`, then
-        :class:`BudgetObserved`, or :class:`BudgetRefused` will have."""
+    def set_budget(self, vram_budget_mb: float, *, timeout_s: float = 5.0, **lease: Any) -> int:
+        """See :meth:`frameshard.Client.set_budget`. Returns the number that :class:`BudgetGranted`, then
+        :class:`BudgetReleased`, then :class:`BudgetObserved`, or :class:`BudgetRefused` will have."""
         number = self._number()
+
+        def granted(grant: BudgetGrant) -> None:
+            self._put(BudgetGranted(number, grant))
 
         def released(result: BudgetResult) -> None:
             self._put(BudgetReleased(number, result.budget_bytes, result.used_bytes, result.seconds))
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
-                request_id = client._begin_budget(vram_budget_mb, timeout_s)
+                request_id = client._begin_budget(vram_budget_mb, timeout_s, **lease)
             except FrameshardError as error:
                 self._put(BudgetRefused(number, error))
                 return None
 
             async def answers() -> None:
                 try:
-                    result = await client._end_budget(request_id, timeout_s, True, released)
+                    result = await client._end_budget(request_id, timeout_s, True, granted, released)
                     if result.observed is not None:
                         self._put(BudgetObserved(number, result.observed.bytes, result.observed.seconds))
                 except FrameshardError as error:
@@ -313,6 +362,39 @@ class Sidecar:
                     self._put(StatsArrived(number, await client.stats(), None))
                 except FrameshardError as error:
                     self._put(StatsArrived(number, None, error))
+
+            return answer
+
+        self._do(command)
+        return number
+
+    def caps_and_requirements(self) -> int:
+        """See :meth:`frameshard.Client.caps_and_requirements`. Returns the number of :class:`CapsArrived`."""
+        number = self._number()
+
+        def command(client: Client) -> Callable[[], Awaitable[None]]:
+            async def answer() -> None:
+                try:
+                    self._put(CapsArrived(number, await client.caps_and_requirements(), None))
+                except FrameshardError as error:
+                    self._put(CapsArrived(number, None, error))
+
+            return answer
+
+        self._do(command)
+        return number
+
+    def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> int:
+        """See :meth:`frameshard.Client.plan`. Returns the number of :class:`PlanArrived`."""
+        number = self._number()
+
+        def command(client: Client) -> Callable[[], Awaitable[None]]:
+            async def answer() -> None:
+                try:
+                    rows = await client.plan(budgets_mb, prompt_tokens=prompt_tokens)
+                    self._put(PlanArrived(number, rows, None))
+                except FrameshardError as error:
+                    self._put(PlanArrived(number, None, error))
 
             return answer
 
@@ -416,6 +498,7 @@ class Sidecar:
                     self._ready.set()
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(self._take_commands, client, nursery)
+                        nursery.start_soon(self._take_notices, client)
                         async for change in changes:
                             self._put(change)
                         nursery.cancel_scope.cancel()
@@ -423,6 +506,10 @@ class Sidecar:
         except FrameshardError as error:
             return error
         return None
+
+    async def _take_notices(self, client: Client) -> None:
+        async for notice in client.notices():
+            self._put(notice)
 
     async def _take_commands(self, client: Client, nursery: trio.Nursery) -> None:
         while True:

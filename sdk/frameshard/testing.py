@@ -224,6 +224,7 @@ class _FakeEngine:
             self._say("budget", seq=op["seq"], phase="refused", error=error.to_wire())
             return
         self._budget = op["bytes"]
+        self._say("budget", seq=op["seq"], phase="lease", budget_bytes=self._budget, seconds=0.0)
         released = {"budget_bytes": self._budget, "used_bytes": self._used(), "seconds": 0.0}
         self._say("budget", seq=op["seq"], phase="released", **released)
         self._say("budget", seq=op["seq"], phase="observed", observed_bytes=None, seconds=0.0)

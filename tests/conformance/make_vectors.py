@@ -28,6 +28,7 @@ PLACE = {"job": 7, "seq": 0, "epoch": EPOCH, "timeline": 3}
 
 VALID: dict[str, m.Message] = {
     "hello": m.Hello(1, 1, "my game"),
+    "hello-notices": m.Hello(1, 1, "my game", notices=True),
     "hello-again": m.Hello(9, 1, "my game", epoch=EPOCH, session=4711),
     "submit-chat": m.Submit(2, EPOCH, 7, "chat", messages=TALK, conversation="innkeeper", timeline=3),
     "submit-completion": m.Submit(
@@ -44,6 +45,11 @@ VALID: dict[str, m.Message] = {
     "credit-resend": m.Credit(EPOCH, 7, 0, True),
     "budget_set": m.BudgetSet(5, EPOCH, 1610612736, 0.5),
     "budget_set-none": m.BudgetSet(5, EPOCH, 0),
+    "budget_set-lease": m.BudgetSet(5, EPOCH, 1610612736, 0.5, "active", 268435456, 12, "streaming cell"),
+    "budget_set-parked": m.BudgetSet(5, EPOCH, 1610612736, state="parked"),
+    "budget_set-hibernated": m.BudgetSet(5, EPOCH, 0, state="hibernated", version=13),
+    "caps_and_requirements": m.CapsGet(6, EPOCH),
+    "plan": m.PlanGet(6, EPOCH, (268435456, 1610612736, 0), 2048),
     "budget_get": m.BudgetGet(6, EPOCH),
     "frame_block": m.FrameBlockGet(6, EPOCH),
     "pacing": m.Pacing(6, EPOCH, "prioritize_graphics", 20.0),
@@ -59,10 +65,26 @@ VALID: dict[str, m.Message] = {
     "ok": m.Ok(2, EPOCH),
     "error": m.Error(5, EPOCH, m.ErrorInfo.of(FLOOR)),
     "error-without-id": m.Error(None, EPOCH, m.ErrorInfo.of(errors.BadMessage("not a message: a key occurs twice"))),
+    "error-stale_lease": m.Error(5, EPOCH, m.ErrorInfo.of(errors.StaleLease("version 12 is not above 13", version=13))),
+    "lease": m.Lease(5, EPOCH, "granted", 1610612736, 0.004, 12),
+    "lease-partial": m.Lease(5, EPOCH, "partial", 2147483648, 0.75, 0),
     "released": m.Released(5, EPOCH, 1610612736, 1610612000, 0.004),
     "observed": m.Observed(5, EPOCH, 1611661312, 0.25),
     "observed-unknown": m.Observed(5, EPOCH, None, 0.0),
-    "budget": m.Budget(6, EPOCH, 0, 16777216, 1 << 32),
+    "budget": m.Budget(6, EPOCH, 0, 16777216, 1 << 32, "active", 0, 1 << 32, 1610612000),
+    "budget-parked": m.Budget(6, EPOCH, 1610612736, 16777216, 1 << 32, "parked", 12, 0, 0),
+    "answer-caps_and_requirements": m.Caps(
+        6, EPOCH, "CUDA0", 8589934592, 2147483648, 16777216, 1 << 32, 1024, "planned"
+    ),
+    "answer-caps_and_requirements-unknown": m.Caps(
+        6, EPOCH, "Vulkan0", None, None, 16777216, 1 << 32, 1024, "stream_only"
+    ),
+    "answer-plan": m.PlanAnswer(
+        6,
+        EPOCH,
+        (m.PlanRow(1610612736, True, 0.25, 41.5, 1 << 30, 1 << 29, 0), m.PlanRow(1, False, None, None, 0, 0, 0)),
+    ),
+    "answer-plan-empty": m.PlanAnswer(6, EPOCH, ()),
     "answer-frame_block": m.FrameBlock(6, EPOCH, "/proc/4000/fd/9"),
     "answer-stats": m.Stats(
         8, EPOCH, m.BrokerStats(4000, 4001, "ready", 1, 2, 0, 3, 12.5), {"used_bytes": 1, "tokens_per_second": 40.5}
@@ -71,6 +93,13 @@ VALID: dict[str, m.Message] = {
     "pong": m.Pong(9, EPOCH, ((7, 3), (8, 0))),
     "engine-restarting": m.Engine(EPOCH, "restarting", 0),
     "engine-off": m.Engine(EPOCH, "off", 3, m.ErrorInfo.of(errors.EngineDied("the engine keeps dying"))),
+    "engine-hibernated": m.Engine(EPOCH, "hibernated", 0),
+    "notice-wants": m.Notice(EPOCH, "wants", 1 << 32, 0.0, "jobs are open and weights are streamed"),
+    "notice-gives_back": m.Notice(EPOCH, "gives_back", 268435456, 0.0, ""),
+    "notice-late": m.Notice(EPOCH, "late", 2147483648, 0.75, "the release lags behind"),
+    "notice-pressure": m.Notice(EPOCH, "pressure", 1476395008, 0.0, "96 MiB of the device are free"),
+    "notice-other_process": m.Notice(EPOCH, "other_process", 536870912, 0.0, "process 4100"),
+    "notice-state": m.Notice(EPOCH, "state", 1610612736, 0.5, "parked"),
     "started": m.Started(**PLACE, n_prompt=21),
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
     "done": m.Done(**{**PLACE, "seq": 2}, reason="stop", n_prompt=21, n_generated=9, prefill_s=0.25, decode_s=1.5),
@@ -155,6 +184,21 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "budget-negative": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": -1}, "a budget below 0"),
     "budget-float": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1e9}, "a budget of 1e9 as a float"),
     "timeout-0": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "timeout_s": 0}, "no time at all"),
+    "lease-state": (
+        {"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "state": "asleep"},
+        "an unknown state",
+    ),
+    "lease-version": (
+        {"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "version": -1},
+        "a version below 0",
+    ),
+    "lease-reason": (
+        {"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "reason": "x" * 65},
+        "a reason of 65 bytes",
+    ),
+    "plan-33": ({"t": "plan", "id": 1, "epoch": 5, "budgets": [1] * 33}, "33 budgets"),
+    "plan-no-prompt": ({"t": "plan", "id": 1, "epoch": 5, "budgets": [1], "prompt_tokens": 0}, "a prompt of 0 tokens"),
+    "notices-number": ({"t": "hello", "id": 1, "protocol": 1, "client": "", "notices": 1}, "1 is not true"),
     "resend-number": ({"t": "credit", "epoch": 5, "job": 1, "next": 0, "resend": 1}, "1 is not true"),
 }
 

@@ -147,7 +147,8 @@ def test_a_whole_session(sidecar: Sidecar, client: Client) -> None:
     assert (text, last["t"], last["reason"], last["timeline"]) == ("one two three", "done", "stop", 5)
     assert client.answer(client.request("model_info"))["model"]["arch"] == "echo"
     change = client.request("budget_set", vram_budget_bytes=20 << 20)
-    released, observed = client.answer(change), client.answer(change)
+    granted, released, observed = (client.answer(change) for _ in range(3))
+    assert (granted["t"], granted["decision"], granted["vram_budget_bytes"]) == ("lease", "granted", 20 << 20)
     assert (released["t"], released["used_bytes"], observed["t"]) == ("released", 20 << 20, "observed")
     refused = client.answer(client.request("budget_set", vram_budget_bytes=1))
     assert (refused["t"], refused["error"]["name"]) == ("error", "budget_below_floor")

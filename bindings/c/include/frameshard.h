@@ -397,7 +397,13 @@ enum {
 };
 
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
-enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4 };
+enum {
+    FS_ENGINE_LOADING = 1,
+    FS_ENGINE_READY = 2,
+    FS_ENGINE_RESTARTING = 3,
+    FS_ENGINE_OFF = 4,
+    FS_ENGINE_HIBERNATED = 5
+};
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
 
 /* What a notice is about. A kind that is not listed may be ignored. */

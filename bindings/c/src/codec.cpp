@@ -152,7 +152,7 @@ struct Field {
 using Table = std::vector<Field>;
 
 constexpr int64_t kSeconds = 1000000000;
-const char kEngine[] = " loading ready restarting off ";
+const char kEngine[] = " loading ready restarting hibernated off ";
 
 const Table kError = {{"code", Type::Uint},
                       {"name", Type::Text, 0, 64},

@@ -30,7 +30,9 @@ uint32_t place_of(const std::string &word, std::initializer_list<const char *> w
     return 0;
 }
 
-uint32_t engine_state(const std::string &word) { return place_of(word, {"loading", "ready", "restarting", "off"}); }
+uint32_t engine_state(const std::string &word) {
+    return place_of(word, {"loading", "ready", "restarting", "off", "hibernated"});
+}
 
 uint32_t lease_state(const std::string &word) { return place_of(word, {"active", "parked", "hibernated"}); }
 

@@ -76,6 +76,11 @@ class Jobs:
         """For the engine, in order; the caller takes them out."""
 
     @property
+    def open(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
     def queued(self) -> int:
         return sum(not job.at_engine for job in self._jobs.values())
 

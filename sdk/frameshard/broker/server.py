@@ -20,7 +20,7 @@ from frameshard.broker.leases import Lease
 from frameshard.broker.page import Page
 from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
-from frameshard.errors import BadMessage, ConnectionLost, EngineDied, FrameshardError, Overloaded
+from frameshard.errors import BadMessage, ConnectionLost, EngineDied, FrameshardError, Overloaded, from_wire
 from frameshard.transport import Socket, Unreachable
 from frameshard.wire import messages as m
 from frameshard.wire import states
@@ -32,8 +32,8 @@ RETRY_S = 0.02
 """Until a client whose queue was full is tried again."""
 
 SILENCE_CHECK_S = 0.5
-MAX_STATS = 64
-"""Requests for statistics that wait for the engine."""
+MAX_ASKED = 64
+"""Requests for statistics and plans that wait for the engine."""
 
 _KNOWN_INFO = (
     "name",
@@ -65,10 +65,10 @@ class Server:
             describe=lambda: (self._supervisor.state.value, self._model),
         )
         self._jobs = Jobs(slots=config.n_parallel, max_jobs=config.max_jobs, max_client_jobs=config.max_client_jobs)
-        self._lease = Lease(config.vram_budget_bytes)
+        self._lease = Lease(config.vram_budget_bytes, epoch)
         self._supervisor = Supervisor(config, self, self._load_op)
         self._model: m.ModelInfo | None = None
-        self._stats: dict[int, tuple[Session, int]] = {}
+        self._asked: dict[int, tuple[Session, m.StatsGet | m.PlanGet]] = {}
         self._page = Page()
         self._settings: dict[str, dict[str, Any]] = {}  # what an engine is told when it is ready, by op
         self._numbers = 0
@@ -152,10 +152,14 @@ class Server:
             connection.ok(request.id)
         elif isinstance(request, m.BudgetSet):
             self._demand_engine()
-            self._lease.set(connection, request)
+            self._lease.set(connection, request, trio.current_time())
         elif isinstance(request, m.BudgetGet):
-            lease = self._lease
-            connection.reply(m.Budget(request.id, self._epoch, lease.budget_bytes, lease.floor_bytes, lease.full_bytes))
+            connection.reply(self._lease.describe(request.id, self._jobs.open))
+        elif isinstance(request, m.CapsGet):
+            connection.reply(self._caps(request.id))
+        elif isinstance(request, m.PlanGet):
+            asked = {"op": "plan", "budgets": list(request.budgets), "prompt_tokens": request.prompt_tokens}
+            self._ask(session, request, asked)
         elif isinstance(request, m.FrameBlockGet):
             path = self._page.path()
             self._set({"op": "frame_block", "path": path})
@@ -167,7 +171,7 @@ class Server:
             assert self._model is not None  # nobody can connect before the first load
             connection.reply(m.Model(request.id, self._epoch, self._model))
         elif isinstance(request, m.StatsGet):
-            self._ask_stats(session, request.id)
+            self._ask(session, request, {"op": "stats"})
         elif isinstance(request, m.Bye):
             connection.ok(request.id)
             self._flush()
@@ -186,15 +190,45 @@ class Server:
             assert self._supervisor.error is not None
             raise EngineDied(f"the engine is off: {self._supervisor.error.message}")
 
-    def _ask_stats(self, session: Session, request_id: int) -> None:
+    def _ask(self, session: Session, request: m.StatsGet | m.PlanGet, op: dict[str, Any]) -> None:
         if self._supervisor.state is not states.Engine.READY:
-            self._answer_stats(session, request_id, None)
-        elif len(self._stats) >= MAX_STATS:
-            raise Overloaded("too many requests for statistics wait")
+            self._answer(session, request, None)
+        elif len(self._asked) >= MAX_ASKED:
+            raise Overloaded("too many requests for figures wait")
         else:
             self._numbers += 1
-            self._stats[self._numbers] = session, request_id
-            self._supervisor.send({"op": "stats", "seq": self._numbers})
+            self._asked[self._numbers] = session, request
+            self._supervisor.send({**op, "seq": self._numbers})
+
+    def _answer(self, session: Session, request: m.StatsGet | m.PlanGet, event: dict[str, Any] | None) -> None:
+        """`event` is None when there is no engine to answer."""
+        if isinstance(request, m.StatsGet):
+            self._answer_stats(session, request.id, None if event is None else event.get("stats"))
+        elif event is None:
+            session.connection.refuse(request.id, EngineDied("no engine runs now that could make a plan"))
+        elif "error" in event:
+            session.connection.refuse(request.id, from_wire(event["error"]))
+        else:
+            try:
+                rows = tuple(m.convert(m.PlanRow, row) for row in event["rows"])
+            except (KeyError, TypeError, m.Refused) as error:
+                raise BadMessage(f"the engine's plan is wrong: {error!r}") from None
+            session.connection.reply(m.PlanAnswer(request.id, self._epoch, rows))
+
+    def _caps(self, request_id: int) -> m.Caps:
+        assert self._model is not None
+        lease = self._lease
+        return m.Caps(
+            request_id,
+            self._epoch,
+            device=self._model.device,
+            total_bytes=lease.total_bytes,
+            free_bytes=lease.free_bytes,
+            floor_bytes=lease.floor_bytes,
+            full_bytes=lease.full_bytes,
+            context=self._model.n_ctx,
+            mode="stream_only" if self._config.mode == "stream_only" else "planned",
+        )
 
     def _answer_stats(self, session: Session, request_id: int, engine: dict[str, Any] | None) -> None:
         supervisor = self._supervisor
@@ -226,7 +260,7 @@ class Server:
             raise BadMessage(f"the engine's info is wrong: {refused}") from None
         budget_bytes = info.get("budget_bytes")
         in_force = budget_bytes if type(budget_bytes) is int else self._lease.engine_load_bytes()
-        self._lease.engine_ready(self._model.floor_bytes, self._model.full_bytes, in_force)
+        self._lease.engine_ready(self._model.floor_bytes, self._model.full_bytes, in_force, trio.current_time())
         for op in self._settings.values():
             self._supervisor.send(op)
         self._jobs.engine_ready()
@@ -239,10 +273,10 @@ class Server:
         kind = event.get("ev")
         if kind == "budget":
             self._lease.engine_event(event)
-        elif kind == "stats":
-            asked = self._stats.pop(event.get("seq", 0), None)
+        elif kind in ("stats", "plan"):
+            asked = self._asked.pop(event.get("seq", 0), None)
             if asked is not None:
-                self._answer_stats(*asked, event.get("stats"))
+                self._answer(*asked, event)
         else:
             return self._jobs.engine_event(event)
         return False
@@ -250,9 +284,9 @@ class Server:
     def engine_lost(self) -> None:
         self._jobs.engine_lost()
         self._lease.engine_lost()
-        waiting, self._stats = self._stats, {}
-        for session, request_id in waiting.values():
-            self._answer_stats(session, request_id, None)
+        waiting, self._asked = self._asked, {}
+        for session, request in waiting.values():
+            self._answer(session, request, None)
         self._tell_all()
 
     def engine_off(self, error: FrameshardError) -> None:

@@ -29,6 +29,8 @@ class Session:
         self.connection = connection
         self.reachable = True
         """False from a send that found nobody until the client is heard again."""
+        self.notices = False
+        """It wants to hear of the sidecar's side of the negotiation."""
 
     def __repr__(self) -> str:
         return f"<Session {self.connection.session} of {self.client!r}>"
@@ -128,6 +130,7 @@ class Sessions:
         self._by_peer.pop(session.peer, None)
         self._by_peer[peer] = session
         session.peer, session.reachable, session.connection.heard_at = peer, True, now
+        session.notices = hello.notices
         engine, model = self._describe()
         session.connection.reply(
             m.Welcome(

@@ -36,7 +36,7 @@ BACKOFF_S = 0.25
 MAX_BACKLOG = 4096
 """Messages waiting for an engine that does not read: it hangs."""
 
-_ASIDE = ("budget", "stats")
+_ASIDE = ("budget", "stats", "plan", "watch")
 """Events that do not come from the engine's main loop and so do not prove that it turns."""
 
 

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from frameshard.engine.batch import Batcher, Event
 from frameshard.engine.runtime import EngineConfig, Runtime
-from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, FrameshardError
+from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, FrameshardError, Unsupported
 from frameshard.native import SCHEDULING_MODES, Pacing
 from frameshard.wire import channel
 
@@ -106,6 +106,7 @@ class Engine:
         self._moved_at = 0.0
         self._page = False
         self._budget_known = 0
+        self._release_rate = 0.0  # bytes per second of the slowest recent release; 0: there was none
         self._target = 0.0  # tokens per second, 0 for no bound
         self._due = 0.0  # when the next decode may start
 
@@ -256,6 +257,8 @@ class Engine:
             self._open_page(str(message.get("path")))
         elif op == "pacing":
             self._set_pacing(str(message.get("mode")), message.get("target"))
+        elif op == "plan":
+            threading.Thread(target=self._plan, args=(message,), daemon=True, name="plan").start()
         elif op == "stats":
             self._channel.send({"ev": "stats", "seq": _integer(message, "seq"), "stats": self._stats()})
         elif op == "ping":
@@ -382,6 +385,7 @@ class Engine:
         event: Event = {"ev": "budget", "seq": message.get("seq")}
         try:
             wanted, timeout_s = _integer(message, "bytes"), _seconds(message, "timeout_s", 5.0)
+            self._say_lease(runtime, event, wanted, timeout_s)
             if runtime.device is not None:
                 try:
                     runtime.device.set_budget(wanted, timeout_s)
@@ -406,6 +410,39 @@ class Engine:
         self._channel.send(
             {**event, "phase": "observed", "observed_bytes": observed, "seconds": time.monotonic() - started}
         )
+
+    def _say_lease(self, runtime: Runtime, event: Event, wanted: int, timeout_s: float) -> None:
+        """What can be reached by the deadline, by the rate of earlier releases; until there was one, all of it.
+
+        :raises BudgetBelowFloor: nothing changes.
+        """
+        reached, seconds = wanted, 0.0
+        if runtime.device is not None:
+            stats = runtime.device.stats()
+            if 0 < wanted < stats.floor_bytes:
+                raise BudgetBelowFloor(
+                    f"a VRAM budget of {wanted >> 20} MiB is below the floor of {-(-stats.floor_bytes >> 20)} MiB",
+                    budget_bytes=wanted,
+                    floor_bytes=stats.floor_bytes,
+                )
+            excess = stats.used_bytes - wanted if wanted else 0
+            if excess > 0 and self._release_rate > 0:
+                seconds = excess / self._release_rate
+                if seconds > timeout_s:
+                    reached = stats.used_bytes - int(timeout_s * self._release_rate)
+        self._channel.send({**event, "phase": "lease", "budget_bytes": reached, "seconds": seconds})
+
+    def _plan(self, message: Message) -> None:
+        """A thread of its own: predictions at the budgets asked."""
+        event: Event = {"ev": "plan", "seq": message.get("seq")}
+        with contextlib.suppress(BrokerGone):
+            try:
+                if self._runtime is None or self._runtime.device is None:
+                    raise Unsupported("plans are made for a shard device, and this model runs on the CPU alone")
+                rows = self._runtime.what_if(message["budgets"], _integer(message, "prompt_tokens"))
+                self._channel.send({**event, "rows": rows})
+            except FrameshardError as error:
+                self._channel.send({**event, "error": error.to_wire()})
 
     def _await_observed(self, runtime: Runtime, wanted: int, deadline: float) -> int | None:
         """The driver's figure as soon as it is within the budget, else the last one before ``deadline``."""

@@ -13,6 +13,7 @@ other sequences do: the same text could not be promised. So ``n_ctx`` is shared 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import logging
 import os
@@ -564,6 +565,37 @@ class Runtime:
                     raise
             else:
                 return
+
+    def what_if(self, budgets: Sequence[int], n_prompt: int) -> list[dict[str, object]]:
+        """[any thread] Of each budget, whether it fits, what would be where, and predicted times; changes nothing."""
+        assert self.device is not None
+        assert self.profile is not None
+        stats = self.device.stats()
+        rows: list[dict[str, object]] = []
+        for budget in budgets:
+            row: dict[str, object] = {
+                "vram_budget_bytes": budget,
+                "fits": False,
+                "ttft_s": None,
+                "tokens_per_second": None,
+            }
+            sizes = {"resident_bytes": 0, "streamed_bytes": 0, "cpu_bytes": 0}
+            with contextlib.suppress(BudgetBelowFloor):
+                plan = make_plan(
+                    self.model_info,
+                    self.profile,
+                    budget_bytes=budget,
+                    fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
+                    mode=self.mode,
+                    n_ctx_used=min(n_prompt, self.n_ctx_seq),
+                    n_ubatch=self.n_ubatch,
+                )
+                row.update(
+                    fits=True, ttft_s=plan.predicted_ttft(n_prompt), tokens_per_second=plan.predicted_decode_tps()
+                )
+                sizes = {name: getattr(plan.tiers[0], name) for name in sizes}
+            rows.append({**row, **sizes})
+        return rows
 
     def measure_overhead(self) -> None:
         """[any thread] Tells the device how much more the driver counts for this process than the device's ledger

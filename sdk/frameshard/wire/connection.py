@@ -10,7 +10,8 @@ it lasts:
   back by `held_bytes`. Beyond that the job fails with Overloaded. No other job waits for it.
 - Answers go ahead of events, so a budget never queues behind tokens.
 - A request is carried out once although it may be sent twice (again after a resumption): jobs have numbers that the
-  client gives, and all other requests say what shall be, not what to change.
+  client gives, changes of the budget are recognised by their request's id, and all other requests say what shall be,
+  not what to change.
 - Silence is counted in beats of this side's own clock, so a process that was itself stopped (breakpoint, suspended
   machine) blames nobody when it wakes.
 """
@@ -34,6 +35,9 @@ BEAT_S = 0.5
 LOST_AFTER_BEATS = 5
 GREETING_BEATS = 10
 """Longer for the first answer: a connection has to be made, and a launch loads the machine."""
+
+
+_BUDGET_ANSWERS = (m.Lease, m.Released, m.Observed)
 
 
 class _Outbox:
@@ -110,7 +114,7 @@ class ServerConnection:
             return None
         return request
 
-    def reply(self, answer: m.Reply | m.Engine) -> None:
+    def reply(self, answer: m.Reply | m.Unasked) -> None:
         """Queues an answer, ahead of all events."""
         if len(self._answers) >= MAX_ANSWERS:
             self.overrun = True
@@ -223,17 +227,19 @@ class ClientConnection:
     of jobs in order, and engine states. When :attr:`error` is set, everything that is open has ended with it.
     """
 
-    def __init__(self, client: str, *, epoch: int | None = None) -> None:
+    def __init__(self, client: str, *, epoch: int | None = None, notices: bool = False) -> None:
         self.state = states.Session.GREETING
         self.error: FrameshardError | None = None
         self.welcome: m.Welcome | None = None
         self._client = client
         self._epoch = epoch
+        self._notices = notices
         self._ids = 0
         self._jobs = 0
         self._silent_beats = 0
         self._outgoing: deque[bytes] = deque()
         self._unanswered: dict[int, m.Request] = {}
+        self._heard: dict[int, int] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._hello()
 
@@ -279,12 +285,35 @@ class ClientConnection:
             if inbox.ended:
                 del self._inboxes[job]
 
-    def budget_set(self, vram_budget_bytes: int, timeout_s: float) -> int:
-        """Answered twice: released, then observed."""
-        return self._request(m.BudgetSet, vram_budget_bytes=vram_budget_bytes, timeout_s=timeout_s)
+    def budget_set(
+        self,
+        vram_budget_bytes: int,
+        timeout_s: float = 5.0,
+        *,
+        state: str = "active",
+        floor_bytes: int = 0,
+        version: int = 0,
+        reason: str = "",
+    ) -> int:
+        """Answered three times: lease, released, observed."""
+        return self._request(
+            m.BudgetSet,
+            vram_budget_bytes=vram_budget_bytes,
+            timeout_s=timeout_s,
+            state=state,
+            floor_bytes=floor_bytes,
+            version=version,
+            reason=reason,
+        )
 
     def budget_get(self) -> int:
         return self._request(m.BudgetGet)
+
+    def caps_and_requirements(self) -> int:
+        return self._request(m.CapsGet)
+
+    def plan(self, budgets: tuple[int, ...], prompt_tokens: int) -> int:
+        return self._request(m.PlanGet, budgets=budgets, prompt_tokens=prompt_tokens)
 
     def frame_block(self) -> int:
         return self._request(m.FrameBlockGet)
@@ -350,7 +379,7 @@ class ClientConnection:
         else:
             self._hello()
 
-    def receive(self, frame: bytes) -> list[m.Reply | m.JobEvent | m.Engine]:
+    def receive(self, frame: bytes) -> list[m.Reply | m.JobEvent | m.Unasked]:
         """What the program shall see of this frame."""
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return []
@@ -370,13 +399,21 @@ class ClientConnection:
             return self._compare(message)
         if isinstance(message, m.JobEvent):
             return self._event(message)
-        if isinstance(message, m.Engine):
+        if isinstance(message, m.Unasked):
             return [message]
-        if isinstance(message, m.Released):
-            return [message] if message.id in self._unanswered else []
-        request = self._unanswered.pop(message.id, None)
+        request = self._unanswered.get(message.id)
         if request is None:
             return []  # answered twice after a resumption
+        if isinstance(request, m.BudgetSet):
+            # After a resumption all three come again, from the first on.
+            heard = self._heard.get(message.id, 0)
+            if type(message) is not _BUDGET_ANSWERS[heard]:
+                return []
+            self._heard[message.id] = heard + 1
+            if not isinstance(message, m.Observed):
+                return [message]
+            del self._heard[message.id]
+        del self._unanswered[message.id]
         if isinstance(request, m.Submit) and request.job in self._inboxes:
             self._inboxes[request.job].accepted = True
         return [message]
@@ -405,16 +442,17 @@ class ClientConnection:
         session = None if self.welcome is None else self.welcome.session
         self._ids += 1
         self._hello_id = self._ids
-        self._send(m.Hello(self._ids, m.VERSION, self._client, self._epoch, session))
+        self._send(m.Hello(self._ids, m.VERSION, self._client, self._epoch, session, self._notices))
 
     def _lose(self, event: str, error: FrameshardError) -> None:
         self._move(event)
         self.error = error
         self._outgoing.clear()
         self._unanswered.clear()
+        self._heard.clear()
         self._inboxes.clear()
 
-    def _welcomed(self, welcome: m.Welcome) -> list[m.Reply | m.JobEvent | m.Engine]:
+    def _welcomed(self, welcome: m.Welcome) -> list[m.Reply | m.JobEvent | m.Unasked]:
         if welcome.protocol != m.VERSION:
             self._lose("refused", VersionMismatch(f"the server speaks protocol {welcome.protocol}, we {m.VERSION}"))
         elif self.state is states.Session.RESUMING and not welcome.resumed:
@@ -432,7 +470,7 @@ class ClientConnection:
             return [welcome]
         return []
 
-    def _refused(self, refusal: m.Error) -> list[m.Reply | m.JobEvent | m.Engine]:
+    def _refused(self, refusal: m.Error) -> list[m.Reply | m.JobEvent | m.Unasked]:
         error = refusal.error.exception()
         if self.state in (states.Session.GREETING, states.Session.RESUMING):
             # What was under way while we say hello again is refused too; only hello's own answer counts.
@@ -446,12 +484,13 @@ class ClientConnection:
             self._lose("silence", error)
         elif refusal.id is not None and refusal.id in self._unanswered:
             request = self._unanswered.pop(refusal.id)
+            self._heard.pop(refusal.id, None)
             if isinstance(request, m.Submit):
                 self._inboxes.pop(request.job, None)
             return [refusal]
         return []
 
-    def _event(self, event: m.JobEvent) -> list[m.Reply | m.JobEvent | m.Engine]:
+    def _event(self, event: m.JobEvent) -> list[m.Reply | m.JobEvent | m.Unasked]:
         inbox = self._inboxes.get(event.job)
         if inbox is None or event.seq < inbox.expected:
             return []
@@ -466,9 +505,9 @@ class ClientConnection:
             return []
         return [event]
 
-    def _compare(self, pong: m.Pong) -> list[m.Reply | m.JobEvent | m.Engine]:
+    def _compare(self, pong: m.Pong) -> list[m.Reply | m.JobEvent | m.Unasked]:
         sent = dict(pong.jobs)
-        lost: list[m.Reply | m.JobEvent | m.Engine] = []
+        lost: list[m.Reply | m.JobEvent | m.Unasked] = []
         for job, inbox in list(self._inboxes.items()):
             if sent.get(job, 0) > inbox.expected:
                 inbox.asked_again = False  # what was asked for has been lost as well

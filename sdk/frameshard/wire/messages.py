@@ -148,7 +148,11 @@ Role = Literal["system", "user", "assistant"]
 StopString = Annotated[str, _text(256, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
-EngineState = Literal["loading", "ready", "restarting", "off"]
+EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
+LeaseState = Literal["active", "parked", "hibernated"]
+Decision = Literal["granted", "partial"]
+NoticeKind = Literal["wants", "gives_back", "late", "pressure", "other_process", "state"]
+Mode = Literal["planned", "stream_only"]
 SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 
 
@@ -239,18 +243,33 @@ class ServerLimits:
     silent_s: Seconds
 
 
+@dataclass(frozen=True)
+class PlanRow:
+    """Predictions at one budget; the times are null where it does not fit."""
+
+    vram_budget_bytes: Count
+    fits: bool
+    ttft_s: Seconds | None
+    tokens_per_second: Annotated[float, _number(0, 1e9)] | None
+    resident_bytes: Count
+    streamed_bytes: Count
+    cpu_bytes: Count
+
+
 # ---- client to broker -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of a connection. `session` resumes one; `epoch` refuses any other launch of the server."""
+    """First message of a connection. `session` resumes one; `epoch` refuses any other launch of the server; only who
+    asks for `notices` gets them."""
 
     id: Id
     protocol: Count
     client: Annotated[str, _text(64)]
     epoch: Id | None = None
     session: Id | None = None
+    notices: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,12 +315,17 @@ class Credit:
 
 @dataclass(frozen=True)
 class BudgetSet:
-    """The host's word on VRAM: everything the sidecar holds there must fit; 0 is no limit."""
+    """The host's word on VRAM: everything the sidecar holds there must fit; 0 is no limit. `state` parks or hibernates
+    the sidecar, `floor_bytes` is what it keeps when it is idle, and a `version` makes late messages harmless."""
 
     id: Id
     epoch: Id
     vram_budget_bytes: Count
     timeout_s: Annotated[float, _number(0.001, 60)] = 5.0
+    state: LeaseState = "active"
+    floor_bytes: Count = 0
+    version: Count = 0
+    reason: Annotated[str, _text(64)] = ""
 
 
 @dataclass(frozen=True)
@@ -326,6 +350,24 @@ class Pacing:
 class BudgetGet:
     id: Id
     epoch: Id
+
+
+@dataclass(frozen=True)
+class CapsGet:
+    """What there is, and what the model needs."""
+
+    id: Id
+    epoch: Id
+
+
+@dataclass(frozen=True)
+class PlanGet:
+    """What if: predictions at these budgets. Changes nothing."""
+
+    id: Id
+    epoch: Id
+    budgets: Annotated[tuple[Count, ...], 32]
+    prompt_tokens: Annotated[int, _integer(1, 1 << 20)] = 512
 
 
 @dataclass(frozen=True)
@@ -405,8 +447,21 @@ class Error:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """First answer to budget_set: ``partial`` when only `vram_budget_bytes` can be reached by the deadline; all of it
+    takes `seconds`, predicted."""
+
+    id: Id
+    epoch: Id
+    decision: Decision
+    vram_budget_bytes: Count
+    seconds: Seconds
+    version: Count
+
+
+@dataclass(frozen=True)
 class Released:
-    """First acknowledgement of budget_set: what the sidecar holds, exact by its own count, and after what time."""
+    """Second answer to budget_set: what the sidecar holds, exact by its own count, and after what time."""
 
     id: Id
     epoch: Id
@@ -417,7 +472,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Observed:
-    """Second acknowledgement: what the driver counts for the engine process, or null where it does not say."""
+    """Third answer to budget_set: what the driver counts for the engine process, or null where it does not say."""
 
     id: Id
     epoch: Id
@@ -432,6 +487,35 @@ class Budget:
     vram_budget_bytes: Count
     floor_bytes: Count
     full_bytes: Count
+    state: LeaseState
+    version: Count
+    wanted_bytes: Count
+    used_bytes: Count
+
+
+@dataclass(frozen=True)
+class Caps:
+    """`total_bytes` and `free_bytes` of the device are null where the driver does not tell. `context` is the tokens of
+    one conversation."""
+
+    id: Id
+    epoch: Id
+    device: Name
+    total_bytes: Count | None
+    free_bytes: Count | None
+    floor_bytes: Count
+    full_bytes: Count
+    context: Count
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """One row for each budget asked, in their order."""
+
+    id: Id
+    epoch: Id
+    rows: Annotated[tuple[PlanRow, ...], 32]
 
 
 @dataclass(frozen=True)
@@ -551,6 +635,17 @@ class Engine:
     error: ErrorInfo | None = None
 
 
+@dataclass(frozen=True)
+class Notice:
+    """The sidecar's side of the negotiation, to sessions that asked for `notices`. Nothing has to be done."""
+
+    epoch: Id
+    kind: NoticeKind
+    vram_budget_bytes: Count
+    seconds: Seconds
+    detail: Annotated[str, _text(200)]
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 Request = (
@@ -560,6 +655,8 @@ Request = (
     | Credit
     | BudgetSet
     | BudgetGet
+    | CapsGet
+    | PlanGet
     | FrameBlockGet
     | Pacing
     | ModelInfoGet
@@ -569,8 +666,11 @@ Request = (
     | Shutdown
 )
 JobEvent = Started | Delta | Done | Failed | Cancelled
-Reply = Welcome | Model | Ok | Error | Released | Observed | Budget | FrameBlock | Stats | Pong
-Message = Request | Reply | JobEvent | Engine
+Reply = (
+    Welcome | Model | Ok | Error | Lease | Released | Observed | Budget | Caps | PlanAnswer | FrameBlock | Stats | Pong
+)
+Unasked = Engine | Notice
+Message = Request | Reply | JobEvent | Unasked
 
 REQUESTS: dict[str, type[Any]] = {
     "hello": Hello,
@@ -579,6 +679,8 @@ REQUESTS: dict[str, type[Any]] = {
     "credit": Credit,
     "budget_set": BudgetSet,
     "budget_get": BudgetGet,
+    "caps_and_requirements": CapsGet,
+    "plan": PlanGet,
     "frame_block": FrameBlockGet,
     "pacing": Pacing,
     "model_info": ModelInfoGet,
@@ -593,9 +695,12 @@ ANSWERS: dict[str, type[Any]] = {
     "model_info": Model,
     "ok": Ok,
     "error": Error,
+    "lease": Lease,
     "released": Released,
     "observed": Observed,
     "budget": Budget,
+    "caps_and_requirements": Caps,
+    "plan": PlanAnswer,
     "frame_block": FrameBlock,
     "stats": Stats,
     "pong": Pong,
@@ -605,6 +710,7 @@ ANSWERS: dict[str, type[Any]] = {
     "failed": Failed,
     "cancelled": Cancelled,
     "engine": Engine,
+    "notice": Notice,
 }
 
 TERMINAL = (Done, Failed, Cancelled)
@@ -651,9 +757,9 @@ def decode_request(frame: bytes) -> Request:
     return request
 
 
-def decode_answer(frame: bytes) -> Reply | JobEvent | Engine:
+def decode_answer(frame: bytes) -> Reply | JobEvent | Unasked:
     """What a broker sent. Raises :class:`BadMessage`."""
-    answer: Reply | JobEvent | Engine = _decode(ANSWERS, frame)
+    answer: Reply | JobEvent | Unasked = _decode(ANSWERS, frame)
     return answer
 
 

@@ -83,6 +83,7 @@ class Engine(Enum):
     LOADING = "loading"
     READY = "ready"
     RESTARTING = "restarting"
+    HIBERNATED = "hibernated"
     OFF = "off"
 
 
@@ -90,10 +91,17 @@ class Engine(Enum):
 # - A first load that fails ends the sidecar with the engine's error: there is nothing to serve yet.
 # - "died" is any end that was not asked for; "gave up" follows when the restart limit is reached or the engine reports
 #   an error that a retry cannot mend.
+# - Hibernated is an end that was asked for: the process is gone, its jobs wait. "woken" starts another.
 # - Off is final for this launch: jobs fail with engine_died, the broker still answers.
 ENGINE: dict[Engine, dict[str, Engine]] = {
     Engine.LOADING: {"ready": Engine.READY},
-    Engine.READY: {"died": Engine.RESTARTING},
-    Engine.RESTARTING: {"ready": Engine.READY, "died": Engine.RESTARTING, "gave up": Engine.OFF},
+    Engine.READY: {"died": Engine.RESTARTING, "hibernated": Engine.HIBERNATED},
+    Engine.RESTARTING: {
+        "ready": Engine.READY,
+        "died": Engine.RESTARTING,
+        "gave up": Engine.OFF,
+        "hibernated": Engine.HIBERNATED,
+    },
+    Engine.HIBERNATED: {"woken": Engine.RESTARTING},
     Engine.OFF: {},
 }

@@ -108,7 +108,7 @@ namespace Frameshard
     /// <summary>Stop: the model ended or a stop string came. Length: MaxTokens.</summary>
     public enum StopReason { Stop = 1, Length = 2 }
 
-    public enum EngineState { Loading = 1, Ready = 2, Restarting = 3, Off = 4 }
+    public enum EngineState { Loading = 1, Ready = 2, Restarting = 3, Off = 4, Hibernated = 5 }
 
     /// <summary>A finished answer.</summary>
     public sealed class Completion
