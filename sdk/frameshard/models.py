@@ -146,6 +146,18 @@ def fetch(name: str) -> Path:
     return path
 
 
+def files_of(path: Path) -> list[Path]:
+    """All files of a model that is split over several, given the first; else the file alone.
+
+    Raises :class:`ModelNotFound` if one of them is missing.
+    """
+    files = [Path(part) for part in _parts(str(path))]
+    for file in files:
+        if not file.is_file():
+            raise ModelNotFound(f"{path} is one of {len(files)} files, and {file} is missing", path=str(file))
+    return files
+
+
 def fetched() -> list[Path]:
     """Every model file in the cache, sorted."""
     return sorted(path for path in models_dir().rglob("*.gguf") if path.is_file())

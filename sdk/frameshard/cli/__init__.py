@@ -30,6 +30,7 @@ COMMANDS = {
     "profile": "measure this machine's rates, which plans are made from",
     "bench": "measured speed at each budget, beside the prediction and the physical bound",
     "simulate": "replay a game's frames and VRAM demand against a real sidecar",
+    "bundle": "lay out what a game ships: the sidecar with all it needs, licences, model hashes",
     "verify": "prove that answers stay right at each budget and across a change in mid-answer",
 }
 

@@ -100,8 +100,12 @@ def add_context_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def to_json(document: Mapping[str, object]) -> str:
+    """A JSON document for a file or stdout. NaN and infinity are refused: they are not JSON."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
 def emit_json(document: Mapping[str, object]) -> None:
-    """The one JSON document of a command, on stdout. NaN and infinity are refused: they are not JSON."""
-    json.dump(document, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    """The one JSON document of a command, on stdout."""
+    sys.stdout.write(to_json(document))
     sys.stdout.flush()

@@ -1,0 +1,146 @@
+"""``frameshard bundle``: what it lays out runs where nothing is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import frameshard
+from frameshard.wire import launch
+
+try:
+    metadata.distribution("frameshard")
+except metadata.PackageNotFoundError:
+    pytest.skip("run from the source tree: a bundle is made of what pip installed", allow_module_level=True)
+
+
+def bundle(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "frameshard", "bundle", *map(str, args), "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert result.returncode == 2, result.stderr
+    return dict(json.loads(result.stdout)["error"])
+
+
+@pytest.fixture(scope="module")
+def bundled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A bundle that was moved after it was made, and its manifest."""
+    made = tmp_path_factory.mktemp("made") / "bundle"
+    result = bundle(made, "--model", model_path, "--with-models")
+    assert result.returncode == 0, result.stderr
+    place = tmp_path_factory.mktemp("a game's place") / "npc"
+    shutil.move(made, place)
+    return place, json.loads(result.stdout)
+
+
+def files_of(pid: int) -> set[str]:
+    """Files that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {parts[5] for parts in (line.split(maxsplit=5) for line in lines) if len(parts) == 6 and parts[5][0] == "/"}
+
+
+def test_the_bundle_talks_with_nothing_else_there(bundled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    place, _ = bundled
+    connect_file = tmp_path / "connect.json"
+    model = next((place / "models").iterdir())
+    sidecar = subprocess.Popen(
+        [place / "sidecar" / "python", "-m", "frameshard.broker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert sidecar.stdin is not None
+    assert sidecar.stdout is not None
+    config = {"model": str(model), "device": "emulated", "connect_file": str(connect_file), "n_threads": 1}
+    with sidecar:
+        sidecar.stdin.write(json.dumps(config).encode() + b"\n")
+        sidecar.stdin.flush()
+        launch.parse_ready(sidecar.stdout.readline())
+
+        async def talk() -> str:
+            with trio.fail_after(60):
+                async with frameshard.connect(connect_file) as client:
+                    stats = (await client.stats()).broker
+                    assert stats.engine_pid is not None
+                    here = {sys.prefix, sys.base_prefix} - {"/usr"}
+                    for pid in (stats.pid, stats.engine_pid):
+                        mapped = files_of(pid)
+                        assert any(name.startswith(str(place)) for name in mapped)
+                        assert not [name for name in mapped if any(name.startswith(f"{home}/") for home in here)]
+                    answer = await client.ask("Hello!", sampling=frameshard.Sampling(max_tokens=8)).completed()
+                    return str(answer.text)
+
+        assert trio.run(talk)
+        sidecar.stdin.close()
+        assert sidecar.wait(30) == 0
+
+
+def test_the_command_line_of_a_bundle(bundled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    place, manifest = bundled
+    link = tmp_path / "npc"
+    link.symlink_to(place / "frameshard")
+    result = subprocess.run([link, "--version"], capture_output=True, text=True, env={}, cwd=tmp_path, timeout=60)
+    assert f"frameshard {manifest['frameshard']}\n" in result.stdout, result.stderr
+
+
+def test_the_manifest_tells_what_is_there(bundled: tuple[Path, dict[str, Any]], model_path: Path) -> None:
+    place, manifest = bundled
+    assert manifest == json.loads((place / "manifest.json").read_text())
+    (model,) = manifest["models"]
+    assert model["sha256"] == hashlib.sha256(model_path.read_bytes()).hexdigest()
+    assert (place / model["path"]).stat().st_size == model["bytes"] == model_path.stat().st_size
+    assert {"frameshard", "llama-cpp-python", "numpy", "pyzmq", "msgpack", "trio"} <= set(manifest["packages"])
+    total = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    assert 0 <= total - manifest["total_bytes"] < 10_000  # the launchers and the manifest itself
+    assert not list(place.rglob("tests"))
+
+
+def test_every_part_has_its_licence(bundled: tuple[Path, dict[str, Any]]) -> None:
+    place, manifest = bundled
+    parts = {*manifest["packages"], "llama.cpp", "python"}
+    parts |= {path.name.partition(".so")[0] for path in (place / "sidecar" / "lib").iterdir()}
+    there = {path.name for path in (place / "licences").iterdir() if any(file.is_file() for file in path.rglob("*"))}
+    assert parts - set(manifest["without_licence_text"]) == there
+    assert "llama-cpp-python" in there
+    assert list((place / "licences" / "pyzmq").rglob("*zeromq*"))  # inside pyzmq's wheel
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "save.dat").write_text("precious")
+    assert refusal(bundle(tmp_path))["name"] == "bad_argument"
+    assert [path.name for path in tmp_path.iterdir()] == ["save.dat"]
+
+
+@pytest.mark.parametrize("name", ["no/such.gguf", "hf:nonsense"])
+def test_a_missing_model_is_found_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    assert refusal(bundle(tmp_path / "b", "--model", name))["name"] == "model_not_found"
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_missing_part_of_a_model_is_named(tmp_path: Path) -> None:
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.touch()
+    assert "m-00002-of-00002.gguf is missing" in refusal(bundle(tmp_path / "b", "--model", first))["message"]
+
+
+def test_a_bundle_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    """As on a full disk: writing a large file fails."""
+    size = (1 << 17, 1 << 17)
+    place = tmp_path / "b"
+    error = refusal(bundle(place, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, size)))
+    assert error["name"] == "bad_argument"
+    assert error["message"].startswith(f"cannot write {place}: ")
+    assert not place.exists()
