@@ -235,88 +235,11 @@ end
 --- The library's version, such as "0.1.0".
 frameshard.version = ffi.string(lib.fs_version())
 
--- ---- JSON, for details: the library writes it, so it is well-formed ---------------------------------------------------
-
-local ESCAPES = { b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
-local LITERALS = { ["true"] = true, ["false"] = false }
-
-local function utf8_of(code)
-  if code < 0x80 then
-    return string.char(code)
-  elseif code < 0x800 then
-    return string.char(0xC0 + math.floor(code / 0x40), 0x80 + code % 0x40)
-  elseif code < 0x10000 then
-    return string.char(0xE0 + math.floor(code / 0x1000), 0x80 + math.floor(code / 0x40) % 0x40, 0x80 + code % 0x40)
-  end
-  return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40,
-    0x80 + math.floor(code / 0x40) % 0x40, 0x80 + code % 0x40)
-end
-
-local function parse_string(json, at)
-  local parts = {}
-  while true do
-    local plain, mark, after = json:match('^([^"\\]*)(.)()', at)
-    parts[#parts + 1] = plain
-    if mark == '"' then
-      return table.concat(parts), after
-    end
-    local escape = json:sub(after, after)
-    at = after + 1
-    if escape == "u" then
-      local code = tonumber(json:sub(at, at + 3), 16)
-      at = at + 4
-      local low = code >= 0xD800 and code < 0xDC00 and json:match("^\\u([dD][c-fC-F]%x%x)", at)
-      if low then
-        code = 0x10000 + (code - 0xD800) * 0x400 + tonumber(low, 16) - 0xDC00
-        at = at + 6
-      elseif code >= 0xD800 and code < 0xE000 then
-        code = 0xFFFD
-      end
-      parts[#parts + 1] = utf8_of(code)
-    else
-      parts[#parts + 1] = ESCAPES[escape] or escape
-    end
-  end
-end
-
-local function parse_value(json, at)
-  at = json:match("^%s*()", at)
-  local first = json:sub(at, at)
-  if first == '"' then
-    return parse_string(json, at + 1)
-  elseif first == "{" or first == "[" then
-    local value, closing = {}, first == "{" and "}" or "]"
-    at = json:match("^%s*()", at + 1)
-    while json:sub(at, at) ~= closing do
-      local key = #value + 1
-      if first == "{" then
-        key, at = parse_string(json, json:match('^%s*"()', at))
-        at = json:match("^%s*:()", at)
-      end
-      value[key], at = parse_value(json, at)
-      at = json:match("^%s*,?%s*()", at)
-    end
-    return value, at + 1
-  end
-  local word, after = json:match("^([%w%.%+%-]+)()", at)
-  if word == "null" then
-    return nil, after
-  end
-  local literal = LITERALS[word]
-  if literal ~= nil then
-    return literal, after
-  end
-  return tonumber(word), after
-end
-
-local function detail_of(pointer, length)
-  return length > 0 and (parse_value(ffi.string(pointer, length), 1)) or {}
-end
-
 -- ---- errors ---------------------------------------------------------------------------------------------------------
 
 --- What is raised, and what `event.error` and `job.error` hold: `code`, `name` ("budget_below_floor", ...), `message`
--- (a sentence for a person), `retriable` and `detail` (a table of figures). `tostring` gives "name: message".
+-- (a sentence for a person), `retriable` and `detail` (figures as a JSON object; "" if there are none). `tostring`
+-- gives "name: message".
 local Error = {}
 Error.__index = Error
 Error.__tostring = function(self)
@@ -332,7 +255,7 @@ local function new_error(status, message, detail)
     name = ffi.string(lib.fs_status_name(status)),
     message = message,
     retriable = lib.fs_status_retriable(status) ~= 0,
-    detail = detail or {},
+    detail = detail or "",
   }, Error)
 end
 
@@ -384,6 +307,26 @@ local function bytes_of(mebibytes, name)
   return math.floor(number_of(mebibytes, name, 0, 2 ^ 32) * MIB + 0.5)
 end
 
+-- The number of a word in one of the lists below.
+local function place_of(word, words, name)
+  for number, known in pairs(words) do
+    if known == word then
+      return number
+    end
+  end
+  wrong(("%s must be one of: %s"):format(name, table.concat(words, ", ")))
+end
+
+local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
+  "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block" }
+local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
+local REASONS = { "stop", "length" }
+local STATES = { "loading", "ready", "closed" }
+local LEASE_STATES = { "active", "parked", "hibernated" }
+local DECISIONS = { "granted", "partial" }
+local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state" }
+local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
+
 local LAUNCH = {
   texts = { "model", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
     "extra_json" },
@@ -400,6 +343,7 @@ KNOWN.job = { conversation = true, system = true, sampling = true, timeline = tr
   response_updated = true, response_finished = true, response_failed = true }
 KNOWN.sampling = { max_tokens = true, temperature = true, top_k = true, top_p = true, min_p = true,
   repeat_penalty = true, seed = true, stop = true }
+KNOWN.lease = { vram_budget_mb = true, state = true, floor_mb = true, version = true, timeout_s = true, reason = true }
 
 local function known(options, kind)
   if type(options) ~= "table" then
@@ -487,12 +431,6 @@ end
 local Sidecar = {}
 Sidecar.__index = Sidecar
 
-local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
-  "budget", "stats", "refused", "engine", "closed" }
-local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
-local REASONS = { "stop", "length" }
-local STATES = { "loading", "ready", "closed" }
-
 local function new_sidecar(status, client)
   check(status)
   return setmetatable({
@@ -559,7 +497,7 @@ function Sidecar:state()
 end
 
 --- What is loaded, once it is "ready": `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`, `chat`,
--- `floor_bytes`, `full_bytes`, `plan`, `pid`, `connect_file`.
+-- `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`.
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -575,7 +513,7 @@ function Sidecar:model()
     chat = model.chat ~= 0,
     floor_bytes = tonumber(model.floor_bytes),
     full_bytes = tonumber(model.full_bytes),
-    plan = (parse_value(ffi.string(model.plan_json), 1)),
+    plan_json = ffi.string(model.plan_json),
     pid = tonumber(model.pid),
     connect_file = ffi.string(model.connect_file),
   }
@@ -638,16 +576,35 @@ function Sidecar:forget(conversation)
   check(lib.fs_forget(client_of(self), name_of(conversation, "conversation")))
 end
 
---- All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit. Answers go on. Returns the
--- number that the events "budget_released", then "budget_observed", or "refused" will have as `request`.
--- @param timeout_s deadline of the release, 5 by default.
-function Sidecar:set_budget(vram_budget_mb, timeout_s)
-  local bytes = bytes_of(vram_budget_mb, "vram_budget_mb")
-  check(lib.fs_set_budget(client_of(self), bytes, number_of(timeout_s or 5, "timeout_s", 0.001, 60), self._number))
+--- Proposes a lease: all that the sidecar holds in VRAM has to fit into it from then on. Answers go on. Returns the
+-- number that the events "lease", "budget_released", then "budget_observed", or "refused" will have as `request`.
+-- @param lease `vram_budget_mb` (0, the default: no limit), `state` ("active" by default, "parked", "hibernated"),
+--   `floor_mb` (what an idle sidecar keeps; 0, the default: it gives nothing back on its own), `version`, `timeout_s`
+--   (deadline of the release, 5 by default), `reason`; see fs_lease in frameshard.h.
+function Sidecar:set_lease(lease)
+  known(lease, "lease")
+  local made = ffi.new("fs_lease")
+  lib.fs_lease_init(made, ffi.sizeof(made))
+  made.vram_budget_bytes = bytes_of(lease.vram_budget_mb or 0, "vram_budget_mb")
+  made.floor_bytes = bytes_of(lease.floor_mb or 0, "floor_mb")
+  made.version = integer_of(lease.version or 0, "version", 0, 2 ^ 53 - 1)
+  made.state = place_of(lease.state or "active", LEASE_STATES, "state")
+  if lease.timeout_s ~= nil then
+    made.timeout_s = number_of(lease.timeout_s, "timeout_s", 0.001, 60)
+  end
+  if lease.reason ~= nil then
+    made.reason = name_of(lease.reason, "reason")
+  end
+  check(lib.fs_set_lease(client_of(self), made, self._number))
   return tonumber(self._number[0])
 end
 
---- Asks for the budget in force and its bounds; returns the number of the event "budget".
+--- `set_lease` with nothing but a budget and a deadline.
+function Sidecar:set_budget(vram_budget_mb, timeout_s)
+  return self:set_lease({ vram_budget_mb = vram_budget_mb, timeout_s = timeout_s })
+end
+
+--- Asks for the lease in force and its bounds; returns the number of the event "budget".
 function Sidecar:get_budget()
   check(lib.fs_get_budget(client_of(self), self._number))
   return tonumber(self._number[0])
@@ -659,15 +616,48 @@ function Sidecar:get_stats()
   return tonumber(self._number[0])
 end
 
+--- Asks what the device has and what the model needs; returns the number of the event "caps".
+function Sidecar:get_caps()
+  check(lib.fs_get_caps(client_of(self), self._number))
+  return tonumber(self._number[0])
+end
+
+--- Asks how fast the model would be at a budget, changing nothing; returns the number of the event "plan".
+function Sidecar:get_plan(vram_budget_mb, prompt_tokens)
+  local tokens = integer_of(prompt_tokens, "prompt_tokens", 1, 2 ^ 32 - 1)
+  check(lib.fs_get_plan(client_of(self), bytes_of(vram_budget_mb, "vram_budget_mb"), tokens, self._number))
+  return tonumber(self._number[0])
+end
+
+--- How the GPU is shared with the game's frames: "prioritize_graphics", "balance" or "prioritize_compute", and a limit
+-- of tokens a second for all jobs together (0, the default: none). Returns the number that a "refused" would have.
+function Sidecar:set_pacing(scheduling_mode, target_tokens_per_second)
+  local mode = place_of(scheduling_mode, SCHEDULING_MODES, "scheduling_mode")
+  local rate = number_of(target_tokens_per_second or 0, "target_tokens_per_second", 0, 1e6)
+  check(lib.fs_set_pacing(client_of(self), mode, rate, self._number))
+  return tonumber(self._number[0])
+end
+
+--- Asks where the frame block is, for `frameshard.frame_block`; returns the number of the event "frame_block".
+function Sidecar:get_frame_block()
+  check(lib.fs_get_frame_block(client_of(self), self._number))
+  return tonumber(self._number[0])
+end
+
 --- Ends the sidecar for all its clients; the event "closed" follows.
 function Sidecar:shutdown()
   check(lib.fs_shutdown(client_of(self)))
 end
 
+-- nil is what the system does not tell.
+local function known_bytes(bytes)
+  return bytes >= 0 and tonumber(bytes) or nil
+end
+
 -- The tables that the caller sees. `raw` dies with the next fs_poll, so everything is copied.
 local function convert(self, raw)
   local kind = EVENTS[raw.type]
-  local event = { type = kind }
+  local event = { type = kind } -- of a newer library's events, nothing else is known
   local text = raw.text_length > 0 and ffi.string(raw.text, raw.text_length) or ""
   if raw.job ~= 0 then
     event.job = self._jobs[tonumber(raw.job)]
@@ -677,7 +667,7 @@ local function convert(self, raw)
     event.request = tonumber(raw.request)
   end
   if raw.status ~= lib.FS_OK then
-    event.error = new_error(raw.status, text, detail_of(raw.detail, raw.detail_length))
+    event.error = new_error(raw.status, text, ffi.string(raw.detail, raw.detail_length))
   end
   if kind == "text" then
     event.text, event.tokens = text, raw.tokens
@@ -692,19 +682,39 @@ local function convert(self, raw)
     event.budget_bytes, event.used_bytes = tonumber(raw.budget_bytes), tonumber(raw.used_bytes)
     event.seconds = raw.seconds
   elseif kind == "budget_observed" then
-    event.observed_bytes = raw.observed_bytes >= 0 and tonumber(raw.observed_bytes) or nil
+    event.observed_bytes = known_bytes(raw.observed_bytes)
     event.seconds = raw.seconds
+  elseif kind == "lease" then
+    event.decision, event.version = DECISIONS[raw.decision], tonumber(raw.version)
+    event.budget_bytes, event.seconds = tonumber(raw.budget_bytes), raw.seconds
   elseif kind == "budget" then
-    event.budget_bytes = tonumber(raw.budget_bytes)
+    event.state, event.version = LEASE_STATES[raw.lease_state], tonumber(raw.version)
+    event.budget_bytes, event.used_bytes = tonumber(raw.budget_bytes), tonumber(raw.used_bytes)
     event.floor_bytes, event.full_bytes = tonumber(raw.floor_bytes), tonumber(raw.full_bytes)
+    event.wanted_bytes = tonumber(raw.wanted_bytes)
+  elseif kind == "notice" then
+    event.kind, event.text = NOTICES[raw.notice] or "unknown", text
+    event.budget_bytes, event.seconds = tonumber(raw.budget_bytes), raw.seconds
+  elseif kind == "caps" then
+    event.device, event.detail = text, ffi.string(raw.detail, raw.detail_length)
+    event.total_bytes, event.free_bytes = known_bytes(raw.total_bytes), known_bytes(raw.free_bytes)
+    event.floor_bytes, event.full_bytes = tonumber(raw.floor_bytes), tonumber(raw.full_bytes)
+  elseif kind == "plan" then
+    event.budget_bytes, event.fits = tonumber(raw.budget_bytes), raw.fits ~= 0
+    event.ttft_s, event.tokens_per_second = raw.ttft_s, raw.tokens_per_second
+    event.resident_bytes, event.streamed_bytes = tonumber(raw.resident_bytes), tonumber(raw.streamed_bytes)
+    event.cpu_bytes = tonumber(raw.cpu_bytes)
+  elseif kind == "frame_block" then
+    event.path = text
   elseif kind == "refused" then
     event.floor_bytes = raw.floor_bytes > 0 and tonumber(raw.floor_bytes) or nil
   elseif kind == "stats" then
-    event.detail = detail_of(raw.detail, raw.detail_length)
+    event.detail = ffi.string(raw.detail, raw.detail_length)
   elseif kind == "engine" then
-    event.state, event.restarts = ENGINE_STATES[raw.engine_state], raw.restarts
+    event.state, event.restarts = ENGINE_STATES[raw.engine_state] or "unknown", raw.restarts
   elseif kind == "ready" then
-    event.name = text
+    event.name, event.detail = text, ffi.string(raw.detail, raw.detail_length)
+    event.floor_bytes, event.full_bytes = tonumber(raw.floor_bytes), tonumber(raw.full_bytes)
   end
   return event
 end
@@ -735,12 +745,29 @@ end
 --- Once a frame: runs the callbacks of what has happened and returns it as a list of events, oldest first; the list is
 -- empty when nothing has. Never waits. An event has `type` and what belongs to it:
 --
--- "ready" (`name`), "started" (`job`, `n_prompt`), "text" (`job`, `text`, `tokens`), "done" (`job`, `reason`, `n_prompt`,
--- `n_generated`, `prefill_s`, `decode_s`), "failed" and "cancelled" (`job`, `error`), "budget_released" (`request`,
--- `budget_bytes`, `used_bytes`, `seconds`), "budget_observed" (`request`, `observed_bytes` or nil, `seconds`), "budget"
--- (`request`, `budget_bytes`, `floor_bytes`, `full_bytes`), "stats" (`request`, `detail`), "refused" (`request`, `error`,
--- `floor_bytes`), "engine" (`state`, `restarts`, `error`), "closed" (`error`), the last of all. Events of a job have its
--- `timeline`.
+-- | type | has |
+-- | --- | --- |
+-- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
+-- | "started" | `job`, `n_prompt` |
+-- | "text" | `job`, `text`, `tokens` |
+-- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `prefill_s`, `decode_s` |
+-- | "failed", "cancelled" | `job`, `error` |
+-- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |
+-- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds` |
+-- | "budget_observed" | `request`, `observed_bytes`, `seconds` |
+-- | "budget" | `request`, `state`, `version`, `budget_bytes`, `floor_bytes`, `full_bytes`, `used_bytes`,
+--   `wanted_bytes` |
+-- | "stats" | `request`, `detail` |
+-- | "caps" | `request`, `device`, `total_bytes`, `free_bytes`, `floor_bytes`, `full_bytes`, `detail` |
+-- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
+--   `cpu_bytes` |
+-- | "frame_block" | `request`, `path` |
+-- | "refused" | `request`, `error`, `floor_bytes` |
+-- | "notice" | `kind`, `budget_bytes`, `seconds`, `text` |
+-- | "engine" | `state`, `restarts`, `error` |
+-- | "closed" | `error`; the last of all |
+--
+-- Events of a job have its `timeline`. `detail` is a JSON object, or "". Bytes that the system does not tell are nil.
 --
 -- An error in a callback comes out of here; the events behind it come with the next poll.
 -- @param limit most events to take, 256 by default.
@@ -784,6 +811,64 @@ function Sidecar:close(timeout_s)
   if client then
     self._client = nil
     lib.fs_close(ffi.gc(client, nil), timeout_s or 1)
+  end
+end
+
+-- ---- frames ---------------------------------------------------------------------------------------------------------
+
+--- The page of shared memory in which the game says when it draws, so that the sidecar keeps out of its frames' way.
+local FrameBlock = {}
+FrameBlock.__index = FrameBlock
+
+--- Opens the page that an event "frame_block" has named.
+-- @param target_frame_s time that a frame should take, such as 1 / 60.
+function frameshard.frame_block(path, target_frame_s)
+  local block = ffi.new("fs_frame_block *[1]")
+  check(lib.fs_frame_block_open(name_of(path, "path"), number_of(target_frame_s, "target_frame_s", 1e-6, 10), block))
+  return setmetatable({ _block = ffi.gc(block[0], lib.fs_frame_block_close), _number = ffi.new("uint64_t[1]") },
+    FrameBlock)
+end
+
+--- A frame begins now. Once a frame is enough.
+function FrameBlock:frame_begin()
+  check(lib.fs_frame_begin(self._block))
+end
+
+--- So long the frame has kept the GPU busy, where the game measures it.
+function FrameBlock:frame_end(gpu_busy_s)
+  check(lib.fs_frame_end(self._block, number_of(gpu_busy_s, "gpu_busy_s", 0, 1e6)))
+end
+
+--- Nothing that matters is drawn until the next `frame_begin`: the sidecar may use all of the GPU.
+function FrameBlock:idle()
+  check(lib.fs_frame_idle(self._block))
+end
+
+--- A budget without a message; returns the generation that `answer` will name.
+function FrameBlock:set_budget(vram_budget_mb)
+  check(lib.fs_frame_set_budget(self._block, bytes_of(vram_budget_mb, "vram_budget_mb"), self._number))
+  return tonumber(self._number[0])
+end
+
+--- What the sidecar says of budgets in the page: `applied_generation`, `refused_generation`, `budget_bytes`,
+-- `used_bytes`, `floor_bytes`.
+function FrameBlock:answer()
+  local answer = ffi.new("fs_frame_answer")
+  answer.struct_size = ffi.sizeof(answer)
+  check(lib.fs_frame_get_answer(self._block, answer))
+  local made = {}
+  for _, name in ipairs({ "applied_generation", "refused_generation", "budget_bytes", "used_bytes", "floor_bytes" }) do
+    made[name] = tonumber(answer[name])
+  end
+  return made
+end
+
+--- May be called twice.
+function FrameBlock:close()
+  local block = self._block
+  if block then
+    self._block = nil
+    lib.fs_frame_block_close(ffi.gc(block, nil))
   end
 end
 
