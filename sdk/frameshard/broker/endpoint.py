@@ -23,6 +23,8 @@ from frameshard.errors import BadArgument, EndpointInUse
 if sys.platform != "win32":
     import fcntl
 
+CONNECT_FILE = "connect.json"
+
 MAX_SOCKET_PATH = 100
 """Bytes; the systems' limits are 104 and 108."""
 
@@ -40,6 +42,13 @@ def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
         if endpoint.startswith("ipc://"):
             stack.enter_context(_socket_path(Path(endpoint[len("ipc://") :])))
         yield directory, endpoint
+
+
+def running() -> list[Path]:
+    """Connect files of this user's sidecars that serve, but for those that were told to leave theirs elsewhere."""
+    root = _root()
+    _sweep(root)
+    return sorted(root.glob(f"run-*/{CONNECT_FILE}"))
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -59,7 +59,7 @@ def serve(
             client_key=client_public.decode(),
             client_secret=client_secret.decode(),
         )
-        connect_file = Path(config.connect_file) if config.connect_file else directory / "connect.json"
+        connect_file = Path(config.connect_file) if config.connect_file else directory / places.CONNECT_FILE
         server = Server(config, info.epoch)
 
         def announce() -> None:

@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": "measured speed at each budget, beside the prediction and the physical bound",
     "simulate": "replay a game's frames and VRAM demand against a real sidecar",
     "bundle": "lay out what a game ships: the sidecar with all it needs, licences, model hashes",
+    "top": "watch a running sidecar: lease, shards, ring, tokens, jobs, frames",
     "verify": "prove that answers stay right at each budget and across a change in mid-answer",
 }
 

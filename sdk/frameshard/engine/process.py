@@ -307,6 +307,7 @@ class Engine:
         if runtime.device is not None:
             stats.update(dataclasses.asdict(runtime.device.stats()))
             stats["budget_bytes"] = runtime.budget_bytes
+            stats["placement"] = runtime.placement()
             if self._page:
                 stats["pacing"] = dataclasses.asdict(runtime.device.pacing())
         if runtime.observer is not None:

@@ -40,7 +40,7 @@ from frameshard.errors import (
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.planner import Mode, Plan, make_plan
+from frameshard.plan.planner import CPU, Mode, Plan, make_plan
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice
@@ -540,6 +540,21 @@ class Runtime:
     def budget_bytes(self) -> int:
         """[any thread] The VRAM budget in force; 0 for no limit."""
         return 0 if self.device is None else _limit(self.device.stats().budget_bytes)
+
+    def placement(self) -> dict[str, str]:
+        """[any thread] What decoding does with each shard right now: by kind one letter a layer, R resident,
+        S streamed, C on the CPU, and a point where a layer has no shard of that kind."""
+        assert self.device is not None
+        assert self.plan is not None
+        resident, others = self.device.stats().resident_shards, self.plan.tiers[0].placements
+        letters = {
+            (shard.kind, shard.layer or 0): "R" if i < resident else "C" if others[i] == CPU else "S"
+            for i, shard in enumerate(self.ladder)
+        }
+        lengths: dict[str, int] = {}
+        for kind, layer in letters:
+            lengths[kind] = max(lengths.get(kind, 0), layer + 1)
+        return {kind: "".join(letters.get((kind, i), ".") for i in range(n)) for kind, n in lengths.items()}
 
     def replan(self) -> None:
         """Makes the plan for the budget in force and gives it to the device. To be called between decodes after the

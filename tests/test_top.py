@@ -1,0 +1,58 @@
+"""``frameshard top`` beside a sidecar that another program has launched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import trio
+
+import frameshard
+from frameshard.cli import top
+from frameshard.errors import BadArgument
+from sidecars import in_trio
+
+
+async def run_top(*args: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "frameshard", "top", *args]
+    return await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+
+
+@in_trio
+async def test_one_screen_and_its_figures(model_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_RUNTIME_DIR", runtime)  # no other sidecar of this user is seen
+        nobody = await run_top("--once")
+        assert nobody.returncode == 2
+        assert b"no sidecar serves" in nobody.stderr
+        async with frameshard.launch(model_path, device="emulated", n_ctx=512, vram_budget_mb=112) as client:
+            with await client.frame_block() as frames:
+                frames.begin()
+                await client.complete("Once upon a time", sampling=frameshard.Sampling(max_tokens=4)).completed()
+                document = json.loads((await run_top("--json")).stdout)
+                screen = await run_top("--once")
+            placement = document["engine"]["placement"]
+            counted = {letter: sum(row.count(letter) for row in placement.values()) for letter in "RSC"}
+            for letter, name in (("R", "resident"), ("S", "streamed"), ("C", "cpu")):
+                assert counted[letter] == document["engine"][f"{name}_shards"]
+            assert counted["R"] < sum(counted.values())
+            assert len(placement["attention"]) == document["model"]["n_layer"]
+            assert document["budget"]["budget_bytes"] == 112 << 20
+            assert screen.returncode == 0, screen.stderr
+            for word in ("112 MiB", "attention", "ring", "tokens/s", "0 running", "2 clients", "frames"):
+                assert word in screen.stdout.decode()
+            async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
+                second = await run_top()
+                assert second.returncode == 2
+                assert b"2 sidecars serve" in second.stderr
+                assert other.info.pid
+
+
+def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(BadArgument, match=r"pip install 'frameshard\[top\]'"):
+        top.check_rich()
