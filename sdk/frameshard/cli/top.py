@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 INTERVAL_S = 0.25
-HISTORY = 60
+HISTORY = 40
 SPARKS = "▁▂▃▄▅▆▇█"
 PLACEMENTS = {"R": ("█", "green"), "S": ("▒", "yellow"), "C": ("░", "blue"), ".": (" ", "")}
 KINDS = ("attention", "ffn", "ffn_down", "shared", "experts", "output", "vision", "other")
@@ -152,6 +152,7 @@ def page(view: View) -> RenderableType:
 
 
 def lease(view: View) -> RenderableType:
+    from rich.console import Group
     from rich.text import Text
 
     budget, engine = view.budget, view.engine
@@ -160,16 +161,16 @@ def lease(view: View) -> RenderableType:
     top = max(budget.full_bytes, budget.budget_bytes, engine.get("used_bytes", 0), 1)
     parts = [(name, sum(engine.get(key, 0) for key in keys), style) for name, keys, style in PARTS]
     words = f"{size(budget.budget_bytes)} MiB" if budget.budget_bytes else "no limit"
-    bounds = f"floor {size(budget.floor_bytes)}, all resident from {size(budget.full_bytes)} MiB"
-    legend = Text("  ").join(Text(f"■ {name} {size(n)}", style) for name, n, style in parts)
-    peak = f"{size(engine.get('used_bytes', 0))} MiB, at most {size(engine.get('peak_bytes', 0))}"
+    bounds = f"the floor is {size(budget.floor_bytes)} MiB, all is resident from {size(budget.full_bytes)} MiB on"
+    held = f"{size(engine.get('used_bytes', 0))} MiB, at most {size(engine.get('peak_bytes', 0))}"
     if engine.get("observed_bytes") is not None:
-        peak += f"; the driver counts {size(engine['observed_bytes'])}"
-    return grid(
-        ("budget", stacked([(budget.budget_bytes or top, "magenta")], top), f"{words}; {bounds}"),
-        ("held", stacked([(n, style) for _, n, style in parts], top), peak),
-        ("", legend, ""),
+        held += f"; the driver counts {size(engine['observed_bytes'])}"
+    bars = grid(
+        ("budget", stacked([(budget.budget_bytes or top, "magenta")], top), words),
+        ("held", stacked([(n, style) for _, n, style in parts], top), held),
     )
+    legend = Text("  ").join(Text(f"■ {name} {size(n)}", style) for name, n, style in parts)
+    return Group(bars, grid(("", legend, ""), ("", Text(bounds), "")))
 
 
 def shards(view: View) -> RenderableType:
@@ -197,11 +198,7 @@ def work(view: View) -> RenderableType:
     jobs += f"{engine.get('conversations', 0)} conversations kept"
     rows = [
         ("tokens", Text(spark(view.rates), "yellow"), f"{engine.get('tokens_per_second', 0.0):.1f} tokens/s"),
-        (
-            "jobs",
-            Text(f"{broker.jobs_running} running, {broker.jobs_queued} waiting; {kept}"),
-            f"{broker.sessions} clients",
-        ),
+        ("jobs", Text(jobs), f"{broker.sessions} clients"),
     ]
     if pacing:
         words = f"{view.frames_ms[-1]:.1f} ms of {1e3 * pacing['target_frame_s']:.1f}, {pacing['late_frames']} late"
@@ -220,7 +217,7 @@ def grid(*rows: tuple[str, Text, str]) -> RenderableType:
     return table
 
 
-def stacked(parts: Iterable[tuple[int, str]], top: int, width: int = 44) -> Text:
+def stacked(parts: Iterable[tuple[int, str]], top: int, width: int = 40) -> Text:
     """A bar whose whole width is `top`."""
     from rich.text import Text
 
