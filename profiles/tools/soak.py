@@ -74,6 +74,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     async with frameshard.launch(
         models.resolve(args.model), device=args.device, n_ctx=2048, n_threads=args.threads, link_gbps=args.link_gbps
     ) as client:
+        await client.set_pacing("prioritize_compute")  # as many tokens as there can be; frames are not the question
         first = await settled(client, problems)
         while time.monotonic() - started < args.seconds and not problems:
             for trace in script:

@@ -22,7 +22,7 @@ def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: 
     picture = tmp_path / "six.png"
     result = simulate(
         "--model", str(model_path), "--device", "emulated", "--link-gbps", "4", "--speed", "6", "--json",
-        "--plot", str(picture),
+        "--scheduling-mode", "prioritize_compute", "--plot", str(picture),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     recordings = json.loads(result.stdout)["recordings"]
@@ -68,7 +68,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 def judged(used_mb: float, at: float) -> list[str]:
     """A shrink at 1 s that is released after 0.2 s, and one at 2 s that never is, due after 0.5 s."""
     recording = Recording("t", 0, 0)
-    recording.changes = [Change(1.0, 100 * MIB, 0.5, "message", 0.2), Change(2.0, 50 * MIB, 0.5, "message")]
+    recording.changes = [
+        Change(1.0, 100 * MIB, "active", 0.5, "message", 0.2),
+        Change(2.0, 50 * MIB, "active", 0.5, "message"),
+    ]
     recording.samples = [Sample(at, at + 0.01, int(used_mb * MIB), 0, None, 0.0, None)]
     return over_the_lease(recording, 200 * MIB)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from frameshard.cli import common
 from frameshard.errors import BadArgument
+from frameshard.native import SCHEDULING_MODES
 from frameshard.simulation import trace as traces
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--mode", choices=("planned", "stream_only"), default="planned", help="of the sidecar (planned)"
+    )
+    parser.add_argument(
+        "--scheduling-mode", choices=SCHEDULING_MODES, default="balance", help="who waits for whom on the GPU (balance)"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw what was seen, as PNG or SVG; needs frameshard[plots]")
     parser.set_defaults(run=run)
@@ -76,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
             link_gbps=args.link_gbps or 0.0,
             name="simulate",
         ) as client:
+            await client.set_pacing(args.scheduling_mode)
             found = []
             for trace in chosen:
                 print(f"{trace.name}: {trace.about}", file=sys.stderr)
@@ -106,6 +111,7 @@ def summary(recording: Recording) -> dict[str, Any]:
         "changes": len(recording.changes),
         "release p50 ms": quantile(released, 0.5),
         "max ms": quantile(released, 1.0),
+        "resume ms": 1e3 * max(recording.resumed_s) if recording.resumed_s else None,
         "jobs": len(recording.jobs),
         "tokens": recording.tokens,
         "frame p50 ms": quantile(recording.frames_ms, 0.5),

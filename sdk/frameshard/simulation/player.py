@@ -19,7 +19,8 @@ import trio
 import frameshard
 from frameshard.errors import BadArgument, BudgetBelowFloor, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.frame import FrameBlock
-from frameshard.simulation.trace import Ask, Cancel, Draw, Trace, Vram
+from frameshard.simulation.trace import Ask, Cancel, Draw, Lease, Trace, Vram
+from frameshard.wire import messages as m
 
 MIB = 1 << 20
 SAMPLE_S = 1 / 60
@@ -48,10 +49,12 @@ class Sample:
 
 @dataclass
 class Change:
-    """A change of the budget: in force `released_s` after it was asked; None: it was refused or never came."""
+    """A change of the lease: in force `released_s` after it was asked; None: it was refused or never came. While the
+    sidecar is not active, `budget_bytes` is all that it may hold meanwhile."""
 
     at: float
     budget_bytes: int
+    state: m.LeaseState
     deadline_s: float
     by: str
     released_s: float | None = None
@@ -88,6 +91,12 @@ class Recording:
     seconds: float = 0.0
 
     @property
+    def resumed_s(self) -> list[float]:
+        """How long it took to be active again, each time."""
+        pairs = zip(self.changes, self.changes[1:], strict=False)
+        return [b.released_s for a, b in pairs if a.state != "active" == b.state and b.released_s is not None]
+
+    @property
     def tokens(self) -> int:
         return sum(job.n_generated for job in self.jobs)
 
@@ -122,6 +131,9 @@ class _Player:
         self._recording = Recording(trace.name, bounds.floor_bytes, bounds.full_bytes)
         self._draw: Draw | None = None
         self._drawing = trio.Event()
+        self._state: m.LeaseState = "active"
+        self._offer = bounds.full_bytes
+        self._driver_bytes = 0  # of the driver's context, which a parked sidecar keeps
         self._frame_ms: float | None = None
         self._frame_at = 0.0
         self._speaking: dict[str, frameshard.Stream] = {}
@@ -152,14 +164,14 @@ class _Player:
     # ---- the script -------------------------------------------------------------------------------------------------
 
     async def _script(self, work: trio.Nursery) -> None:
-        negotiation, changes = trio.open_memory_channel[Vram](math.inf)
+        negotiation, changes = trio.open_memory_channel[Vram | Lease](math.inf)
         work.start_soon(self._negotiate, changes)
         talks: dict[str, trio.MemorySendChannel[tuple[Job, int]]] = {}
         with contextlib.ExitStack() as channels:
             channels.enter_context(negotiation)
             for event in self._trace.events:
                 await self._until(event.at)
-                if isinstance(event, Vram):
+                if isinstance(event, (Vram, Lease)):
                     negotiation.send_nowait(event)
                 elif isinstance(event, Ask):
                     if event.who not in talks:
@@ -224,18 +236,27 @@ class _Player:
         floor, full = self._bounds.floor_bytes, self._bounds.full_bytes
         return floor + int(share * (full - floor))
 
-    async def _negotiate(self, events: trio.MemoryReceiveChannel[Vram]) -> None:
+    async def _negotiate(self, events: trio.MemoryReceiveChannel[Vram | Lease]) -> None:
         async for event in events:
-            change = Change(self._now(), self._offered(event), event.deadline_ms / 1e3, event.by)
+            by = "message"
+            if isinstance(event, Lease):
+                self._state = event.state
+            else:
+                self._offer = self._offered(event)
+                by = event.by if self._state == "active" else "message"
+            held = self._offer if self._state == "active" else self._driver_bytes * (self._state == "parked")
+            change = Change(self._now(), held, self._state, event.deadline_ms / 1e3, by)
             self._recording.changes.append(change)
             try:
-                if event.by == "page":
+                if by == "page":
                     await self._set_by_page(change)
                 else:
-                    await self._client.set_budget(change.budget_bytes / MIB, timeout_s=change.deadline_s, observe=False)
+                    await self._client.set_budget(
+                        self._offer / MIB, timeout_s=change.deadline_s, observe=False, state=self._state
+                    )
                 change.released_s = self._now() - change.at
             except FrameshardError as error:
-                self._recording.problems.append(f"the budget asked for at {change.at:.2f} s: {error.message}")
+                self._recording.problems.append(f"the lease asked for at {change.at:.2f} s: {error.message}")
 
     async def _set_by_page(self, change: Change) -> None:
         """Raises :class:`DeadlineMissed`, :class:`BudgetBelowFloor`."""
@@ -287,6 +308,7 @@ class _Player:
             except FrameshardError as error:
                 self._recording.problems.append(f"no figures at {at:.2f} s: {error.message}")
                 return
+            self._driver_bytes = engine.get("overhead_bytes", self._driver_bytes)
             self._recording.samples.append(
                 Sample(
                     at,

@@ -19,6 +19,7 @@ A trace is a JSON file:
 | draw | frames of `frame_ms` from now on, of which the game keeps the GPU busy for `gpu_busy_ms` |
 | idle | nothing is drawn that matters (menu, loading, another window) until the next draw |
 | vram | the game needs `game_mb`; the rest is offered `by` a "message" or the frame block's "page" |
+| lease | the sidecar shall be "parked" or "hibernated" while the game wants all of the card, or "active" again |
 | ask | says `text` in the conversation with `who`; questions to one of them wait for each other |
 | cancel | the game no longer wants what `who` is saying |
 
@@ -65,6 +66,15 @@ class Vram:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """A state of the sidecar. Budgets for another one than active are those to come back to."""
+
+    at: m.Seconds
+    state: m.LeaseState
+    deadline_ms: m.Seconds = 10000.0
+
+
+@dataclass(frozen=True)
 class Ask:
     """A question."""
 
@@ -82,8 +92,15 @@ class Cancel:
     who: m.Name
 
 
-Event = Draw | Idle | Vram | Ask | Cancel
-KINDS: dict[str, type[Event]] = {"draw": Draw, "idle": Idle, "vram": Vram, "ask": Ask, "cancel": Cancel}
+Event = Draw | Idle | Vram | Lease | Ask | Cancel
+KINDS: dict[str, type[Event]] = {
+    "draw": Draw,
+    "idle": Idle,
+    "vram": Vram,
+    "lease": Lease,
+    "ask": Ask,
+    "cancel": Cancel,
+}
 
 
 @dataclass(frozen=True)
