@@ -17,7 +17,7 @@ PYTHON_CODE := sdk tests samples native .assets
 C_CODE = $(shell find native tests/native -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint sanitize clean
+.PHONY: help build demo test lint sanitize soak clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -44,6 +44,9 @@ sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TS
 	for kind in address thread; do \
 	  $(NATIVE_BUILD) -B build/native-$$kind -DFRAMESHARD_SANITIZE=$$kind && cmake --build build/native-$$kind && \
 	  ctest --test-dir build/native-$$kind --output-on-failure || exit 1; done
+
+soak: $(VENV)/installed ## an hour of simulated play; fails when memory, files or VRAM grow or a job is lost
+	$(BIN)/python profiles/tools/soak.py smollm2-135m
 
 clean: ## remove .venv and build/ (the cache of wheels and models stays)
 	rm -rf $(VENV) build

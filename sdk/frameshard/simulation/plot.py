@@ -1,4 +1,4 @@
-"""One picture of recordings, a column each: VRAM against the lease, tokens per second, and frame times."""
+"""One picture of recordings, each with VRAM against the lease, tokens per second and frame times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 from frameshard.errors import BadArgument
 from frameshard.simulation.player import MIB, Recording
+
+COLUMNS = 3
+"""Recordings beside each other; more go below."""
 
 INK, ASKED, HELD, RESIDENT, TOKENS, FRAMES = "#30343b", "#b5438b", "#2a7f9e", "#5aa469", "#d08c1f", "#6a5acd"
 
@@ -25,23 +28,31 @@ def draw(recordings: Sequence[Recording], path: str) -> None:
     check()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.5 + 3.6 * len(recordings), 6.2), dpi=110, layout="constrained")
-    grid = figure.subplots(3, len(recordings), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 1.4, 1.4))
+    rows = [recordings[i : i + COLUMNS] for i in range(0, len(recordings), COLUMNS)]
+    figure = Figure(figsize=(1.0 + 3.6 * len(rows[0]), 5.2 * len(rows)), dpi=110, layout="constrained")
+    for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        grid = _draw_row(part, row)
+    lines = grid[0][0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper right", ncols=4, fontsize=8, frameon=False)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"cannot draw {Path(path)}: {error}") from None
+
+
+def _draw_row(figure: Any, recordings: Sequence[Recording]) -> Any:
+    grid = figure.subplots(3, len(recordings), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 1.3, 1.3))
     for column, recording in enumerate(recordings):
         _vram(grid[0][column], recording)
         _tokens(grid[1][column], recording)
         _frames(grid[2][column], recording)
     for row, label in enumerate(("VRAM, MiB", "tokens/s", "frame, ms")):
         grid[row][0].set_ylabel(label)
-    grid[0][0].legend(loc="lower left", fontsize=7, framealpha=0.9)
     for axes in grid.flat:
         axes.tick_params(labelsize=8, colors=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise BadArgument(f"cannot draw {Path(path)}: {error}") from None
+    return grid
 
 
 def _vram(axes: Any, recording: Recording) -> None:
@@ -54,6 +65,10 @@ def _vram(axes: Any, recording: Recording) -> None:
     axes.plot(at, [sample.used_bytes / MIB for sample in samples], color=HELD, lw=1.2, label="held")
     resident = [sample.resident_bytes / MIB for sample in samples]
     axes.fill_between(at, resident, color=RESIDENT, alpha=0.35, lw=0, label="weights resident")
+    for change, after in zip(changes, [*changes[1:], None], strict=True):
+        if change.state != "active":
+            axes.axvspan(change.at, after.at if after else recording.seconds, color=INK, alpha=0.08, lw=0)
+            axes.text(change.at, axes.get_ylim()[1] * 0.98, f" {change.state}", fontsize=7, color=INK, va="top")
     axes.axhline(recording.floor_bytes / MIB, color=INK, lw=0.7, ls=":", label="floor")
 
 
