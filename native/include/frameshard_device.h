@@ -162,17 +162,45 @@ FSD_API fsd_status fsd_trace_start(void);
 /* Ends the recording and gives up to n_max spans in order of their start; *n gets how many there were. */
 FSD_API fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n);
 
-/* Measured rates of this machine in bytes per second, for a profile. seconds_max bounds the probe. */
+/* Measuring this machine for a profile, each in about `seconds`; before fsd_commit or between graphs. Rates are bytes or
+ * floating-point operations per second, 0 where there was no room or the device cannot do it. */
+#define FSD_PROBE_PIECES 4
+#define FSD_PROBE_THREADS 3
+#define FSD_PROBE_BATCHES 4
+
 typedef struct {
     uint32_t struct_size;
-    double h2d_pinned, h2d_pageable, d2h; /* pieces of 4 MiB */
-    double dram_read;                     /* n_threads, one pass */
-    double cpu_gemv, gpu_gemv;            /* weight bytes per second, decode */
-    double cpu_gemm, gpu_gemm;            /* floating-point operations per second, 256 tokens */
-    double handoff_s;                     /* GPU -> CPU -> GPU with 8 KiB of activations */
-} fsd_probe_result;
-/* type: ggml type of the weights measured, rows x cols their shape. Before fsd_commit or between graphs. */
-FSD_API fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double seconds_max, fsd_probe_result *result);
+    uint32_t threads[FSD_PROBE_THREADS];    /* ascending; the last is n_threads */
+    uint64_t piece_bytes[FSD_PROBE_PIECES]; /* ascending */
+    double h2d_pinned[FSD_PROBE_PIECES];    /* copies in pieces of that size */
+    double h2d_pageable[FSD_PROBE_PIECES];
+    double d2h_pinned[FSD_PROBE_PIECES];
+    double d2h_pageable[FSD_PROBE_PIECES];
+    double dram[FSD_PROBE_THREADS]; /* host memory, read by that many threads */
+    double dram_beside_copies[FSD_PROBE_THREADS];
+    double handoff_s; /* GPU -> CPU -> GPU with 8 KiB of activations */
+} fsd_machine_rates;
+FSD_API fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *rates);
+
+typedef struct {
+    uint32_t struct_size;
+    uint32_t tokens[FSD_PROBE_BATCHES];  /* ascending; the first is 1 */
+    double cpu_flops[FSD_PROBE_BATCHES]; /* products with that many columns, weights beyond all caches */
+    double gpu_flops[FSD_PROBE_BATCHES];
+    double cpu_beside_copies; /* one column while copies run, weight bytes per second */
+    double h2d_beside_cpu;    /* those copies */
+} fsd_product_rates;
+/* Products of weights of a ggml type and shape. */
+FSD_API fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, double seconds, fsd_product_rates *rates);
+
+typedef struct {
+    uint32_t struct_size;
+    double kv_bytes; /* one token: 16-bit keys and values read */
+    double flops;    /* a prompt */
+} fsd_attention_rates;
+/* Flash attention on the inner device over n_kv cells. */
+FSD_API fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
+                                       double seconds, fsd_attention_rates *rates);
 
 #ifdef __cplusplus
 }

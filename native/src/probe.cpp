@@ -1,10 +1,11 @@
-// Measures this machine: copies, host memory, and products of the model's shape on both processors.
+// Measures this machine: copies, host memory, and what a model of given shapes computes, on both processors.
 #include "device.h"
 
 #include "ggml-alloc.h"
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -15,12 +16,12 @@ static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Median seconds of one call, repeated for about `budget_s`.
+// Median seconds of one call, repeated for about `budget_s`, at least once.
 static double timed(double budget_s, const std::function<void()> &call) {
     call(); // warm-up: first use allocates and pages in
     std::vector<double> runs;
-    const double end = now() + budget_s;
-    while (runs.size() < 3 || (now() < end && runs.size() < 200)) {
+    const double start_s = now();
+    while (runs.empty() || (runs.size() < 200 && now() - start_s < (runs.size() < 3 ? 3 : 1) * budget_s)) {
         const double start = now();
         call();
         runs.push_back(now() - start);
@@ -30,7 +31,10 @@ static double timed(double budget_s, const std::function<void()> &call) {
 }
 
 // Decoding reads weights that no cache holds, so the products below go through at least this many bytes of them.
-static constexpr size_t kBeyondCaches = (size_t)512 << 20;
+// Of an emulated device absolute rates mean little: there less, which is quicker.
+static size_t beyond_caches(const Device &d) { return (size_t)(d.emulated ? 64 : 256) << 20; }
+static constexpr size_t kCopyTarget = (size_t)32 << 20;
+static constexpr int64_t kRandomRows = 64; // repeated to fill a matrix
 
 // Products of rows x cols weight matrices with n columns each, in memory of one buffer type: as many matrices as make up
 // `total` bytes, at least one.
@@ -40,6 +44,7 @@ struct Products {
     ggml_cgraph *graph = nullptr;
     InnerBuffer memory;
     size_t weight_bytes = 0;
+    double flops = 0;
     int count = 0;
 
     // `device`, if given, has the memory in its ledger.
@@ -47,6 +52,7 @@ struct Products {
         const size_t each = ggml_row_size(type, cols) * (size_t)rows;
         count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);
         weight_bytes = each * count;
+        flops = 2.0 * (double)rows * (double)cols * (double)n * count;
         ggml_init_params params = {};
         params.mem_size = (2 * count + 8) * ggml_tensor_overhead() + ggml_graph_overhead_custom(2 * count + 8, false);
         params.no_alloc = true;
@@ -74,7 +80,8 @@ struct Products {
             ggml_tallocr_alloc(&place, t);
         }
         // Quantised from small random numbers: zeros can run faster than real data.
-        std::vector<float> values((size_t)std::max(rows, n) * cols);
+        const int64_t n_rows = std::min(rows, kRandomRows);
+        std::vector<float> values((size_t)std::max(n_rows, n) * cols);
         uint32_t state = 1;
         for (float &v : values) {
             state = state * 1664525u + 1013904223u;
@@ -82,12 +89,16 @@ struct Products {
         }
         ggml_backend_tensor_set(x, values.data(), 0, ggml_nbytes(x));
         std::vector<uint8_t> bytes(each);
+        const size_t random = ggml_row_size(type, cols) * (size_t)n_rows;
         if (type == GGML_TYPE_F32) {
-            memcpy(bytes.data(), values.data(), bytes.size());
+            memcpy(bytes.data(), values.data(), random);
         } else if (ggml_quantize_requires_imatrix(type)) {
-            memset(bytes.data(), 0x11, bytes.size()); // such types cannot be quantised without one; any bits will do
+            memset(bytes.data(), 0x11, random); // such types cannot be quantised without one; any bits will do
         } else {
-            ggml_quantize_chunk(type, values.data(), bytes.data(), 0, rows, cols, nullptr);
+            ggml_quantize_chunk(type, values.data(), bytes.data(), 0, n_rows, cols, nullptr);
+        }
+        for (size_t done = random; done < each; done += random) {
+            memcpy(bytes.data() + done, bytes.data(), std::min(random, each - done));
         }
         for (ggml_tensor *w : weights) {
             ggml_backend_tensor_set(w, bytes.data(), 0, bytes.size());
@@ -100,6 +111,7 @@ struct Products {
         memory.reset();
         ggml_free(ctx);
     }
+    Products(const Products &) = delete;
     bool ok() const { return memory != nullptr; }
 };
 
@@ -107,41 +119,167 @@ static double seconds_of(ggml_backend_t backend, Products &p, double budget_s) {
     return timed(budget_s, [&] { ggml_backend_graph_compute(backend, p.graph); });
 }
 
-static double read_dram(uint32_t n_threads, double budget_s) {
-    const size_t each = (size_t)64 << 20;
-    std::vector<std::vector<uint64_t>> blocks(n_threads);
-    for (auto &b : blocks) {
-        b.assign(each / 8, 1);
+// Host memory that threads read, each its own block.
+struct HostMemory {
+    static constexpr size_t kEach = (size_t)64 << 20;
+    std::vector<std::vector<uint64_t>> blocks;
+
+    explicit HostMemory(uint32_t n_threads) : blocks(n_threads) {
+        for (auto &b : blocks) {
+            b.assign(kEach / 8, 1);
+        }
     }
-    std::vector<uint64_t> sums(n_threads);
-    const double t = timed(budget_s, [&] {
-        std::vector<std::thread> threads;
-        for (uint32_t i = 0; i < n_threads; i++) {
-            threads.emplace_back([&, i] {
-                uint64_t sum[4] = {};
-                for (size_t k = 0; k + 4 <= blocks[i].size(); k += 4) {
-                    for (int j = 0; j < 4; j++) {
-                        sum[j] += blocks[i][k + j];
+    double rate(uint32_t n_threads, double budget_s) {
+        std::vector<uint64_t> sums(n_threads);
+        const double t = timed(budget_s, [&] {
+            std::vector<std::thread> threads;
+            for (uint32_t i = 0; i < n_threads; i++) {
+                threads.emplace_back([&, i] {
+                    uint64_t sum[4] = {};
+                    for (size_t k = 0; k + 4 <= blocks[i].size(); k += 4) {
+                        for (int j = 0; j < 4; j++) {
+                            sum[j] += blocks[i][k + j];
+                        }
                     }
-                }
-                sums[i] = sum[0] + sum[1] + sum[2] + sum[3];
-            });
+                    sums[i] = sum[0] + sum[1] + sum[2] + sum[3];
+                });
+            }
+            for (auto &th : threads) {
+                th.join();
+            }
+        });
+        return (double)(kEach * n_threads) / t;
+    }
+};
+
+// What is left for measurements of the device's memory.
+static size_t room_of(Device &d) {
+    const uint64_t held = d.used(), limit = d.budget.load();
+    return limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
+}
+
+// Copies between host and device in pieces, from place to place so that no cache serves them.
+struct Copies {
+    Device &d;
+    InnerBuffer target, pinned;
+    std::vector<char> pageable;
+    size_t target_bytes = 0, source_bytes = 0, at = 0;
+
+    explicit Copies(Device &device) : d(device) {
+        target_bytes = std::min(kCopyTarget, room_of(d) / 4 / kAlign * kAlign);
+        source_bytes = target_bytes * (beyond_caches(d) / kCopyTarget);
+        target = d.allocate(Use::scratch, target_bytes);
+        ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(d.inner);
+        if (host) {
+            pinned.reset(ggml_backend_buft_alloc_buffer(host, source_bytes));
         }
-        for (auto &th : threads) {
-            th.join();
+        if (pinned) {
+            memset(ggml_backend_buffer_get_base(pinned.get()), 1, source_bytes);
         }
-    });
-    return (double)(each * n_threads) / t;
+    }
+    ~Copies() { d.release(Use::scratch, target); }
+    bool ok() const { return target != nullptr; }
+    char *host(bool want_pinned) {
+        if (want_pinned && pinned) {
+            return (char *)ggml_backend_buffer_get_base(pinned.get());
+        }
+        pageable.resize(source_bytes, 1);
+        return pageable.data();
+    }
+
+    // Bytes per second of copies of `piece` bytes.
+    double rate(bool to_device, bool want_pinned, size_t piece, double budget_s) {
+        piece = std::min(piece, target_bytes);
+        char *from = host(want_pinned);
+        return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, piece); });
+    }
+    void once(bool to_device, char *from, size_t piece) {
+        ggml_tensor t = raw_tensor(target.get(), ggml_backend_buffer_get_base(target.get()), target_bytes);
+        for (size_t done = 0; done < target_bytes; done += piece) {
+            const size_t n = std::min(piece, target_bytes - done);
+            if (to_device) {
+                ggml_backend_tensor_set_async(d.copy, &t, from + at + done, done, n);
+            } else {
+                ggml_backend_tensor_get_async(d.copy, &t, from + at + done, done, n);
+            }
+        }
+        ggml_backend_synchronize(d.copy);
+        at = (at + target_bytes) % source_bytes;
+    }
+};
+
+// Copies that run in a thread of their own until this goes away.
+struct Copying {
+    Copies &copies;
+    size_t piece;
+    std::atomic<bool> stop{false};
+    std::atomic<uint64_t> bytes{0};
+    double start = 0;
+    std::thread thread;
+
+    Copying(Copies &c, size_t piece_bytes) : copies(c), piece(std::min(piece_bytes, c.target_bytes)) {
+        char *from = copies.host(true);
+        start = now();
+        thread = std::thread([this, from] {
+            while (!stop.load()) {
+                copies.once(true, from, piece);
+                bytes += copies.target_bytes;
+            }
+        });
+    }
+    ~Copying() {
+        stop.store(true);
+        thread.join();
+    }
+    double rate() const { return (double)bytes.load() / (now() - start); }
+};
+
+// Attention of n_q queries over one of several caches, so that they are read from memory.
+static double attention_seconds(Device &d, int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
+                                int64_t n_q, int count, double budget_s) {
+    const int n_tensors = 5 * count + 8;
+    ggml_init_params params = {};
+    params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false);
+    params.no_alloc = true;
+    ggml_context *ctx = ggml_init(params);
+    ggml_cgraph *graph = ggml_new_graph_custom(ctx, n_tensors, false);
+    ggml_tensor *q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, n_q, n_head);
+    ggml_tensor *mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, n_q);
+    bool supported = true;
+    for (int i = 0; i < count; i++) {
+        ggml_tensor *k = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, head_dim, n_kv, n_head_kv);
+        ggml_tensor *v = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, head_dim, n_kv, n_head_kv);
+        ggml_tensor *y = ggml_flash_attn_ext(ctx, q, k, v, mask, 1.0f / std::sqrt((float)head_dim), 0.0f, 0.0f);
+        supported = supported && ggml_backend_supports_op(d.compute, y);
+        ggml_build_forward_expand(graph, y);
+    }
+    double seconds = 0;
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(d.inner);
+    size_t size = kAlign;
+    for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
+    }
+    InnerBuffer memory = supported && size <= room_of(d) ? d.allocate(Use::scratch, size) : nullptr;
+    if (memory) {
+        ggml_backend_buffer_clear(memory.get(), 0);
+        ggml_tallocr place = ggml_tallocr_new(memory.get());
+        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+            ggml_tallocr_alloc(&place, t);
+        }
+        seconds = timed(budget_s, [&] { ggml_backend_graph_compute(d.compute, graph); }) / count;
+        d.release(Use::scratch, memory);
+    }
+    ggml_free(ctx);
+    return seconds;
 }
 
 } // namespace fsd
 
 using namespace fsd;
 
-extern "C" fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double seconds_max, fsd_probe_result *result) {
+extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     Device &d = device();
-    if (!result || result->struct_size != sizeof(fsd_probe_result) || type < 0 || type >= GGML_TYPE_COUNT ||
-        rows <= 0 || cols <= 0 || cols % ggml_blck_size((ggml_type)type) != 0 || !(seconds_max > 0)) {
+    if (!r || r->struct_size != sizeof(*r) || !(seconds > 0)) {
         return FSD_BAD_ARGUMENT;
     }
     if (!d.configured.load()) {
@@ -149,71 +287,31 @@ extern "C" fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double sec
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.synchronize();
-    const double each = seconds_max / 10;
-    // A small budget is measured with small matrices: rates are per byte.
-    const uint64_t held = d.used(), limit = d.budget.load();
-    const size_t room = limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
-    const size_t piece = std::min<size_t>((size_t)4 << 20, room / 8 / kAlign * kAlign);
-    constexpr int n_pieces = 8;
-    if (piece == 0) {
-        return FSD_OUT_OF_MEMORY;
-    }
-    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(d.inner);
-
-    InnerBuffer target = d.allocate(Use::scratch, piece * n_pieces);
-    if (!target) {
-        return FSD_OUT_OF_MEMORY;
-    }
-    auto copies = [&](const char *from) {
-        ggml_tensor t = raw_tensor(target.get(), ggml_backend_buffer_get_base(target.get()), piece * n_pieces);
-        const double s = timed(each, [&] {
-            for (int i = 0; i < n_pieces; i++) {
-                ggml_backend_tensor_set_async(d.copy, &t, from + i * piece, i * piece, piece);
-            }
-            ggml_backend_synchronize(d.copy);
-        });
-        return (double)(piece * n_pieces) / s;
-    };
-    std::vector<char> pageable(piece * n_pieces, 1);
-    result->h2d_pageable = copies(pageable.data());
-    result->h2d_pinned = result->h2d_pageable;
-    if (host) {
-        InnerBuffer pinned(ggml_backend_buft_alloc_buffer(host, piece * n_pieces));
-        if (pinned) {
-            result->h2d_pinned = copies((const char *)ggml_backend_buffer_get_base(pinned.get()));
-        }
-    }
+    const double each = seconds / (4 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 2);
     {
-        ggml_tensor t = raw_tensor(target.get(), ggml_backend_buffer_get_base(target.get()), piece * n_pieces);
-        const double s = timed(each, [&] { ggml_backend_tensor_get(&t, pageable.data(), 0, piece * n_pieces); });
-        result->d2h = (double)(piece * n_pieces) / s;
+        Copies copies(d);
+        if (!copies.ok()) {
+            return FSD_OUT_OF_MEMORY;
+        }
+        for (int i = 0; i < FSD_PROBE_PIECES; i++) {
+            const size_t piece = (size_t)256 << 10 << 2 * i;
+            r->piece_bytes[i] = piece;
+            r->h2d_pinned[i] = copies.rate(true, true, piece, each);
+            r->h2d_pageable[i] = copies.rate(true, false, piece, each);
+            r->d2h_pinned[i] = copies.rate(false, true, piece, each);
+            r->d2h_pageable[i] = copies.rate(false, false, piece, each);
+        }
+        const uint32_t threads[FSD_PROBE_THREADS] = {1, std::max(1u, d.n_threads / 2), d.n_threads};
+        HostMemory memory(d.n_threads);
+        for (int i = 0; i < FSD_PROBE_THREADS; i++) {
+            r->threads[i] = threads[i];
+            r->dram[i] = memory.rate(threads[i], each);
+            Copying copying(copies, d.chunk_bytes);
+            r->dram_beside_copies[i] = memory.rate(threads[i], each);
+        }
     }
-    d.release(Use::scratch, target);
-    result->dram_read = read_dram(d.n_threads, each);
-
-    fsd_status status = FSD_OK;
-    auto measure = [&](ggml_backend_t backend, Device *ledger, size_t most, double &gemv, double &gemm) {
-        const size_t row = ggml_row_size((ggml_type)type, cols);
-        const int64_t fit = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)(most / 2 / row)));
-        {
-            Products one(ledger, (ggml_type)type, fit, cols, 1, std::min(kBeyondCaches, most / 2));
-            if (!one.ok()) {
-                status = FSD_OUT_OF_MEMORY;
-                return;
-            }
-            gemv = (double)one.weight_bytes / seconds_of(backend, one, each);
-        }
-        Products many(ledger, (ggml_type)type, fit, cols, 256, 0);
-        if (!many.ok()) {
-            status = FSD_OUT_OF_MEMORY;
-            return;
-        }
-        gemm = 2.0 * (double)fit * (double)cols * 256 / seconds_of(backend, many, each);
-    };
-    measure(d.cpu, nullptr, SIZE_MAX, result->cpu_gemv, result->cpu_gemm);
-    measure(d.compute, &d, room, result->gpu_gemv, result->gpu_gemm);
-
     // A hand-off: the end of a GPU segment, its activations to the host, and what the CPU made of them back.
+    r->handoff_s = 0;
     Products tiny(&d, GGML_TYPE_F32, 2048, 32, 1, 0);
     if (tiny.ok()) {
         std::vector<char> on_host(8192);
@@ -230,7 +328,69 @@ extern "C" fsd_status fsd_probe(int type, int64_t rows, int64_t cols, double sec
             }
             ggml_backend_synchronize(d.compute);
         });
-        result->handoff_s = std::max(0.0, with - without / 16);
+        r->handoff_s = std::max(0.0, with - without / 16);
     }
-    return status;
+    return FSD_OK;
+}
+
+extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, double seconds, fsd_product_rates *r) {
+    Device &d = device();
+    if (!r || r->struct_size != sizeof(*r) || type < 0 || type >= GGML_TYPE_COUNT || rows <= 0 || cols <= 0 ||
+        cols % ggml_blck_size((ggml_type)type) != 0 || !(seconds > 0)) {
+        return FSD_BAD_ARGUMENT;
+    }
+    if (!d.configured.load()) {
+        return FSD_BAD_STATE;
+    }
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.synchronize();
+    const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512};
+    const double each = seconds / (2 * FSD_PROBE_BATCHES + 1);
+    const size_t row = ggml_row_size((ggml_type)type, cols);
+    // Rates are per row: of a matrix that has no room, or that takes a slow processor all day, some rows are measured.
+    auto make = [&](Device *ledger, size_t most, double most_flops, uint32_t n) {
+        const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_flops / 2 / (double)cols / n);
+        const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));
+        return Products(ledger, (ggml_type)type, n_rows, cols, n, std::min(beyond_caches(d), most / 2) / n);
+    };
+    const double slow = 4e9, fast = 1e13;
+    for (int i = 0; i < FSD_PROBE_BATCHES; i++) {
+        const uint32_t n = r->tokens[i] = batches[i];
+        Products on_cpu = make(nullptr, SIZE_MAX, slow, n);
+        r->cpu_flops[i] = on_cpu.ok() ? on_cpu.flops / seconds_of(d.cpu, on_cpu, each) : 0;
+        if (n == 1) {
+            Copies copies(d);
+            if (!on_cpu.ok() || !copies.ok()) {
+                return FSD_OUT_OF_MEMORY;
+            }
+            Copying copying(copies, d.chunk_bytes);
+            r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_of(d.cpu, on_cpu, each);
+            r->h2d_beside_cpu = copying.rate();
+        }
+        Products on_gpu = make(&d, room_of(d), d.emulated ? slow : fast, n);
+        r->gpu_flops[i] = on_gpu.ok() ? on_gpu.flops / seconds_of(d.compute, on_gpu, each) : 0;
+    }
+    return r->gpu_flops[0] > 0 ? FSD_OK : FSD_OUT_OF_MEMORY;
+}
+
+extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
+                                          double seconds, fsd_attention_rates *r) {
+    Device &d = device();
+    if (!r || r->struct_size != sizeof(*r) || head_dim <= 0 || n_head_kv <= 0 || n_head % n_head_kv != 0 ||
+        n_head <= 0 || n_kv <= 0 || n_kv % 256 != 0 || !(seconds > 0)) {
+        return FSD_BAD_ARGUMENT;
+    }
+    if (!d.configured.load()) {
+        return FSD_BAD_STATE;
+    }
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.synchronize();
+    const double bytes = 4.0 * (double)(n_kv * n_head_kv * head_dim);
+    const int count = std::max(1, std::min(32, (int)((double)(128 << 20) / bytes)));
+    const double one = attention_seconds(d, head_dim, n_head, n_head_kv, n_kv, 1, count, seconds / 2);
+    const int64_t n_q = d.emulated ? 64 : 512;
+    const double many = attention_seconds(d, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
+    r->kv_bytes = one > 0 ? bytes / one : 0;
+    r->flops = many > 0 ? 4.0 * (double)(head_dim * n_head * n_q * n_kv) / many : 0;
+    return FSD_OK;
 }

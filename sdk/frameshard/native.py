@@ -99,18 +99,37 @@ class _Stats(ctypes.Structure):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProbeResult:
-    """Measured rates: bytes/s for copies, memory and GEMV (of weights), FLOP/s for GEMM, seconds for the hand-off."""
+class MachineRates:
+    """Rates that depend on the machine alone, as ``fsd_machine_rates`` describes them: bytes/s, seconds."""
 
-    h2d_pinned: float
-    h2d_pageable: float
-    d2h: float
-    dram_read: float
-    cpu_gemv: float
-    gpu_gemv: float
-    cpu_gemm: float
-    gpu_gemm: float
+    threads: tuple[int, ...]
+    piece_bytes: tuple[int, ...]
+    h2d_pinned: tuple[float, ...]
+    h2d_pageable: tuple[float, ...]
+    d2h_pinned: tuple[float, ...]
+    d2h_pageable: tuple[float, ...]
+    dram: tuple[float, ...]
+    dram_beside_copies: tuple[float, ...]
     handoff_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductRates:
+    """Rates of products with one kind of weights, as ``fsd_product_rates`` describes them: FLOP/s, bytes/s."""
+
+    tokens: tuple[int, ...]
+    cpu_flops: tuple[float, ...]
+    gpu_flops: tuple[float, ...]
+    cpu_beside_copies: float
+    h2d_beside_cpu: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRates:
+    """Rates of flash attention, as ``fsd_attention_rates`` describes them; 0 where the device cannot do it."""
+
+    kv_bytes: float
+    flops: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +157,43 @@ class _Pacing(ctypes.Structure):
 SCHEDULING_MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
-class _Probe(ctypes.Structure):
+_PIECES, _THREADS, _BATCHES = 4, 3, 4
+
+
+class _MachineRates(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
-        *((f.name, ctypes.c_double) for f in dataclasses.fields(ProbeResult)),
+        ("threads", ctypes.c_uint32 * _THREADS),
+        ("piece_bytes", ctypes.c_uint64 * _PIECES),
+        ("h2d_pinned", ctypes.c_double * _PIECES),
+        ("h2d_pageable", ctypes.c_double * _PIECES),
+        ("d2h_pinned", ctypes.c_double * _PIECES),
+        ("d2h_pageable", ctypes.c_double * _PIECES),
+        ("dram", ctypes.c_double * _THREADS),
+        ("dram_beside_copies", ctypes.c_double * _THREADS),
+        ("handoff_s", ctypes.c_double),
     )
+
+
+class _ProductRates(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32 * _BATCHES),
+        ("cpu_flops", ctypes.c_double * _BATCHES),
+        ("gpu_flops", ctypes.c_double * _BATCHES),
+        ("cpu_beside_copies", ctypes.c_double),
+        ("h2d_beside_cpu", ctypes.c_double),
+    )
+
+
+class _AttentionRates(ctypes.Structure):
+    _fields_ = (("struct_size", ctypes.c_uint32), ("kv_bytes", ctypes.c_double), ("flops", ctypes.c_double))
+
+
+def _values(raw: ctypes.Structure) -> dict[str, Any]:
+    """The fields of a struct, arrays as tuples."""
+    values = {name: getattr(raw, name) for name, *_ in raw._fields_ if name != "struct_size"}
+    return {name: tuple(value) if isinstance(value, ctypes.Array) else value for name, value in values.items()}
 
 
 def check_llama_cpp_python() -> None:
@@ -404,20 +455,30 @@ class ShardDevice:
         self._check(self._lib.fsd_trace_stop(spans, ctypes.c_size_t(room), ctypes.byref(found)))
         return [Span(LANES[s.lane], s.start_s, s.end_s, s.bytes) for s in spans[: min(found.value, room)]]
 
-    def probe(self, ggml_type: int, rows: int, cols: int, seconds: float) -> ProbeResult:
-        """Measures this machine in about ``seconds``, with weights of one ggml type and shape."""
-        raw = _Probe(struct_size=ctypes.sizeof(_Probe))
-        status = self._lib.fsd_probe(
-            ctypes.c_int(ggml_type),
-            ctypes.c_int64(rows),
-            ctypes.c_int64(cols),
-            ctypes.c_double(seconds),
-            ctypes.byref(raw),
-        )
+    def probe_machine(self, seconds: float) -> MachineRates:
+        """Measures copies, host memory and hand-offs in about ``seconds``. Raises OutOfMemory."""
+        raw = _MachineRates(struct_size=ctypes.sizeof(_MachineRates))
+        self._probed(self._lib.fsd_probe_machine(ctypes.c_double(seconds), ctypes.byref(raw)))
+        return MachineRates(**_values(raw))
+
+    def probe_product(self, ggml_type: int, rows: int, cols: int, seconds: float) -> ProductRates:
+        """Measures products with weights of one type and shape on both processors. Raises OutOfMemory, BadArgument."""
+        raw = _ProductRates(struct_size=ctypes.sizeof(_ProductRates))
+        shape = (ctypes.c_int(ggml_type), ctypes.c_int64(rows), ctypes.c_int64(cols))
+        self._probed(self._lib.fsd_probe_product(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
+        return ProductRates(**_values(raw))
+
+    def probe_attention(
+        self, head_dim: int, n_head: int, n_head_kv: int, n_cells: int, seconds: float
+    ) -> AttentionRates:
+        """Measures attention over ``n_cells`` (a multiple of 256) on the inner device. Raises BadArgument."""
+        raw = _AttentionRates(struct_size=ctypes.sizeof(_AttentionRates))
+        shape = (ctypes.c_int64(n) for n in (head_dim, n_head, n_head_kv, n_cells))
+        self._probed(self._lib.fsd_probe_attention(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
+        return AttentionRates(**_values(raw))
+
+    def _probed(self, status: int) -> None:
+        if status == 6:
+            raise errors.OutOfMemory("the probe found no room for its matrices")
         if status != 0:
-            raise (
-                errors.OutOfMemory("the probe found no room for its matrices")
-                if status == 6
-                else errors.BadArgument(f"the probe cannot measure type {ggml_type} with {rows} rows of {cols}")
-            )
-        return ProbeResult(**{f.name: getattr(raw, f.name) for f in dataclasses.fields(ProbeResult)})
+            raise errors.BadArgument("the probe cannot measure weights of this type and shape")

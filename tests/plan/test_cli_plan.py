@@ -58,6 +58,15 @@ def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) 
     assert lines[3].split()[0] == "600"
 
 
+def test_plan_for_a_machine_by_name(model_path: Path) -> None:
+    args = ("plan", "--model", str(model_path), "--profile", "laptop-rtx-4060-8gb", "--vram-budget", "full")
+    row = document(*args)["rows"]
+    result = frameshard(*args)
+    assert isinstance(row, list)
+    assert row[0]["predicted_decode_tps"] > 100
+    assert "not measured" in result.stdout
+
+
 def test_plan_on_the_emulated_device(model_path: Path) -> None:
     args = ("plan", "--model", str(model_path), "--device", "emulated", "--link-gbps", "2", "--threads", "1")
     plan = document(*args, "--vram-budget", "floor,full", "--ctx", "512", "--parallel", "1", "--prompt", "64")
@@ -115,7 +124,12 @@ def test_profile_prints_keeps_and_writes(model_path: Path, tmp_path: Path, monke
 
     lines = table(machine.load(kept)).splitlines()
     assert "device: emulated" in lines[0]
-    assert lines[1].split()[-1] == "GB/s"
+    assert lines[1].startswith("copies, GB/s")
+    assert any(line.startswith("Q4_1 1536x576") for line in lines)
+
+    again = document("profile", *args)  # not measured again
+    again.pop("path")
+    assert again == profile
 
 
 def test_models_lists_and_finds(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of prompt (512)")
-    parser.add_argument("--profile", metavar="FILE", help="plan for the machine of this profile, measuring nothing")
+    parser.add_argument(
+        "--profile",
+        metavar="NAME|FILE",
+        help="plan for the machine of this profile, measuring nothing: a file, or a name of those that come with "
+        "frameshard, such as laptop-rtx-4060-8gb (an unknown name lists them)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.profile:
+        import frameshard.engine  # noqa: F401 - llama.cpp before numpy
+
     from frameshard import models
     from frameshard.cli.profile import measure
     from frameshard.plan import machine, planner
@@ -41,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     words = [word.strip() for word in args.vram_budget.split(",")]
     budgets = [None if word in ("floor", "full") else common.parse_size(word) for word in words]
     model = read_model(models.resolve(args.model))
-    profile = machine.load(args.profile) if args.profile else measure(args, model)
+    profile = machine.load(args.profile).seen_by(model) if args.profile else measure(args, model)
     device = str(profile.fingerprint.get("device", ""))
     fixed = planner.estimate_fixed(
         model,
@@ -70,8 +78,11 @@ def run(args: argparse.Namespace) -> int:
         document = {"model": str(model.path), "device": device, "profile": profile.to_dict(), "rows": rows}
         common.emit_json(document)
         return 0
+    where = str(profile.fingerprint.get("gpus", device))
+    if profile.sources and not profile.products:
+        where += ", by its spec sheet (not measured)"
     print(
-        f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {device}\n"
+        f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {where}\n"
         f"floor {-(-full.floor_bytes // _MiB)} MiB, everything resident from {-(-full.full_bytes // _MiB)} MiB "
         f"({fixed // _MiB} MiB of it for a context of {args.ctx} tokens and buffers, estimated)"
     )

@@ -12,37 +12,28 @@ if TYPE_CHECKING:
     from frameshard.plan.machine import Profile
     from frameshard.plan.model import Model
 
-_ROWS = (
-    ("copies to the device", "h2d", 1e9, "GB/s"),
-    ("copies from the device", "d2h", 1e9, "GB/s"),
-    ("host memory, read", "dram", 1e9, "GB/s"),
-    ("weights of one token, CPU", "cpu_gemv", 1e9, "GB/s"),
-    ("weights of one token, device", "gpu_gemv", 1e9, "GB/s"),
-    ("products for a prompt, CPU", "cpu_flops", 1e12, "TFLOP/s"),
-    ("products for a prompt, device", "gpu_flops", 1e12, "TFLOP/s"),
-    ("hand-off to the CPU and back", "handoff_s", 1e-6, "us"),
-)
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "profile",
         help="measure this machine's rates, which plans are made from",
-        description="Measures copies, memory and matrix products of the model's shape in a few seconds, and keeps the "
-        "result for this machine and device.",
+        description="Measures copies, memory, and products and attention of the model's shapes in a few seconds, and "
+        "keeps the result for this machine and device. What is kept already is not measured again.",
     )
     common.add_model_args(parser)
+    parser.add_argument("--refresh", action="store_true", help="measure again what is kept")
     parser.add_argument("--seconds", type=common.rate, default=5.0, metavar="S", help="how long to measure (5)")
     parser.add_argument("--output", metavar="FILE", help="write the profile to this file too")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    import frameshard.engine  # noqa: F401 - llama.cpp before numpy
     from frameshard import models
     from frameshard.plan import machine
     from frameshard.plan.model import read_model
 
-    profile = measure(args, read_model(models.resolve(args.model)), refresh=True, seconds=args.seconds)
+    profile = measure(args, read_model(models.resolve(args.model)), refresh=args.refresh, seconds=args.seconds)
     if args.output:
         machine.save(profile, args.output)
     path = machine.cached_path(profile.fingerprint)
@@ -56,8 +47,34 @@ def run(args: argparse.Namespace) -> int:
 
 def table(profile: Profile) -> str:
     """A profile for people."""
+    from frameshard.plan.machine import BYTES_PER_WEIGHT, parse_kind
+
     lines = [", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())]
-    lines += [f"{label:30}{getattr(profile, name) / unit:10.2f} {unit_name}" for label, name, unit, unit_name in _ROWS]
+    if profile.sources:
+        lines.append("not measured on this machine:")
+        lines += [f"  {name} {getattr(profile, name):.4g}: {source}" for name, source in profile.sources.items()]
+    for columns, unit in ((profile.copies, 2.0**20), (profile.host_memory, 1.0)):
+        for (name, values), first in zip(columns.items(), [True] + [False] * len(columns), strict=False):
+            cells = [f"{value / (unit if first else 1e9):10.4g}" for value in values]
+            label = {"piece_bytes": "copies, GB/s, in pieces of MiB", "threads": "host memory, GB/s, by threads"}
+            lines.append(f"{label.get(name, '  ' + name.replace('_', ' ')):32}{''.join(cells)}")
+    for name, product in profile.products.items():
+        gemv = BYTES_PER_WEIGHT[parse_kind(name)[0]] / 2e9
+        lines += [
+            f"{name + ', tokens at once':32}" + "".join(f"{n:10}" for n in product.tokens),
+            f"{'  CPU, TFLOP/s':32}" + "".join(f"{rate / 1e12:10.4g}" for rate in product.cpu_flops),
+            f"{'  device, TFLOP/s':32}" + "".join(f"{rate / 1e12:10.4g}" for rate in product.gpu_flops),
+            f"  one token: CPU {product.cpu_flops[0] * gemv:.1f} GB/s of weights, beside copies "
+            f"{product.cpu_beside_copies / 1e9:.1f} (copies {product.h2d_beside_cpu / 1e9:.1f}), "
+            f"device {product.gpu_flops[0] * gemv:.1f}",
+        ]
+    for name, attention in profile.attention.items():
+        lines += [
+            f"{'attention ' + name + ', cells':32}" + "".join(f"{n:10}" for n in attention.cells),
+            f"{'  one token, GB/s of KV':32}" + "".join(f"{rate / 1e9:10.4g}" for rate in attention.kv_bytes),
+            f"{'  prompt, TFLOP/s':32}" + "".join(f"{rate / 1e12:10.4g}" for rate in attention.flops),
+        ]
+    lines.append(f"{'hand-off to the CPU and back, us':32}{profile.handoff_s * 1e6:10.4g}")
     return "\n".join(lines)
 
 

@@ -1,12 +1,16 @@
-"""The machine as the planner sees it: a profile of measured rates.
+"""The machine as the planner sees it: a profile of rates.
 
-A profile belongs to a fingerprint: the processor, the thread count, the device with its driver, and the type of the
-weights, because a product of 4-bit weights runs at another rate than one of 16-bit weights. It is measured once in a
-few seconds and kept in frameshard's cache directory until the fingerprint changes.
+A measured profile belongs to a fingerprint: the processor, the thread count, the device with its driver and link. It is
+measured once in a few seconds and kept in frameshard's cache directory until the fingerprint changes. What depends on
+the model (products with its kinds of weights, attention with its heads) is measured when a model first needs it and
+added. A profile may also be written from spec sheets, for machines that are not at hand; it says then where each figure
+is from. ``profiles/README.md`` describes the file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -14,34 +18,73 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pynvml
+from numpy.typing import NDArray
 
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
-from frameshard.plan.model import GGML_TYPES, Model
+from frameshard.plan.model import GGML_TYPES, Model, Shard, Tensor
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice
 
 logger = logging.getLogger("frameshard.plan")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+Floats = NDArray[np.float64]
+Kind = tuple[str, int, int]
+"""A kind of weights: ggml type, rows and columns of the matrix that one product reads."""
+BYTES_PER_WEIGHT = {name: n_bytes / block for name, block, n_bytes in GGML_TYPES.values()}
 
 # Host memory serves CPU and copies together at more than a read loop alone reaches: 97 + 52 GB/s beside 119 GB/s on the
-# machine of an H100 with 16 cores.
+# machine of an H100 with 16 cores. For profiles in which it was not measured.
 _MEMORY_OVER_READ = 1.25
 # A kernel of a few microseconds in a graph of hundreds: what is left of a token's time on an H100 when all weights are
 # resident and their bytes are paid for.
 _KERNEL_S = 2e-6
+_COPY_PIECE = 4 << 20  # the shard device's chunk
+_MOST_KINDS = 3  # kinds of weights measured for one model
+_LEAST_SHARE = 0.1  # of the model's bytes: rarer kinds take the rates of the nearest one
+_CELLS = (1024, 8192)  # contexts at which attention is measured
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rates of products with one kind of weights: FLOP/s by columns (``tokens``, ascending from 1), and the bytes/s of
+    weights that the CPU reads and the copy engine moves when both work at once."""
+
+    tokens: tuple[int, ...]
+    cpu_flops: tuple[float, ...]
+    gpu_flops: tuple[float, ...]
+    cpu_beside_copies: float
+    h2d_beside_cpu: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Rates of flash attention on the device by ``cells`` of context: bytes/s of keys and values that one token reads,
+    FLOP/s of a prompt."""
+
+    cells: tuple[int, ...]
+    kv_bytes: tuple[float, ...]
+    flops: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured rates: bytes per second (``*_gemv`` of weights), operations per second (``*_flops``) and seconds."""
+    """Rates of a machine: bytes per second (``*_gemv`` of weights), operations per second (``*_flops``) and seconds.
+
+    ``products`` by kind ("Q4_0 11520x4096") and ``attention`` by heads ("128 x 32:8") refine the plain rates, which
+    stand for whatever is not in them. ``cpu_beside_copies`` and ``h2d_beside_cpu`` are what CPU and copies reach at the
+    same time, 0 where not measured. ``copies`` and ``host_memory`` are for people. ``sources`` says of each figure that
+    was not measured where it is from.
+    """
 
     fingerprint: Mapping[str, str | int | float]
     h2d: float
@@ -53,27 +96,85 @@ class Profile:
     gpu_flops: float
     handoff_s: float
     kernel_s: float = _KERNEL_S
+    h2d_pageable: float = 10e9
+    cpu_beside_copies: float = 0.0
+    h2d_beside_cpu: float = 0.0
+    products: Mapping[str, Product] = field(default_factory=dict)
+    attention: Mapping[str, Attention] = field(default_factory=dict)
+    copies: Mapping[str, list[float]] = field(default_factory=dict)
+    host_memory: Mapping[str, list[float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0.0 if field.name.endswith("_s") else 1.0
-            if field.name != "fingerprint" and not least <= value < float("inf"):
-                raise BadArgument(f"the profile's {field.name} is {value}")
+        for name in _RATES:
+            value = getattr(self, name)
+            least = 0.0 if name.endswith("_s") or "beside" in name else 1.0
+            if not least <= value < float("inf"):
+                raise BadArgument(f"the profile's {name} is {value}")
+        for key, product in self.products.items():
+            parse_kind(key)
+            _check_curve(key, product.tokens, product.cpu_flops, product.gpu_flops)
+        for key, attention in self.attention.items():
+            _check_curve(key, attention.cells, attention.kv_bytes, attention.flops)
 
     @property
     def memory(self) -> float:
         """What CPU and copies can draw from host memory together."""
-        return max(self.dram * _MEMORY_OVER_READ, self.cpu_gemv, self.h2d)
+        together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ
+        return max(together, self.dram, self.cpu_gemv, self.h2d)
+
+    def seconds_per_weight(self, kind: Kind, tokens: Floats, *, on_cpu: bool) -> Floats:
+        """Seconds that each weight of a matrix takes in products of ``tokens`` columns (at least 1)."""
+        product = self._nearest(kind)
+        if product is not None:
+            flops = _at(tokens, product.tokens, product.cpu_flops if on_cpu else product.gpu_flops)
+            return 2 * tokens / flops
+        gemv, most = (self.cpu_gemv, self.cpu_flops) if on_cpu else (self.gpu_gemv, self.gpu_flops)
+        return np.maximum(BYTES_PER_WEIGHT[kind[0]] / gemv, 2 * tokens / most)
+
+    def attention_rates(self, heads: str, cells: float) -> tuple[float, float]:
+        """(bytes/s of keys and values for a token, FLOP/s for a prompt) at ``cells`` of context."""
+        known = self.attention.get(heads)
+        if known is None:
+            return self.gpu_gemv, self.gpu_flops
+        at = np.array([max(cells, 1.0)])
+        return float(_at(at, known.cells, known.kv_bytes)[0]), float(_at(at, known.cells, known.flops)[0])
+
+    def seen_by(self, model: Model) -> Profile:
+        """The same profile with plain rates that are those of the weights most of the model consists of."""
+        kinds = kinds_of(model)
+        product = self._nearest(kinds[0]) if kinds else None
+        if product is None:
+            return self
+        gemv = BYTES_PER_WEIGHT[kinds[0][0]] / 2
+        return dataclasses.replace(
+            self,
+            cpu_gemv=product.cpu_flops[0] * gemv,
+            gpu_gemv=product.gpu_flops[0] * gemv,
+            cpu_flops=product.cpu_flops[-1],
+            gpu_flops=product.gpu_flops[-1],
+            cpu_beside_copies=product.cpu_beside_copies,
+            h2d_beside_cpu=product.h2d_beside_cpu,
+        )
+
+    def _nearest(self, kind: Kind) -> Product | None:
+        """The product measured with the most similar weights: of the same type if there is one, and of like size."""
+
+        def distance(key: str) -> tuple[float, float]:
+            name, rows, cols = parse_kind(key)
+            other_type = abs(np.log(BYTES_PER_WEIGHT[name] / BYTES_PER_WEIGHT[kind[0]]))
+            return (0.0 if name == kind[0] else 1 + other_type), abs(np.log(rows * cols / (kind[1] * kind[2])))
+
+        return self.products[min(self.products, key=distance)] if self.products else None
 
     def to_dict(self) -> dict[str, object]:
         """Plain values under ``schema_version``, for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "fingerprint"}
-        return {"schema_version": SCHEMA_VERSION, "fingerprint": dict(self.fingerprint), **values}
+        document: dict[str, object] = json.loads(self.to_json())
+        return document
 
     def to_json(self) -> str:
         """One JSON document; :meth:`from_json` reads it back."""
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        return json.dumps({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -82,19 +183,100 @@ class Profile:
             document = json.loads(text)
             if document["schema_version"] != SCHEMA_VERSION:
                 raise BadArgument(f"the profile has schema version {document['schema_version']}, not {SCHEMA_VERSION}")
-            fingerprint = dict(document["fingerprint"])
-            rates = {field.name: float(document[field.name]) for field in fields(cls) if field.name != "fingerprint"}
-        except (ValueError, TypeError, KeyError) as error:
+            values: dict[str, Any] = {name: float(document[name]) for name in _RATES}
+            for name, kind in (("products", Product), ("attention", Attention)):
+                values[name] = {str(key): _curves(kind, each) for key, each in dict(document.get(name, {})).items()}
+            for name in ("fingerprint", "copies", "host_memory", "sources"):
+                values[name] = dict(document[name] if name == "fingerprint" else document.get(name, {}))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadArgument(f"not a profile: {error!r}") from error
-        return cls(fingerprint, **rates)
+        return cls(**values)
 
 
-def load(path: str | os.PathLike[str]) -> Profile:
-    """A profile from a file. Raises :class:`BadArgument` if it cannot be read or is none."""
+_RATES = tuple(each.name for each in fields(Profile) if each.type == "float")
+
+
+def _curves(kind: Any, values: Mapping[str, Any]) -> Any:
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _check_curve(key: str, at: tuple[int, ...], *rates: tuple[float, ...]) -> None:
+    rising = list(at) == sorted(set(at)) and min(at, default=0) >= 1
+    if not rising or any(len(each) != len(at) or not all(0 < rate < float("inf") for rate in each) for each in rates):
+        raise BadArgument(f"the profile's rates of {key} make no sense")
+
+
+def _at(x: Floats, at: tuple[int, ...], rates: tuple[float, ...]) -> Floats:
+    """Rates between those measured, straight in logarithms; beyond them the nearest."""
+    return np.exp(np.interp(np.log(x), np.log(at), np.log(rates)))
+
+
+def kind_name(kind: Kind) -> str:
+    """As in a profile's ``products``."""
+    return f"{kind[0]} {kind[1]}x{kind[2]}"
+
+
+def parse_kind(name: str) -> Kind:
+    """Reads :func:`kind_name`. Raises :class:`BadArgument`."""
+    type_name, _, shape = name.partition(" ")
+    rows, _, cols = shape.partition("x")
+    if type_name not in BYTES_PER_WEIGHT or not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
+        raise BadArgument(f"{name!r} is not a kind of weights such as 'Q4_0 11520x4096'")
+    return type_name, int(rows), int(cols)
+
+
+def kind_of(model: Model, shard: Shard, tensor: Tensor) -> Kind:
+    """The matrix that one product with this tensor reads: of experts, those that a token uses, stacked."""
+    cols, rows = tensor.shape[0], tensor.shape[1] if len(tensor.shape) > 1 else 1
+    return tensor.type_name, rows * max(model.n_expert_used, 1) if shard.kind == "experts" else rows, cols
+
+
+def kinds_of(model: Model) -> list[Kind]:
+    """The kinds of weights that make up most of the model, largest first. The output head is left out: of a prompt it
+    computes one row."""
+    n_bytes: Counter[Kind] = Counter()
+    for shard in model.shards:
+        for tensor in shard.tensors:
+            if len(tensor.shape) >= 2 and shard.kind not in ("core", "output"):
+                n_bytes[kind_of(model, shard, tensor)] += tensor.n_bytes
+    total = sum(n_bytes.values())
+    kinds = sorted(n_bytes, key=lambda kind: (-n_bytes[kind], kind))
+    return [kind for kind in kinds if n_bytes[kind] >= _LEAST_SHARE * total][:_MOST_KINDS]
+
+
+def heads_of(model: Model) -> tuple[int, int, int]:
+    """(values of a head, heads, heads of keys and values) of the model's largest attention; zeros without attention."""
+    heads, kv_heads = model.integer("attention.head_count"), model.integer("attention.head_count_kv")
+    kv_heads = kv_heads or heads
+    return (model.integer("attention.key_length") or model.n_embd // heads, heads, kv_heads) if heads else (0, 0, 0)
+
+
+def heads_name(heads: tuple[int, int, int]) -> str:
+    """As in a profile's ``attention``."""
+    return f"{heads[0]} x {heads[1]}:{heads[2]}"
+
+
+def load(name_or_path: str | os.PathLike[str]) -> Profile:
+    """A profile from a file, or one of those that come with the package by its name. Raises :class:`BadArgument` if it
+    cannot be read or is none."""
+    path = Path(name_or_path)
+    if str(path) in names():
+        return Profile.from_json((_shipped() / f"{path}.json").read_text("utf-8"))
     try:
-        return Profile.from_json(Path(path).read_text("utf-8"))
+        return Profile.from_json(path.read_text("utf-8"))
     except OSError as error:
-        raise BadArgument(f"cannot read the profile {os.fspath(path)}: {error.strerror}") from error
+        known = ", ".join(names())
+        raise BadArgument(f"cannot read the profile {path}: {error.strerror}; by name there are: {known}") from error
+
+
+def names() -> list[str]:
+    """The profiles that come with the package."""
+    return sorted(path.stem for path in _shipped().glob("*.json"))
+
+
+def _shipped() -> Path:
+    installed = Path(__file__).with_name("profiles")
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "profiles"  # the source tree
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -106,52 +288,19 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     os.replace(part, target)
 
 
-def fingerprint(model: Model, *, inner: str, n_threads: int, link_gbps: float = 0.0) -> dict[str, str | int | float]:
+def fingerprint(*, inner: str, n_threads: int, link_gbps: float = 0.0) -> dict[str, str | int | float]:
     """What a profile depends on. ``inner`` is the device's name, ``link_gbps`` the emulated device's bandwidth."""
-    ggml_type, rows, cols = typical_product(model)
     out: dict[str, str | int | float] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 1,
         "threads": n_threads,
         "device": inner,
-        "weights": f"{GGML_TYPES[ggml_type][0]} {rows}x{cols}",
     }
     if inner == "emulated":
         out["link_gbps"] = link_gbps
     else:
         out |= _gpu_names()
     return out
-
-
-def typical_product(model: Model) -> tuple[int, int, int]:
-    """(ggml type, rows, columns) of the matrices that hold most of the model's bytes."""
-    n_bytes: Counter[tuple[int, int, int]] = Counter()
-    for shard in model.shards:
-        for tensor in shard.tensors:
-            if len(tensor.shape) >= 2:
-                n_bytes[tensor.ggml_type, tensor.shape[1], tensor.shape[0]] += tensor.n_bytes
-    if not n_bytes:
-        raise BadArgument(f"{model.path.name} has no matrices to measure with")
-    return max(n_bytes, key=lambda product: (n_bytes[product], product))
-
-
-def probe(
-    device: ShardDevice, model: Model, *, inner: str, n_threads: int, link_gbps: float = 0.0, seconds: float = 5.0
-) -> Profile:
-    """Measure this machine with products of the model's shape, in about ``seconds``."""
-    ggml_type, rows, cols = typical_product(model)
-    result = device.probe(ggml_type, rows, cols, seconds)
-    return Profile(
-        fingerprint=fingerprint(model, inner=inner, n_threads=n_threads, link_gbps=link_gbps),
-        h2d=result.h2d_pinned,
-        d2h=result.d2h,
-        dram=result.dram_read,
-        cpu_gemv=result.cpu_gemv,
-        gpu_gemv=result.gpu_gemv,
-        cpu_flops=result.cpu_gemm,
-        gpu_flops=result.gpu_gemm,
-        handoff_s=result.handoff_s,
-    )
 
 
 def cached_path(key: Mapping[str, str | int | float]) -> Path:
@@ -170,22 +319,83 @@ def load_or_probe(
     refresh: bool = False,
     seconds: float = 5.0,
 ) -> Profile:
-    """The profile kept for this machine, device and kind of weights, else a new one, which is kept."""
-    key = fingerprint(model, inner=inner, n_threads=n_threads, link_gbps=link_gbps)
+    """The profile kept for this machine and device, as this model sees it. What is not in it yet is measured, in about
+    ``seconds`` if that is all of it, and kept; with ``refresh`` everything is."""
+    key = fingerprint(inner=inner, n_threads=n_threads, link_gbps=link_gbps)
     path = cached_path(key)
+    kept = None
     if not refresh and path.is_file():
+        with contextlib.suppress(BadArgument):  # written by another version: measured anew
+            kept = load(path)
+        if kept is not None and dict(kept.fingerprint) != key:
+            kept = None
+    profile = _measure(device, model, kept, key, seconds)
+    if profile is not kept:
         try:
-            profile = load(path)
-            if dict(profile.fingerprint) == key:
-                return profile
-        except BadArgument:
-            pass  # written by another version: measured anew
-    profile = probe(device, model, inner=inner, n_threads=n_threads, link_gbps=link_gbps, seconds=seconds)
-    try:
-        save(profile, path)
-    except OSError as error:  # a read-only cache costs seconds at the next start, nothing else
-        logger.warning("the profile is not kept: %s", error)
-    return profile
+            save(profile, path)
+        except OSError as error:  # a read-only cache costs seconds at the next start, nothing else
+            logger.warning("the profile is not kept: %s", error)
+    return profile.seen_by(model)
+
+
+def _measure(
+    device: ShardDevice, model: Model, kept: Profile | None, key: Mapping[str, str | int | float], seconds: float
+) -> Profile:
+    """``kept`` with what this model needs and is not in it; ``kept`` itself if nothing is missing."""
+    known = kept.products if kept else {}
+    numbers = {name: number for number, (name, _, _) in GGML_TYPES.items()}
+    products = {}
+    kinds = kinds_of(model)
+    if not kinds:
+        raise BadArgument(f"{model.path.name} has no matrices to measure with")
+    for kind in kinds:
+        if kind_name(kind) not in known:
+            rates = device.probe_product(numbers[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
+            # The largest products of a small budget find no room.
+            found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]
+            products[kind_name(kind)] = Product(
+                tuple(rates.tokens[i] for i in found),
+                tuple(rates.cpu_flops[i] for i in found),
+                tuple(rates.gpu_flops[i] for i in found),
+                rates.cpu_beside_copies,
+                rates.h2d_beside_cpu,
+            )
+    attention = {}
+    heads = heads_of(model)
+    if all(heads) and heads[1] % heads[2] == 0 and (kept is None or heads_name(heads) not in kept.attention):
+        each = {n: device.probe_attention(*heads, n, 0.1 * seconds / len(_CELLS)) for n in _CELLS}
+        each = {n: rates for n, rates in each.items() if min(rates.kv_bytes, rates.flops) > 0}
+        if each:
+            attention[heads_name(heads)] = Attention(
+                tuple(each),
+                tuple(rates.kv_bytes for rates in each.values()),
+                tuple(rates.flops for rates in each.values()),
+            )
+    if kept is not None:
+        if not products and not attention:
+            return kept
+        return dataclasses.replace(
+            kept, products={**kept.products, **products}, attention={**kept.attention, **attention}
+        )
+    machine = device.probe_machine(0.4 * seconds)
+    piece = machine.piece_bytes.index(_COPY_PIECE)
+    values = dataclasses.asdict(machine)
+    return Profile(
+        fingerprint=key,
+        h2d=machine.h2d_pinned[piece],
+        d2h=machine.d2h_pageable[piece],
+        dram=max(machine.dram),
+        cpu_gemv=1.0,  # these four are what a model sees: seen_by()
+        gpu_gemv=1.0,
+        cpu_flops=1.0,
+        gpu_flops=1.0,
+        handoff_s=machine.handoff_s,
+        h2d_pageable=machine.h2d_pageable[piece],
+        products=products,
+        attention=attention,
+        copies={name: list(values[name]) for name in values if name.startswith(("piece", "h2d", "d2h"))},
+        host_memory={name: list(values[name]) for name in ("threads", "dram", "dram_beside_copies")},
+    ).seen_by(model)
 
 
 def _cpu_name() -> str:
@@ -197,16 +407,26 @@ def _cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _gpu_names() -> dict[str, str]:
-    """Names of NVIDIA's GPUs and their driver; empty where there is no such driver."""
+def _gpu_names() -> dict[str, str | int | float]:
+    """Names of NVIDIA's GPUs, their driver and links; empty where there is no such driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
     try:
-        names = [
-            pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
-        ]
-        return {"gpus": ", ".join(map(str, names)), "driver": str(pynvml.nvmlSystemGetDriverVersion())}
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return {
+            "gpus": ", ".join(str(pynvml.nvmlDeviceGetName(gpu)) for gpu in gpus),
+            "links": ", ".join(map(_link, gpus)),
+            "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+        }
     finally:
         pynvml.nvmlShutdown()
+
+
+def _link(gpu: Any) -> str:
+    try:
+        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)
+        return f"PCIe {generation} x{pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)}"
+    except pynvml.NVMLError:  # some virtual machines do not tell
+        return "unknown"

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from frameshard.errors import BudgetBelowFloor
 from frameshard.plan import bounds
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.machine import Profile
+from frameshard.plan.machine import Kind, Profile, heads_name, heads_of, kind_of
 from frameshard.plan.model import GGML_TYPES, Model, Shard, Tensor
 
 STREAMED, CPU = 1, 2
@@ -432,10 +432,22 @@ class _Costs:
         self.ladder = layout.ladder
         self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
         self.active = np.array([shard.active_bytes for shard in self.ladder], dtype=np.float64) / self.n_bytes
-        weights = (sum(tensor.n_weights for tensor in shard.tensors) for shard in self.ladder)
-        self.n_weights = np.fromiter(weights, np.float64, len(self.ladder))
+        # How many weights of each kind are in each shard.
+        self.kinds: dict[Kind, int] = {}
+        of_kind = [
+            [(kind_of(layout.model, shard, tensor), tensor.n_weights) for tensor in shard.tensors]
+            for shard in self.ladder
+        ]
+        for row in of_kind:
+            for kind, _ in row:
+                self.kinds.setdefault(kind, len(self.kinds))
+        self.n_weights = np.zeros((len(self.kinds), len(self.ladder)))
+        for i, row in enumerate(of_kind):
+            for kind, n in row:
+                self.n_weights[self.kinds[kind], i] += n
         kinds = [shard.kind for shard in self.ladder]
         self.kind_masks = {kind: np.array([k == kind for k in kinds], dtype=np.bool_) for kind in _USE_ORDER}
+        self.heads = heads_name(heads_of(layout.model))
         self.kernels_s = profile.kernel_s * np.array([_KERNELS[kind] for kind in kinds], dtype=np.float64)
         self.handoffs = np.array([_HANDOFFS.get(kind, 1.0) for kind in kinds])
         self.copy_s = self.n_bytes * (1 - share) / profile.h2d
@@ -457,7 +469,7 @@ class _Costs:
             device.append(graph.on_device * left_out)
             cpu.append(graph.on_host * left_out)
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
-            memory_s += float((graph.touched * left_out).sum()) / profile.memory
+            memory_s += graph.memory_s
         return bounds.least_seconds(
             np.concatenate(copy),
             np.concatenate(device),
@@ -467,11 +479,8 @@ class _Costs:
         )
 
     def attention_flops(self, n_tokens: int, n_before: int) -> float:
-        model = self.layout.model
-        width = model.integer("attention.head_count") * model.integer(
-            "attention.key_length", model.n_embd // max(model.integer("attention.head_count"), 1)
-        )
-        return 4.0 * width * model.n_layer * n_tokens * (n_before + n_tokens / 2)
+        head_dim, n_head, _ = heads_of(self.layout.model)
+        return 4.0 * head_dim * n_head * self.layout.model.n_layer * n_tokens * (n_before + n_tokens / 2)
 
     def kv_read(self, n_tokens: int, n_before: int) -> float:
         return kv_bytes(self.layout.model, 256) / 256 * (n_before + n_tokens)
@@ -485,14 +494,22 @@ class _Graph:
 
     def __init__(self, costs: _Costs, n_tokens: int, n_before: int) -> None:
         profile = costs.profile
-        # Of a layer's experts this share is used by at least one of the tokens; the output head computes one row.
-        self.touched = costs.n_bytes * (1 - (1 - costs.active) ** n_tokens)
-        flops = 2 * costs.n_weights * costs.active * np.where(costs.kind_masks["output"], 1, n_tokens)
-        self.on_device = np.maximum(self.touched / profile.gpu_gemv, flops / profile.gpu_flops)
-        self.on_host = np.maximum(self.touched / profile.cpu_gemv, flops / profile.cpu_flops)
+        # Of a layer's experts this share is used by at least one of the tokens, each by so many (columns); the output
+        # head computes one row.
+        share_used = 1 - (1 - costs.active) ** n_tokens
+        columns = np.where(costs.kind_masks["output"], 1.0, n_tokens * costs.active / share_used)
+        self.touched = costs.n_bytes * share_used
+        self.on_device, self.on_host = (
+            sum(
+                costs.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=on_cpu)
+                for kind, i in costs.kinds.items()
+            )
+            + np.zeros(len(costs.ladder))
+            for on_cpu in (False, True)
+        )
+        kv_rate, flops_rate = profile.attention_rates(costs.heads, n_before + n_tokens / 2)
         self.attention_s = max(
-            costs.attention_flops(n_tokens, n_before) / profile.gpu_flops,
-            costs.kv_read(n_tokens, n_before) / profile.gpu_gemv,
+            costs.attention_flops(n_tokens, n_before) / flops_rate, costs.kv_read(n_tokens, n_before) / kv_rate
         )
         order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
@@ -506,6 +523,7 @@ class _Graph:
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
         self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
+        self.memory_s = float((self.touched * (1 - share)).sum()) / profile.memory
 
     def seconds(self, on_cpu: Mask) -> float:
         """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream."""
@@ -523,11 +541,11 @@ class _Graph:
         copy_slower = 1 + self._slowdown * host / both
         chain = device + host * host_slower
         if copy == 0.0:
-            return chain
+            return max(chain, self.memory_s)
         # Between two streamed shards the copy engine gets ahead by the ring at most; then it waits.
         starts = np.flatnonzero(streamed)
         between = np.where(streamed, 0.0, turns + np.where(cpu, self._cpu_s * host_slower, 0.0))
         gaps = np.add.reduceat(between, starts)
         gaps[-1] += between[: starts[0]].sum()
         waits = float(np.maximum(gaps - self._ahead_s, 0.0).sum())
-        return max(chain, copy * copy_slower + waits)
+        return max(chain, copy * copy_slower + waits, self.memory_s)
