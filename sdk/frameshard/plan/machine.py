@@ -125,11 +125,12 @@ class Profile:
 
     def seconds_per_weight(self, kind: Kind, tokens: Floats, *, on_cpu: bool) -> Floats:
         """Seconds that each weight of a matrix takes in products of ``tokens`` columns (at least 1)."""
-        product = self._nearest(kind)
-        if product is not None:
+        name, product = self._nearest(kind)
+        if product is not None and name == kind[0]:
             flops = _at(tokens, product.tokens, product.cpu_flops if on_cpu else product.gpu_flops)
             return 2 * tokens / flops
-        gemv, most = (self.cpu_gemv, self.cpu_flops) if on_cpu else (self.gpu_gemv, self.gpu_flops)
+        plain = self if product is None else self._with(name, product)
+        gemv, most = (plain.cpu_gemv, plain.cpu_flops) if on_cpu else (plain.gpu_gemv, plain.gpu_flops)
         return np.maximum(BYTES_PER_WEIGHT[kind[0]] / gemv, 2 * tokens / most)
 
     def attention_rates(self, heads: str, cells: float) -> tuple[float, float]:
@@ -143,10 +144,11 @@ class Profile:
     def seen_by(self, model: Model) -> Profile:
         """The same profile with plain rates that are those of the weights most of the model consists of."""
         kinds = kinds_of(model)
-        product = self._nearest(kinds[0]) if kinds else None
-        if product is None:
-            return self
-        gemv = BYTES_PER_WEIGHT[kinds[0][0]] / 2
+        name, product = self._nearest(kinds[0]) if kinds else ("", None)
+        return self if product is None else self._with(name, product)
+
+    def _with(self, type_name: str, product: Product) -> Profile:
+        gemv = BYTES_PER_WEIGHT[type_name] / 2
         return dataclasses.replace(
             self,
             cpu_gemv=product.cpu_flops[0] * gemv,
@@ -157,15 +159,17 @@ class Profile:
             h2d_beside_cpu=product.h2d_beside_cpu,
         )
 
-    def _nearest(self, kind: Kind) -> Product | None:
-        """The product measured with the most similar weights: of the same type if there is one, and of like size."""
+    def _nearest(self, kind: Kind) -> tuple[str, Product | None]:
+        """The product measured with the most similar weights and their type: the same if there is one, then of like
+        size."""
 
         def distance(key: str) -> tuple[float, float]:
             name, rows, cols = parse_kind(key)
             other_type = abs(np.log(BYTES_PER_WEIGHT[name] / BYTES_PER_WEIGHT[kind[0]]))
             return (0.0 if name == kind[0] else 1 + other_type), abs(np.log(rows * cols / (kind[1] * kind[2])))
 
-        return self.products[min(self.products, key=distance)] if self.products else None
+        nearest = min(self.products, key=distance, default=None)
+        return ("", None) if nearest is None else (parse_kind(nearest)[0], self.products[nearest])
 
     def to_dict(self) -> dict[str, object]:
         """Plain values under ``schema_version``, for JSON."""
