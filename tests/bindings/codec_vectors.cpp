@@ -1,0 +1,63 @@
+/* The C client's codec against bindings/vectors: codec_vectors DIRECTORY. No socket, so it runs wherever it compiles. */
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+
+#include "codec.h"
+
+using frameshard::json;
+
+namespace {
+
+std::string content(const std::string &path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+/* What is wrong with the codec's view of one vector; "" if nothing. */
+std::string judge(const json &row, const std::string &frame) {
+    json message, again;
+    std::string why;
+    const std::string &name = row["file"].get_ref<const std::string &>();
+    bool is_frame = frameshard::decode_frame(frame.data(), frame.size(), &message, &why);
+    if (is_frame != (row["valid"].get<bool>() || name.rfind("invalid-frame-", 0) != 0)) {
+        return is_frame ? "taken for a frame" : "not taken for a frame: " + why;
+    }
+    if (!row["valid"]) {
+        return ""; // wrong requests are the sidecar's to refuse
+    }
+    bool is_answer = frameshard::decode_answer(frame.data(), frame.size(), &again, &why);
+    if (is_answer != (row["from"] == "broker")) {
+        return is_answer ? "taken for an answer" : "not taken for an answer: " + why;
+    }
+    if (message != row["message"]) {
+        return "read as " + message.dump();
+    }
+    std::string written = frameshard::encode(row["message"]);
+    if (!frameshard::decode_frame(written.data(), written.size(), &again, &why) || again != row["message"]) {
+        return "does not survive being written";
+    }
+    return "";
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    std::string directory = argc > 1 ? argv[1] : ".";
+    json index = json::parse(content(directory + "/index.json"), nullptr, false);
+    if (!index.is_array() || index.empty()) {
+        std::fprintf(stderr, "no index.json in %s\n", directory.c_str());
+        return 2;
+    }
+    int failed = 0;
+    for (const json &row : index) {
+        std::string name = row["file"];
+        std::string wrong = judge(row, content(directory + "/" + name));
+        if (!wrong.empty()) {
+            std::fprintf(stderr, "%s: %s\n", name.c_str(), wrong.c_str());
+            ++failed;
+        }
+    }
+    std::printf("%zu vectors, %d failed\n", index.size(), failed);
+    return failed != 0;
+}
