@@ -22,6 +22,20 @@ namespace Frameshard
         }
     }
 
+    /// <summary>Owns an fs_frame_block.</summary>
+    internal sealed class FrameBlockHandle : SafeHandle
+    {
+        public FrameBlockHandle() : base(IntPtr.Zero, true) { }
+
+        public override bool IsInvalid => handle == IntPtr.Zero;
+
+        protected override bool ReleaseHandle()
+        {
+            Native.fs_frame_block_close(handle);
+            return true;
+        }
+    }
+
     internal static class Native
     {
         internal const uint AbiVersion = 1;
@@ -35,8 +49,9 @@ namespace Frameshard
 
         internal enum EventType : uint
         {
-            Ready = 1, Started, Text, Done, Failed, Cancelled, BudgetReleased, BudgetObserved, Budget, Stats, Refused,
-            Engine, Closed,
+            Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
+            BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
+            Caps = 16, Plan = 17, FrameBlock = 18,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -117,6 +132,30 @@ namespace Frameshard
         }
 
         [StructLayout(LayoutKind.Sequential)]
+        internal struct Lease
+        {
+            internal uint StructSize;
+            internal int State;
+            internal ulong VramBudgetBytes;
+            internal ulong FloorBytes;
+            internal ulong Version;
+            internal double TimeoutS;
+            internal IntPtr Reason;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct FrameAnswer
+        {
+            internal uint StructSize;
+            internal uint Reserved;
+            internal ulong AppliedGeneration;
+            internal ulong RefusedGeneration;
+            internal ulong BudgetBytes;
+            internal ulong UsedBytes;
+            internal ulong FloorBytes;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
         internal struct Event
         {
             internal EventType Type;
@@ -142,6 +181,19 @@ namespace Frameshard
             internal double Seconds;
             internal double PrefillS;
             internal double DecodeS;
+            internal uint Decision;
+            internal uint LeaseState;
+            internal uint Notice;
+            internal int Fits;
+            internal ulong Version;
+            internal ulong WantedBytes;
+            internal long TotalBytes;
+            internal long FreeBytes;
+            internal double TtftS;
+            internal double TokensPerSecond;
+            internal ulong ResidentBytes;
+            internal ulong StreamedBytes;
+            internal ulong CpuBytes;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
@@ -165,11 +217,28 @@ namespace Frameshard
             ClientHandle client, IntPtr prompt, int length, ref JobOptions options, out ulong job);
         [DllImport(Library)] internal static extern int fs_cancel(ClientHandle client, ulong job);
         [DllImport(Library)] internal static extern int fs_forget(ClientHandle client, IntPtr conversation);
+        [DllImport(Library)] internal static extern void fs_lease_init(out Lease lease, uint size);
         [DllImport(Library)]
-        internal static extern int fs_set_budget(ClientHandle client, ulong bytes, double timeout, out ulong request);
+        internal static extern int fs_set_lease(ClientHandle client, ref Lease lease, out ulong request);
         [DllImport(Library)] internal static extern int fs_get_budget(ClientHandle client, out ulong request);
         [DllImport(Library)] internal static extern int fs_get_stats(ClientHandle client, out ulong request);
+        [DllImport(Library)] internal static extern int fs_get_caps(ClientHandle client, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_get_plan(ClientHandle client, ulong bytes, uint promptTokens, out ulong request);
         [DllImport(Library)] internal static extern int fs_shutdown(ClientHandle client);
+        [DllImport(Library)]
+        internal static extern int fs_set_pacing(ClientHandle client, int mode, double rate, out ulong request);
+        [DllImport(Library)] internal static extern int fs_get_frame_block(ClientHandle client, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_frame_block_open(IntPtr path, double targetFrame, out FrameBlockHandle block);
+        [DllImport(Library)] internal static extern void fs_frame_block_close(IntPtr block);
+        [DllImport(Library)] internal static extern int fs_frame_begin(FrameBlockHandle block);
+        [DllImport(Library)] internal static extern int fs_frame_end(FrameBlockHandle block, double gpuBusy);
+        [DllImport(Library)] internal static extern int fs_frame_idle(FrameBlockHandle block);
+        [DllImport(Library)]
+        internal static extern int fs_frame_set_budget(FrameBlockHandle block, ulong bytes, out ulong generation);
+        [DllImport(Library)]
+        internal static extern int fs_frame_get_answer(FrameBlockHandle block, ref FrameAnswer answer);
         [DllImport(Library)]
         internal static extern int fs_poll(ClientHandle client, [Out] Event[] events, uint eventSize, int capacity);
         [DllImport(Library)] internal static extern int fs_wait(ClientHandle client, double timeout);

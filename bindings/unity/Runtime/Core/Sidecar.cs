@@ -1,5 +1,6 @@
 using System;
 using System.Collections.Generic;
+using System.Diagnostics;
 using System.Runtime.InteropServices;
 using System.Threading;
 using System.Threading.Tasks;
@@ -28,10 +29,10 @@ namespace Frameshard
         private readonly TaskCompletionSource<ModelInfo> _ready = new TaskCompletionSource<ModelInfo>();
         private bool _closed;
 
-        /// <summary>A request with an answer. Released is asked once more, for what the driver observed.</summary>
+        /// <summary>A request with an answer; a lease has three.</summary>
         private sealed class Request
         {
-            internal Action<Native.Event, string> Answer;
+            internal AnswerCall Answer;
             internal Action<FrameshardException> Fail;
         }
 
@@ -58,6 +59,12 @@ namespace Frameshard
         public event Action<BudgetResult> OnBudgetChanged;
 
         public event Action<EngineChange> OnEngineChanged;
+
+        /// <summary>What the sidecar says of its memory without being asked.</summary>
+        public event Action<Notice> OnNotice;
+
+        /// <summary>A request that nobody awaits (<see cref="SetPacing"/>) was refused.</summary>
+        public event Action<FrameshardException> OnRefused;
 
         /// <summary>The last event of all: why the sidecar is gone.</summary>
         public event Action<FrameshardException> OnClosed;
@@ -176,48 +183,97 @@ namespace Frameshard
             }
         }
 
-        /// <summary>All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit. The task
-        /// ends when the memory is released. Cancelling the token ends the waiting only.</summary>
+        /// <summary>Proposes a lease: all that the sidecar holds in VRAM has to fit into it from then on. Answers go on,
+        /// at the rate that it allows.</summary>
+        public LeaseChange SetLease(Lease lease)
+        {
+            var change = new LeaseChange();
+            using (var texts = new Utf8())
+            {
+                Native.fs_lease_init(out var native, Size<Native.Lease>());
+                native.VramBudgetBytes = Bytes(lease.VramBudgetMb);
+                native.State = (int)lease.State;
+                native.FloorBytes = Bytes(lease.FloorMb);
+                native.Version = lease.Version;
+                native.TimeoutS = lease.TimeoutSeconds ?? native.TimeoutS;
+                native.Reason = texts.Name(lease.Reason);
+                Begin((out ulong id) => Native.fs_set_lease(_client, ref native, out id),
+                    (answer, text, detail) => Go(change, answer), error =>
+                    {
+                        change.Decision.TrySetException(error);
+                        change.Release.TrySetException(error);
+                        change.Observation.TrySetException(error);
+                    });
+            }
+            return change;
+        }
+
+        /// <summary><see cref="SetLease"/> with nothing but a budget, in MiB (0: no limit), and a deadline. The task ends
+        /// when the memory is released. Cancelling the token ends the waiting only.</summary>
         public Task<BudgetResult> SetBudgetAsync(double vramBudgetMb, double timeoutSeconds = 5,
             CancellationToken cancellation = default(CancellationToken))
         {
-            var bytes = Bytes(vramBudgetMb);
-            BudgetResult result = null;
-            var observed = new TaskCompletionSource<long?>();
-            return Ask<BudgetResult>(cancellation,
-                (out ulong id) => Native.fs_set_budget(_client, bytes, timeoutSeconds, out id),
-                (answer, detail, end) =>
-                {
-                    if (answer.Type == Native.EventType.BudgetObserved)
-                    {
-                        observed.TrySetResult(answer.ObservedBytes < 0 ? (long?)null : answer.ObservedBytes);
-                        return;
-                    }
-                    result = new BudgetResult
-                    {
-                        BudgetBytes = answer.BudgetBytes, UsedBytes = answer.UsedBytes, Seconds = answer.Seconds,
-                        ObservedBytes = observed.Task,
-                    };
-                    OnBudgetChanged?.Invoke(result);
-                    end.TrySetResult(result);
-                },
-                error => observed.TrySetResult(null));
+            if (cancellation.IsCancellationRequested) return Cancelled<BudgetResult>();
+            var change = SetLease(new Lease { VramBudgetMb = vramBudgetMb, TimeoutSeconds = timeoutSeconds });
+            return Waiting(change.Release, cancellation);
         }
 
+        /// <summary>The lease in force and its bounds.</summary>
         public Task<Budget> GetBudgetAsync(CancellationToken cancellation = default(CancellationToken))
         {
-            return Ask<Budget>(cancellation, (out ulong id) => Native.fs_get_budget(_client, out id),
-                (answer, detail, end) => end.TrySetResult(new Budget
+            return Ask(cancellation, (out ulong id) => Native.fs_get_budget(_client, out id),
+                (answer, text, detail) => new Budget
                 {
-                    BudgetBytes = answer.BudgetBytes, FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes,
-                }));
+                    State = (LeaseState)answer.LeaseState, Version = answer.Version, BudgetBytes = answer.BudgetBytes,
+                    FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, UsedBytes = answer.UsedBytes,
+                    WantedBytes = answer.WantedBytes,
+                });
+        }
+
+        /// <summary>What the device has and what the model needs.</summary>
+        public Task<Caps> GetCapsAsync(CancellationToken cancellation = default(CancellationToken))
+        {
+            return Ask(cancellation, (out ulong id) => Native.fs_get_caps(_client, out id),
+                (answer, text, detail) => new Caps
+                {
+                    Device = text, TotalBytes = Known(answer.TotalBytes), FreeBytes = Known(answer.FreeBytes),
+                    FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, DetailJson = detail,
+                });
+        }
+
+        /// <summary>How fast the model would be at a budget, for a prompt of so many tokens; changes nothing.</summary>
+        public Task<Plan> GetPlanAsync(double vramBudgetMb, uint promptTokens,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            var bytes = Bytes(vramBudgetMb);
+            return Ask(cancellation, (out ulong id) => Native.fs_get_plan(_client, bytes, promptTokens, out id),
+                (answer, text, detail) => new Plan
+                {
+                    BudgetBytes = answer.BudgetBytes, Fits = answer.Fits != 0, FirstTokenSeconds = answer.TtftS,
+                    TokensPerSecond = answer.TokensPerSecond, ResidentBytes = answer.ResidentBytes,
+                    StreamedBytes = answer.StreamedBytes, CpuBytes = answer.CpuBytes,
+                });
+        }
+
+        /// <summary>How the GPU is shared with the frames that a <see cref="FrameBlock"/> tells of, and a limit for all
+        /// jobs together (0: none).</summary>
+        public void SetPacing(SchedulingMode mode, double targetTokensPerSecond = 0)
+        {
+            lock (_gate) Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
+        }
+
+        /// <summary>Where the sidecar's frame block is, for <see cref="FrameBlock.Open"/>.</summary>
+        public Task<string> GetFrameBlockAsync(CancellationToken cancellation = default(CancellationToken))
+        {
+            return Ask(cancellation, (out ulong id) => Native.fs_get_frame_block(_client, out id),
+                (answer, text, detail) => text);
         }
 
         /// <summary>The figures of this moment, a JSON object: {"broker": {...}, "engine": {...} or null}.</summary>
         public Task<string> GetStatsAsync(CancellationToken cancellation = default(CancellationToken))
         {
-            return Ask<string>(cancellation, (out ulong id) => Native.fs_get_stats(_client, out id),
-                (answer, detail, end) => end.TrySetResult(detail));
+            return Ask(cancellation, (out ulong id) => Native.fs_get_stats(_client, out id),
+                (answer, text, detail) => detail);
         }
 
         /// <summary>Ends the sidecar for all its clients; <see cref="OnClosed"/> follows.</summary>
@@ -251,13 +307,22 @@ namespace Frameshard
             while (!task.IsCompleted)
             {
                 if (Poll() > 0) continue;
-                lock (_gate)
-                {
-                    if (!_closed) Native.fs_wait(_client, 0.01);
-                }
-                if (IsClosed) break;
+                if (IsClosed) break; // its own tasks have ended
+                Wait(0.1);
             }
             return task.GetAwaiter().GetResult();
+        }
+
+        /// <summary>For programs without a frame loop: waits until <see cref="Poll"/> may have something.</summary>
+        public void Wait(double timeoutSeconds)
+        {
+            var clock = Stopwatch.StartNew();
+            var waiting = true;
+            while (waiting && clock.Elapsed.TotalSeconds < timeoutSeconds)
+            {
+                lock (_gate) // given away between short waits, for other threads' calls
+                    waiting = !_closed && _pending.Count == 0 && Native.fs_wait(_client, 0.01) == 0;
+            }
         }
 
         /// <summary>Ends the session, and a launched sidecar. Open tasks fail with ConnectionLost.</summary>
@@ -286,6 +351,8 @@ namespace Frameshard
         private delegate int SubmitCall(ref Native.JobOptions options, out ulong id);
 
         private delegate int RequestCall(out ulong id);
+
+        private delegate void AnswerCall(Native.Event answer, string text, string detail);
 
         private Job Begin(Utf8 texts, JobOptions options, Action<string> onToken, CancellationToken cancellation,
             SubmitCall submit)
@@ -331,31 +398,62 @@ namespace Frameshard
             return block;
         }
 
-        private Task<T> Ask<T>(CancellationToken cancellation, RequestCall call,
-            Action<Native.Event, string, TaskCompletionSource<T>> answer, Action<FrameshardException> failed = null)
+        private void Begin(RequestCall call, AnswerCall answer, Action<FrameshardException> fail)
         {
-            if (cancellation.IsCancellationRequested) return Cancelled<T>();
-            var end = new TaskCompletionSource<T>();
             lock (_gate)
             {
                 var id = 0UL;
                 Check(Closable(() => call(out id)));
-                _requests[id] = new Request
-                {
-                    Answer = (native, detail) => answer(native, detail, end),
-                    Fail = error =>
-                    {
-                        failed?.Invoke(error);
-                        end.TrySetException(error);
-                    },
-                };
+                _requests[id] = new Request { Answer = answer, Fail = fail };
             }
+        }
+
+        private Task<T> Ask<T>(CancellationToken cancellation, RequestCall call,
+            Func<Native.Event, string, string, T> read)
+        {
+            if (cancellation.IsCancellationRequested) return Cancelled<T>();
+            var end = new TaskCompletionSource<T>();
+            Begin(call, (answer, text, detail) => end.TrySetResult(read(answer, text, detail)),
+                error => end.TrySetException(error));
+            return Waiting(end, cancellation);
+        }
+
+        private static Task<T> Waiting<T>(TaskCompletionSource<T> end, CancellationToken cancellation)
+        {
             if (cancellation.CanBeCanceled)
             {
                 var registration = cancellation.Register(() => end.TrySetCanceled());
                 end.Task.ContinueWith(_ => registration.Dispose(), TaskContinuationOptions.ExecuteSynchronously);
             }
             return end.Task;
+        }
+
+        private void Go(LeaseChange change, Native.Event answer)
+        {
+            switch (answer.Type)
+            {
+                case Native.EventType.Lease:
+                    change.Decision.TrySetResult(new LeaseAnswer
+                    {
+                        Decision = (LeaseDecision)answer.Decision, BudgetBytes = answer.BudgetBytes,
+                        Seconds = answer.Seconds, Version = answer.Version,
+                    });
+                    break;
+                case Native.EventType.BudgetReleased:
+                    var result = new BudgetResult
+                    {
+                        BudgetBytes = answer.BudgetBytes, UsedBytes = answer.UsedBytes, Seconds = answer.Seconds,
+                    };
+                    OnBudgetChanged?.Invoke(result);
+                    change.Release.TrySetResult(result);
+                    break;
+                default:
+                    change.Observation.TrySetResult(new Observation
+                    {
+                        Bytes = Known(answer.ObservedBytes), Seconds = answer.Seconds,
+                    });
+                    break;
+            }
         }
 
         private int Closable(Func<int> call)
@@ -403,16 +501,29 @@ namespace Frameshard
                 case Native.EventType.Cancelled:
                     Find(native.Job, true)?.EndCancelled();
                     break;
+                case Native.EventType.Lease:
                 case Native.EventType.BudgetReleased:
-                    Answered(native.Request, false)?.Answer(native, detail);
+                    Answered(native.Request, false)?.Answer(native, text, detail);
                     break;
                 case Native.EventType.BudgetObserved:
                 case Native.EventType.Budget:
                 case Native.EventType.Stats:
-                    Answered(native.Request, true)?.Answer(native, detail);
+                case Native.EventType.Caps:
+                case Native.EventType.Plan:
+                case Native.EventType.FrameBlock:
+                    Answered(native.Request, true)?.Answer(native, text, detail);
                     break;
                 case Native.EventType.Refused:
-                    Answered(native.Request, true)?.Fail(Error(native, text, detail));
+                    var request = Answered(native.Request, true);
+                    if (request != null) request.Fail(Error(native, text, detail));
+                    else OnRefused?.Invoke(Error(native, text, detail));
+                    break;
+                case Native.EventType.Notice:
+                    OnNotice?.Invoke(new Notice
+                    {
+                        Kind = (NoticeKind)native.Notice, BudgetBytes = native.BudgetBytes, Seconds = native.Seconds,
+                        Text = text,
+                    });
                     break;
                 case Native.EventType.Engine:
                     OnEngineChanged?.Invoke(new EngineChange
@@ -495,14 +606,16 @@ namespace Frameshard
             return end.Task;
         }
 
-        private static ulong Bytes(double mebibytes)
+        private static long? Known(long bytes) => bytes < 0 ? (long?)null : bytes;
+
+        internal static ulong Bytes(double mebibytes)
         {
             if (!(mebibytes >= 0 && mebibytes <= uint.MaxValue))
                 throw new FrameshardException(ErrorCode.BadArgument, "a VRAM budget is a number of MiB, 0 or more");
             return (ulong)Math.Round(mebibytes * Mebibyte);
         }
 
-        private static void Check(int status)
+        internal static void Check(int status)
         {
             if (status == 0) return;
             var text = Native.fs_last_error(out var length);

@@ -9,7 +9,7 @@ namespace Frameshard
     {
         Internal = 1, BadArgument = 10, BadMessage = 11, UnknownJob = 12, ContextOverflow = 13, Unsupported = 14,
         ModelNotFound = 20, BadModel = 21, UnknownDevice = 22, BudgetBelowFloor = 23, VersionMismatch = 24,
-        OutOfMemory = 25, EndpointInUse = 30, ConnectionLost = 31, EngineDied = 32, Overloaded = 33,
+        OutOfMemory = 25, StaleLease = 26, EndpointInUse = 30, ConnectionLost = 31, EngineDied = 32, Overloaded = 33,
         DeadlineMissed = 34, Cancelled = 40, DownloadFailed = 41,
     }
 
@@ -110,6 +110,17 @@ namespace Frameshard
 
     public enum EngineState { Loading = 1, Ready = 2, Restarting = 3, Off = 4, Hibernated = 5 }
 
+    /// <summary>Parked: only the driver's context is left in VRAM. Hibernated: nothing is, the engine has ended.</summary>
+    public enum LeaseState { Active = 1, Parked = 2, Hibernated = 3 }
+
+    /// <summary>Partial: by the deadline only a part of what was asked for.</summary>
+    public enum LeaseDecision { Granted = 1, Partial = 2 }
+
+    public enum NoticeKind { Wants = 1, GivesBack = 2, Late = 3, Pressure = 4, OtherProcess = 5, State = 6 }
+
+    /// <summary>Whose work on the GPU comes first.</summary>
+    public enum SchedulingMode { PrioritizeGraphics = 1, Balance = 2, PrioritizeCompute = 3 }
+
     /// <summary>A finished answer.</summary>
     public sealed class Completion
     {
@@ -121,7 +132,52 @@ namespace Frameshard
         public double DecodeSeconds { get; internal set; }
     }
 
-    /// <summary>A change of the VRAM budget that is in force.</summary>
+    /// <summary>What the game proposes. What is null has the default of frameshard.h.</summary>
+    public sealed class Lease
+    {
+        /// <summary>All that the sidecar holds in VRAM has to fit, in MiB; 0: no limit.</summary>
+        public double VramBudgetMb;
+        public LeaseState State = LeaseState.Active;
+        /// <summary>Kept while the sidecar is idle, in MiB; 0: it gives nothing back on its own.</summary>
+        public double FloorMb;
+        /// <summary>A lease whose version is not above that in force is refused; 0: the last word counts.</summary>
+        public ulong Version;
+        /// <summary>Deadline of the release.</summary>
+        public double? TimeoutSeconds;
+        /// <summary>For logs.</summary>
+        public string Reason;
+    }
+
+    /// <summary>A proposed lease, on its way. The tasks end in this order, or with a <see cref="FrameshardException"/>;
+    /// none is cancelled.</summary>
+    public sealed class LeaseChange
+    {
+        internal readonly TaskCompletionSource<LeaseAnswer> Decision = new TaskCompletionSource<LeaseAnswer>();
+        internal readonly TaskCompletionSource<BudgetResult> Release = new TaskCompletionSource<BudgetResult>();
+        internal readonly TaskCompletionSource<Observation> Observation = new TaskCompletionSource<Observation>();
+
+        /// <summary>What the sidecar has decided, before it begins.</summary>
+        public Task<LeaseAnswer> Decided => Decision.Task;
+
+        /// <summary>The memory is given back.</summary>
+        public Task<BudgetResult> Released => Release.Task;
+
+        /// <summary>What the driver counts, which may take a while.</summary>
+        public Task<Observation> Observed => Observation.Task;
+    }
+
+    public sealed class LeaseAnswer
+    {
+        public LeaseDecision Decision { get; internal set; }
+        /// <summary>Reached by the deadline.</summary>
+        public ulong BudgetBytes { get; internal set; }
+        /// <summary>Until all of it is reached, as predicted.</summary>
+        public double Seconds { get; internal set; }
+        /// <summary>Of the lease in force.</summary>
+        public ulong Version { get; internal set; }
+    }
+
+    /// <summary>A VRAM budget that is in force.</summary>
     public sealed class BudgetResult
     {
         public ulong BudgetBytes { get; internal set; }
@@ -129,16 +185,60 @@ namespace Frameshard
         public ulong UsedBytes { get; internal set; }
         /// <summary>Since the engine was asked.</summary>
         public double Seconds { get; internal set; }
-        /// <summary>What the driver counts, which may take seconds; null where it does not tell.</summary>
-        public Task<long?> ObservedBytes { get; internal set; }
     }
 
-    /// <summary>The budget in force (0: no limit), the least possible, and the one at which all is resident.</summary>
+    public sealed class Observation
+    {
+        /// <summary>What the driver counts for the engine; null where it does not tell.</summary>
+        public long? Bytes { get; internal set; }
+        public double Seconds { get; internal set; }
+    }
+
+    /// <summary>The lease in force and its bounds; a budget of 0 is no limit.</summary>
     public sealed class Budget
     {
+        public LeaseState State { get; internal set; }
+        public ulong Version { get; internal set; }
         public ulong BudgetBytes { get; internal set; }
         public ulong FloorBytes { get; internal set; }
         public ulong FullBytes { get; internal set; }
+        public ulong UsedBytes { get; internal set; }
+        /// <summary>What the sidecar would like to have now.</summary>
+        public ulong WantedBytes { get; internal set; }
+    }
+
+    /// <summary>What the sidecar says of its memory without being asked.</summary>
+    public sealed class Notice
+    {
+        public NoticeKind Kind { get; internal set; }
+        public ulong BudgetBytes { get; internal set; }
+        public double Seconds { get; internal set; }
+        /// <summary>A sentence.</summary>
+        public string Text { get; internal set; }
+    }
+
+    /// <summary>What the device has and what the model needs; null where the system does not tell.</summary>
+    public sealed class Caps
+    {
+        public string Device { get; internal set; }
+        public long? TotalBytes { get; internal set; }
+        public long? FreeBytes { get; internal set; }
+        public ulong FloorBytes { get; internal set; }
+        public ulong FullBytes { get; internal set; }
+        /// <summary>All of the answer, a JSON object.</summary>
+        public string DetailJson { get; internal set; }
+    }
+
+    /// <summary>How fast the model would be at a budget; all figures are 0 where it does not fit.</summary>
+    public sealed class Plan
+    {
+        public ulong BudgetBytes { get; internal set; }
+        public bool Fits { get; internal set; }
+        public double FirstTokenSeconds { get; internal set; }
+        public double TokensPerSecond { get; internal set; }
+        public ulong ResidentBytes { get; internal set; }
+        public ulong StreamedBytes { get; internal set; }
+        public ulong CpuBytes { get; internal set; }
     }
 
     /// <summary>What is loaded.</summary>

@@ -1,0 +1,306 @@
+// The conformance runner of the C# core; see tests/conformance/README.md for what it is told and says.
+
+using System;
+using System.Collections.Generic;
+using System.Diagnostics;
+using System.Json;
+using System.Linq;
+using System.Text;
+using System.Text.RegularExpressions;
+using System.Threading.Tasks;
+using Frameshard;
+
+internal static class Runner
+{
+    private const double Mebibyte = 1024 * 1024;
+
+    private static Sidecar _sidecar;
+    private static readonly Dictionary<ulong, Job> Jobs = new Dictionary<ulong, Job>();
+    private static readonly List<JsonValue> Events = new List<JsonValue>();
+    private static long _requests;
+
+    private static void Main()
+    {
+        var input = new System.IO.StreamReader(Console.OpenStandardInput(), new UTF8Encoding(false));
+        var output = new System.IO.StreamWriter(Console.OpenStandardOutput(), new UTF8Encoding(false));
+        string line;
+        while ((line = input.ReadLine()) != null)
+        {
+            JsonObject answer;
+            try
+            {
+                answer = Obey((JsonObject)JsonValue.Parse(line));
+                answer["ok"] = true;
+            }
+            catch (FrameshardException error)
+            {
+                answer = new JsonObject { { "ok", false }, { "error", error.Name } };
+            }
+            output.Write(answer.ToString() + "\n");
+            output.Flush();
+        }
+        _sidecar?.Dispose();
+    }
+
+    private static JsonObject Obey(JsonObject command)
+    {
+        var none = new JsonObject();
+        switch ((string)command["do"])
+        {
+            case "launch":
+                var options = (JsonObject)command["options"];
+                var python = (string)options["python"];
+                options.Remove("python");
+                Use(Sidecar.Launch(new LaunchOptions
+                {
+                    Model = options.ContainsKey("model") ? (string)options["model"] : "none", Python = python,
+                    ExtraJson = options.ToString(),
+                }));
+                return none;
+            case "connect":
+                Use(Sidecar.Connect((string)command["file"]));
+                return none;
+            case "ask":
+                return Watch(Client.Ask((string)command["text"], Options(command)));
+            case "chat":
+                var messages = command["messages"].Cast<JsonValue>().Select(
+                    pair => new ChatMessage((string)pair[0], (string)pair[1]));
+                return Watch(Client.Chat(messages.ToArray(), Options(command)));
+            case "complete":
+                return Watch(Client.Complete((string)command["prompt"], Options(command)));
+            case "cancel":
+                if (!Jobs.TryGetValue((ulong)command["job"], out var job) || job.Completion.IsCompleted)
+                    throw new FrameshardException(ErrorCode.UnknownJob, "no such job");
+                job.Cancel();
+                return none;
+            case "forget":
+                Client.Forget((string)command["conversation"]);
+                return none;
+            case "set_lease":
+                return Watch(Client.SetLease(LeaseOf((JsonObject)command["lease"])));
+            case "get_budget":
+                return Watch("budget", Client.GetBudgetAsync(), budget => new JsonObject
+                {
+                    { "state", Word(budget.State) }, { "version", budget.Version },
+                    { "budget_bytes", budget.BudgetBytes }, { "floor_bytes", budget.FloorBytes },
+                    { "full_bytes", budget.FullBytes }, { "used_bytes", budget.UsedBytes },
+                    { "wanted_bytes", budget.WantedBytes },
+                });
+            case "get_stats":
+                return Watch("stats", Client.GetStatsAsync(), detail => new JsonObject
+                {
+                    { "detail", JsonValue.Parse(detail) },
+                });
+            case "get_caps":
+                return Watch("caps", Client.GetCapsAsync(), caps => new JsonObject
+                {
+                    { "device", caps.Device }, { "total_bytes", Known(caps.TotalBytes) },
+                    { "free_bytes", Known(caps.FreeBytes) }, { "floor_bytes", caps.FloorBytes },
+                    { "full_bytes", caps.FullBytes },
+                });
+            case "get_plan":
+                var plan = Client.GetPlanAsync((ulong)command["vram_budget_bytes"] / Mebibyte,
+                    (uint)command["prompt_tokens"]);
+                return Watch("plan", plan, found => new JsonObject
+                {
+                    { "budget_bytes", found.BudgetBytes }, { "fits", found.Fits },
+                    { "ttft_s", found.FirstTokenSeconds }, { "tokens_per_second", found.TokensPerSecond },
+                    { "resident_bytes", found.ResidentBytes }, { "streamed_bytes", found.StreamedBytes },
+                    { "cpu_bytes", found.CpuBytes },
+                });
+            case "set_pacing":
+                Client.SetPacing(Value<SchedulingMode>((string)command["scheduling_mode"]),
+                    (double)command["target_tokens_per_second"]);
+                return Number("request", ++_requests);
+            case "get_frame_block":
+                return Watch("frame_block", Client.GetFrameBlockAsync(), path => new JsonObject { { "path", path } });
+            case "draw":
+                using (var block = FrameBlock.Open((string)command["path"], (double)command["target_frame_s"]))
+                {
+                    for (var frame = 0; frame < (int)command["frames"]; frame++)
+                    {
+                        block.Begin();
+                        block.End((double)command["gpu_busy_s"]);
+                    }
+                }
+                return none;
+            case "poll":
+                var clock = Stopwatch.StartNew();
+                var left = (double)command["timeout_s"];
+                while (Client.Poll((int)command["limit"]) == 0 || Events.Count == 0)
+                {
+                    var rest = left - clock.Elapsed.TotalSeconds;
+                    if (rest <= 0) break;
+                    Client.Wait(rest);
+                }
+                var events = new JsonArray(Events);
+                Events.Clear();
+                return new JsonObject { { "events", events } };
+            case "shutdown":
+                Client.Shutdown();
+                return none;
+            case "close":
+                _sidecar?.Dispose();
+                _sidecar = null;
+                Jobs.Clear();
+                Events.Clear();
+                return none;
+            default:
+                throw new FrameshardException(ErrorCode.Unsupported, "no such command");
+        }
+    }
+
+    private static Sidecar Client =>
+        _sidecar ?? throw new FrameshardException(ErrorCode.ConnectionLost, "there is no client");
+
+    private static JobOptions Options(JsonObject command)
+    {
+        if (!command.ContainsKey("options")) return null;
+        var given = command["options"];
+        var options = new JobOptions();
+        if (given.ContainsKey("conversation")) options.Conversation = (string)given["conversation"];
+        if (given.ContainsKey("system")) options.System = (string)given["system"];
+        if (given.ContainsKey("timeline")) options.Timeline = (ulong)given["timeline"];
+        if (given.ContainsKey("window")) options.Window = (uint)given["window"];
+        if (!given.ContainsKey("sampling")) return options;
+        var wanted = given["sampling"];
+        var sampling = options.Sampling = new Sampling();
+        if (wanted.ContainsKey("max_tokens")) sampling.MaxTokens = (int)wanted["max_tokens"];
+        if (wanted.ContainsKey("temperature")) sampling.Temperature = (double)wanted["temperature"];
+        if (wanted.ContainsKey("top_k")) sampling.TopK = (int)wanted["top_k"];
+        if (wanted.ContainsKey("top_p")) sampling.TopP = (double)wanted["top_p"];
+        if (wanted.ContainsKey("min_p")) sampling.MinP = (double)wanted["min_p"];
+        if (wanted.ContainsKey("repeat_penalty")) sampling.RepeatPenalty = (double)wanted["repeat_penalty"];
+        if (wanted.ContainsKey("seed")) sampling.Seed = (uint)wanted["seed"];
+        if (wanted.ContainsKey("stop"))
+            sampling.Stop = wanted["stop"].Cast<JsonValue>().Select(text => (string)text).ToArray();
+        return options;
+    }
+
+    private static Lease LeaseOf(JsonObject given)
+    {
+        var lease = new Lease();
+        if (given.ContainsKey("vram_budget_bytes")) lease.VramBudgetMb = (ulong)given["vram_budget_bytes"] / Mebibyte;
+        if (given.ContainsKey("floor_bytes")) lease.FloorMb = (ulong)given["floor_bytes"] / Mebibyte;
+        if (given.ContainsKey("timeout_s")) lease.TimeoutSeconds = (double)given["timeout_s"];
+        if (given.ContainsKey("version")) lease.Version = (ulong)given["version"];
+        if (given.ContainsKey("reason")) lease.Reason = (string)given["reason"];
+        if (given.ContainsKey("state")) lease.State = Value<LeaseState>((string)given["state"]);
+        return lease;
+    }
+
+    // ---- what it hears: tasks and events of the binding, in the order in which a poll raises them -------------------
+
+    private static void Use(Sidecar sidecar)
+    {
+        _sidecar = sidecar;
+        After(sidecar.Ready, model => Tell("ready", new JsonObject
+        {
+            { "floor_bytes", model.FloorBytes }, { "full_bytes", model.FullBytes },
+            {
+                "detail", new JsonObject
+                {
+                    { "name", model.Name }, { "arch", model.Arch }, { "device", model.Device },
+                    { "n_ctx", model.NCtx }, { "n_parallel", model.NParallel }, { "n_vocab", model.NVocab },
+                    { "n_layer", model.NLayer }, { "chat", model.Chat }, { "floor_bytes", model.FloorBytes },
+                    { "full_bytes", model.FullBytes }, { "plan", JsonValue.Parse(model.PlanJson) },
+                }
+            },
+        }));
+        sidecar.OnEngineChanged += change => Tell("engine", new JsonObject
+        {
+            { "state", Word(change.State) }, { "restarts", change.Restarts },
+        });
+        sidecar.OnNotice += notice => Tell("notice", new JsonObject
+        {
+            { "kind", Word(notice.Kind) }, { "budget_bytes", notice.BudgetBytes }, { "seconds", notice.Seconds },
+            { "text", notice.Text },
+        });
+        sidecar.OnRefused += error => Tell("refused", Failure(error));
+        sidecar.OnClosed += error => Tell("closed", Failure(error));
+    }
+
+    private static JsonObject Watch(Job job)
+    {
+        Jobs[job.Id] = job;
+        job.OnToken += text => TellOf(job, "text", new JsonObject { { "text", text } });
+        After(job.Completion, done => TellOf(job, "done", new JsonObject
+        {
+            { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },
+            { "prefill_s", done.PrefillSeconds }, { "decode_s", done.DecodeSeconds },
+        }), error => TellOf(job, "failed", Failure(error)), () => TellOf(job, "cancelled", new JsonObject()));
+        return Number("job", (long)job.Id);
+    }
+
+    private static JsonObject Watch(LeaseChange change)
+    {
+        var request = ++_requests;
+        After(change.Decided, answer => TellOf(request, "lease", new JsonObject
+        {
+            { "decision", Word(answer.Decision) }, { "budget_bytes", answer.BudgetBytes },
+            { "seconds", answer.Seconds }, { "version", answer.Version },
+        }));
+        After(change.Released, result => TellOf(request, "budget_released", new JsonObject
+        {
+            { "budget_bytes", result.BudgetBytes }, { "used_bytes", result.UsedBytes }, { "seconds", result.Seconds },
+        }));
+        After(change.Observed, seen => TellOf(request, "budget_observed", new JsonObject
+        {
+            { "observed_bytes", Known(seen.Bytes) }, { "seconds", seen.Seconds },
+        }), error => TellOf(request, "refused", Failure(error)));
+        return Number("request", request);
+    }
+
+    private static JsonObject Watch<T>(string type, Task<T> task, Func<T, JsonObject> read)
+    {
+        var request = ++_requests;
+        After(task, result => TellOf(request, type, read(result)), error => TellOf(request, "refused", Failure(error)));
+        return Number("request", request);
+    }
+
+    private static void After<T>(Task<T> task, Action<T> done, Action<FrameshardException> failed = null,
+        Action cancelled = null)
+    {
+        task.ContinueWith(ended =>
+        {
+            if (ended.IsCanceled) cancelled?.Invoke();
+            else if (ended.IsFaulted) failed?.Invoke((FrameshardException)ended.Exception.InnerException);
+            else done(ended.Result);
+        }, TaskContinuationOptions.ExecuteSynchronously);
+    }
+
+    private static JsonObject Failure(FrameshardException error)
+    {
+        var detail = error.DetailJson.Length > 0 ? JsonValue.Parse(error.DetailJson) : new JsonObject();
+        return new JsonObject { { "status", error.Name }, { "detail", detail } };
+    }
+
+    private static void Tell(string type, JsonObject fields)
+    {
+        fields["type"] = type;
+        Events.Add(fields);
+    }
+
+    private static void TellOf(Job job, string type, JsonObject fields)
+    {
+        fields["job"] = job.Id;
+        fields["timeline"] = job.Timeline;
+        Tell(type, fields);
+    }
+
+    private static void TellOf(long request, string type, JsonObject fields)
+    {
+        fields["request"] = request;
+        Tell(type, fields);
+    }
+
+    private static JsonObject Number(string name, long number) => new JsonObject { { name, number } };
+
+    private static JsonValue Known(long? bytes) => bytes.HasValue ? new JsonPrimitive(bytes.Value) : null;
+
+    // The protocol's words are C#'s with underscores.
+    private static string Word<T>(T value) => Regex.Replace(value.ToString(), "(?<=[a-z])[A-Z]", "_$0").ToLowerInvariant();
+
+    private static T Value<T>(string word) where T : struct =>
+        Enum.TryParse<T>(word.Replace("_", ""), true, out var value) ? value : default(T);
+}
