@@ -33,6 +33,7 @@ from frameshard.errors import (
     EngineDied,
     FrameshardError,
     JobCancelled,
+    VersionMismatch,
 )
 from frameshard.frame import FrameBlock
 from frameshard.transport import Socket, configure
@@ -788,6 +789,8 @@ class ClientScope:
         return wire_launch.parse_ready(line)
 
     def _connect(self, info: ConnectInfo) -> Client:
+        if info.protocol != m.VERSION:
+            raise VersionMismatch(f"the sidecar speaks protocol {info.protocol}, this client {m.VERSION}")
         self._context = zmq.Context()
         dealer = self._context.socket(zmq.DEALER)
         configure(dealer, linger_ms=0)

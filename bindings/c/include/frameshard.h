@@ -75,12 +75,12 @@ enum {
     FS_BUDGET_BELOW_FLOOR = 23,
     FS_VERSION_MISMATCH = 24,
     FS_OUT_OF_MEMORY = 25,
+    FS_STALE_LEASE = 26,
     FS_ENDPOINT_IN_USE = 30,
     FS_CONNECTION_LOST = 31,
     FS_ENGINE_DIED = 32,
     FS_OVERLOADED = 33,
     FS_DEADLINE_MISSED = 34,
-    FS_STALE_LEASE = 35,
     FS_CANCELLED = 40,
     FS_DOWNLOAD_FAILED = 41
 };
@@ -299,7 +299,7 @@ FS_API fs_status fs_get_stats(fs_client *client, uint64_t *request);
 /* Asks what the device has and what the model needs: FS_EVENT_CAPS follows. [client] */
 FS_API fs_status fs_get_caps(fs_client *client, uint64_t *request);
 
-/* Asks how fast the model would be at a budget, for a prompt of so many tokens (at least 1), changing nothing:
+/* Asks how fast the model would be at a budget, for a prompt of so many tokens (1..1048576), changing nothing:
  * FS_EVENT_PLAN follows. [client] */
 FS_API fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 

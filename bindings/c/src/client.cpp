@@ -625,7 +625,7 @@ fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t pr
     return guarded([&] {
         fs_client &open = open_client(client);
         check_bytes("vram_budget_bytes", vram_budget_bytes);
-        check_range("prompt_tokens", prompt_tokens, 1, UINT32_MAX);
+        check_range("prompt_tokens", prompt_tokens, 1, 1 << 20);
         ask_for(open, {{"t", "plan"}, {"budgets", json::array({vram_budget_bytes})}, {"prompt_tokens", prompt_tokens}},
                 request);
     });

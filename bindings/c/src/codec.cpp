@@ -147,7 +147,7 @@ struct Field {
     int64_t least = 0, most = 0; // of a text's bytes or a number
     const char *words = nullptr; // of an epithet, with a space around each
     const std::vector<Field> *record = nullptr;
-    bool optional = false; // nil when it is left out
+    bool optional = false; // "" or nil when it is left out
 };
 using Table = std::vector<Field>;
 
@@ -230,7 +230,7 @@ const std::vector<Message> &messages() {
           {"kind", Type::Epithet, 0, 0, " wants gives_back late pressure other_process state "},
           {"vram_budget_bytes", Type::Uint},
           {"seconds", Type::Number, 0, kSeconds},
-          {"detail", Type::Text, 0, 200}}},
+          {"detail", Type::Text, 0, 200, nullptr, nullptr, true}}},
         {"caps_and_requirements", answer({{"device", Type::Text, 0, 256},
                                           {"total_bytes", Type::UintOrNil},
                                           {"free_bytes", Type::UintOrNil},
@@ -275,7 +275,7 @@ bool fits(const Table &table, json *fields, size_t more, std::string *why) {
                 *why = std::string(field.name) + " is missing";
                 return false;
             }
-            (*fields)[field.name] = nullptr;
+            (*fields)[field.name] = field.type == Type::Text ? json("") : json();
         } else if (!fits(field, *found)) {
             *why = std::string(field.name) + " is of the wrong type or out of range";
             return false;

@@ -25,12 +25,12 @@ const StatusName kStatuses[] = {{FS_OK, "ok", false},
                                 {FS_BUDGET_BELOW_FLOOR, "budget_below_floor", false},
                                 {FS_VERSION_MISMATCH, "version_mismatch", false},
                                 {FS_OUT_OF_MEMORY, "out_of_memory", true},
+                                {FS_STALE_LEASE, "stale_lease", false},
                                 {FS_ENDPOINT_IN_USE, "endpoint_in_use", false},
                                 {FS_CONNECTION_LOST, "connection_lost", true},
                                 {FS_ENGINE_DIED, "engine_died", true},
                                 {FS_OVERLOADED, "overloaded", true},
                                 {FS_DEADLINE_MISSED, "deadline_missed", true},
-                                {FS_STALE_LEASE, "stale_lease", false},
                                 {FS_CANCELLED, "cancelled", false},
                                 {FS_DOWNLOAD_FAILED, "download_failed", true}};
 

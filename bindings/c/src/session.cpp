@@ -193,7 +193,8 @@ void Session::greet(uint64_t epoch) {
 
 void Session::hello() {
     hello_ = ++ids_;
-    json fields = {{"t", "hello"}, {"id", hello_}, {"protocol", kProtocol}, {"client", name_}, {"epoch", epoch_}};
+    json fields = {{"t", "hello"},    {"id", hello_},    {"protocol", kProtocol},
+                   {"client", name_}, {"epoch", epoch_}, {"notices", true}};
     if (session_ != 0) {
         fields["session"] = session_;
     }

@@ -1,0 +1,36 @@
+"""How each binding's runner is built and started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+REPO = HERE.parents[2]
+BUILT = os.environ.get("FRAMESHARD_BINDINGS")
+"""Where `make bindings` has built the C library and what is made with it; no runner may be missing then."""
+
+
+def _built(name: str) -> list[str]:
+    if BUILT is None:
+        pytest.skip("`make bindings` runs this one")
+    program = Path(BUILT) / name
+    assert program.is_file(), f"{program} has not been built"
+    return [str(program)]
+
+
+RUNNERS: dict[str, Callable[[], list[str]]] = {
+    "python": lambda: [sys.executable, str(HERE / "runner.py")],
+    "c": lambda: _built("runner_c"),
+    "cpp": lambda: _built("runner_cpp"),
+}
+NAMES = list(RUNNERS)
+
+
+def command(name: str) -> list[str]:
+    """The words that start a runner. Skips the test where this run has not built it."""
+    return RUNNERS[name]()

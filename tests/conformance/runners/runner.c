@@ -1,0 +1,280 @@
+/* The conformance runner of the C interface; see tests/conformance/README.md for what it is told and says. */
+#define _POSIX_C_SOURCE 200809L
+#include <cjson/cJSON.h>
+#include <frameshard.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static fs_client *client;
+
+static const char *const states[] = {NULL, "active", "parked", "hibernated"};
+static const char *const modes[] = {NULL, "prioritize_graphics", "balance", "prioritize_compute"};
+static const char *const reasons[] = {NULL, "stop", "length"};
+static const char *const engines[] = {NULL, "loading", "ready", "restarting", "off", "hibernated"};
+static const char *const decisions[] = {NULL, "granted", "partial"};
+static const char *const notices[] = {NULL, "wants", "gives_back", "late", "pressure", "other_process", "state"};
+static const char *const types[] = {NULL,         "ready",           "started",         "text",   "done",  "failed",
+                                    "cancelled",  "budget_released", "budget_observed", "budget", "stats", "refused",
+                                    "engine",     "closed",          "lease",           "notice", "caps",  "plan",
+                                    "frame_block"};
+
+/* ---- what the driver says -------------------------------------------------------------------------------------- */
+
+static const char *text(const cJSON *object, const char *name, const char *otherwise) {
+    const cJSON *found = cJSON_GetObjectItemCaseSensitive(object, name);
+    return cJSON_IsString(found) ? found->valuestring : otherwise;
+}
+
+static double number(const cJSON *object, const char *name, double otherwise) {
+    const cJSON *found = cJSON_GetObjectItemCaseSensitive(object, name);
+    return cJSON_IsNumber(found) ? found->valuedouble : otherwise;
+}
+
+/* The place of a word in a list that begins with 1; -1 if it is not there. */
+static int32_t place(const char *word, const char *const *words, int32_t count) {
+    for (int32_t i = 1; i < count; ++i)
+        if (strcmp(word, words[i]) == 0)
+            return i;
+    return -1;
+}
+
+static fs_status launch(const cJSON *command) {
+    cJSON *options = cJSON_GetObjectItemCaseSensitive(command, "options");
+    fs_launch_options launch;
+    fs_launch_options_init(&launch, sizeof launch);
+    cJSON *python = cJSON_DetachItemFromObjectCaseSensitive(options, "python");
+    char *extra = cJSON_PrintUnformatted(options);
+    launch.model = text(options, "model", "none");
+    launch.python = cJSON_IsString(python) ? python->valuestring : NULL;
+    launch.extra_json = extra;
+    launch.client_name = "C runner";
+    fs_status status = fs_launch(&launch, &client);
+    cJSON_Delete(python);
+    free(extra);
+    return status;
+}
+
+/* The job's options; `sampling` and `stop` are the caller's room for what they point to. */
+static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16]) {
+    const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
+    fs_job_options options;
+    fs_job_options_init(&options, sizeof options);
+    options.conversation = text(given, "conversation", NULL);
+    options.system = text(given, "system", NULL);
+    options.timeline = (uint64_t)number(given, "timeline", 0);
+    options.window = (uint32_t)number(given, "window", options.window);
+    if ((wanted = cJSON_GetObjectItemCaseSensitive(given, "sampling")) != NULL) {
+        fs_sampling_init(sampling, sizeof *sampling);
+        sampling->max_tokens = (int32_t)number(wanted, "max_tokens", sampling->max_tokens);
+        sampling->top_k = (int32_t)number(wanted, "top_k", sampling->top_k);
+        sampling->temperature = number(wanted, "temperature", sampling->temperature);
+        sampling->top_p = number(wanted, "top_p", sampling->top_p);
+        sampling->min_p = number(wanted, "min_p", sampling->min_p);
+        sampling->repeat_penalty = number(wanted, "repeat_penalty", sampling->repeat_penalty);
+        sampling->seed = (int64_t)number(wanted, "seed", -1);
+        cJSON_ArrayForEach(word, cJSON_GetObjectItemCaseSensitive(wanted, "stop")) if (sampling->n_stop < 16)
+            stop[sampling->n_stop++] = word->valuestring;
+        sampling->stop = stop;
+        options.sampling = sampling;
+    }
+    return options;
+}
+
+static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
+    fs_sampling sampling;
+    const char *stop[16];
+    fs_job_options options = job_options(command, &sampling, stop);
+    if (strcmp(what, "ask") == 0)
+        return fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);
+    if (strcmp(what, "complete") == 0)
+        return fs_complete(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, &options, job);
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *pair;
+    fs_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
+    uint32_t count = 0;
+    cJSON_ArrayForEach(pair, list) {
+        messages[count].role = cJSON_GetArrayItem(pair, 0)->valuestring;
+        messages[count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
+        messages[count++].content_length = FS_NUL_TERMINATED;
+    }
+    fs_status status = fs_chat(client, messages, count, &options, job);
+    free(messages);
+    return status;
+}
+
+static fs_status set_lease(const cJSON *command, uint64_t *request) {
+    const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "lease");
+    fs_lease lease;
+    fs_lease_init(&lease, sizeof lease);
+    lease.vram_budget_bytes = (uint64_t)number(given, "vram_budget_bytes", 0);
+    lease.floor_bytes = (uint64_t)number(given, "floor_bytes", 0);
+    lease.version = (uint64_t)number(given, "version", 0);
+    lease.timeout_s = number(given, "timeout_s", lease.timeout_s);
+    lease.state = place(text(given, "state", "active"), states, 4);
+    lease.reason = text(given, "reason", NULL);
+    return fs_set_lease(client, &lease, request);
+}
+
+static fs_status draw(const cJSON *command) {
+    fs_frame_block *block;
+    fs_status status = fs_frame_block_open(text(command, "path", ""), number(command, "target_frame_s", 0), &block);
+    for (int frames = (int)number(command, "frames", 0); status == FS_OK && frames > 0; --frames)
+        if ((status = fs_frame_begin(block)) == FS_OK)
+            status = fs_frame_end(block, number(command, "gpu_busy_s", 0));
+    fs_frame_block_close(block);
+    return status;
+}
+
+/* ---- what it hears --------------------------------------------------------------------------------------------- */
+
+static void add(cJSON *object, const char *name, double value) { cJSON_AddNumberToObject(object, name, value); }
+
+static void add_text(cJSON *object, const char *name, const char *value) {
+    cJSON_AddStringToObject(object, name, value);
+}
+
+/* -1 is what the system does not tell. */
+static void add_known(cJSON *object, const char *name, int64_t bytes) {
+    if (bytes < 0)
+        cJSON_AddNullToObject(object, name);
+    else
+        add(object, name, (double)bytes);
+}
+
+/* All fields that the type of an event may name; those of other types are there too, and not looked at. */
+static cJSON *told(const fs_event *event) {
+    cJSON *object = cJSON_CreateObject();
+    add_text(object, "type", types[event->type]);
+    add_text(object, "status", fs_status_name(event->status));
+    add(object, "job", (double)event->job);
+    add(object, "request", (double)event->request);
+    add(object, "timeline", (double)event->timeline);
+    add_text(object, "text", event->text);
+    cJSON_AddItemToObject(object, "detail", event->detail_length ? cJSON_Parse(event->detail) : cJSON_CreateObject());
+    add(object, "tokens", event->tokens);
+    add(object, "n_prompt", event->n_prompt);
+    add(object, "n_generated", event->n_generated);
+    add(object, "restarts", event->restarts);
+    add(object, "budget_bytes", (double)event->budget_bytes);
+    add(object, "used_bytes", (double)event->used_bytes);
+    add(object, "floor_bytes", (double)event->floor_bytes);
+    add(object, "full_bytes", (double)event->full_bytes);
+    add(object, "wanted_bytes", (double)event->wanted_bytes);
+    add(object, "seconds", event->seconds);
+    add(object, "prefill_s", event->prefill_s);
+    add(object, "decode_s", event->decode_s);
+    add(object, "version", (double)event->version);
+    add(object, "ttft_s", event->ttft_s);
+    add(object, "tokens_per_second", event->tokens_per_second);
+    add(object, "resident_bytes", (double)event->resident_bytes);
+    add(object, "streamed_bytes", (double)event->streamed_bytes);
+    add(object, "cpu_bytes", (double)event->cpu_bytes);
+    cJSON_AddBoolToObject(object, "fits", event->fits);
+    add_known(object, "observed_bytes", event->observed_bytes);
+    add_known(object, "total_bytes", event->total_bytes);
+    add_known(object, "free_bytes", event->free_bytes);
+    if (event->reason)
+        add_text(object, "reason", reasons[event->reason]);
+    if (event->decision)
+        add_text(object, "decision", decisions[event->decision]);
+    if (event->notice)
+        add_text(object, "kind", notices[event->notice]);
+    if (event->engine_state || event->lease_state)
+        add_text(object, "state", event->engine_state ? engines[event->engine_state] : states[event->lease_state]);
+    if (event->type == FS_EVENT_CAPS)
+        add_text(object, "device", event->text);
+    if (event->type == FS_EVENT_FRAME_BLOCK)
+        add_text(object, "path", event->text);
+    return object;
+}
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
+}
+
+static fs_status poll(const cJSON *command, cJSON *answer) {
+    fs_event events[64];
+    int32_t limit = (int32_t)number(command, "limit", 64), count;
+    double deadline = now() + number(command, "timeout_s", 0);
+    if (limit > 64)
+        limit = 64;
+    while ((count = fs_poll(client, events, sizeof events[0], limit)) == 0 && now() < deadline)
+        fs_wait(client, deadline - now());
+    if (count < 0)
+        return -count;
+    cJSON *list = cJSON_AddArrayToObject(answer, "events");
+    for (int32_t i = 0; i < count; ++i)
+        cJSON_AddItemToArray(list, told(&events[i]));
+    return FS_OK;
+}
+
+/* ---- the loop -------------------------------------------------------------------------------------------------- */
+
+static fs_status obey(const cJSON *command, cJSON *answer) {
+    const char *what = text(command, "do", "");
+    uint64_t job = 0, request = 0;
+    fs_status status = FS_UNSUPPORTED;
+    if (strcmp(what, "launch") == 0)
+        status = launch(command);
+    else if (strcmp(what, "connect") == 0)
+        status = fs_connect(text(command, "file", ""), "C runner", &client);
+    else if (strcmp(what, "ask") == 0 || strcmp(what, "chat") == 0 || strcmp(what, "complete") == 0)
+        status = submit(command, what, &job);
+    else if (strcmp(what, "cancel") == 0)
+        status = fs_cancel(client, (uint64_t)number(command, "job", 0));
+    else if (strcmp(what, "forget") == 0)
+        status = fs_forget(client, text(command, "conversation", NULL));
+    else if (strcmp(what, "set_lease") == 0)
+        status = set_lease(command, &request);
+    else if (strcmp(what, "get_budget") == 0)
+        status = fs_get_budget(client, &request);
+    else if (strcmp(what, "get_stats") == 0)
+        status = fs_get_stats(client, &request);
+    else if (strcmp(what, "get_caps") == 0)
+        status = fs_get_caps(client, &request);
+    else if (strcmp(what, "get_plan") == 0)
+        status = fs_get_plan(client, (uint64_t)number(command, "vram_budget_bytes", 0),
+                             (uint32_t)number(command, "prompt_tokens", 1), &request);
+    else if (strcmp(what, "set_pacing") == 0)
+        status = fs_set_pacing(client, place(text(command, "scheduling_mode", ""), modes, 4),
+                               number(command, "target_tokens_per_second", 0), &request);
+    else if (strcmp(what, "get_frame_block") == 0)
+        status = fs_get_frame_block(client, &request);
+    else if (strcmp(what, "draw") == 0)
+        status = draw(command);
+    else if (strcmp(what, "poll") == 0)
+        status = poll(command, answer);
+    else if (strcmp(what, "shutdown") == 0)
+        status = fs_shutdown(client);
+    else if (strcmp(what, "close") == 0)
+        fs_close(client, 10), client = NULL, status = FS_OK;
+    if (job)
+        add(answer, "job", (double)job);
+    if (request)
+        add(answer, "request", (double)request);
+    return status;
+}
+
+int main(void) {
+    char *line = NULL;
+    size_t room = 0;
+    while (getline(&line, &room, stdin) > 0) {
+        cJSON *command = cJSON_Parse(line), *answer = cJSON_CreateObject();
+        fs_status status = obey(command, answer);
+        cJSON_AddBoolToObject(answer, "ok", status == FS_OK);
+        if (status != FS_OK)
+            add_text(answer, "error", fs_status_name(status));
+        char *said = cJSON_PrintUnformatted(answer);
+        puts(said);
+        fflush(stdout);
+        free(said);
+        cJSON_Delete(answer);
+        cJSON_Delete(command);
+    }
+    fs_close(client, 10);
+    free(line);
+    return 0;
+}

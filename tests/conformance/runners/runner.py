@@ -1,0 +1,359 @@
+"""The conformance runner of the Python client; see tests/conformance/README.md for what it is told and says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+import frameshard
+from frameshard import errors
+from frameshard.frame import FrameBlock
+
+Event = dict[str, Any]
+MIB = 1 << 20
+MODES = ("prioritize_graphics", "balance", "prioritize_compute")
+
+
+class Session:
+    """One client, in a task of its own. Events are handed over one by one: a runner that is not polled reads slowly."""
+
+    def __init__(self, scope: frameshard.ClientScope, nursery: trio.Nursery) -> None:
+        self.send, self.events = trio.open_memory_channel[Event](0)
+        self.error: frameshard.FrameshardError | None = None
+        self._scope = scope
+        self._client: frameshard.Client | None = None
+        self._tasks: trio.Nursery | None = None
+        self._waiting: list[Callable[[], Awaitable[None]]] = []
+        self._cancel = trio.CancelScope()
+        self._over = trio.Event()
+        self._numbers = 0
+        self._jobs: dict[int, trio.CancelScope | frameshard.Stream] = {}
+        self._turns: dict[str, trio.Event] = {}
+        nursery.start_soon(self._run)
+
+    async def _run(self) -> None:
+        with self._cancel:
+            try:
+                async with self._scope as client:
+                    await self._serve(client)
+                    await client.model_info()  # raises why there is nothing more to hear
+            except frameshard.FrameshardError as error:
+                self.error = error
+            self.error = self.error or errors.ConnectionLost("the client is closed")
+            self._client = None
+            async with trio.open_nursery() as self._tasks:
+                for task in self._waiting:
+                    self._tasks.start_soon(task)
+            await self._say("closed", **_why(self.error))
+        self._over.set()
+
+    async def _serve(self, client: frameshard.Client) -> None:
+        """Until the client is lost, and each job and request has its end."""
+        changes, notices = client.engine_changes(), client.notices()
+        model = await client.model_info()
+        await self._say(
+            "ready", detail=dataclasses.asdict(model), floor_bytes=model.floor_bytes, full_bytes=model.full_bytes
+        )
+        self._client = client
+        async with trio.open_nursery() as self._tasks:
+            while self._waiting:
+                self._tasks.start_soon(self._waiting.pop(0))
+            self._tasks.start_soon(self._hear_notices, notices)
+            async for change in changes:
+                await self._say("engine", state=change.state, restarts=change.restarts)
+
+    def _start(self, task: Callable[[], Awaitable[None]]) -> None:
+        if self._tasks is None:
+            self._waiting.append(task)
+        else:
+            self._tasks.start_soon(task)
+
+    async def _hear_notices(self, notices: trio.MemoryReceiveChannel[frameshard.Notice]) -> None:
+        async for notice in notices:
+            await self._say(
+                "notice",
+                kind=notice.kind,
+                budget_bytes=notice.budget_bytes,
+                seconds=notice.seconds,
+                text=notice.detail,
+            )
+
+    async def _say(self, kind: str, **fields: Any) -> None:
+        await self.send.send({"type": kind, **fields})
+
+    async def close(self) -> None:
+        self._cancel.cancel()
+        await self._over.wait()
+
+    def _number(self) -> int:
+        if self.error is not None:
+            raise self.error
+        self._numbers += 1
+        return self._numbers
+
+    def _open(self) -> frameshard.Client:
+        if self._client is None:
+            raise self.error or errors.ConnectionLost("there is no client")
+        return self._client
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    def job(self, options: dict[str, Any], turn: str | None, begin: Callable[..., frameshard.Stream]) -> int:
+        sampling = dict(options.get("sampling", {}))
+        sampling["stop"] = tuple(sampling.get("stop", ()))
+        given = {name: options[name] for name in ("conversation", "system", "timeline") if name in options}
+        given["sampling"] = frameshard.Sampling(**sampling)
+        number = self._number()
+        before, after = self._turns.get(turn or ""), trio.Event()
+        if turn is not None:
+            self._turns[turn] = after
+        self._jobs[number] = scope = trio.CancelScope()
+
+        async def answer() -> None:
+            about = {"job": number, "timeline": options.get("timeline", 0)}
+            end: Event = {"type": "cancelled"}
+            with scope:
+                try:
+                    if before is not None:
+                        await before.wait()
+                    async with begin(self._open(), **given) as stream:
+                        self._jobs[number] = stream
+                        async for delta in stream:
+                            await self._say("text", text=delta.text, tokens=delta.tokens, **about)
+                    assert stream.result is not None
+                    end = {"type": "done", **dataclasses.asdict(stream.result)}
+                except errors.JobCancelled:
+                    pass
+                except frameshard.FrameshardError as error:
+                    end = {"type": "failed", **_why(error)}
+            after.set()
+            await self.send.send({**end, **about})
+            self._jobs.pop(number, None)
+
+        self._start(answer)
+        return number
+
+    async def cancel(self, job: int) -> None:
+        found = self._jobs.get(job)
+        if found is None:
+            raise errors.UnknownJob(f"no job {job}")
+        if isinstance(found, trio.CancelScope):
+            found.cancel()
+        else:
+            await found.cancel()
+
+    def forget(self, conversation: str) -> None:
+        before, after = self._turns.get(conversation), trio.Event()
+        self._turns[conversation] = after
+
+        async def forget() -> None:
+            if before is not None:
+                await before.wait()
+            self._open().forget(conversation)
+            after.set()
+
+        self._start(forget)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def request(self, ask: Callable[[frameshard.Client, int], Awaitable[Event | None]]) -> int:
+        number = self._number()
+
+        async def answer() -> None:
+            try:
+                event = await ask(self._open(), number)
+                if event is not None:
+                    await self.send.send({"request": number, **event})
+            except frameshard.FrameshardError as error:
+                await self._say("refused", request=number, **_why(error))
+
+        self._start(answer)
+        return number
+
+    def set_lease(self, lease: dict[str, Any]) -> int:
+        terms = dict(lease)
+        budget_mb, floor_mb = terms.pop("vram_budget_bytes", 0) / MIB, terms.pop("floor_bytes", 0) / MIB
+        number = self._number()
+        said, heard = trio.open_memory_channel[Event](math.inf)
+
+        def say(kind: str, answer: Any) -> None:
+            said.send_nowait({"type": kind, "request": number, **dataclasses.asdict(answer)})
+
+        async def change() -> None:
+            with said:
+                try:
+                    result = await self._open().set_budget(
+                        budget_mb,
+                        floor_mb=floor_mb,
+                        on_lease=lambda grant: say("lease", grant),
+                        on_released=lambda result: say("budget_released", result),
+                        **terms,
+                    )
+                    seen = result.observed
+                    assert seen is not None
+                    observed = {"observed_bytes": seen.bytes, "seconds": seen.seconds}
+                    said.send_nowait({"type": "budget_observed", "request": number, **observed})
+                except frameshard.FrameshardError as error:
+                    said.send_nowait({"type": "refused", "request": number, **_why(error)})
+
+        async def relay() -> None:
+            async for event in heard:
+                await self.send.send(event)
+
+        self._start(change)
+        self._start(relay)
+        return number
+
+
+def _why(error: frameshard.FrameshardError | None) -> Event:
+    return {"status": error.name, "detail": dict(error.detail)} if error else {"status": "ok", "detail": {}}
+
+
+def _check(lease: dict[str, Any]) -> None:
+    if not 0.001 <= lease.get("timeout_s", 5) <= 60:
+        raise errors.BadArgument("timeout_s must be from 0.001 to 60")
+
+
+class Runner:
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            raise errors.ConnectionLost("there is no client")
+        return self._session
+
+    async def obey(self, command: dict[str, Any]) -> Event:
+        handler = getattr(self, "do_" + command.pop("do"))
+        try:
+            return {"ok": True, **(await handler(**command) or {})}
+        except frameshard.FrameshardError as error:
+            return {"ok": False, "error": error.name}
+
+    async def do_launch(self, options: dict[str, Any]) -> None:
+        options = dict(options)
+        options.pop("python")  # this one
+        if "engine" in options:
+            options["engine"] = tuple(options["engine"])
+        budget_mb = options.pop("vram_budget_bytes", 0) / MIB
+        scope = frameshard.launch(options.pop("model"), vram_budget_mb=budget_mb, name="Python runner", **options)
+        self._session = Session(scope, self._nursery)
+
+    async def do_connect(self, file: str) -> None:
+        self._session = Session(frameshard.connect(file, name="Python runner"), self._nursery)
+
+    async def do_close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        self._session = None
+
+    async def do_ask(self, text: str, options: dict[str, Any] | None = None) -> Event:
+        options = options or {}
+        turn = options.get("conversation")
+        return {"job": self.session.job(options, turn, lambda client, **given: client.ask(text, **given))}
+
+    async def do_chat(self, messages: list[list[str]], options: dict[str, Any] | None = None) -> Event:
+        told = [frameshard.ChatMessage(role, said) for role, said in messages]  # type: ignore[arg-type]
+        return {"job": self.session.job(options or {}, None, lambda client, **given: client.chat(told, **given))}
+
+    async def do_complete(self, prompt: str, options: dict[str, Any] | None = None) -> Event:
+        return {"job": self.session.job(options or {}, None, lambda client, **given: client.complete(prompt, **given))}
+
+    async def do_cancel(self, job: int) -> None:
+        await self.session.cancel(job)
+
+    async def do_forget(self, conversation: str) -> None:
+        self.session.forget(conversation)
+
+    async def do_set_lease(self, lease: dict[str, Any]) -> Event:
+        _check(lease)
+        return {"request": self.session.set_lease(lease)}
+
+    async def do_get_budget(self) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            return {"type": "budget", **dataclasses.asdict(await client.budget())}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_get_stats(self) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            stats = await client.stats()
+            engine = None if stats.engine is None else dict(stats.engine)
+            return {"type": "stats", "detail": {"broker": dataclasses.asdict(stats.broker), "engine": engine}}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_get_caps(self) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            return {"type": "caps", **dataclasses.asdict(await client.caps_and_requirements())}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_get_plan(self, vram_budget_bytes: int, prompt_tokens: int) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            (row,) = await client.plan([vram_budget_bytes / MIB], prompt_tokens=prompt_tokens)
+            return {"type": "plan", "budget_bytes": row.vram_budget_bytes, **dataclasses.asdict(row)}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_set_pacing(self, scheduling_mode: str, target_tokens_per_second: float) -> Event:
+        if scheduling_mode not in MODES:
+            raise errors.BadArgument(f"scheduling_mode must be one of {', '.join(MODES)}")
+
+        async def ask(client: frameshard.Client, number: int) -> None:
+            await client.set_pacing(scheduling_mode, target_tokens_per_second=target_tokens_per_second)  # type: ignore[arg-type]
+
+        return {"request": self.session.request(ask)}
+
+    async def do_get_frame_block(self) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            with await client.frame_block() as block:
+                return {"type": "frame_block", "path": block.path}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_draw(self, path: str, frames: int, target_frame_s: float, gpu_busy_s: float) -> None:
+        with FrameBlock(path, target_frame_ms=1000 * target_frame_s) as block:
+            for _ in range(frames):
+                block.begin()
+                block.end(gpu_busy_ms=1000 * gpu_busy_s)
+
+    async def do_shutdown(self) -> None:
+        async def ask(client: frameshard.Client, number: int) -> None:
+            with contextlib.suppress(errors.ConnectionLost):
+                await client.shutdown()
+
+        self.session.request(ask)
+
+    async def do_poll(self, limit: int, timeout_s: float) -> Event:
+        receive, events = self.session.events, []
+        with trio.move_on_after(timeout_s):
+            events.append(await receive.receive())
+        with contextlib.suppress(trio.WouldBlock):
+            while len(events) < limit:
+                events.append(receive.receive_nowait())
+        return {"events": events}
+
+
+async def main() -> None:
+    async with trio.open_nursery() as nursery:
+        runner = Runner(nursery)
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as raw:
+            async for line in trio.wrap_file(raw):
+                answer = await runner.obey(json.loads(line))
+                sys.stdout.write(json.dumps(answer) + "\n")
+                sys.stdout.flush()
+        await runner.do_close()
+        nursery.cancel_scope.cancel()
+
+
+trio.run(main)

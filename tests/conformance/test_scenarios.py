@@ -1,0 +1,365 @@
+"""Plays scenarios.json through the runner of each binding, against real sidecars. README.md has both formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import runners
+import zmq
+
+import frameshard
+import sidecars
+from frameshard import models
+from frameshard.testing import fake_engine
+
+HERE = Path(__file__).parent
+SCENARIOS: list[dict[str, Any]] = json.loads((HERE / "scenarios.json").read_text())
+DEADLINE_S = 30.0
+ENDS = ("done", "failed", "cancelled")
+LETTERS = "é漢🐈ж"
+
+
+class Runner:
+    """The program, and what it has said that no step has asked for yet."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.events: list[dict[str, Any]] = []
+        self._line = b""
+
+    def do(self, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._answer(command))
+        return answer
+
+    def _answer(self, command: dict[str, Any]) -> bytes:
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        while b"\n" not in self._line:
+            readable, _, _ = select.select([fd], [], [], DEADLINE_S)
+            assert readable, f"the runner does not answer {command}"
+            data = os.read(fd, 1 << 16)
+            assert data, f"the runner ended with status {self.process.wait()} at {command}"
+            self._line += data
+        line, _, self._line = self._line.partition(b"\n")
+        return line
+
+    def poll(self, timeout_s: float) -> bool:
+        """Takes what there is; false when there was nothing."""
+        answer = self.do(do="poll", limit=64, timeout_s=timeout_s)
+        assert answer["ok"], answer
+        self.events += answer["events"]
+        return bool(answer["events"])
+
+    def close(self) -> int:
+        """At the end of its input it closes its client and ends."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
+class Stranger:
+    """A sidecar of another protocol version: it refuses every hello."""
+
+    def __init__(self, place: Path, protocol: int) -> None:
+        server, secret = zmq.curve_keypair()
+        client, client_secret = zmq.curve_keypair()
+        self.info = {
+            "protocol": 1,
+            "endpoint": f"ipc://{place}/stranger.sock",
+            "epoch": 7,
+            "pid": os.getpid(),
+            "server_key": server.decode(),
+            "client_key": client.decode(),
+            "client_secret": client_secret.decode(),
+        }
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = secret
+        self._socket.bind(str(self.info["endpoint"]))
+        self._protocol = protocol
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            if not self._socket.poll(50):
+                continue
+            peer, frame = self._socket.recv_multipart()
+            error = {"code": 24, "name": "version_mismatch", "message": "another version", "retriable": False}
+            error["detail"] = {"protocol": self._protocol}
+            said = {"t": "error", "id": msgpack.unpackb(frame)["id"], "epoch": 7, "error": error}
+            self._socket.send_multipart([peer, msgpack.packb(said)])
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+class Play:
+    """One scenario with one runner."""
+
+    def __init__(self, runner: Runner, place: Path) -> None:
+        self.runner = runner
+        self.place = place
+        self.names: dict[str, Any] = {}
+        self.sidecars: list[subprocess.Popen[bytes]] = []
+        self.strangers: list[Stranger] = []
+        self.files = 0
+
+    def close(self) -> None:
+        for sidecar in self.sidecars:
+            assert sidecar.stdin is not None
+            assert sidecar.stdout is not None
+            sidecar.stdin.close()
+            sidecar.stdout.close()
+            sidecar.wait(DEADLINE_S)
+        for stranger in self.strangers:
+            stranger.close()
+
+    def run(self, steps: list[dict[str, Any]]) -> None:
+        for step in steps:
+            kind = next(key for key in step if key != "as")
+            try:
+                getattr(self, f"_{kind}")({name: self.value(value) for name, value in step.items() if name != "steps"})
+            except Exception as error:
+                raise AssertionError(f"at {json.dumps(step)[:300]}: {str(error)[:2000]}") from None
+            if kind == "for":
+                for item in self.value(step["in"]):
+                    self.names[step["for"]] = item
+                    self.run(step["steps"])
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def value(self, said: Any) -> Any:
+        """A value of the scenario, with names and makers replaced by what they stand for."""
+        if isinstance(said, str) and said.startswith("$"):
+            return self.names[said[1:]]
+        if isinstance(said, list):
+            return [self.value(item) for item in said]
+        if isinstance(said, dict):
+            if "utf8" in said:
+                return _utf8(self.value(said["utf8"]), self.value(said.get("shift", 0)))
+            if "words" in said:
+                return " ".join(f"w{index}" for index in range(said["words"]))
+            if "sum" in said:
+                return sum(self.value(said["sum"]))
+            return {name: self.value(item) for name, item in said.items()}
+        return said
+
+    def _keep(self, step: dict[str, Any], value: Any) -> None:
+        if "as" in step:
+            self.names[step["as"]] = value
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A sidecar's first line: the model by its name, or an engine without one by its habits."""
+        options = dict(options)
+        if "engine" in options:
+            options["engine"] = list(fake_engine(**options["engine"]))
+        options["model"] = str(models.resolve(options["model"])) if "model" in options else "none"
+        return options
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _for(self, step: dict[str, Any]) -> None:
+        pass
+
+    def _do(self, step: dict[str, Any]) -> None:
+        command = {name: value for name, value in step.items() if name not in ("as", "error")}
+        if command["do"] == "launch":
+            command["options"] = self._options(command["options"]) | {"python": sys.executable}
+        answer = self.runner.do(**command)
+        number = answer.get("job") or answer.get("request")
+        self._keep(step, number)
+        if "error" not in step:
+            assert answer["ok"], answer
+        elif answer["ok"]:
+            about = {"job": answer["job"]} if "job" in answer else {"request": number} if number else {}
+            event = self.find(lambda event: event["type"] in ("failed", "refused", "closed") and _fits(event, about))
+            assert event["status"] == step["error"], event
+        else:
+            assert answer["error"] == step["error"], answer
+        if command["do"] == "close":
+            self.runner.events.clear()
+
+    def _event(self, step: dict[str, Any]) -> None:
+        wanted = step["event"]
+        keys = ["type", "job", "request"] + (["state", "kind"] if wanted["type"] in ("engine", "notice") else [])
+        keys = [name for name in keys if name in wanted]
+        event = self.find(lambda event: all(event.get(name) == wanted[name] for name in keys))
+        assert _fits(event, wanted), event
+        for name, field in step.get("as", {}).items():
+            self.names[name] = event[field]
+
+    def _read(self, step: dict[str, Any]) -> None:
+        """A job from here to its end."""
+        job, text, types, tokens = step["read"], step.get("after", ""), [], 0
+        while not types or types[-1] not in ENDS:
+            event = self.find(lambda event: event.get("job") == job and event["type"] in ("started", "text", *ENDS))
+            types.append(event["type"])
+            if event["type"] == "text":
+                assert event["text"], "a delta without text"
+                text += event["text"]
+                tokens += event.get("tokens", 0)
+            if "timeline" in step:
+                assert event["timeline"] == step["timeline"], event
+        assert not [late for late in self.runner.events if late.get("job") == job and late["type"] in (*ENDS, "text")]
+        assert "started" not in types[1:], types
+        assert _fits(event, step.get("last", {"type": "done"})), event
+        if event["type"] == "done":
+            assert tokens <= event["n_generated"], (tokens, event)
+        if "text" in step:
+            assert text == step["text"], (text[:200], step["text"][:200])
+        if "begins" in step:
+            assert step["begins"].startswith(text), text[:200]
+        if "events_at_most" in step:
+            assert len(types) <= step["events_at_most"], types
+        assert "\ufffd" not in text
+        self._keep(step, text)
+
+    def _kill(self, step: dict[str, Any]) -> None:
+        os.kill(self.stats()["pid" if step["kill"] == "sidecar" else "engine_pid"], signal.SIGKILL)
+
+    def _until_idle(self, step: dict[str, Any]) -> None:
+        """Waits until the engine has nothing to do, by another client, so that the runner's own does not poll."""
+        info = frameshard.ConnectInfo(**json.loads(Path(step["until_idle"]).read_text()))
+
+        @sidecars.in_trio
+        async def idle() -> None:
+            async with frameshard.connect(info) as client:
+
+                async def busy() -> int:
+                    broker = (await client.stats()).broker
+                    return broker.jobs_queued + broker.jobs_running
+
+                while await busy():
+                    pass
+
+        idle()
+
+    def _sidecar(self, step: dict[str, Any]) -> None:
+        """A sidecar of the driver's own; named is its connect file."""
+        file = self._file()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "frameshard.broker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.sidecars.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = self._options(step["sidecar"]) | {"connect_file": str(file)}
+        process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.flush()
+        assert b"ready" in process.stdout.readline()
+        self._keep(step, str(file))
+
+    def _file(self) -> Path:
+        self.files += 1
+        return self.place / f"sidecar-{self.files}.json"
+
+    def _fresh_file(self, step: dict[str, Any]) -> None:
+        self.names[step["fresh_file"]] = str(self._file())
+
+    def _edited(self, step: dict[str, Any]) -> None:
+        """A connect file that says something else."""
+        file = self._file()
+        file.write_text(json.dumps(json.loads(Path(step["edited"]).read_text()) | step["with"]))
+        self._keep(step, str(file))
+
+    def _stranger(self, step: dict[str, Any]) -> None:
+        stranger = Stranger(self.place, step["stranger"]["protocol"])
+        self.strangers.append(stranger)
+        file = self._file()
+        file.write_text(json.dumps(stranger.info))
+        self._keep(step, str(file))
+
+    def _page(self, step: dict[str, Any]) -> None:
+        """What stands in the frame block."""
+        at = {"frame": 16, "target_frame_ns": 32, "gpu_busy_ns": 48}
+        page = Path(step["path"]).read_bytes()
+        found = {name: int.from_bytes(page[at[name] : at[name] + 8], "little") for name in step["page"]}
+        assert _fits(found, step["page"]), found
+
+    def _pid(self, step: dict[str, Any]) -> None:
+        self.names[step["pid"]] = self.stats()["pid"]
+
+    def _gone(self, step: dict[str, Any]) -> None:
+        sidecars.gone_after([step["gone"]], DEADLINE_S)
+
+    def _alive(self, step: dict[str, Any]) -> None:
+        assert sidecars.alive(step["alive"])
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def find(self, wanted: Any) -> dict[str, Any]:
+        """The next event that is wanted; others are kept for later steps, in their order."""
+        deadline, seen = time.monotonic() + DEADLINE_S, 0
+        while True:
+            events = self.runner.events
+            for at in range(seen, len(events)):
+                if wanted(events[at]):
+                    return events.pop(at)
+            seen = len(events)
+            if not self.runner.poll(1.0):
+                there = [tuple(event.get(name) for name in ("type", "job", "request", "status")) for event in events]
+                assert time.monotonic() < deadline, f"it does not come; there are {there[:20]}"
+
+    def stats(self) -> dict[str, Any]:
+        request = self.runner.do(do="get_stats")["request"]
+        broker: dict[str, Any] = self.find(lambda event: event.get("request") == request)["detail"]["broker"]
+        return broker
+
+
+def _utf8(size: int, shift: int) -> str:
+    """Text of at most `size` bytes whose characters have 2, 3, 4 and 2 bytes, behind `shift` bytes of ASCII."""
+    text = "a" * shift + LETTERS * (size // len(LETTERS.encode()) + 1)
+    return text.encode()[:size].decode(errors="ignore")
+
+
+def _fits(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        if wanted and set(wanted) <= {"min", "max"}:
+            return bool(wanted.get("min", found) <= found <= wanted.get("max", found))
+        return isinstance(found, dict) and all(name in found and _fits(found[name], wanted[name]) for name in wanted)
+    return bool(found == wanted)
+
+
+@pytest.fixture(scope="session", params=runners.NAMES)
+def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """How a binding's runner is started; built where it needs to be."""
+    return runners.command(request.param)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+def test_scenario(command: list[str], scenario: dict[str, Any], tmp_path: Path) -> None:
+    runner = Runner(command)
+    play = Play(runner, tmp_path)
+    try:
+        play.run(scenario["steps"])
+    finally:
+        status = runner.close()
+        play.close()
+    assert status == 0
