@@ -23,6 +23,7 @@ import trio
 
 import frameshard
 from frameshard import models
+from frameshard.cli.common import default_threads
 from frameshard.simulation import trace as traces
 from frameshard.simulation.player import MIB, play
 
@@ -139,7 +140,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="emulated")
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long rounds are begun (3600)")
     parser.add_argument("--speed", type=float, default=20.0, help="of the traces (20)")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=default_threads(), help="of the engine (half of the CPUs)")
     parser.add_argument("--link-gbps", type=float, default=4.0, help="of the emulated device (4)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
     arguments = parser.parse_args()

@@ -219,7 +219,7 @@ class _Player:
         await trio.sleep(draw.gpu_busy_ms / 1e3)
         self._block.end(gpu_busy_ms=draw.gpu_busy_ms)
         self._frame_at = max(self._frame_at + draw.frame_ms / 1e3, self._now())  # a late frame makes up for nothing
-        await trio.sleep(self._frame_at - began)
+        await trio.sleep(max(0.0, self._frame_at - self._now()))
         self._frame_ms = 1e3 * (self._now() - began)
         self._recording.frames_ms.append(self._frame_ms)
 
