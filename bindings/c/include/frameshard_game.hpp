@@ -1,0 +1,410 @@
+/* What the layer of a game engine needs above frameshard.h, without engine types, exceptions or threads: answers come to
+ * whoever asked, whole sentences for speech, no more events in a frame than the game allows.
+ *
+ *     frameshard::Game game;
+ *     if (game.launch(options) != FS_OK) report(fs_last_error(nullptr));
+ *     frameshard::Listener mira;
+ *     mira.on_sentence = [&](std::string_view sentence) { speech.say(sentence); };
+ *     game.ask("Any rooms left?", job_options, std::move(mira));
+ *     ... each frame:
+ *     game.pump(64);
+ *
+ * All is called from one thread, callbacks inside pump() only. A callback may call anything here, close() too. Texts given
+ * to a callback are valid until it returns or closes. C++17; compiles with exceptions and RTTI off. */
+#ifndef FRAMESHARD_GAME_HPP
+#define FRAMESHARD_GAME_HPP
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "frameshard.h"
+
+namespace frameshard {
+
+/* Cuts a text that arrives in pieces into sentences, for speech that begins before the answer is complete.
+ *
+ * A sentence ends behind . ! ? or the ellipsis, with the quotes and brackets that close there, when space and something
+ * other than a small letter follow; at a new line; and behind the full-width marks of Chinese and Japanese at once. It
+ * does not end behind an initial, a number at its beginning ("1. Take the key"), or a title such as "Mr.". So a sentence
+ * is known when the next one begins; finish() gives the last. No sentence is empty or begins or ends with space. Pieces
+ * must not cut a character, as those of fs_poll never do. */
+class SentenceSplitter {
+  public:
+    /* Takes more text; calls `sentence` with a std::string_view for each sentence that is complete. */
+    template <class Sentence> void add(std::string_view text, Sentence &&sentence) {
+        text_.append(text);
+        for (size_t length; (length = first_length()) > 0;) {
+            give(length, sentence);
+        }
+    }
+
+    /* The end of the text: what is left is a sentence. Another text may follow. */
+    template <class Sentence> void finish(Sentence &&sentence) {
+        give(text_.size(), sentence);
+        clear();
+    }
+
+    void clear() {
+        text_.clear();
+        looked_at_ = 0;
+    }
+
+  private:
+    // In bytes, since compilers differ in what they make of characters beyond ASCII.
+    static constexpr const char *kStops = ". ! ? \xe2\x80\xa6";                                // and ellipsis
+    static constexpr const char *kFullWidth = "\xe3\x80\x82 \xef\xbc\x81 \xef\xbc\x9f";        // . ! ?
+    static constexpr const char *kClosing = "\" ' ) ] } * \xe2\x80\x9d \xe2\x80\x99 \xc2\xbb " // quotes
+                                            "\xe3\x80\x8d \xe3\x80\x8f \xef\xbc\x89"; // of Chinese and Japanese
+
+    static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+
+    template <class Sentence> void give(size_t length, Sentence &sentence) {
+        size_t begin = 0, end = length;
+        while (begin < end && is_space(text_[begin])) {
+            ++begin;
+        }
+        while (end > begin && is_space(text_[end - 1])) {
+            --end;
+        }
+        std::string whole = text_.substr(begin, end - begin);
+        text_.erase(0, length);
+        looked_at_ = 0;
+        if (!whole.empty()) {
+            sentence(std::string_view(whole));
+        }
+    }
+
+    /* Bytes of the one of `marks`, which are apart by spaces, that begins at `at`; 0 for none. */
+    size_t mark_at(size_t at, std::string_view marks) const {
+        while (!marks.empty()) {
+            size_t end = std::min(marks.find(' '), marks.size());
+            if (text_.compare(at, end, marks.data(), end) == 0) {
+                return end;
+            }
+            marks.remove_prefix(std::min(end + 1, marks.size()));
+        }
+        return 0;
+    }
+
+    /* Bytes of the first sentence; 0 while its end is not known. */
+    size_t first_length() {
+        for (size_t at = looked_at_; at < text_.size();) {
+            looked_at_ = at;
+            if (text_[at] == '\n') {
+                return at + 1;
+            }
+            size_t stop = mark_at(at, kStops), full = stop > 0 ? 0 : mark_at(at, kFullWidth);
+            if (stop + full == 0) {
+                ++at;
+                continue;
+            }
+            size_t end = at + stop + full;
+            while (end < text_.size()) {
+                size_t more = mark_at(end, kStops) + mark_at(end, kFullWidth) + mark_at(end, kClosing);
+                if (more == 0) {
+                    break;
+                }
+                end += more;
+            }
+            size_t next = end;
+            while (next < text_.size() && is_space(text_[next]) && text_[next] != '\n') {
+                ++next;
+            }
+            if (next == text_.size()) {
+                return 0; // more of the same marks may follow, or a small letter
+            }
+            bool small = text_[next] >= 'a' && text_[next] <= 'z';
+            if (full > 0 || text_[next] == '\n' || (next > end && !small && !is_abbreviation(at))) {
+                return next;
+            }
+            at = end;
+        }
+        looked_at_ = text_.size();
+        return 0;
+    }
+
+    /* Whether the stop at `stop` belongs to the word before it. */
+    bool is_abbreviation(size_t stop) const {
+        size_t begin = stop;
+        while (begin > 0 && !is_space(text_[begin - 1]) && text_[begin - 1] != '(' && text_[begin - 1] != '"') {
+            --begin;
+        }
+        std::string_view word(text_.data() + begin, stop - begin);
+        if (text_[stop] != '.' || word.empty()) {
+            return false;
+        }
+        bool first = text_.find_first_not_of(" \t\r\n") == begin;
+        if (first && word.find_first_not_of("0123456789") == std::string_view::npos) {
+            return true;
+        }
+        if (word.size() == 1 && word[0] >= 'A' && word[0] <= 'Z' && word[0] != 'I') {
+            return true;
+        }
+        // Before a capital; what a small letter follows is no end anyway.
+        for (const char *known :
+             {"Mr", "Mrs", "Ms", "Dr", "St", "Prof", "Capt", "Sgt", "Lt", "Col", "Gen", "Rev", "vs", "e.g", "i.e"}) {
+            if (word == known) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    std::string text_;
+    size_t looked_at_ = 0; // before it no sentence ends
+};
+
+/* How an answer ended. */
+struct Ending {
+    fs_status status = FS_OK; // FS_CANCELLED, or what went wrong
+    std::string text;         // the whole answer, as far as it came
+    std::string message;      // the sentence of an error
+    uint32_t reason = 0;      // FS_REASON_... of an answer that is whole
+    uint32_t n_prompt = 0;    // tokens
+    uint32_t n_generated = 0; // tokens
+    double prefill_s = 0, decode_s = 0;
+};
+
+/* Who listens to one answer; each may be empty. After on_end nothing follows. */
+struct Listener {
+    std::function<void(std::string_view)> on_text;
+    std::function<void(std::string_view)> on_sentence;
+    std::function<void(const Ending &)> on_end;
+};
+
+/* What became of a budget. */
+struct BudgetResult {
+    fs_status status = FS_OK; // FS_BUDGET_BELOW_FLOOR: nothing changed
+    std::string message;
+    uint64_t budget_bytes = 0, used_bytes = 0, floor_bytes = 0;
+    double seconds = 0; // until the memory was given back
+};
+
+/* One sidecar and who listens to it. */
+class Game {
+  public:
+    Game() = default;
+    ~Game() { close(0); }
+    Game(const Game &) = delete;
+    Game &operator=(const Game &) = delete;
+
+    std::function<void(const fs_model &)> on_ready;
+    /* The sidecar is gone, or never came; the client is closed already. */
+    std::function<void(fs_status, std::string_view message)> on_closed;
+    /* FS_EVENT_NOTICE, FS_EVENT_ENGINE and answers to requests that were made with client(). */
+    std::function<void(const fs_event &)> on_event;
+
+    /* Both return at once; on_ready or on_closed follows. Whatever was open is closed. fs_last_error says what is wrong. */
+    fs_status launch(const fs_launch_options &options) {
+        close(0);
+        return fs_launch(&options, &client_);
+    }
+    fs_status connect(const char *connect_file, const char *client_name) {
+        close(0);
+        return fs_connect(connect_file, client_name, &client_);
+    }
+
+    /* Ends the session as fs_close does. Answers that are open end with FS_CANCELLED, inside this call. */
+    void close(double timeout_s) {
+        fs_client *client = std::exchange(client_, nullptr);
+        if (client == nullptr) {
+            return;
+        }
+        fs_frame_block_close(std::exchange(frames_, nullptr));
+        ++closed_;
+        ready_ = false;
+        frame_request_ = 0;
+        auto answers = std::exchange(answers_, {});
+        auto budgets = std::exchange(budgets_, {});
+        for (auto &item : answers) {
+            item.second->ending.status = FS_CANCELLED;
+            end(*item.second);
+        }
+        for (auto &item : budgets) {
+            BudgetResult result;
+            result.status = FS_CANCELLED;
+            item.second(result);
+        }
+        fs_close(client, timeout_s);
+    }
+
+    /* NULL when closed. */
+    fs_client *client() const { return client_; }
+    bool is_ready() const { return ready_; }
+
+    /* fs_ask. Returns the job, or 0 with the reason in fs_last_error; then nothing is called. */
+    uint64_t ask(std::string_view text, const fs_job_options &options, Listener listener) {
+        uint64_t job = 0;
+        if (fs_ask(client_, text.data(), int32_t(text.size()), &options, &job) != FS_OK) {
+            return 0;
+        }
+        auto answer = std::make_shared<Answer>();
+        answer->listener = std::move(listener);
+        answers_.emplace(job, std::move(answer));
+        return job;
+    }
+
+    /* The answer's on_end follows with FS_CANCELLED, unless another end came first. */
+    fs_status cancel(uint64_t job) { return fs_cancel(client_, job); }
+
+    /* fs_set_budget; `done` is called once, with the release or the refusal. Returns the request, or 0. */
+    uint64_t set_budget(uint64_t bytes, double timeout_s, std::function<void(const BudgetResult &)> done) {
+        uint64_t request = 0;
+        if (fs_set_budget(client_, bytes, timeout_s, &request) == FS_OK) {
+            budgets_.emplace(request, std::move(done));
+        }
+        return request;
+    }
+
+    /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it keeps out of its way. 0: no more.
+     * A sidecar without frame blocks takes no notice. */
+    void keep_out_of_frames(double target_frame_s) {
+        target_frame_s_ = target_frame_s;
+        fs_frame_block_close(std::exchange(frames_, nullptr));
+        if (ready_ && target_frame_s > 0) {
+            fs_get_frame_block(client_, &frame_request_);
+        }
+    }
+
+    /* To be called once a frame: hands out at most `most` events. Returns how many it has. */
+    int32_t pump(int32_t most) {
+        if (frames_ != nullptr) {
+            fs_frame_begin(frames_);
+        }
+        int32_t count = 0;
+        fs_event events[16];
+        while (client_ != nullptr && count < most) {
+            uint64_t closed = closed_;
+            int32_t wanted = std::min<int32_t>(most - count, int32_t(std::size(events)));
+            int32_t got = fs_poll(client_, events, sizeof events[0], wanted);
+            for (int32_t i = 0; i < got && closed_ == closed; ++i) { // else a callback has closed: the texts are gone
+                ++count;
+                hand_out(events[i]);
+            }
+            if (got < wanted || closed_ != closed) {
+                break;
+            }
+        }
+        return count;
+    }
+
+  private:
+    struct Answer {
+        Listener listener;
+        SentenceSplitter sentences;
+        Ending ending;
+    };
+
+    static void end(Answer &answer) {
+        if (answer.ending.status == FS_OK && answer.listener.on_sentence) { // what was broken off is not to be said
+            answer.sentences.finish(answer.listener.on_sentence);
+        }
+        if (answer.listener.on_end) {
+            answer.listener.on_end(answer.ending);
+        }
+    }
+
+    void hand_out(const fs_event &event) {
+        auto found = answers_.find(event.job);
+        if (event.job != 0 && found != answers_.end()) {
+            hear(event, found->second);
+        } else if (auto asked = budgets_.find(event.request);
+                   asked != budgets_.end() &&
+                   (event.type == FS_EVENT_BUDGET_RELEASED || event.type == FS_EVENT_REFUSED)) {
+            auto done = std::move(asked->second);
+            budgets_.erase(asked);
+            BudgetResult result;
+            result.status = event.status;
+            result.message.assign(event.text, event.text_length);
+            result.budget_bytes = event.budget_bytes;
+            result.used_bytes = event.used_bytes;
+            result.floor_bytes = event.floor_bytes;
+            result.seconds = event.seconds;
+            if (done) {
+                done(result);
+            }
+        } else if (frame_request_ != 0 && event.request == frame_request_) {
+            frame_request_ = 0;
+            if (event.type == FS_EVENT_FRAME_BLOCK && target_frame_s_ > 0) {
+                fs_frame_block_open(event.text, target_frame_s_, &frames_);
+            }
+        } else if (event.type == FS_EVENT_READY) {
+            ready_ = true;
+            keep_out_of_frames(target_frame_s_);
+            fs_model model{};
+            model.struct_size = sizeof model;
+            if (on_ready && fs_get_model(client_, &model) == FS_OK) {
+                on_ready(model);
+            }
+        } else if (event.type == FS_EVENT_CLOSED) {
+            fs_status status = event.status;
+            std::string message(event.text, event.text_length);
+            close(0);
+            if (on_closed) {
+                on_closed(status, message);
+            }
+        } else if (on_event) {
+            on_event(event);
+        }
+    }
+
+    /* `answer` by value: a callback may close, and so forget it. */
+    void hear(const fs_event &event, std::shared_ptr<Answer> answer) {
+        std::string_view text(event.text, event.text_length);
+        switch (event.type) {
+        case FS_EVENT_TEXT: {
+            answer->ending.text.append(text);
+            uint64_t closed = closed_;
+            std::string copy(answer->listener.on_sentence ? text : std::string_view());
+            if (answer->listener.on_text) {
+                answer->listener.on_text(text);
+            }
+            answer->sentences.add(copy, [&](std::string_view sentence) {
+                if (closed_ == closed) {
+                    answer->listener.on_sentence(sentence);
+                }
+            });
+            break;
+        }
+        case FS_EVENT_DONE:
+            answer->ending.reason = event.reason;
+            answer->ending.n_prompt = event.n_prompt;
+            answer->ending.n_generated = event.n_generated;
+            answer->ending.prefill_s = event.prefill_s;
+            answer->ending.decode_s = event.decode_s;
+            break;
+        case FS_EVENT_FAILED:
+            answer->ending.status = event.status;
+            answer->ending.message = text;
+            break;
+        case FS_EVENT_CANCELLED:
+            answer->ending.status = FS_CANCELLED;
+            break;
+        default:
+            return;
+        }
+        if (event.type != FS_EVENT_TEXT) {
+            answers_.erase(event.job);
+            end(*answer);
+        }
+    }
+
+    fs_client *client_ = nullptr;
+    fs_frame_block *frames_ = nullptr;
+    bool ready_ = false;
+    uint64_t closed_ = 0; // how often, so that what goes on after a callback can tell
+    double target_frame_s_ = 0;
+    uint64_t frame_request_ = 0;
+    std::map<uint64_t, std::shared_ptr<Answer>> answers_;
+    std::map<uint64_t, std::function<void(const BudgetResult &)>> budgets_;
+};
+
+} // namespace frameshard
+
+#endif

@@ -1,0 +1,134 @@
+/* frameshard::Game against a real sidecar: game MODEL PYTHON */
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "frameshard_game.hpp"
+
+using frameshard::BudgetResult;
+using frameshard::Ending;
+using frameshard::Game;
+using frameshard::Listener;
+
+namespace {
+
+int failed = 0;
+
+void check(const char *what, bool right) {
+    std::printf("%s: %s\n", what, right ? "ok" : "FAILED");
+    failed += right ? 0 : 1;
+}
+
+/* Frames until `done`, a minute at most; the most events of one frame. */
+template <class Done> int32_t play(Game &game, int32_t most, Done done) {
+    int32_t seen = 0;
+    auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!done() && std::chrono::steady_clock::now() < until) {
+        if (game.client() != nullptr) {
+            fs_wait(game.client(), 0.005);
+        }
+        seen = std::max(seen, game.pump(most));
+    }
+    return seen;
+}
+
+struct Heard {
+    std::string text, sentences;
+    Ending ending;
+    int ends = 0;
+
+    Listener listener() {
+        Listener all;
+        all.on_text = [this](std::string_view piece) { text.append(piece); };
+        all.on_sentence = [this](std::string_view sentence) { sentences.append(sentence).append("|"); };
+        all.on_end = [this](const Ending &end) {
+            ending = end;
+            ++ends;
+        };
+        return all;
+    }
+};
+
+} // namespace
+
+int main(int argc, char **argv) {
+    if (argc < 3) {
+        return 2;
+    }
+    fs_launch_options launch;
+    fs_launch_options_init(&launch, sizeof launch);
+    launch.model = argv[1];
+    launch.python = argv[2];
+    launch.device = "emulated";
+    launch.n_threads = 1;
+    fs_job_options options;
+    fs_job_options_init(&options, sizeof options);
+    fs_sampling sampling;
+    fs_sampling_init(&sampling, sizeof sampling);
+    sampling.temperature = 0;
+    sampling.max_tokens = 48;
+    options.sampling = &sampling;
+
+    Game game;
+    bool ready = false;
+    uint64_t full = 0, floor = 0;
+    fs_status closed = FS_OK;
+    game.on_ready = [&](const fs_model &model) {
+        ready = true;
+        full = model.full_bytes;
+        floor = model.floor_bytes;
+    };
+    game.on_closed = [&](fs_status status, std::string_view) { closed = status; };
+    game.keep_out_of_frames(1.0 / 60);
+    check("launches", game.launch(launch) == FS_OK);
+
+    Heard first;
+    check("asks before it is ready", game.ask("Tell me about the sea.", options, first.listener()) != 0);
+    int32_t most = play(game, 1, [&] { return first.ends > 0; });
+    check("is ready", ready && game.is_ready() && full > 0);
+    check("hands out one event a frame where told so", most == 1);
+    check("ends an answer once", first.ends == 1 && first.ending.status == FS_OK);
+    check("gives the whole text", !first.text.empty() && first.ending.text == first.text);
+    std::string split;
+    frameshard::SentenceSplitter splitter;
+    auto add = [&](std::string_view sentence) { split.append(sentence).append("|"); };
+    splitter.add(first.text, add);
+    splitter.finish(add);
+    check("gives its sentences", first.sentences == split && !split.empty());
+
+    BudgetResult shrunk, refused;
+    int budgets = 0;
+    game.set_budget((floor + full) / 2, 5, [&](const BudgetResult &result) { shrunk = result, ++budgets; });
+    game.set_budget(1, 5, [&](const BudgetResult &result) { refused = result, ++budgets; });
+    play(game, 64, [&] { return budgets == 2; });
+    check("shrinks", shrunk.status == FS_OK && shrunk.used_bytes <= (floor + full) / 2);
+    check("is refused below the floor", refused.status == FS_BUDGET_BELOW_FLOOR && refused.floor_bytes > 1);
+
+    Heard second;
+    sampling.max_tokens = 800;
+    uint64_t job = game.ask("Count as far as you can.", options, second.listener());
+    play(game, 64, [&] { return !second.text.empty(); });
+    check("cancels", game.cancel(job) == FS_OK);
+    play(game, 64, [&] { return second.ends > 0; });
+    check("says that it was cancelled", second.ends == 1 && second.ending.status == FS_CANCELLED);
+
+    Heard third;
+    Listener closes = third.listener();
+    closes.on_text = [&](std::string_view) { game.close(3); };
+    game.ask("Hello!", options, std::move(closes));
+    play(game, 64, [&] { return game.client() == nullptr; });
+    check("may be closed by a callback", third.ends == 1 && third.ending.status == FS_CANCELLED);
+    check("is closed", game.client() == nullptr && !game.is_ready() && game.pump(64) == 0);
+    check("refuses to ask then", game.ask("Hello?", options, {}) == 0);
+    check("and does not call that an accident", closed == FS_OK);
+
+    launch.model = "no/such/model.gguf";
+    check("launches again", game.launch(launch) == FS_OK);
+    Heard fourth;
+    game.ask("Hello!", options, fourth.listener());
+    play(game, 64, [&] { return closed != FS_OK; });
+    check("says why there is no sidecar", closed == FS_MODEL_NOT_FOUND && game.client() == nullptr);
+    check("ends what was asked", fourth.ends == 1 && fourth.ending.status == FS_MODEL_NOT_FOUND);
+    return failed != 0;
+}

@@ -1,0 +1,37 @@
+"""Programs in C and C++ that test the C client's parts. Those that need its libraries are built by `make bindings`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+BUILT = os.environ.get("FRAMESHARD_BINDINGS")
+"""Where `make bindings` has built the C library and what is made with it."""
+
+
+def run(command: list[str | Path], **options: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_sentences(tmp_path: Path) -> None:
+    """Compiled as engines compile: without exceptions and RTTI."""
+    source = REPO / "tests" / "bindings" / "sentences.cpp"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti"]
+    run(["g++", *flags, f"-I{REPO}/bindings/c/include", source, "-o", tmp_path / "sentences"])
+    run([tmp_path / "sentences"])
+
+
+@pytest.mark.skipif(BUILT is None, reason="`make bindings` runs this one")
+@pytest.mark.parametrize("program", ["codec_vectors", "host", "game"])
+def test_program(program: str, model_path: Path) -> None:
+    arguments: dict[str, list[str | Path]] = {
+        "codec_vectors": [REPO / "bindings" / "vectors"],
+        "game": [model_path, sys.executable],
+    }
+    run([Path(str(BUILT)) / program, *arguments.get(program, [])])
