@@ -103,6 +103,14 @@ FSD_API fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tens
 /* After the llama context exists: checks the budget against the floor and takes the VRAM. Until then nothing is allocated. */
 FSD_API fsd_status fsd_commit(void);
 
+/* Gives all VRAM back but the driver's own context; what the KV cache holds waits in host memory. No graph may run until
+ * fsd_unpark has taken it again, within the budget in force then: FSD_BELOW_FLOOR and FSD_OUT_OF_MEMORY leave it parked. */
+FSD_API fsd_status fsd_park(void);
+FSD_API fsd_status fsd_unpark(void);
+
+/* [any thread] What the inner device says of its memory, that of other processes included. */
+FSD_API fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes);
+
 /* What non-resident shards do, by tier, and the size of the ring. Tiers in ascending min_tokens, the first with 0.
  * stream-only mode is a plan whose placements are all FSD_STREAMED. Default: stream everything. */
 FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes);

@@ -136,10 +136,8 @@ fsd_status fsd_configure(const fsd_config *config) {
     }
     // ggml-cuda registers host memory only where this is set; llama.cpp's own use of it is off with our buffers.
     setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
-    d.compute = ggml_backend_dev_init(d.inner, nullptr);
-    d.copy = ggml_backend_dev_init(d.inner, nullptr);
     d.cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
-    if (!d.compute || !d.copy || !d.cpu) {
+    if (!d.open_streams() || !d.cpu) {
         d.inner = nullptr;
         return fail(FSD_OUT_OF_MEMORY, std::string("the device '") + config->inner_device + "' could not be opened");
     }
@@ -186,6 +184,49 @@ fsd_status fsd_commit(void) {
     std::string why;
     const fsd_status status = d.commit(why);
     return status == FSD_OK ? FSD_OK : fail(status, why);
+}
+
+fsd_status fsd_park(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed) {
+        return fail(FSD_BAD_STATE, "fsd_park comes after fsd_commit");
+    }
+    d.park();
+    return FSD_OK;
+}
+
+fsd_status fsd_unpark(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.parked) {
+        return fail(FSD_BAD_STATE, "fsd_unpark comes after fsd_park");
+    }
+    if (d.budget_is_pending()) {
+        d.apply_budget();
+    }
+    std::string why = "the device could not be opened again";
+    fsd_status status = d.open_streams() ? d.commit(why) : FSD_OUT_OF_MEMORY;
+    if (status != FSD_OK) {
+        if (d.compute && d.copy) {
+            d.park(); // what was taken goes back
+        }
+        return fail(status, why);
+    }
+    d.parked = false;
+    return FSD_OK;
+}
+
+fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
+    Device &d = device();
+    if (!d.configured.load() || !free_bytes || !total_bytes) {
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
+    }
+    size_t free = 0, total = 0;
+    ggml_backend_dev_memory(d.inner, &free, &total);
+    *free_bytes = free;
+    *total_bytes = total;
+    return FSD_OK;
 }
 
 fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes) {

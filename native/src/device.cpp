@@ -35,6 +35,15 @@ void release_addresses(char *p, size_t size) {
 #endif
 }
 
+// They read as zeros from now on, or as before.
+void forget_pages(char *p, size_t size) {
+#if defined(_WIN32)
+    (void)p, (void)size;
+#else
+    madvise(p, size, MADV_DONTNEED);
+#endif
+}
+
 void Device::add_weight(const ggml_tensor *t) {
     if (weight_at.emplace(t->data, (int)weights.size()).second) {
         Weight w;
@@ -56,7 +65,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Buffer *c = ctx(b);
     d.synchronize();
     d.programs.clear(); // their shadows may point into it
-    if (c->weights) {
+    if (c->weights && d.copy) {
         d.reset_ring();
         ggml_backend_synchronize(d.copy); // copies for the next graph may still be reading the file
     }
@@ -101,6 +110,9 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
     GGML_ASSERT(!c->weights && "frameshard: model weights are read-only");
+    if (d.parked) {
+        GGML_ABORT("frameshard: a buffer is used while the device is parked");
+    }
     if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
     }

@@ -54,6 +54,7 @@ struct Buffer {
     size_t size = 0;
     bool weights = false; // a window on the model file: no inner buffer, base is the mapping
     bool pinned = false;
+    bool parked = false; // its bytes wait in the reserved range for a new inner buffer
     ggml_backend_buffer_t inner = nullptr;
     char *inner_base = nullptr;
 };
@@ -180,6 +181,9 @@ struct Device {
         return s < (int)slabs.size() && slabs[s].ready;
     }
     fsd_status commit(std::string &why);
+    bool open_streams();
+    void park();
+    bool parked = false;
     bool apply_budget_if_idle();
     void read_page_budget(); // [any thread] what the frame block asks for becomes the requested budget
     void answer_page();      // [any thread]
@@ -209,6 +213,7 @@ ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes);
 // Zeroed memory of which pages that nothing touches cost nothing.
 char *reserve_addresses(size_t size);
 void release_addresses(char *p, size_t size);
+void forget_pages(char *p, size_t size);
 
 ggml_backend_reg_t registry();
 ggml_backend_dev_t plugin_device();

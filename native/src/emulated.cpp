@@ -235,6 +235,10 @@ struct Emulated {
 
     std::atomic<uint64_t> n_computes{0};
     std::atomic<bool> lost{false};
+
+    uint64_t others() const {
+        return n_computes.load() < config.faults.other_from ? 0 : (uint64_t)config.faults.other_mb << 20;
+    }
 };
 
 struct Event {
@@ -524,7 +528,8 @@ ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
     {
         std::lock_guard<std::mutex> lock(d.ledger);
         d.n_allocations++;
-        if (d.n_allocations == d.config.faults.alloc || d.lost.load() || size > d.config.vram_bytes - d.used) {
+        if (d.n_allocations == d.config.faults.alloc || d.lost.load() ||
+            d.used + d.others() + size > d.config.vram_bytes) {
             return nullptr;
         }
         d.used += size;
@@ -716,7 +721,7 @@ const char *device_description(ggml_backend_dev_t) { return "emulated GPU (ggml-
 void device_memory(ggml_backend_dev_t device, size_t *free, size_t *total) {
     Emulated &d = device_of(device);
     std::lock_guard<std::mutex> lock(d.ledger);
-    *free = d.config.vram_bytes - d.used;
+    *free = d.config.vram_bytes - std::min(d.config.vram_bytes, d.used + d.others());
     *total = d.config.vram_bytes;
 }
 
@@ -828,6 +833,8 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"compute_stuck", &read.compute_stuck, nullptr},
         {"stuck_ms", nullptr, &read.stuck_ms},
         {"free_ms", nullptr, &read.free_ms},
+        {"other_mb", nullptr, &read.other_mb},
+        {"other_from", &read.other_from, nullptr},
     };
     std::string rest = script != nullptr ? script : "";
     while (!rest.empty()) {

@@ -19,7 +19,9 @@ struct fs_emulated_faults {
     uint64_t compute_fail = 0;  // this compute returns GGML_STATUS_FAILED and the device is lost
     uint64_t compute_stuck = 0; // this compute hangs for stuck_ms before it runs
     uint32_t stuck_ms = 60000;
-    uint32_t free_ms = 0; // every free takes this long
+    uint32_t free_ms = 0;  // every free takes this long
+    uint32_t other_mb = 0; // another process holds so many MiB of the card, from compute other_from on
+    uint64_t other_from = 0;
 };
 
 struct fs_emulated_config {
@@ -38,8 +40,9 @@ struct fs_emulated_stats {
     bool lost;                     // a compute failed: every later compute and allocation fails
 };
 
-// Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20" (any subset, any order) into faults. False,
-// with faults unchanged, when the script is not of that form. Null and empty are scripts without faults.
+// Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20,other_mb=512,other_from=40" (any subset, any
+// order) into faults. False, with faults unchanged, when the script is not of that form. Null and empty are scripts
+// without faults.
 bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults);
 
 // As above, from the environment variable FRAMESHARD_FAULTS.

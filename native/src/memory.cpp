@@ -1,5 +1,6 @@
 // VRAM: the ledger, the arena of slabs, the ring's memory, and what a change of budget does to them.
 #include "device.h"
+#include "executor.h"
 
 #include <cstring>
 
@@ -160,10 +161,55 @@ bool Device::materialise(Buffer *b) {
     if (!inner_buffer) {
         return false;
     }
-    ggml_backend_buffer_clear(inner_buffer.get(), 0);
     b->inner_base = (char *)ggml_backend_buffer_get_base(inner_buffer.get());
+    if (b->parked) {
+        ggml_tensor raw = raw_tensor(inner_buffer.get(), b->inner_base, b->size);
+        ggml_backend_tensor_set(&raw, b->base, 0, b->size);
+        forget_pages(b->base, b->size);
+        b->parked = false;
+    } else {
+        ggml_backend_buffer_clear(inner_buffer.get(), 0);
+    }
     b->inner = inner_buffer.release();
     return true;
+}
+
+bool Device::open_streams() {
+    compute = compute ? compute : ggml_backend_dev_init(inner, nullptr);
+    copy = copy ? copy : ggml_backend_dev_init(inner, nullptr);
+    return compute && copy;
+}
+
+// All VRAM is given back but the driver's context; KV and compute buffers go to the host addresses that were reserved for
+// them. commit() takes it all again.
+void Device::park() {
+    synchronize();
+    while (!slabs.empty()) {
+        pop_slab();
+    }
+    resize_ring(0);
+    programs.clear();
+    for (Buffer *b : buffers) {
+        if (b->inner) {
+            ggml_tensor raw = raw_tensor(b->inner, b->inner_base, b->size);
+            ggml_backend_tensor_get(&raw, b->base, 0, b->size);
+            InnerBuffer given(b->inner);
+            release(Use::buffers, given);
+            b->inner = nullptr;
+            b->inner_base = nullptr;
+            b->parked = true;
+        }
+    }
+    release(Use::core, core);
+    release(Use::scratch, scratch);
+    core_base = scratch_base = nullptr;
+    // The inner device's pools and workspaces belong to its backends.
+    ggml_backend_free(copy);
+    ggml_backend_free(compute);
+    copy = compute = nullptr;
+    parked = true;
+    committed = false;
+    update_placements();
 }
 
 void Device::update_floor() {

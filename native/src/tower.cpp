@@ -174,8 +174,6 @@ static void start_tower(Device &t, Device &d) {
     if (!t.configured.load()) {
         t.inner = d.inner;
         t.emulated = d.emulated;
-        t.compute = d.compute;
-        t.copy = d.copy;
         t.cpu = d.cpu;
         t.n_threads = d.n_threads;
         t.chunk_bytes = d.chunk_bytes;
@@ -183,6 +181,8 @@ static void start_tower(Device &t, Device &d) {
         t.slab_bytes = d.slab_bytes;
         t.configured.store(true);
     }
+    t.compute = d.compute; // others after a park
+    t.copy = d.copy;
     t.piece_bytes = d.piece_bytes; // no larger than what the language model's ring has room for
     for (Buffer *b : t.buffers) {
         // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.

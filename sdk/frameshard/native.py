@@ -370,6 +370,20 @@ class ShardDevice:
         """Takes the VRAM the model cannot do without. Raises BudgetBelowFloor, OutOfMemory."""
         self._check(self._lib.fsd_commit())
 
+    def park(self) -> None:
+        """Gives all VRAM back but the driver's; the KV cache waits in host memory. No decode until :meth:`unpark`."""
+        self._check(self._lib.fsd_park())
+
+    def unpark(self) -> None:
+        """Takes it again, within the budget in force. Raises BudgetBelowFloor, OutOfMemory; it stays parked then."""
+        self._check(self._lib.fsd_unpark())
+
+    def memory(self) -> tuple[int, int]:
+        """Any thread: bytes free and in all, as the inner device says."""
+        free, total = ctypes.c_uint64(), ctypes.c_uint64()
+        self._check(self._lib.fsd_get_memory(ctypes.byref(free), ctypes.byref(total)))
+        return free.value, total.value
+
     def open_frame_block(self, path: str | None) -> None:
         """Any thread: works around the frames that the host writes into this page. Raises BadArgument."""
         self._check(self._lib.fsd_open_frame_block(None if path is None else os.fsencode(path)))

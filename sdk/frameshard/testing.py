@@ -90,13 +90,14 @@ class _FakeEngine:
         self._reader = channel.Reader()
         self._jobs: dict[int, _Job] = {}
         self._budget = 0
+        self._parked = False
         self._n_ctx = 0
         self._settings: dict[str, Any] = {}
 
     def run(self) -> None:
         due = 0.0
         while True:
-            wait = max(0.0, due - time.monotonic()) if self._jobs else None
+            wait = max(0.0, due - time.monotonic()) if self._jobs and not self._parked else None
             readable, _, _ = select.select([self._sock], [], [], wait)
             if readable:
                 data = self._sock.recv(1 << 16)
@@ -105,7 +106,7 @@ class _FakeEngine:
                 for op in self._reader.feed(data):
                     if not self._obey(op):
                         return
-            if time.monotonic() >= due:
+            if time.monotonic() >= due and not self._parked:
                 for job in list(self._jobs.values()):
                     self._step(job)
                 due = time.monotonic() + self._args.delay
@@ -124,6 +125,8 @@ class _FakeEngine:
                 self._say("cancelled", job=op["job"])
         elif kind == "budget":
             self._set_budget(op)
+        elif kind == "plan":
+            self._plan(op)
         elif kind == "stats":
             self._say("stats", seq=op["seq"], stats=self._stats())
         elif kind in ("frame_block", "pacing"):
@@ -160,6 +163,7 @@ class _FakeEngine:
             "budget_bytes": self._budget,
             "plan": {},
         }
+        self._watch()
         self._say("ready", info=info)
         if self._args.crash_when_idle:
             _die()
@@ -219,6 +223,7 @@ class _FakeEngine:
         return sum(job.words[index % len(job.words)].encode()) + index
 
     def _set_budget(self, op: dict[str, Any]) -> None:
+        self._parked = op["state"] == "parked"
         if 0 < op["bytes"] < self._floor():
             error = self._below_floor(op["bytes"])
             self._say("budget", seq=op["seq"], phase="refused", error=error.to_wire())
@@ -229,11 +234,28 @@ class _FakeEngine:
         self._say("budget", seq=op["seq"], phase="released", **released)
         self._say("budget", seq=op["seq"], phase="observed", observed_bytes=None, seconds=0.0)
 
+    def _watch(self) -> None:
+        sizes = {"used_bytes": self._used(), "floor_bytes": self._floor(), "full_bytes": int(self._args.full * MIB)}
+        self._say("watch", **sizes, total_bytes=None, free_bytes=None, appeared=[], excess_bytes=0)
+
+    def _plan(self, op: dict[str, Any]) -> None:
+        rows = []
+        for budget in op["budgets"]:
+            fits = budget == 0 or budget >= self._floor()
+            times = {"ttft_s": 0.001 * op["prompt_tokens"], "tokens_per_second": 100.0} if fits else {}
+            held = {"resident_bytes": budget, "streamed_bytes": 0, "cpu_bytes": 0}
+            rows.append(
+                {"vram_budget_bytes": budget, "fits": fits, "ttft_s": None, "tokens_per_second": None, **times, **held}
+            )
+        self._say("plan", seq=op["seq"], rows=rows)
+
     def _floor(self) -> int:
         return int(self._args.floor * MIB)
 
     def _used(self) -> int:
         full = int(self._args.full * MIB)
+        if self._parked:
+            return 0
         return min(self._budget, full) if self._budget else full
 
     def _below_floor(self, budget: int) -> BudgetBelowFloor:

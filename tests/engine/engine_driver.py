@@ -37,14 +37,16 @@ class EngineProcess:
         self.socket.sendall(channel.pack(message))
 
     def next_event(self, *, seconds: float = PATIENCE_S) -> Event:
-        """The next event, whatever it is. Raises EOFError when the engine has closed."""
+        """The next event, whatever it is, looks at the device's memory and first answers to a budget aside. Raises
+        EOFError when the engine has closed."""
         deadline = time.monotonic() + seconds
         while not self._events:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             data = self.socket.recv(1 << 16)
             if not data:
                 raise EOFError
-            self._events += self._reader.feed(data)
+            events = self._reader.feed(data)
+            self._events += [e for e in events if e["ev"] != "watch" and e.get("phase") != "lease"]
         return self._events.pop(0)
 
     def wait_for(self, *names: str, job: int | None = None, seconds: float = PATIENCE_S) -> Event:

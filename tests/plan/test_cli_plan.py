@@ -58,13 +58,17 @@ def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) 
     assert lines[3].split()[0] == "600"
 
 
-def test_plan_for_a_machine_by_name(model_path: Path) -> None:
+def test_plan_for_a_machine_by_name_and_its_plot(model_path: Path, tmp_path: Path) -> None:
     args = ("plan", "--model", str(model_path), "--profile", "laptop-rtx-4060-8gb", "--vram-budget", "full")
     row = document(*args)["rows"]
-    result = frameshard(*args)
+    picture = tmp_path / "plan.svg"
+    result = frameshard(*args, "--plot", str(picture))
     assert isinstance(row, list)
     assert row[0]["predicted_decode_tps"] > 100
     assert "not measured" in result.stdout
+    assert "<svg" in picture.read_text()
+    refused = frameshard(*args, "--plot", str(tmp_path / "no" / "plan.svg"))
+    assert "no folder" in refused.stderr
 
 
 def test_plan_on_the_emulated_device(model_path: Path) -> None:

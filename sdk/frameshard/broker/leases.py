@@ -2,7 +2,7 @@
 
 The last word counts, whoever says it, except that a version which is not above the one in force is refused. Decides and
 does no I/O, and time is a parameter: what the engine shall do is left in :attr:`Lease.ops`, what hosts shall hear in
-:attr:`Lease.notices`.
+:attr:`Lease.notices`. bindings/PROTOCOL.md, "The lease", says what hosts may rely on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from frameshard.errors import (
     BadArgument,
     BadMessage,
+    BudgetBelowFloor,
     DeadlineMissed,
     FrameshardError,
     Overloaded,
@@ -26,13 +27,26 @@ from frameshard.wire.connection import ServerConnection
 MAX_PENDING = 64
 """Changes that wait for an acknowledgement; also how many that are over can be asked for again."""
 
+IDLE_S = 5.0
+"""Without a job, before what is above the host's floor is given back."""
+
+WANTS_EVERY_S = 10.0
+
+LOW_BYTES = 128 << 20
+"""Less than this free on the device is a near-miss of running out: the sidecar shrinks until `ENOUGH_BYTES` are."""
+
+ENOUGH_BYTES = 256 << 20
+PRESSURE_EVERY_S = 1.0
+OWN_TIMEOUT_S = 5.0
+
 
 @dataclass(eq=False)
 class _Change:
     connection: ServerConnection
     request: m.BudgetSet
     asked_at: float
-    version_before: int
+    before: tuple[int, m.LeaseState]
+    """Version and state that a refusal brings back."""
     waited_s: float = 0.0
     """For an engine, before it was asked."""
     said: list[m.Reply] = field(default_factory=list)
@@ -67,16 +81,26 @@ class Lease:
         self.total_bytes: int | None = None
         """Of the device; None where nothing tells, and so `free_bytes`."""
         self.free_bytes: int | None = None
+        self.load_s = 0.0
+        """From the last start of an engine to when it was ready."""
+        self.ops: list[dict[str, Any]] = []
+        """For the engine, in order; the caller takes them out."""
+        self.notices: list[m.Notice] = []
+        """For sessions that want them; the caller takes them out."""
         self._epoch = epoch
         self._changes: dict[int, _Change] = {}
         self._over: deque[_Change] = deque(maxlen=MAX_PENDING)
         self._newest: dict[ServerConnection, int] = {}
         self._numbers = 0
-        self._load_s = 0.0
-        self.ops: list[dict[str, Any]] = []
-        """For the engine, in order; the caller takes them out."""
-        self.notices: list[m.Notice] = []
-        """For sessions that want them; the caller takes them out."""
+        self._reached: m.LeaseState = "active"
+        self._asleep = False
+        """There is no engine, and none is to come before the state is active again."""
+        self._keep_bytes = 0
+        self._idle_since: float | None = None
+        self._given_back = False
+        self._pressed_bytes = 0
+        self._wants_at = 0.0
+        self._pressure_at = 0.0
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -100,15 +124,30 @@ class Lease:
             )
         if len(self._changes) >= MAX_PENDING:
             raise Overloaded(f"{MAX_PENDING} budget changes wait already")
+        if request.state == "parked" and self.state == "hibernated":
+            raise BadArgument("a hibernated sidecar has to become active before it can be parked", field="state")
+        if (request.state != "active" or self._asleep) and 0 < request.vram_budget_bytes < self.floor_bytes:
+            raise BudgetBelowFloor(
+                f"a VRAM budget of {request.vram_budget_bytes >> 20} MiB is below the floor",
+                budget_bytes=request.vram_budget_bytes,
+                floor_bytes=self.floor_bytes,
+            )
         self._newest[connection] = request.id
         self._numbers += 1
-        change = self._changes[self._numbers] = _Change(connection, request, now, self.version)
+        change = self._changes[self._numbers] = _Change(connection, request, now, (self.version, self.state))
         self.version = request.version or self.version
-        self._ask(self._numbers)
+        self.state = request.state
+        if request.state == "hibernated":
+            self._grant(change, 0.0)
+            if self._asleep:
+                self.engine_hibernated(now)
+        elif self._asleep:
+            self._grant(change, self.load_s)  # an engine is started, and told when it is ready
+        else:
+            self._ask(self._numbers)
 
-    def describe(self, request_id: int, open_jobs: int) -> m.Budget:
-        """The answer to budget_get."""
-        short = open_jobs > 0 and 0 < self.budget_bytes < self.full_bytes
+    def describe(self, request_id: int, jobs: int) -> m.Budget:
+        """The answer to budget_get, with so many jobs open."""
         return m.Budget(
             request_id,
             self._epoch,
@@ -117,7 +156,7 @@ class Lease:
             full_bytes=self.full_bytes,
             state=self.state,
             version=self.version,
-            wanted_bytes=self.full_bytes if short else self.used_bytes,
+            wanted_bytes=self.full_bytes if jobs and self._short() else self.used_bytes,
             used_bytes=self.used_bytes,
         )
 
@@ -129,6 +168,54 @@ class Lease:
             self._over.remove(change)
         self._newest.pop(connection, None)
 
+    # ---- on its own -------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float, jobs: int) -> None:
+        """What is due: to be called when a job comes, and a few times a second; `jobs` are open."""
+        if jobs and now >= self._wants_at and self._short():
+            self._wants_at = now + WANTS_EVERY_S
+            wanted = self.full_bytes if self.state == "active" else self.budget_bytes or self.full_bytes
+            self._notify("wants", wanted, detail=f"{jobs} jobs are open")
+        if jobs:
+            self._idle_since = None
+            if self._given_back:
+                self._given_back = False
+                self._ask_own("gives_back", "a job takes up the lease")
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif (
+            self._keep_bytes
+            and not self._given_back
+            and now - self._idle_since >= IDLE_S
+            and not self._busy()
+            and self.used_bytes > max(self._keep_bytes, self.floor_bytes)
+        ):
+            self._given_back = True
+            self._ask_own("gives_back", "there are no jobs")
+
+    def _short(self) -> bool:
+        return self.state != "active" or 0 < self.budget_bytes < self.full_bytes
+
+    def _busy(self) -> bool:
+        """The engine is not there, or is being told something that may change all."""
+        return self._asleep or self.state != "active" or any(not change.released for change in self._changes.values())
+
+    def _bound(self) -> int:
+        """What the engine is told: the host's word, or less where the sidecar holds back by itself; 0: no limit."""
+        bounds = [self.budget_bytes, self._pressed_bytes]
+        if self._given_back:
+            bounds.append(max(self._keep_bytes, self.floor_bytes))
+        return min((bound for bound in bounds if bound), default=0)
+
+    def _ask_own(self, kind: m.NoticeKind, detail: str) -> None:
+        self._numbers += 1
+        bound = self._bound()
+        self.ops.append(self._op(self._numbers, bound, "active", OWN_TIMEOUT_S))
+        self._notify(kind, bound or self.full_bytes, detail=detail)
+
+    def _notify(self, kind: m.NoticeKind, n_bytes: int, seconds: float = 0.0, detail: str = "") -> None:
+        self.notices.append(m.Notice(self._epoch, kind, n_bytes, seconds, detail))
+
     # ---- engine -----------------------------------------------------------------------------------------------------
 
     def engine_load_bytes(self) -> int:
@@ -136,11 +223,14 @@ class Lease:
         wanted = [change.request.vram_budget_bytes for change in self._changes.values() if not change.released]
         if wanted and (wanted[-1] == 0 or wanted[-1] >= self.floor_bytes):
             return wanted[-1]
-        return self.budget_bytes
+        return self._bound()
 
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
         """An engine runs with `budget_bytes`; it is told all changes that its predecessor had not made."""
-        self.floor_bytes, self.full_bytes, self.budget_bytes = floor_bytes, full_bytes, budget_bytes
+        self._asleep = False
+        self.floor_bytes, self.full_bytes = floor_bytes, full_bytes
+        if not self._given_back and not self._pressed_bytes:
+            self.budget_bytes = budget_bytes
         for number, change in list(self._changes.items()):
             if change.released:
                 self._observed(number, None, 0.0)  # the process that was to be observed is gone
@@ -151,57 +241,123 @@ class Lease:
     def engine_lost(self) -> None:
         self.ops.clear()
 
+    def engine_hibernated(self, now: float) -> None:
+        """The engine process has ended, and no other comes before an active lease is asked for."""
+        self._asleep = True
+        self.used_bytes = 0
+        asked_at = now
+        pending = list(self._changes.items())
+        last = max((at for at, (_, change) in enumerate(pending) if change.request.state != "active"), default=-1)
+        for number, change in pending[: last + 1]:
+            self.budget_bytes = change.request.vram_budget_bytes
+            asked_at = change.asked_at
+            self._grant(change, 0.0)
+            if not change.released:
+                self._released(change, now - change.asked_at)
+            self._observed(number, 0, now - change.asked_at)
+        if self.state == "parked":
+            self.state = "hibernated"
+        self._reach("hibernated", now - asked_at)
+
     def fail_all(self, error: FrameshardError) -> None:
         """There will be no engine."""
         for number in list(self._changes):
             self._refused(number, error)
 
-    def engine_event(self, event: dict[str, Any]) -> None:
-        """Takes an acknowledgement. Raises :class:`BadMessage` when the engine makes no sense."""
+    def engine_event(self, event: dict[str, Any], now: float) -> None:
+        """Takes an answer or a look at the device. Raises :class:`BadMessage` when the engine makes no sense."""
         try:
-            self._take(event)
+            if event["ev"] == "watch":
+                self._look(event, now)
+            else:
+                self._take(event)
         except (KeyError, TypeError, ValueError, BadArgument) as error:
-            raise BadMessage(f"the engine's budget event is wrong: {error!r}") from None
+            raise BadMessage(f"the engine's {event['ev']} event is wrong: {error!r}") from None
 
     def _take(self, event: dict[str, Any]) -> None:
-        phase, change = event["phase"], self._changes.get(event["seq"])
+        phase, number = event["phase"], event["seq"]
+        change = self._changes.get(number)
         if phase == "released":
-            self.budget_bytes, self.used_bytes = event["budget_bytes"], event["used_bytes"]
+            self.used_bytes = event["used_bytes"]
+            if change is not None or number == 0:  # 0: a budget in the frame block
+                self.budget_bytes = event["budget_bytes"]
+                self._given_back, self._pressed_bytes, self._idle_since = False, 0, None
+        if phase == "late":
+            self._notify("late", event["budget_bytes"], float(event["seconds"]), "the release lags behind")
         if change is None:
             return
         request = change.request
         if phase == "lease":
-            if not change.granted:
-                reached, seconds = event["budget_bytes"], float(event["seconds"])
-                decision: m.Decision = "granted" if reached == request.vram_budget_bytes else "partial"
-                change.say(m.Lease(request.id, self._epoch, decision, reached, seconds, self.version))
+            self._grant(change, float(event["seconds"]), event["budget_bytes"])
         elif phase == "released":
+            self._keep_bytes = request.floor_bytes
             seconds = change.waited_s + float(event["seconds"])
-            change.say(m.Released(request.id, self._epoch, self.budget_bytes, self.used_bytes, seconds))
+            self._released(change, seconds)
+            self._reach(request.state, seconds)
         elif phase == "observed":
-            self._observed(event["seq"], event["observed_bytes"], change.waited_s + float(event["seconds"]))
+            self._observed(number, event["observed_bytes"], change.waited_s + float(event["seconds"]))
         elif phase == "refused":
-            error = from_wire(event["error"])
-            if isinstance(error, DeadlineMissed):
-                self.budget_bytes = request.vram_budget_bytes  # stays in force, only late
-            elif self.version == request.version:
-                self.version = change.version_before
-            self._refused(event["seq"], error)
-        else:
+            self._refused(number, from_wire(event["error"]))
+        elif phase != "late":
             raise ValueError(phase)
 
-    def _refused(self, number: int, error: FrameshardError) -> None:
-        change = self._changes.pop(number)
-        change.say(m.Error(change.request.id, self._epoch, m.ErrorInfo.of(error)))
-        self._over.append(change)
+    def _look(self, event: dict[str, Any], now: float) -> None:
+        if self.state == "hibernated":
+            return  # an engine that frees its model
+        self.used_bytes, self.floor_bytes = event["used_bytes"], event["floor_bytes"]
+        self.full_bytes = event["full_bytes"]
+        self.total_bytes, self.free_bytes = event["total_bytes"], event["free_bytes"]
+        for pid, n_bytes in event["appeared"]:
+            self._notify("other_process", n_bytes, detail=f"process {pid}" if pid else "")
+        if event["excess_bytes"]:
+            held = f"the driver counts {event['excess_bytes'] >> 20} MiB more than the lease"
+            self._notify("pressure", self._bound(), detail=held)
+        free = self.free_bytes
+        if free is None or free >= LOW_BYTES or now < self._pressure_at or self._busy():
+            return
+        bound = max(self.floor_bytes, self.used_bytes - (ENOUGH_BYTES - free))
+        if bound < self.used_bytes:
+            self._pressure_at = now + PRESSURE_EVERY_S
+            self._pressed_bytes = bound
+            self._ask_own("pressure", f"{free >> 20} MiB of the device are free")
+
+    def _grant(self, change: _Change, seconds: float, reached_bytes: int | None = None) -> None:
+        if change.granted:
+            return
+        request = change.request
+        reached = request.vram_budget_bytes if reached_bytes is None else reached_bytes
+        late = reached != request.vram_budget_bytes or seconds > request.timeout_s
+        change.say(m.Lease(request.id, self._epoch, "partial" if late else "granted", reached, seconds, self.version))
+        if late:
+            self._notify("late", reached, seconds, "the deadline is too short")
+
+    def _released(self, change: _Change, seconds: float) -> None:
+        change.say(m.Released(change.request.id, self._epoch, self.budget_bytes, self.used_bytes, seconds))
 
     def _observed(self, number: int, observed_bytes: int | None, seconds: float) -> None:
         change = self._changes.pop(number)
         change.say(m.Observed(change.request.id, self._epoch, observed_bytes, seconds))
         self._over.append(change)
 
+    def _refused(self, number: int, error: FrameshardError) -> None:
+        change = self._changes.pop(number)
+        request = change.request
+        if isinstance(error, DeadlineMissed):
+            self.budget_bytes = request.vram_budget_bytes  # stays in force, only late
+            self._keep_bytes = request.floor_bytes
+        elif not any(later > number for later in self._changes):
+            self.version, self.state = change.before
+        change.say(m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
+        self._over.append(change)
+
+    def _reach(self, state: m.LeaseState, seconds: float) -> None:
+        if state != self._reached:
+            self._reached = state
+            self._notify("state", self.budget_bytes or self.full_bytes, seconds, state)
+
     def _ask(self, number: int) -> None:
         request = self._changes[number].request
-        self.ops.append(
-            {"op": "budget", "seq": number, "bytes": request.vram_budget_bytes, "timeout_s": request.timeout_s}
-        )
+        self.ops.append(self._op(number, request.vram_budget_bytes, request.state, request.timeout_s))
+
+    def _op(self, number: int, n_bytes: int, state: m.LeaseState, timeout_s: float) -> dict[str, Any]:
+        return {"op": "budget", "seq": number, "bytes": n_bytes, "state": state, "timeout_s": timeout_s}

@@ -32,6 +32,7 @@ RETRY_S = 0.02
 """Until a client whose queue was full is tried again."""
 
 SILENCE_CHECK_S = 0.5
+NEGOTIATE_S = 0.25
 MAX_ASKED = 64
 """Requests for statistics and plans that wait for the engine."""
 
@@ -81,7 +82,7 @@ class Server:
         """Until :meth:`stop`, or a first load that fails (:attr:`error`)."""
         self._announce = announce
         async with trio.open_nursery() as nursery:
-            for task in (self._retry, self._watch_silence, self._supervise):
+            for task in (self._retry, self._watch_silence, self._supervise, self._keep_negotiating):
                 nursery.start_soon(task)
             await self._stop.wait()
             if self.error is None:
@@ -130,6 +131,16 @@ class Server:
             await trio.sleep(RETRY_S)
             self._flush()
 
+    async def _keep_negotiating(self) -> None:
+        while True:
+            await trio.sleep(NEGOTIATE_S)
+            self._negotiate()
+            if self._lease.ops or self._lease.notices:
+                self._flush()
+
+    def _negotiate(self) -> None:
+        self._lease.tick(trio.current_time(), self._jobs.open)
+
     async def _watch_silence(self) -> None:
         while True:
             await trio.sleep(SILENCE_CHECK_S)
@@ -147,12 +158,17 @@ class Server:
             self._demand_engine()
             self._jobs.submit(connection, request)
             connection.ok(request.id)
+            self._negotiate()
         elif isinstance(request, m.Cancel):
             self._jobs.cancel(connection, request.job)
             connection.ok(request.id)
         elif isinstance(request, m.BudgetSet):
             self._demand_engine()
             self._lease.set(connection, request, trio.current_time())
+            if self._lease.state == "hibernated":
+                self._supervisor.hibernate()
+            elif self._lease.state == "active":
+                self._supervisor.wake()
         elif isinstance(request, m.BudgetGet):
             connection.reply(self._lease.describe(request.id, self._jobs.open))
         elif isinstance(request, m.CapsGet):
@@ -260,6 +276,7 @@ class Server:
             raise BadMessage(f"the engine's info is wrong: {refused}") from None
         budget_bytes = info.get("budget_bytes")
         in_force = budget_bytes if type(budget_bytes) is int else self._lease.engine_load_bytes()
+        self._lease.load_s = self._supervisor.load_s
         self._lease.engine_ready(self._model.floor_bytes, self._model.full_bytes, in_force, trio.current_time())
         for op in self._settings.values():
             self._supervisor.send(op)
@@ -271,8 +288,8 @@ class Server:
 
     def engine_event(self, event: dict[str, Any]) -> bool:
         kind = event.get("ev")
-        if kind == "budget":
-            self._lease.engine_event(event)
+        if kind in ("budget", "watch"):
+            self._lease.engine_event(event, trio.current_time())
         elif kind in ("stats", "plan"):
             asked = self._asked.pop(event.get("seq", 0), None)
             if asked is not None:
@@ -287,6 +304,17 @@ class Server:
         waiting, self._asked = self._asked, {}
         for session, request in waiting.values():
             self._answer(session, request, None)
+        if self._supervisor.state is not states.Engine.HIBERNATED:
+            self._tell_all()
+
+    def engine_wanted(self) -> bool:
+        return self._lease.state == "active"
+
+    def engine_hibernated(self) -> None:
+        self._lease.engine_hibernated(trio.current_time())
+        self._tell_all()
+
+    def engine_woken(self) -> None:
         self._tell_all()
 
     def engine_off(self, error: FrameshardError) -> None:
@@ -329,6 +357,11 @@ class Server:
             for op in ops:
                 self._supervisor.send(op)
             ops.clear()
+        for notice in self._lease.notices:
+            for session in self._sessions:
+                if session.notices:
+                    session.connection.notify(notice)
+        self._lease.notices.clear()
         if self._socket is None:
             return
         while self._sessions.strangers:

@@ -48,8 +48,13 @@ class Owner(Protocol):
         """True for progress. Raises :class:`BadMessage` when the engine makes no sense."""
 
     def engine_lost(self) -> None: ...
+    def engine_wanted(self) -> bool:
+        """False while no engine shall run."""
+
+    def engine_hibernated(self) -> None: ...
     def engine_off(self, error: FrameshardError) -> None: ...
     def engine_busy(self) -> bool: ...
+    def engine_woken(self) -> None: ...
     def engine_changed(self) -> None:
         """Something that was said above may have to be sent on."""
 
@@ -81,6 +86,8 @@ class Supervisor:
         self.state = states.Engine.LOADING
         self.pid: int | None = None
         self.restarts = 0
+        self.load_s = 0.0
+        """From the last start of an engine to when it was ready."""
         self.error: FrameshardError | None = None
         """Why the engine is off, or why the first one could not be loaded."""
         self._config = config
@@ -91,7 +98,10 @@ class Supervisor:
         self._ping_open = False
         self._progress = False
         self._stopping = False
+        self._ending = False
+        self._woken = trio.Event()
         self._fatal: FrameshardError | None = None
+        self._started_at = 0.0
 
     async def run(self) -> None:
         """Until :meth:`stop`, a first load that fails, or the engine is given up; :attr:`error` says why."""
@@ -101,6 +111,9 @@ class Supervisor:
             if self._stopping:
                 return
             was = self.state
+            if was is not states.Engine.LOADING and (self._ending or not self._owner.engine_wanted()):
+                await self._hibernated()
+                continue
             logger.warning("the engine ended (%s) while %s", status, was.value)
             if was is states.Engine.LOADING:
                 self.error = self._fatal or EngineDied(f"the engine ended while it loaded the model ({status})")
@@ -118,6 +131,9 @@ class Supervisor:
                 return
             self._owner.engine_changed()
             await trio.sleep(delay)
+            if not self._owner.engine_wanted():
+                await self._hibernated()
+                continue
             self.restarts += 1
 
     def send(self, op: dict[str, Any]) -> None:
@@ -134,6 +150,30 @@ class Supervisor:
         if self.pid is not None:
             logger.warning("killing the engine: %s", why)
             os.kill(self.pid, signal.SIGKILL)
+
+    async def _hibernated(self) -> None:
+        """Until an engine is wanted again."""
+        self._move("hibernated")
+        self._owner.engine_lost()
+        self._owner.engine_hibernated()
+        self._owner.engine_changed()
+        while not self._owner.engine_wanted():
+            self._woken = trio.Event()
+            await self._woken.wait()
+        self._ending = False
+        self._move("woken")
+        self._owner.engine_woken()
+        self._owner.engine_changed()
+
+    def wake(self) -> None:
+        """An engine is wanted again."""
+        self._woken.set()
+
+    def hibernate(self) -> None:
+        """Ends the engine; the next one comes with :meth:`wake`. Such an end never counts as a death."""
+        if self.pid is not None and not self._ending:
+            self._ending = True
+            self.send({"op": "stop"})
 
     async def stop(self) -> None:
         """Ends the engine for good."""
@@ -162,6 +202,7 @@ class Supervisor:
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         self.pid, self._fatal = process.pid, None
         self._silent, self._ping_open, self._progress = 0, False, False
+        self._started_at = trio.current_time()
         self._send, receive = trio.open_memory_channel[dict[str, Any]](math.inf)
         self.send({"op": "load", **self._load()})
         try:
@@ -208,6 +249,7 @@ class Supervisor:
             self._ping_open = False
         elif kind == "ready":
             self._move("ready")
+            self.load_s = trio.current_time() - self._started_at
             self._owner.engine_ready(event.get("info", {}))
         elif kind == "fatal":
             error = event.get("error")
@@ -218,7 +260,11 @@ class Supervisor:
 
     async def _watch(self) -> None:
         while True:
+            ending = self._ending
             await trio.sleep(WATCH_S)
+            if ending:
+                self.kill("it does not stop")
+                return
             self._silent += 1
             if self.state is not states.Engine.READY:
                 bound = self._config.hang_load_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from frameshard.errors import BadArgument
 
 if TYPE_CHECKING:
     from frameshard.native import Span
+    from frameshard.plan.planner import Plan
 
 _FORMATS = (".svg", ".png", ".pdf")
 _LANES = {"copy": ("copies", "#4477aa"), "device": ("GPU", "#228833"), "cpu": ("CPU", "#ee6677")}
@@ -92,3 +93,54 @@ def draw_timeline(path: str, title: str, windows: Sequence[Window]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def draw_plans(path: str, title: str, sweep: Sequence[Plan], marked: Sequence[Plan], n_prompt: int) -> None:
+    """TTFT and decode rate over the budgets of ``sweep``, with their bounds and llama.cpp's static offload; dots at
+    ``marked``."""
+    pyplot = _pyplot()
+    panels: list[tuple[str, list[tuple[str, str, str, Callable[[Plan], float]]]]] = [
+        (
+            f"seconds to the first token, prompt of {n_prompt}",
+            [
+                ("frameshard, predicted", "#4477aa", "-", lambda plan: plan.predicted_ttft(n_prompt)),
+                ("bound", "#4477aa", ":", lambda plan: plan.bound_ttft(n_prompt)),
+                ("static offload (-ngl)", "#bb5566", "--", lambda plan: plan.static_ttft(n_prompt)),
+            ],
+        ),
+        (
+            "tokens per second, one sequence",
+            [
+                ("frameshard, predicted", "#4477aa", "-", lambda plan: plan.predicted_decode_tps()),
+                ("bound", "#4477aa", ":", lambda plan: plan.bound_decode_tps()),
+                ("static offload (-ngl)", "#bb5566", "--", lambda plan: plan.static_decode_tps()),
+            ],
+        ),
+    ]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 4.6))
+    for axis, (what, lines) in zip(axes, panels, strict=True):
+        for label, colour, style, value in lines:
+            axis.plot([_gib(plan) for plan in sweep], [value(plan) for plan in sweep], style, color=colour, label=label)
+        value = lines[0][3]
+        axis.plot([_gib(plan) for plan in marked], [value(plan) for plan in marked], "o", color=lines[0][1])
+        for plan in marked:
+            axis.annotate(
+                f"{value(plan):.3g}", (_gib(plan), value(plan)), (4, 5), textcoords="offset points", fontsize=8
+            )
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        axis.set_title(what, loc="left", fontsize=10)
+        axis.set_xlabel("VRAM budget, GiB")
+        axis.grid(alpha=0.3, which="both")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _gib(plan: Plan) -> float:
+    return plan.budget_bytes / 2**30

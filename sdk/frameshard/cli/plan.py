@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _MiB = 1 << 20
 _DRIVER_BYTES = 512 * _MiB  # what a driver's context and libraries hold; exact once an engine runs
+_POINTS = 60  # budgets in a plot
 _COLUMNS = ("budget", "resident", "streamed", "cpu", "ring", "TTFT s", "bound", "tok/s", "bound")
 
 
@@ -29,6 +30,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of prompt (512)")
     parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw both over all budgets, with bounds and llama.cpp's static offload (.svg, .png, .pdf)",
+    )
+    parser.add_argument(
         "--profile",
         metavar="NAME|FILE",
         help="plan for the machine of this profile, measuring nothing: a file, or a name of those that come with "
@@ -42,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
         import frameshard.engine  # noqa: F401 - llama.cpp before numpy
 
     from frameshard import models
+    from frameshard.cli import figures
     from frameshard.cli.profile import measure
     from frameshard.plan import machine, planner
     from frameshard.plan.model import read_model
 
+    if args.plot:
+        figures.check(args.plot)
     words = [word.strip() for word in args.vram_budget.split(",")]
     budgets = [None if word in ("floor", "full") else common.parse_size(word) for word in words]
     model = read_model(models.resolve(args.model))
@@ -73,14 +82,18 @@ def run(args: argparse.Namespace) -> int:
     full = plan(0)
     floors = {"floor": full.floor_bytes, "full": full.full_bytes}
     plans = [plan(floors[word] if size is None else size) for word, size in zip(words, budgets, strict=True)]
+    where = str(profile.fingerprint.get("gpus", device))
+    if profile.sources and not profile.products:
+        where += ", by its spec sheet (not measured)"
+    if args.plot:
+        step = max(1, (full.full_bytes - full.floor_bytes) // _POINTS)
+        sweep = [plan(budget) for budget in range(full.floor_bytes, full.full_bytes, step)] + [full]
+        figures.draw_plans(args.plot, f"{model.path.name} on {where}", sweep, plans, args.prompt)
     if args.json:
         rows = [{"budget_mb": plan.budget_bytes / _MiB, **plan.summary(args.prompt)} for plan in plans]
         document = {"model": str(model.path), "device": device, "profile": profile.to_dict(), "rows": rows}
         common.emit_json(document)
         return 0
-    where = str(profile.fingerprint.get("gpus", device))
-    if profile.sources and not profile.products:
-        where += ", by its spec sheet (not measured)"
     print(
         f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {where}\n"
         f"floor {-(-full.floor_bytes // _MiB)} MiB, everything resident from {-(-full.full_bytes // _MiB)} MiB "
@@ -89,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     print("".join(f"{column:>10}" for column in _COLUMNS))
     for plan_ in plans:
         print(_row(plan_, args.prompt))
+    if args.plot:
+        print(f"drawn in {args.plot}")
     return 0
 
 

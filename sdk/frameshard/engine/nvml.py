@@ -54,6 +54,36 @@ class Observer:
                 self._listed_as = new[0]
         return None if self._listed_as is None else processes.get(self._listed_as)
 
+    def totals(self) -> tuple[int, int] | None:
+        """Bytes free and in all on the GPUs that this process uses (on the first while it uses none); ``None`` where
+        the driver does not tell."""
+        if self._nvml is None:
+            return None
+        try:
+            mine = [handle for handle in self._handles if self._listed_as in self._on(handle)] or self._handles[:1]
+            memory = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in mine]
+        except self._nvml.NVMLError:
+            return None
+        return sum(each.free for each in memory), sum(each.total for each in memory)
+
+    def others(self) -> dict[int, int]:
+        """Bytes that each other process holds on any GPU, those that draw included; empty where nothing is told."""
+        found: dict[int, int] = {}
+        if self._nvml is not None:
+            try:
+                for handle in self._handles:
+                    for pid, n_bytes in self._on(handle).items():
+                        found[pid] = found.get(pid, 0) + n_bytes
+            except self._nvml.NVMLError:
+                return {}
+        return {pid: n_bytes for pid, n_bytes in found.items() if pid not in (self.pid, self._listed_as)}
+
+    def _on(self, handle: Any) -> dict[int, int]:
+        nvml = self._nvml
+        listed = [*nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        listed += nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
+        return {process.pid: process.usedGpuMemory or 0 for process in listed}
+
     def _processes(self) -> dict[int, int]:
         used: dict[int, int] = {}
         for handle in self._handles:

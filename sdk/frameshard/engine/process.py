@@ -15,6 +15,7 @@ The process ends when the socket does: it must never outlive the broker.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -30,8 +31,9 @@ from typing import Any, NoReturn
 
 from frameshard.engine.batch import Batcher, Event
 from frameshard.engine.runtime import EngineConfig, Runtime
-from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, FrameshardError, Unsupported
-from frameshard.native import SCHEDULING_MODES, Pacing
+from frameshard.engine.watch import Watcher
+from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, DeadlineMissed, FrameshardError, Unsupported
+from frameshard.native import SCHEDULING_MODES, Pacing, ShardDevice
 from frameshard.wire import channel
 
 logger = logging.getLogger("frameshard.engine")
@@ -53,6 +55,8 @@ STUCK_S = 2.0
 """A decode in which nothing moves for so long leaves pings unanswered; one operation may take about a second."""
 
 OBSERVE_EVERY_S = 2.0
+WATCH_S = 0.25
+WATCH_TELL_S = 1.0
 OOM_SCORE_ADJ = 500  # when memory runs out, the sidecar goes before the game
 
 Message = dict[str, Any]
@@ -106,7 +110,8 @@ class Engine:
         self._moved_at = 0.0
         self._page = False
         self._budget_known = 0
-        self._release_rate = 0.0  # bytes per second of the slowest recent release; 0: there was none
+        self._releases: collections.deque[tuple[int, float]] = collections.deque(maxlen=8)  # bytes and seconds
+        self._parked = False
         self._target = 0.0  # tokens per second, 0 for no bound
         self._due = 0.0  # when the next decode may start
 
@@ -114,7 +119,7 @@ class Engine:
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
-        for work in (self._read, self._serve_budgets):
+        for work in (self._read, self._serve_budgets, self._watch):
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
         try:
             while not self._stop:
@@ -142,15 +147,15 @@ class Engine:
 
     def _turn(self) -> None:
         """Commands that came, then one decode, then a little filling."""
-        busy = self._batcher is not None and self._batcher.busy
+        busy = self._batcher is not None and self._batcher.busy and not self._parked
         wait: float | None = max(0.0, self._due - time.monotonic()) if busy else None
-        if self._filling:
+        if self._filling and not self._parked:
             wait = 0.0
         with contextlib.suppress(queue.Empty):
             while not self._stop:
                 self._commands.get(block=wait != 0.0, timeout=wait)()
                 wait = 0.0
-        if self._runtime is None or self._batcher is None or self._stop:
+        if self._runtime is None or self._batcher is None or self._stop or self._parked:
             return
         if self._replan.is_set():
             self._replan.clear()
@@ -202,6 +207,8 @@ class Engine:
         self._batcher = Batcher(self._runtime)
         self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
         self._budget_known = self._runtime.budget_bytes
+        self._watcher = Watcher(self._runtime)
+        self._channel.send(self._watcher.look(parked=False))
         self._loaded.set()
         self._channel.send({"ev": "ready", "info": {**self._info(), "load_s": time.monotonic() - started}})
 
@@ -336,6 +343,21 @@ class Engine:
             "plan": runtime.plan.summary() if runtime.plan else {},
         }
 
+    # --- watch thread ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Tells the broker of the device's memory and of who else uses it."""
+        self._loaded.wait()
+        told, told_at = b"", 0.0
+        with contextlib.suppress(BrokerGone):
+            while not self._stop:  # a model that is being freed has figures of its own
+                time.sleep(WATCH_S)
+                look = self._watcher.look(parked=self._parked)
+                frame = channel.pack(look)
+                if frame != told or time.monotonic() - told_at >= WATCH_TELL_S:
+                    told, told_at = frame, time.monotonic()
+                    self._channel.send(look)
+
     # --- budget thread --------------------------------------------------------------------------------------------
 
     def _serve_budgets(self) -> None:
@@ -355,7 +377,7 @@ class Engine:
                 used = self._runtime.device.stats().used_bytes if self._runtime.device else 0
                 if used != standing:
                     standing, since = used, time.monotonic()
-                elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S:
+                elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S and not self._parked:
                     self._measure_overhead(self._runtime)
                 continue
             with contextlib.suppress(BrokerGone):  # the reader sees that too, and ends the process
@@ -386,13 +408,12 @@ class Engine:
         event: Event = {"ev": "budget", "seq": message.get("seq")}
         try:
             wanted, timeout_s = _integer(message, "bytes"), _seconds(message, "timeout_s", 5.0)
-            self._say_lease(runtime, event, wanted, timeout_s)
-            if runtime.device is not None:
-                try:
-                    runtime.device.set_budget(wanted, timeout_s)
-                finally:
-                    self._replan.set()
-                    self._commands.put(lambda: None)  # wakes an idle main thread
+            park = message.get("state") == "parked"
+            patience_s = self._say_lease(runtime, event, wanted, timeout_s, park)
+            if park or self._parked:
+                self._set_parked(runtime, park, wanted, timeout_s)
+            elif runtime.device is not None:
+                self._change_budget(runtime.device, event, wanted, timeout_s, patience_s)
         except FrameshardError as error:
             self._channel.send({**event, "phase": "refused", "error": error.to_wire()})
             return
@@ -412,8 +433,65 @@ class Engine:
             {**event, "phase": "observed", "observed_bytes": observed, "seconds": time.monotonic() - started}
         )
 
-    def _say_lease(self, runtime: Runtime, event: Event, wanted: int, timeout_s: float) -> None:
-        """What can be reached by the deadline, by the rate of earlier releases; until there was one, all of it.
+    def _change_budget(
+        self, device: ShardDevice, event: Event, wanted: int, timeout_s: float, patience_s: float
+    ) -> None:
+        """Waits at most ``patience_s``, and half-way to the deadline warns that it will not be held."""
+        before, started = device.stats().used_bytes, time.monotonic()
+
+        def warn() -> None:
+            used, passed = device.stats().used_bytes, time.monotonic() - started
+            if used > wanted:
+                rate = (before - used) / passed
+                reached = max(wanted, used - int(rate * (timeout_s - passed)))
+                seconds = passed + (used - wanted) / rate if rate else 0.0
+                with contextlib.suppress(BrokerGone):
+                    self._channel.send({**event, "phase": "late", "budget_bytes": reached, "seconds": seconds})
+
+        warning = threading.Timer(timeout_s / 2, warn)
+        if 0 < wanted < before and patience_s <= timeout_s:  # else it has been said already
+            warning.start()
+        try:
+            device.set_budget(wanted, patience_s)
+        finally:
+            warning.cancel()
+            self._replan.set()
+            self._commands.put(lambda: None)  # wakes an idle main thread
+        released = before - device.stats().used_bytes
+        if released > 0:
+            self._releases.append((released, time.monotonic() - started))
+
+    def _set_parked(self, runtime: Runtime, park: bool, wanted: int, timeout_s: float) -> None:
+        """:raises DeadlineMissed: a decode that was running has not ended in time; it is done when that has."""
+        done = threading.Event()
+        failure: list[FrameshardError] = []
+
+        def change() -> None:
+            try:
+                if park != self._parked and runtime.device is not None:
+                    (runtime.device.park if park else runtime.device.unpark)()
+                self._parked = park
+                self._replan.set()
+            except FrameshardError as error:
+                failure.append(error)
+            done.set()
+
+        if runtime.device is not None:
+            if park and not self._parked:  # between two shards, while the decode goes on that has to end first
+                runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s)
+            else:
+                runtime.device.set_budget(wanted, timeout_s)
+        self._commands.put(change)
+        if not done.wait(timeout_s):
+            raise DeadlineMissed("a decode is still running; it stays in force")
+        if failure:
+            raise failure[0]
+        if park and runtime.device is not None:
+            runtime.device.set_budget(wanted, timeout_s)  # is in force when the memory is taken again
+
+    def _say_lease(self, runtime: Runtime, event: Event, wanted: int, timeout_s: float, park: bool) -> float:
+        """What can be reached by the deadline, by earlier releases; before there were any, all of it. Returns how long
+        to wait for it.
 
         :raises BudgetBelowFloor: nothing changes.
         """
@@ -426,12 +504,15 @@ class Engine:
                     budget_bytes=wanted,
                     floor_bytes=stats.floor_bytes,
                 )
-            excess = stats.used_bytes - wanted if wanted else 0
-            if excess > 0 and self._release_rate > 0:
-                seconds = excess / self._release_rate
+            excess = stats.used_bytes - wanted if wanted and not park else 0
+            # A release takes a while to begin, whatever its size: small ones say nothing of large ones.
+            told = [took * max(1.0, excess / n) for n, took in self._releases if 8 * n >= excess]
+            if excess > 0 and told:
+                seconds = min(told)
                 if seconds > timeout_s:
-                    reached = stats.used_bytes - int(timeout_s * self._release_rate)
+                    reached = stats.used_bytes - int(excess * timeout_s / seconds)
         self._channel.send({**event, "phase": "lease", "budget_bytes": reached, "seconds": seconds})
+        return max(timeout_s, 2 * seconds)
 
     def _plan(self, message: Message) -> None:
         """A thread of its own: predictions at the budgets asked."""

@@ -54,6 +54,7 @@ _KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14
 _HANDOFFS = {"attention": 2.0}
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
+_LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
 
@@ -281,6 +282,15 @@ class Plan:
         """Most tokens per second of one sequence that any placement of the rest gives with this resident set."""
         return 1.0 / self._costs.bound([(self._costs.n_ctx_used, 1)], may_use_cpu=self.mode == "planned")
 
+    def static_ttft(self, n_tokens: int) -> float:
+        """Seconds for the same with this resident set and everything else as llama.cpp has it with ``-ngl``: each graph
+        copies it from pageable memory, and nothing overlaps."""
+        return sum(self._costs.static_seconds(n, done) for done, n in self._graphs(n_tokens))
+
+    def static_decode_tps(self) -> float:
+        """Tokens per second of one sequence when the CPU computes everything that is not resident."""
+        return 1.0 / self._costs.static_seconds(1, self._costs.n_ctx_used)
+
     def summary(self, n_prompt: int = 512, n_parallel: int = 1) -> dict[str, object]:
         """The plan as plain values, for JSON and tables."""
         tiers = [
@@ -478,6 +488,17 @@ class _Costs:
             memory_s=memory_s if may_use_cpu else 0.0,
         )
 
+    def static_seconds(self, n_tokens: int, n_before: int) -> float:
+        """Time of a graph without streaming or overlap, where what is left out are layers that follow each other, or
+        experts."""
+        graph, left_out = self.at(n_tokens, n_before), 1 - self.resident_share
+        always = graph.attention_s + float(self.kernels_s.sum()) + self.turn_s
+        if n_tokens >= _LEAST_OFFLOADED:
+            return always + float((self.n_bytes * left_out).sum() / self.profile.h2d_pageable + graph.on_device.sum())
+        experts = int((self.kind_masks["experts"] & (left_out > 0)).sum())
+        computed = graph.on_device * self.resident_share + graph.on_host * left_out
+        return always + float(computed.sum()) + experts * graph.handoff_s
+
     def attention_flops(self, n_tokens: int, n_before: int) -> float:
         head_dim, n_head, _ = heads_of(self.layout.model)
         return 4.0 * head_dim * n_head * self.layout.model.n_layer * n_tokens * (n_before + n_tokens / 2)
@@ -516,7 +537,7 @@ class _Graph:
         self._device_s = (self.on_device + costs.kernels_s)[order]
         self._cpu_s = (self.on_host * (1 - share))[order]
         self._shared_s = (self.on_device * share)[order]
-        self._handoff_s = costs.turn_s + activations
+        self.handoff_s = costs.turn_s + activations
         self._handoffs = costs.handoffs[order]
         self._copy_s = costs.copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
@@ -533,7 +554,7 @@ class _Graph:
         host = float(self._cpu_s[cpu].sum())
         # Neighbours on the CPU are computed in one go.
         handoffs = self._handoffs - np.concatenate(([False], cpu[:-1]))
-        turns = np.where(cpu, self._shared_s + handoffs * self._handoff_s, self._device_s)
+        turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
         device = float(turns.sum()) + self._always_s
         # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
         both = max(copy, device + host)

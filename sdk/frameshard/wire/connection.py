@@ -29,6 +29,9 @@ from frameshard.wire import states
 MAX_ANSWERS = 256
 """Answers waiting for a client that sends requests and does not read."""
 
+MAX_NOTICES = 64
+"""With so many answers waiting, notices are dropped."""
+
 BEAT_S = 0.5
 """Seconds between two calls of :meth:`ClientConnection.beat`."""
 
@@ -120,6 +123,11 @@ class ServerConnection:
             self.overrun = True
             return
         self._answers.append(m.encode(answer))
+
+    def notify(self, notice: m.Notice) -> None:
+        """Queues a notice like an answer, or drops it when the client does not read."""
+        if len(self._answers) < MAX_NOTICES:
+            self._answers.append(m.encode(notice))
 
     def ok(self, request_id: int) -> None:
         self.reply(m.Ok(request_id, self.epoch))

@@ -1,0 +1,262 @@
+"""The lease: versions, repetitions, the way down and back, and what the sidecar says on its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import trio
+
+import frameshard
+from frameshard import errors
+from frameshard.broker.leases import ENOUGH_BYTES, IDLE_S, LOW_BYTES, WANTS_EVERY_S, Lease
+from frameshard.testing import fake_engine
+from frameshard.wire import messages as m
+from frameshard.wire.connection import ServerConnection
+from sidecars import WORDS, alive, in_trio, launch, raw_peer
+
+MIB = 1 << 20
+EPOCH = 7
+
+
+@in_trio
+async def test_a_version_that_is_not_above_the_one_in_force_changes_nothing() -> None:
+    async with launch() as client, frameshard.connect(client.info) as other:
+        assert (await client.set_budget(64, version=3)).grant.version == 3
+        for late in (client.set_budget(32, version=3), other.set_budget(32, version=2)):
+            with pytest.raises(errors.StaleLease) as refused:
+                await late
+            assert refused.value.detail["version"] == 3
+        assert (await client.budget()).budget_bytes == 64 * MIB
+        # What is refused for another reason leaves its number to be used.
+        with pytest.raises(errors.BudgetBelowFloor):
+            await client.set_budget(1, version=4)
+        assert (await client.budget()).version == 3
+        assert (await other.set_budget(40, version=4)).budget_bytes == 40 * MIB
+        assert (await other.set_budget(48)).grant.version == 4  # without a version the last word counts
+
+
+@in_trio
+async def test_a_change_that_is_said_again_is_not_made_again() -> None:
+    """After a cut a client repeats what has no answer; a newer change, also another client's, must stand."""
+    async with launch() as client:
+        async with raw_peer(client.info) as peer:
+            welcome = await peer.greet()
+            old = m.BudgetSet(5, peer.epoch, 64 * MIB)
+            await peer.say(old)
+            answers = [await peer.hear_of(5) for _ in range(3)]
+            assert [type(answer) for answer in answers] == [m.Lease, m.Released, m.Observed]
+            await peer.say(m.BudgetSet(6, peer.epoch, 1))
+            refused = await peer.hear_of(6)
+            assert refused.error.name == "budget_below_floor"
+        await client.set_budget(32)
+        async with raw_peer(client.info) as peer:
+            assert (await peer.greet(session=welcome.session)).resumed
+            await peer.say(old)
+            assert [await peer.hear_of(5) for _ in range(3)] == answers
+            await peer.say(m.BudgetSet(6, peer.epoch, 1))
+            assert await peer.hear_of(6) == refused
+            await peer.say(m.BudgetSet(4, peer.epoch, 48 * MIB))  # never heard of, but older than what was
+            assert (await peer.hear_of(4)).error.name == "stale_lease"
+        assert (await client.budget()).budget_bytes == 32 * MIB
+
+
+@pytest.mark.parametrize("state", ["parked", "hibernated"])
+@in_trio
+async def test_jobs_wait_for_an_active_lease(state: m.LeaseState) -> None:
+    async with launch(engine=fake_engine(delay_s=0.002), vram_budget_mb=128) as client:
+        notices = client.notices()
+        async with client.complete(WORDS) as stream:
+            for _ in range(5):
+                await stream.__anext__()
+            pid = (await client.stats()).broker.engine_pid
+            assert pid is not None
+            result = await client.set_budget(100, state=state, version=1)
+            assert (result.budget_bytes, result.used_bytes) == (100 * MIB, 0)
+            budget = await client.budget()
+            assert (budget.state, budget.budget_bytes, budget.used_bytes) == (state, 100 * MIB, 0)
+            assert alive(pid) == (state == "parked")
+            async with client.complete("one two") as waiting:
+                broker = (await client.stats()).broker
+                assert (broker.engine_restarts, broker.jobs_queued + broker.jobs_running) == (0, 2)
+                if state == "hibernated":
+                    assert (broker.engine, broker.engine_pid) == ("hibernated", None)
+                    with pytest.raises(errors.BadArgument):
+                        await client.set_budget(100, state="parked")
+                    with pytest.raises(errors.EngineDied):
+                        await client.plan([100])
+                with pytest.raises(errors.BudgetBelowFloor):
+                    await client.set_budget(1, state=state)
+                back = await client.set_budget(120, version=2)
+                assert (back.budget_bytes, back.used_bytes) == (120 * MIB, 120 * MIB)
+                assert (await waiting.completed()).text == "one two"
+            assert (await stream.completed()).text == WORDS
+        broker = (await client.stats()).broker
+        assert (broker.engine, broker.engine_restarts) == ("ready", 0)
+        heard = [await notices.receive() for _ in range(notices.statistics().current_buffer_used)]
+        assert [notice.detail for notice in heard if notice.kind == "state"] == [state, "active"]
+        assert "wants" in {notice.kind for notice in heard}
+
+
+@in_trio
+async def test_an_engine_that_dies_while_it_is_parked_stays_away() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002)) as client:
+        async with client.complete(WORDS) as stream:
+            await stream.__anext__()
+            pid = (await client.stats()).broker.engine_pid
+            assert pid is not None
+            await client.set_budget(100, state="parked")
+            changes = client.engine_changes()
+            os.kill(pid, signal.SIGKILL)
+            assert (await changes.receive()).state == "hibernated"
+            assert (await client.budget()).state == "hibernated"
+            await client.set_budget(100)
+            assert (await stream.completed()).text == WORDS
+
+
+@in_trio
+async def test_hibernating_and_waking_in_one_breath() -> None:
+    """The last word counts, and each of them gets its answers."""
+    async with launch(engine=fake_engine(delay_s=0.001)) as client:
+        async with client.complete(WORDS) as stream:
+            await stream.__anext__()
+            states: list[m.LeaseState] = ["hibernated", "active", "parked", "active", "hibernated", "active"]
+            results: dict[int, frameshard.BudgetResult] = {}
+
+            async def change(number: int) -> None:
+                results[number] = await client.set_budget(60 + number, state=states[number], timeout_s=20)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(len(states)):
+                    nursery.start_soon(change, number)
+                    await trio.lowlevel.checkpoint()
+            assert sorted(results) == list(range(6))
+            budget = await client.budget()
+            assert budget.state == "active"
+            assert (await stream.completed()).text == WORDS
+
+
+@in_trio
+async def test_more_is_asked_for_while_jobs_are_open() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002), vram_budget_mb=64) as client:
+        notices = client.notices()
+        async with client.complete(WORDS):
+            notice = await notices.receive()
+            assert (notice.kind, notice.budget_bytes) == ("wants", 256 * MIB)
+            budget = await client.budget()
+            assert (budget.wanted_bytes, budget.used_bytes) == (256 * MIB, 64 * MIB)
+
+        async def idle() -> bool:
+            return (await client.budget()).wanted_bytes == 64 * MIB
+
+        with trio.fail_after(10):
+            while not await idle():
+                await trio.sleep(0.01)
+
+
+@in_trio
+async def test_caps_and_plans() -> None:
+    async with launch(n_ctx=1024, n_parallel=2) as client:
+        caps = await client.caps_and_requirements()
+        assert (caps.floor_bytes, caps.full_bytes, caps.context, caps.mode) == (16 * MIB, 256 * MIB, 512, "planned")
+        assert caps.total_bytes is None  # nothing tells: the host's word is what counts
+        rows = await client.plan([1, 64, 0], prompt_tokens=100)
+        assert [(row.vram_budget_bytes, row.fits, row.ttft_s) for row in rows] == [
+            (1 * MIB, False, None),
+            (64 * MIB, True, 0.1),
+            (0, True, 0.1),
+        ]
+
+
+# ---- decisions, with a clock of the test's own ----------------------------------------------------------------------
+
+
+def lease(budget_mb: int, used_mb: int, keep_mb: int = 0) -> Lease:
+    """In force, with a model of 16 to 256 MiB."""
+    made = Lease(0, EPOCH)
+    made.engine_ready(16 * MIB, 256 * MIB, 0, 0.0)
+    connection = ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
+    made.set(connection, m.BudgetSet(1, EPOCH, budget_mb * MIB, floor_bytes=keep_mb * MIB), 0.0)
+    obey(made, used_mb)
+    made.notices.clear()
+    return made
+
+
+def obey(made: Lease, used_mb: int) -> list[int]:
+    """The budgets in MiB that the engine is told; it does as it is told."""
+    told = []
+    for op in made.ops:
+        told.append(op["bytes"] // MIB)
+        event = {"ev": "budget", "seq": op["seq"], "budget_bytes": op["bytes"], "seconds": 0.0}
+        for phase in ("lease", "released", "observed"):
+            made.engine_event({**event, "phase": phase, "used_bytes": used_mb * MIB, "observed_bytes": None}, 0.0)
+    made.ops.clear()
+    return told
+
+
+def look(made: Lease, now: float, *, used_mb: int, free_mb: int) -> None:
+    event = {"ev": "watch", "floor_bytes": 16 * MIB, "full_bytes": 256 * MIB, "appeared": [], "excess_bytes": 0}
+    made.engine_event(
+        {**event, "used_bytes": used_mb * MIB, "total_bytes": 8192 * MIB, "free_bytes": free_mb * MIB}, now
+    )
+
+
+def heard(made: Lease) -> list[tuple[str, int]]:
+    notices = [(notice.kind, notice.vram_budget_bytes // MIB) for notice in made.notices]
+    made.notices.clear()
+    return notices
+
+
+def test_wants_are_rate_limited() -> None:
+    made = lease(64, 64)
+    for now in range(25):
+        made.tick(float(now), 1)
+    assert heard(made) == [("wants", 256)] * 3
+    assert WANTS_EVERY_S == 10
+    made = lease(256, 256)
+    made.tick(0.0, 1)
+    assert heard(made) == []
+
+
+def test_what_is_not_needed_is_given_back_and_taken_again() -> None:
+    made = lease(200, 200, keep_mb=50)
+    made.tick(10.0, 0)
+    made.tick(10.0 + IDLE_S - 0.1, 0)
+    assert made.ops == []
+    made.tick(10.0 + IDLE_S, 0)
+    assert heard(made) == [("gives_back", 50)]
+    assert obey(made, 50) == [50]
+    made.tick(60.0, 0)
+    assert made.ops == []
+    assert made.describe(1, 0).vram_budget_bytes == 200 * MIB  # the lease stands
+    made.tick(61.0, 1)
+    assert ("gives_back", 200) in heard(made)
+    assert obey(made, 200) == [200]
+
+
+def test_nothing_is_given_back_that_was_not_agreed() -> None:
+    made = lease(200, 200)
+    for now in range(60):
+        made.tick(float(now), 0)
+    assert made.ops == []
+
+
+def test_pressure_shrinks_until_enough_is_free() -> None:
+    assert (LOW_BYTES // MIB, ENOUGH_BYTES // MIB) == (128, 256)
+    made = lease(250, 250)
+    look(made, 1.0, used_mb=250, free_mb=128)
+    assert made.ops == []
+    look(made, 2.0, used_mb=250, free_mb=100)
+    assert heard(made) == [("pressure", 94)]
+    assert obey(made, 94) == [94]
+    look(made, 2.5, used_mb=94, free_mb=256)
+    look(made, 4.0, used_mb=94, free_mb=20)
+    assert obey(made, 16) == [16]  # not below the floor
+    heard(made)
+    look(made, 6.0, used_mb=16, free_mb=20)
+    assert (made.ops, heard(made)) == ([], [])
+    # The host's next word counts again.
+    connection = ServerConnection(2, epoch=EPOCH, held_bytes=0, now=0.0)
+    made.set(connection, m.BudgetSet(1, EPOCH, 128 * MIB), 7.0)
+    assert obey(made, 128) == [128]

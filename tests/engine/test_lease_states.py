@@ -1,0 +1,146 @@
+"""Leases of the real engine on the emulated device: down to nothing and back, deadlines, and others on the card."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import frameshard
+from frameshard.wire import messages as m
+
+MIB = 1 << 20
+GREEDY = m.Sampling(max_tokens=24, temperature=0.0)
+QUESTIONS = ("Any rooms left?", "And what is there for breakfast?", "Thank you. Who lives in the lighthouse?")
+
+
+def play(model: Path, main: Callable[[frameshard.Client], Awaitable[None]], **options: Any) -> None:
+    options = {"n_ctx": 1024, "n_parallel": 2, "n_threads": 1, "mode": "stream_only", **options}
+
+    async def bounded() -> None:
+        with trio.fail_after(120):
+            async with frameshard.launch(model, device="emulated", log=subprocess.DEVNULL, **options) as client:
+                await main(client)
+
+    trio.run(bounded)
+
+
+def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> None:
+    """The same text as undisturbed, in the middle of answers and across them."""
+    told: list[list[str]] = []
+
+    async def talk(client: frameshard.Client, *states: m.LeaseState | None) -> None:
+        texts = []
+        for question, state in zip(QUESTIONS, states, strict=True):
+            async with client.ask(question, conversation="inn", sampling=GREEDY) as stream:
+                async for _ in stream:
+                    if state is not None and len(stream.text) > 20:
+                        down = await client.set_budget(120, state=state, timeout_s=30)
+                        assert down.used_bytes == 0  # the emulated device's driver holds nothing of its own
+                        back = await client.set_budget(120, timeout_s=30)
+                        assert 0 < back.used_bytes <= 120 * MIB
+                        state = None
+                texts.append(stream.text)
+        told.append(texts)
+
+    play(model_path, lambda client: talk(client, None, None, None), vram_budget_mb=120)
+    play(model_path, lambda client: talk(client, "parked", "hibernated", "parked"), vram_budget_mb=120)
+    assert told[0] == told[1]
+    assert all(len(text) > 40 for text in told[0])
+
+
+async def filled(client: frameshard.Client, n_bytes: int) -> None:
+    """Until so much is held: a growth fills up while nothing waits for it."""
+    while (await client.budget()).used_bytes < n_bytes:
+        await trio.sleep(0.02)
+
+
+async def next_of(notices: trio.MemoryReceiveChannel[frameshard.Notice], kind: str) -> frameshard.Notice:
+    while (notice := await notices.receive()).kind != kind:
+        pass
+    return notice
+
+
+def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a free takes 10 ms, what can be reached in time is told beforehand, and the rest follows."""
+    monkeypatch.setenv("FRAMESHARD_FAULTS", "free_ms=10")
+
+    async def main(client: frameshard.Client) -> None:
+        notices = client.notices()
+        caps = await client.caps_and_requirements()
+        await filled(client, caps.full_bytes)
+        low = caps.floor_bytes / MIB + 8
+        first = await client.set_budget(low, timeout_s=10)  # nothing was measured before
+        assert (first.grant.decision, first.grant.seconds) == ("granted", 0)
+        await client.set_budget(0)
+        await filled(client, caps.full_bytes)
+        grants: list[frameshard.BudgetGrant] = []
+        second = await client.set_budget(low, timeout_s=0.05, on_lease=grants.append)
+        (grant,) = grants
+        assert grant.decision == "partial"
+        assert second.budget_bytes < grant.budget_bytes < caps.full_bytes
+        assert grant.seconds > 0.05
+        late = await next_of(notices, "late")
+        assert (late.budget_bytes, late.seconds) == (grant.budget_bytes, grant.seconds)
+        assert second.used_bytes <= second.budget_bytes == int(low * MIB)
+
+    play(model_path, main)
+
+
+def test_a_release_that_lags_behind_is_told_half_way(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMESHARD_FAULTS", "free_ms=20")
+
+    async def main(client: frameshard.Client) -> None:
+        notices = client.notices()
+        caps = await client.caps_and_requirements()
+        await filled(client, caps.full_bytes)
+        result = await client.set_budget(caps.floor_bytes / MIB + 1, timeout_s=0.2)
+        assert result.grant.decision == "granted"  # nothing was measured before
+        late = await next_of(notices, "late")
+        assert result.budget_bytes < late.budget_bytes <= caps.full_bytes
+
+    play(model_path, main)
+
+
+def test_another_process_on_the_card(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is seen, and what it leaves too little of is given back without being asked."""
+    monkeypatch.setenv("FRAMESHARD_FAULTS", "other_mb=8000,other_from=200")
+
+    async def main(client: frameshard.Client) -> None:
+        notices = client.notices()
+        caps = await client.caps_and_requirements()
+        assert caps.total_bytes == 8192 * MIB
+        await filled(client, caps.full_bytes)
+        text = (await client.complete("Once upon a time", sampling=GREEDY).completed()).text
+        other = await next_of(notices, "other_process")
+        assert abs(other.budget_bytes - 8000 * MIB) <= MIB
+        pressure = await next_of(notices, "pressure")
+        assert pressure.budget_bytes < caps.full_bytes
+        while (await client.budget()).used_bytes > pressure.budget_bytes:
+            await trio.sleep(0.02)
+        free = (await client.caps_and_requirements()).free_bytes
+        assert free is not None
+        assert (await client.complete("Once upon a time", sampling=GREEDY).completed()).text == text
+
+    play(model_path, main)
+
+
+def test_plans_while_tokens_flow(model_path: Path) -> None:
+    async def main(client: frameshard.Client) -> None:
+        caps = await client.caps_and_requirements()
+        async with client.complete("Once upon a time", sampling=GREEDY) as stream:
+            await stream.__anext__()
+            floor, full = caps.floor_bytes / MIB, caps.full_bytes / MIB
+            rows = await client.plan([floor - 1, floor + 16, full + 1, 0], prompt_tokens=400)
+            assert [row.fits for row in rows] == [False, True, True, True]
+            assert (rows[0].ttft_s, rows[2].streamed_bytes) == (None, 0)
+            assert rows[1].streamed_bytes > 0
+            assert rows[1].tokens_per_second is not None
+            await stream.completed()
+        assert caps.mode == "stream_only"
+
+    play(model_path, main, vram_budget_mb=100)
