@@ -12,6 +12,7 @@ import pytest
 
 import make_moe
 import tiny_models
+import tiny_vision
 from frameshard import models
 
 
@@ -45,3 +46,9 @@ def tiny_model() -> Callable[[str], Path]:
     """The file of a model of ``tiny_models.ARCHS``, by its name there."""
     source = Path(tiny_models.__file__)
     return lambda name: made(f"tiny-{name}", source, lambda path: tiny_models.make(name, path))
+
+
+@pytest.fixture(scope="session")
+def mmproj_path() -> Path:
+    """A vision tower with random weights for SmolLM2."""
+    return made("tiny-vision", Path(tiny_vision.__file__), tiny_vision.make)

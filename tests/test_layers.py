@@ -20,8 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "wire": set(),
     "transport": {"wire"},
     "broker": {"wire", "transport", "frame"},
-    "client": {"wire", "transport", "frame"},
-    "sync": {"wire", "client"},
+    "images": {"wire"},
+    "client": {"wire", "transport", "frame", "images"},
+    "sync": {"wire", "client", "images"},
     "testing": {"wire"},
     "native": set(),
     "plan": {"native"},
@@ -29,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": {"wire", "client", "frame", "__init__"},
     "cli": {"wire", "transport", "broker", "client", "sync", "native", "plan", "engine", "simulation"},
     "__main__": {"cli"},
-    "__init__": {"client", "wire"},
+    "__init__": {"client", "images", "wire"},
 }
 EVERYONES = {"errors", "models"}
 

@@ -308,12 +308,15 @@ static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) {
     }
     d.synchronize();
     uint64_t borrowed = 0;
+    const size_t ring = d.ring.capacity;
     start_tower(t, d);
     const ggml_status status = encode(t, d, graph, borrowed); // run() takes the tower's own mutex
     stop_tower(t);
     give_back(d, borrowed);
     if (d.budget_is_pending()) {
         d.apply_budget();
+    } else if (d.ring.capacity < ring && d.used() + ring <= d.budget.load() + d.ring.capacity) {
+        d.resize_ring(ring); // before weights come back into its room
     }
     return status;
 }

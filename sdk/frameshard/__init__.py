@@ -26,8 +26,9 @@ if TYPE_CHECKING:
         launch,
     )
     from frameshard.errors import FrameshardError
+    from frameshard.images import Pixels
     from frameshard.wire.launch import ConnectInfo, ServeConfig
-    from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, PlanRow, Sampling
+    from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, PlanRow, Progress, Sampling
 
 _HOMES = {
     "client": (
@@ -47,8 +48,9 @@ _HOMES = {
         "launch",
     ),
     "errors": ("FrameshardError",),
+    "images": ("Pixels",),
     "wire.launch": ("ConnectInfo", "ServeConfig"),
-    "wire.messages": ("BrokerStats", "ChatMessage", "Delta", "ModelInfo", "PlanRow", "Sampling"),
+    "wire.messages": ("BrokerStats", "ChatMessage", "Delta", "ModelInfo", "PlanRow", "Progress", "Sampling"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -69,7 +71,9 @@ __all__ = [
     "ModelInfo",
     "Notice",
     "Observation",
+    "Pixels",
     "PlanRow",
+    "Progress",
     "Sampling",
     "ServeConfig",
     "Stats",

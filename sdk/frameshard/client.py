@@ -36,6 +36,7 @@ from frameshard.errors import (
     VersionMismatch,
 )
 from frameshard.frame import FrameBlock
+from frameshard.images import Pixels, SharedImages
 from frameshard.transport import Socket, configure
 from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
@@ -161,12 +162,24 @@ class Stream:
     :class:`JobCancelled` after :meth:`cancel`. Reading slowly slows down nobody else; deltas get larger then.
     """
 
-    def __init__(self, client: Client, submit: Callable[[], tuple[int, int]], conversation: _Turn | None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        submit: Callable[[tuple[m.Image, ...]], tuple[int, int]],
+        conversation: _Turn | None,
+        images: Sequence[bytes | Pixels] = (),
+    ) -> None:
         self.result: Completion | None = None
         self.text = ""
         """All text so far."""
         self._client = client
         self._submit = submit
+        self.progress: m.Progress | None = None
+        """How far the sidecar has got with the images and the prompt; only of a job with images."""
+        self.on_progress: Callable[[m.Progress], None] | None = None
+        """Called with each :attr:`progress` that comes while the stream is read."""
+        self._images = images
+        self._shared: SharedImages | None = None
         self._turn = conversation
         self._request: int | None = None
         self._job: int | None = None
@@ -217,6 +230,11 @@ class Stream:
                 return event
             if isinstance(event, m.Started):
                 continue
+            if isinstance(event, m.Progress):
+                self.progress = event
+                if self.on_progress is not None:
+                    self.on_progress(event)
+                continue
             if isinstance(event, m.Failed):
                 error = event.error.exception()
                 if isinstance(error, ContextOverflow) and self._turn is not None and self._turn.shorten():
@@ -262,7 +280,11 @@ class Stream:
                 raise
 
     def _open(self) -> None:
-        self._request, self._job, self._events = self._client._open(self._submit)
+        if self._shared is None:
+            self._shared = SharedImages(self._images)
+            self._images = ()
+        images = self._shared.wire
+        self._request, self._job, self._events = self._client._open(lambda: self._submit(images))
 
     async def _accepted(self) -> None:
         request, self._request = self._request, None
@@ -272,6 +294,8 @@ class Stream:
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
+            if self._shared is not None:
+                self._shared.close()
             if self._turn is not None:
                 self._turn.end(self.text)
 
@@ -349,6 +373,7 @@ class Client:
         *,
         conversation: str | None = None,
         system: str | None = None,
+        images: Sequence[bytes | Pixels] = (),
         sampling: m.Sampling = m.DEFAULT_SAMPLING,
         timeline: int = 0,
     ) -> Stream:
@@ -356,41 +381,63 @@ class Client:
 
         With a `conversation`, what was said in it before belongs to the prompt: answers as far as they were read, also
         of streams that were left early. Its oldest exchanges are forgotten when the context is full. `system` sets the
-        conversation's persona, and stays. `timeline` comes back in each event, so a game that loads a save can tell
-        tokens that were meant for another past.
+        conversation's persona, and stays. `images`, bytes of PNG or JPEG files or :class:`Pixels`, stand before the
+        text; later questions of the conversation see its answer, not the images. `timeline` comes back in each event,
+        so a game that loads a save can tell tokens that were meant for another past.
         """
         turn = _Turn(lambda: self._conversation(conversation), system, text)
 
-        def submit() -> tuple[int, int]:
+        def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
             return self._core.submit(
-                "chat", messages=turn.messages(), conversation=conversation, sampling=sampling, timeline=timeline
+                "chat",
+                messages=turn.messages(),
+                conversation=conversation,
+                sampling=sampling,
+                timeline=timeline,
+                images=shared,
             )
 
-        return Stream(self, submit, turn)
+        return Stream(self, submit, turn, images)
 
     def chat(
         self,
         messages: Sequence[m.ChatMessage],
         *,
         conversation: str | None = None,
+        images: Sequence[bytes | Pixels] = (),
         sampling: m.Sampling = m.DEFAULT_SAMPLING,
         timeline: int = 0,
     ) -> Stream:
         """Like :meth:`ask` for callers that keep the history themselves. A `conversation` names what the engine should
-        keep in its cache, so that a prompt which begins as the last one did is read faster."""
+        keep in its cache, so that a prompt which begins as the last one did is read faster. `images` stand before the
+        last message's text."""
 
-        def submit() -> tuple[int, int]:
+        def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
             return self._core.submit(
-                "chat", messages=tuple(messages), conversation=conversation, sampling=sampling, timeline=timeline
+                "chat",
+                messages=tuple(messages),
+                conversation=conversation,
+                sampling=sampling,
+                timeline=timeline,
+                images=shared,
             )
 
-        return Stream(self, submit, None)
+        return Stream(self, submit, None, images)
 
-    def complete(self, prompt: str, *, sampling: m.Sampling = m.DEFAULT_SAMPLING, timeline: int = 0) -> Stream:
-        """Streams what follows `prompt`, without a chat template."""
-        return Stream(
-            self, lambda: self._core.submit("completion", prompt=prompt, sampling=sampling, timeline=timeline), None
-        )
+    def complete(
+        self,
+        prompt: str,
+        *,
+        images: Sequence[bytes | Pixels] = (),
+        sampling: m.Sampling = m.DEFAULT_SAMPLING,
+        timeline: int = 0,
+    ) -> Stream:
+        """Streams what follows `images` and `prompt`, without a chat template."""
+
+        def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
+            return self._core.submit("completion", prompt=prompt, sampling=sampling, timeline=timeline, images=shared)
+
+        return Stream(self, submit, None, images)
 
     def _conversation(self, name: str | None) -> _Conversation:
         return _Conversation() if name is None else self._conversations.setdefault(name, _Conversation())
@@ -812,6 +859,7 @@ def launch(
     *,
     vram_budget_mb: float = 0,
     device: str = "auto",
+    mmproj: str | os.PathLike[str] | None = None,
     n_ctx: int = 4096,
     n_parallel: int = 4,
     name: str = "python",
@@ -825,6 +873,7 @@ def launch(
     :param model: path of a GGUF file; :func:`frameshard.models.resolve` finds one by name.
     :param vram_budget_mb: MiB of VRAM for everything that the sidecar does; 0 is no limit.
     :param device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``emulated``, or a device's name such as ``CUDA0``.
+    :param mmproj: path of the GGUF file that reads images for this model.
     :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
     :param name: of this client, for the sidecar's log.
     :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
@@ -838,6 +887,7 @@ def launch(
             model=os.path.abspath(model),
             vram_budget_bytes=mebibytes(vram_budget_mb),
             device=device,
+            mmproj=os.path.abspath(mmproj) if mmproj else "",
             n_ctx=n_ctx,
             n_parallel=n_parallel,
             **options,

@@ -42,6 +42,7 @@ from frameshard.client import (
     Stream,
 )
 from frameshard.errors import ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
+from frameshard.images import Pixels
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo
 
@@ -58,6 +59,7 @@ __all__ = [
     "Job",
     "Notice",
     "PlanArrived",
+    "Progressed",
     "Ready",
     "Sidecar",
     "StatsArrived",
@@ -103,6 +105,17 @@ class TextAdded:
     job: Job
     text: str
     timeline: int
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """How far a job with images has got: `done` of `total` images are encoded (`encode`), or tokens of the prompt read
+    (`prefill`)."""
+
+    job: Job
+    phase: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,7 @@ class Closed:
 Event = (
     Ready
     | TextAdded
+    | Progressed
     | Finished
     | Failed
     | BudgetGranted
@@ -286,6 +300,7 @@ class Sidecar:
         *,
         conversation: str | None = None,
         system: str | None = None,
+        images: Sequence[bytes | Pixels] = (),
         sampling: m.Sampling = m.DEFAULT_SAMPLING,
         timeline: int = 0,
     ) -> Job:
@@ -294,7 +309,7 @@ class Sidecar:
             conversation,
             timeline,
             lambda client: client.ask(
-                text, conversation=conversation, system=system, sampling=sampling, timeline=timeline
+                text, conversation=conversation, system=system, images=images, sampling=sampling, timeline=timeline
             ),
         )
 
@@ -550,6 +565,11 @@ class Sidecar:
         return before, after
 
     async def _relay(self, job: Job, stream: Stream, timeline: int) -> None:
+        def progressed(progress: m.Progress) -> None:
+            if len(self._events) < MAX_EVENTS:  # the next one says more
+                self._put(Progressed(job, progress.phase, progress.done, progress.total))
+
+        stream.on_progress = progressed
         async with stream:
             async for delta in stream:
                 while len(self._events) >= MAX_EVENTS:

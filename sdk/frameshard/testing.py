@@ -158,6 +158,7 @@ class _FakeEngine:
             "n_vocab": 2**31,
             "n_layer": 0,
             "chat": True,
+            "vision": "",
             "floor_bytes": self._floor(),
             "full_bytes": self._args.full * MIB,
             "budget_bytes": self._budget,

@@ -181,6 +181,8 @@ def check(notation: str) -> Check:
     if word in RECORDS:
         return lambda value: _fits(RECORDS[word], value)
     low, high = map(float, rest.split(".."))
+    if word == "bin":
+        return lambda value: isinstance(value, bytes) and low <= len(value) <= high
     if word == "text":
         return lambda value: isinstance(value, str) and low <= len(value.encode()) <= high
     kinds = {"int": (int,), "number": (int, float)}[word]

@@ -6,6 +6,7 @@ One file per frame, and index.json, which says of each: ``file``, ``from`` (``cl
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
@@ -39,6 +40,17 @@ VALID: dict[str, m.Message] = {
         prompt="Once upon a time",
         sampling=m.Sampling(16, 0.0, 0, 1.0, 0.0, 1.1, 2**32 - 1, ("\n", "END")),
         window=1,
+    ),
+    "submit-images": m.Submit(
+        3,
+        EPOCH,
+        9,
+        "chat",
+        messages=(m.ChatMessage("user", "What is this?"),),
+        images=(
+            m.Image("encoded", b"\x89PNG\r\n"),
+            m.Image("rgba", b"", "/proc/4100/fd/7", 1920 * 4 * 1080, 1920, 1080, 1920 * 4),
+        ),
     ),
     "cancel": m.Cancel(4, EPOCH, 7),
     "credit": m.Credit(EPOCH, 7, 16),
@@ -101,6 +113,7 @@ VALID: dict[str, m.Message] = {
     "notice-other_process": m.Notice(EPOCH, "other_process", 536870912, 0.0, "process 4100"),
     "notice-state": m.Notice(EPOCH, "state", 1610612736, 0.5, "parked"),
     "started": m.Started(**PLACE, n_prompt=21),
+    "progress": m.Progress(**{**PLACE, "seq": 1}, phase="encode", done=1, total=2),
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
     "done": m.Done(**{**PLACE, "seq": 2}, reason="stop", n_prompt=21, n_generated=9, prefill_s=0.25, decode_s=1.5),
     "failed": m.Failed(**{**PLACE, "seq": 2}, error=m.ErrorInfo.of(errors.Overloaded("not read", held_bytes=49152))),
@@ -180,6 +193,10 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "seed": (submit(sampling={"seed": 2**32}), "a seed of 2^32"),
     "stop-17": (submit(sampling={"stop": ["x"] * 17}), "17 stop strings"),
     "stop-empty": (submit(sampling={"stop": [""]}), "an empty stop string"),
+    "images-9": (submit(images=[{"format": "rgb", "data": b"x"}] * 9), "nine images"),
+    "images-format": (submit(images=[{"format": "bmp", "data": b"x"}]), "an unknown format of an image"),
+    "images-text": (submit(images=[{"format": "encoded", "data": "x"}]), "a string where a binary should be"),
+    "images-long": (submit(images=[{"format": "encoded", "data": b"x" * 900001}]), "a binary of 900001 bytes"),
     "sampling-unknown": (submit(sampling={"top_q": 1}), "an unknown field of sampling"),
     "budget-negative": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": -1}, "a budget below 0"),
     "budget-float": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1e9}, "a budget of 1e9 as a float"),
@@ -212,8 +229,8 @@ SHORT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
-    return json.loads(json.dumps(value))
+    """Tuples as lists, as JSON has them; a binary is a map of its base64."""
+    return json.loads(json.dumps(value, default=lambda binary: {"base64": base64.b64encode(binary).decode()}))
 
 
 def make() -> dict[str, bytes]:

@@ -37,7 +37,7 @@ def test_the_document_alone_tells_right_from_wrong(row: dict[str, Any]) -> None:
     frame = (VECTORS / row["file"]).read_bytes()
     assert document.valid(row["from"], frame) == row["valid"]
     if row["valid"]:
-        assert document.read(frame) == row["message"]
+        assert make_vectors.plain(document.read(frame)) == row["message"]
     elif row["file"].startswith("invalid-frame-"):
         with pytest.raises(document.Malformed):
             document.read(frame)
@@ -69,7 +69,7 @@ def test_every_message_has_a_vector_and_a_table() -> None:
 
 
 def test_the_tables_have_the_fields_of_the_code() -> None:
-    records = [m.ChatMessage, m.Sampling, m.ErrorInfo, m.ModelInfo, m.ServerLimits, m.BrokerStats, m.PlanRow]
+    records = [m.ChatMessage, m.Image, m.Sampling, m.ErrorInfo, m.ModelInfo, m.ServerLimits, m.BrokerStats, m.PlanRow]
     described = {
         **{cls: document.REQUESTS[name] for name, cls in m.REQUESTS.items()},
         **{cls: document.ANSWERS[name] for name, cls in m.ANSWERS.items()},

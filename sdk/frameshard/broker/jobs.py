@@ -13,6 +13,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from frameshard.broker.images import NO_IMAGES, HeldImages, Images
 from frameshard.errors import BadArgument, BadMessage, FrameshardError, Overloaded, UnknownJob, from_wire
 from frameshard.wire import messages as m
 from frameshard.wire import states
@@ -37,6 +38,7 @@ class Job:
     """Tokens since the last delta: some have no text of their own."""
     n_prompt: int = 0
     history: Any = None
+    images: HeldImages = NO_IMAGES
 
     def op(self) -> Op:
         """What the engine needs to run it, from the start or from where it was."""
@@ -51,6 +53,8 @@ class Job:
             op["messages"] = [dataclasses.asdict(message) for message in request.messages]
         else:
             op["prompt"] = request.prompt
+        if self.images.specs:
+            op["images"] = list(self.images.specs)
         if request.conversation is not None:
             # Clients do not share conversations, whatever they call them.
             op["conversation"] = f"{self.connection.session}/{request.conversation}"
@@ -72,6 +76,7 @@ class Jobs:
         self._jobs: dict[int, Job] = {}
         self._leaving: set[int] = set()  # ended for their client, still at the engine
         self._engine_ready = False
+        self._images = Images()
         self.ops: list[Op] = []
         """For the engine, in order; the caller takes them out."""
 
@@ -92,7 +97,8 @@ class Jobs:
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def submit(self, connection: ServerConnection, request: m.Submit) -> None:
-        """Takes a job. The same request again (after a resumption) changes nothing. Raises :class:`Overloaded`."""
+        """Takes a job. The same request again (after a resumption) changes nothing. Raises :class:`Overloaded`, and
+        :class:`BadArgument` for images that are not what the request says."""
         if request.job in connection.jobs:
             return
         if len(self._jobs) >= self._max_jobs:
@@ -100,8 +106,9 @@ class Jobs:
         if len(list(connection.jobs)) >= self._max_client_jobs:
             raise Overloaded("this client has too many jobs open", max_jobs=self._max_client_jobs)
         seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
+        images = self._images.hold(request.images)
         self._numbers += 1
-        self._jobs[self._numbers] = Job(self._numbers, connection, request, seed)
+        self._jobs[self._numbers] = Job(self._numbers, connection, request, seed, images=images)
         connection.open(request.job, request.timeline, request.window)
         self._fill_slots()
 
@@ -161,7 +168,7 @@ class Jobs:
             self._take(job, kind, event)
         except (KeyError, TypeError, ValueError, BadArgument) as error:
             raise BadMessage(f"the engine's {kind!r} is wrong: {error!r}") from None
-        return kind == "token"
+        return kind in ("token", "progress")
 
     def _take(self, job: Job, kind: str, event: dict[str, Any]) -> None:
         if kind == "started":
@@ -171,6 +178,8 @@ class Jobs:
             if job.history is None:
                 job.history = event.get("history")
             job.state = states.JOB[job.state][kind]
+        elif kind == "progress":
+            job.connection.progress(job.request.job, event["phase"], event["done"], event["total"])
         elif kind == "token":
             if event["n"] != len(job.tokens):
                 raise ValueError(f"token {event['n']} after {len(job.tokens)} tokens")
@@ -216,7 +225,7 @@ class Jobs:
 
     def _leave(self, job: Job) -> None:
         """The job is over for its client; the engine may have to be told."""
-        del self._jobs[job.number]
+        self._forget(job)
         if job.at_engine:
             self._leaving.add(job.number)
             if not job.cancelling:
@@ -240,5 +249,9 @@ class Jobs:
         else:
             connection.cancelled(job_id)
         job.state = states.JOB[job.state][kind]
-        del self._jobs[job.number]
+        self._forget(job)
         self._fill_slots()
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.number]
+        job.images.close()

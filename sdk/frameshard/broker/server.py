@@ -47,6 +47,7 @@ _KNOWN_INFO = (
     "chat",
     "floor_bytes",
     "full_bytes",
+    "vision",
 )
 
 
@@ -341,6 +342,7 @@ class Server:
             "n_threads": config.n_threads,
             "link_gbps": config.link_gbps,
             "mode": config.mode,
+            "mmproj": config.mmproj,
         }
 
     def _tell_all(self) -> None:

@@ -1,7 +1,8 @@
 """Which tokens to decode next, for whom, and what comes of them.
 
 A job has one sequence while it runs. Decode steps take one token of every job that is speaking; prompts are read one
-job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, so that a long prompt stops nobody.
+job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, so that a long prompt stops nobody. An image
+in a prompt is two such turns: it is encoded, then read whole.
 
 Same text again: on one device, which kernels run, and so the last bits of the logits, depend on the *shapes* in which
 a sequence was decoded. A resumed job therefore repeats them: its prompt in the chunks of the first time (``history``,
@@ -26,7 +27,15 @@ import numpy as np
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.engine.sampling import Sampler, SamplingParams
 from frameshard.engine.text import TextStream
-from frameshard.errors import BadArgument, ContextOverflow, FrameshardError, Overloaded
+from frameshard.engine.vision import Image, Picture, Vision
+from frameshard.errors import (
+    BadArgument,
+    BudgetBelowFloor,
+    ContextOverflow,
+    FrameshardError,
+    Overloaded,
+    Unsupported,
+)
 
 Event = dict[str, Any]
 
@@ -38,7 +47,8 @@ RATE_WINDOW_S = 2.0
 
 @dataclass(eq=False)
 class Job:
-    """One request. ``shapes`` are the prompt chunks still to read; ``resume`` the tokens it had produced before."""
+    """One request. ``shapes`` are the prompt chunks still to read; ``resume`` the tokens it had produced before;
+    ``pictures`` the images in the prompt by where they begin. Tokens of an image are negative."""
 
     id: int
     prompt: list[int]
@@ -55,6 +65,7 @@ class Job:
     produced: list[int] = field(default_factory=list)
     started_at: float = 0.0
     first_token_at: float = 0.0
+    pictures: dict[int, Picture] = field(default_factory=dict)
 
     @property
     def reading(self) -> bool:
@@ -64,7 +75,8 @@ class Job:
 
 @dataclass(eq=False)
 class Slot:
-    """A sequence of the context and what its key-value cells hold: ``tokens``, decoded in batches of ``shapes``."""
+    """A sequence of the context and what its key-value cells hold: ``tokens``, decoded in batches of ``shapes``;
+    ``pictures`` are begin, tokens and positions of the images among them."""
 
     seq: int
     tokens: list[int] = field(default_factory=list)
@@ -72,10 +84,20 @@ class Slot:
     conversation: str | None = None
     job: Job | None = None
     used_at: int = 0
+    pictures: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def whole(self, length: int) -> int:
+        """``length``, or less where that is inside an image."""
+        return min([length, *(at for at, n, _ in self.pictures if at < length < at + n)])
+
+    def positions(self, length: int) -> int:
+        """How far the first ``length`` tokens reach in the sequence: an image may move on by less than its tokens."""
+        return length - sum(n_tokens - n_pos for at, n_tokens, n_pos in self.pictures if at < length)
 
     def cut(self, length: int) -> None:
         """Forgets all but the first ``length`` tokens."""
         del self.tokens[length:]
+        self.pictures = [picture for picture in self.pictures if picture[0] < length]
         left, kept = length, []
         for shape in self.shapes:
             if left <= 0:
@@ -88,8 +110,9 @@ class Slot:
 class Batcher:
     """The jobs of one :class:`Runtime`. Belongs to the runtime's thread, except for what says [any thread]."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, vision: Vision | None = None) -> None:
         self._runtime = runtime
+        self._vision = vision
         self._slots = [Slot(seq) for seq in range(runtime.config.n_parallel)]
         self._queued: collections.deque[Job] = collections.deque()
         self._turns = 0
@@ -133,7 +156,7 @@ class Batcher:
 
         :raises BadArgument: a field is missing, of the wrong type or out of range, or the job number is in use.
         :raises ContextOverflow: prompt and answer do not fit one sequence of the context.
-        :raises Unsupported: a chat with a model that has no chat template.
+        :raises Unsupported: a chat with a model that has no chat template, or images with one that reads none.
         :raises Overloaded: too many jobs wait.
         """
         job = self._parse(message)
@@ -173,17 +196,27 @@ class Batcher:
         batch = self._choose()
         if not batch:
             return events
-        rows = [Rows(job_slot(job).seq, tokens) for job, tokens in batch]
+        reading, at = batch[0][0], len(job_slot(batch[0][0]).tokens)
+        picture = reading.pictures.get(at) if reading.reading else None
         with self._lock:
             self._in_flight = frozenset(job.id for job, _ in batch)
             if self._in_flight <= self._interrupted:
                 self._in_flight = frozenset()
                 return events
         outputs: list[int] = []
-        failure: DecodeAborted | ContextOverflow | None = None
+        failure: DecodeAborted | FrameshardError | None = None
+        encoded = False
         try:
-            outputs = self._runtime.decode(rows)
+            if picture is None:
+                outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens) for job, tokens in batch])
+            else:
+                encoded = self._see(picture, job_slot(reading), at)
+                outputs = [-1]  # text follows an image
         except (DecodeAborted, ContextOverflow) as error:
+            failure = error
+        except BudgetBelowFloor as error:
+            if picture is None:
+                raise
             failure = error
         with self._lock:
             self._in_flight = frozenset()
@@ -191,11 +224,15 @@ class Batcher:
         if failure is not None:
             for job, _ in batch:
                 slot = job_slot(job)
-                slot.cut(self._runtime.length(slot.seq))
+                if self._runtime.length(slot.seq) == 0:
+                    slot.cut(0)
                 # An aborted job is about to be cancelled.
                 if isinstance(failure, FrameshardError):
                     events.append(self._end(job, {"ev": "failed", "job": job.id, "error": failure.to_wire()}))
             return events
+        if encoded:
+            done = sum(each.embedding is not None for each in reading.pictures.values())
+            return [_progress(reading, "encode", done, len(reading.pictures))]
         now = time.monotonic()
         for (job, tokens), row in zip(batch, outputs, strict=True):
             slot = job_slot(job)
@@ -204,15 +241,29 @@ class Batcher:
             if job.reading:
                 job.shapes.popleft()
                 self._prompt_tokens += len(tokens)
+                if job.pictures:
+                    events.append(_progress(job, "prefill", len(slot.tokens), len(job.prompt)))
             if not job.reading:
                 events += self._next_token(job, row, now)
         return events
 
+    def _see(self, picture: Picture, slot: Slot, at: int) -> bool:
+        """Encodes the picture, or reads it when that is done; true in the first case."""
+        assert self._vision is not None
+        if picture.embedding is None:
+            self._vision.encode(picture)
+            return True
+        self._vision.decode(slot.seq, picture)
+        slot.pictures.append((at, picture.n_tokens, picture.n_pos))
+        return False
+
     def close(self) -> None:
-        """Frees the samplers of jobs that still run."""
+        """Frees the samplers of jobs that still run, and the vision tower."""
         for job in self._jobs():
             if job.sampler is not None:
                 job.sampler.close()
+        if self._vision is not None:
+            self._vision.close()
 
     # --- deciding -------------------------------------------------------------------------------------------------
 
@@ -260,18 +311,23 @@ class Batcher:
         keep = 0
         if slot.conversation == job.conversation and job.conversation is not None and not (job.resume or job.history):
             # At least one prompt token is decoded: its logits are what the answer starts from.
-            keep = min(_common(slot.tokens, job.prompt), len(job.prompt) - 1)
-        slot.cut(self._runtime.trim(slot.seq, keep))
+            keep = slot.whole(min(_common(slot.tokens, job.prompt), len(job.prompt) - 1))
+        position = slot.positions(keep)
+        slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
         kept = len(slot.tokens)
         slot.conversation, slot.job = job.conversation, job
         job.slot = slot
         job.shapes.extend(job.history)
-        left = len(job.prompt) - kept - sum(job.history)
-        while left > 0:
-            job.shapes.append(min(left, self.chunk))
-            left -= job.shapes[-1]
+        at = kept + sum(job.history)
+        while at < len(job.prompt):
+            if at in job.pictures:
+                shape = job.pictures[at].n_tokens
+            else:
+                shape = min([begin for begin in job.pictures if begin > at] + [len(job.prompt), at + self.chunk]) - at
+            job.shapes.append(shape)
+            at += shape
         job.started_at = time.monotonic()
-        job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, job.prompt)
+        job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, [t for t in job.prompt if t >= 0])
         return {
             "ev": "started",
             "job": job.id,
@@ -357,7 +413,7 @@ class Batcher:
         conversation = message.get("conversation")
         if conversation is not None and (not isinstance(conversation, str) or not 0 < len(conversation) <= 256):
             raise BadArgument("conversation must be a string of 1 to 256 characters", field="conversation")
-        prompt = self._prompt(message)
+        prompt, pictures = self._prompt(message)
         n_prompt = len(prompt)
         if not n_prompt:
             raise BadArgument("the prompt is empty", field="prompt")
@@ -380,18 +436,41 @@ class Batcher:
             max_new=max_new,
             conversation=conversation,
             resume=resume,
-            history=_unpack_shapes(message.get("history") or [], n_prompt, runtime.n_ubatch),
+            history=_unpack_shapes(message.get("history") or [], n_prompt, n_prompt if pictures else runtime.n_ubatch),
             text=TextStream(sampling.stop),
+            pictures=pictures,
         )
 
-    def _prompt(self, message: Mapping[str, object]) -> list[int]:
+    def _prompt(self, message: Mapping[str, object]) -> tuple[list[int], dict[int, Picture]]:
+        specs = message.get("images") or []
+        assert isinstance(specs, list)
+        images = [Image.from_wire(spec) for spec in specs]
+        if images and self._vision is None:
+            raise Unsupported("no model that reads images is loaded: serve with one (mmproj)")
+        marks = "".join(f"{self._vision.marker}\n" for _ in images) if self._vision is not None else ""
+        text, add_special, parse_special = self._text(message, marks)
+        if self._vision is None or not images:
+            return self._runtime.tokenize(text, add_special=add_special, parse_special=parse_special), {}
+        prompt: list[int] = []
+        pictures: dict[int, Picture] = {}
+        for part in self._vision.tokenize(text, images, add_special=add_special):
+            if isinstance(part, Picture):
+                pictures[len(prompt)] = part
+                prompt += part.ids
+            else:
+                prompt += part
+        return prompt, pictures
+
+    def _text(self, message: Mapping[str, object], marks: str) -> tuple[str, bool, bool]:
+        """The prompt, with ``marks`` for images before what is said last; whether tokens like BOS have to be added, and
+        whether control tokens in it are to be read."""
         kind = message.get("kind")
         if kind == "completion":
             prompt = message.get("prompt")
             if not isinstance(prompt, str):
                 raise BadArgument("a completion needs a prompt", field="prompt")
             _check_size(len(prompt.encode("utf-8", "replace")))
-            return self._runtime.tokenize(prompt)
+            return marks + prompt, True, False
         if kind != "chat":
             raise BadArgument("kind must be chat or completion", field="kind")
         messages = message.get("messages")
@@ -405,13 +484,18 @@ class Batcher:
                 raise BadArgument("role and content must be strings", field="messages")
             size += sum(len(value.encode("utf-8", "replace")) for value in each.values())
         _check_size(size)
-        return self._runtime.chat_tokens(messages)
+        last = {**messages[-1], "content": marks + messages[-1]["content"]}
+        return *self._runtime.chat_text([*messages[:-1], last]), True
 
 
 def job_slot(job: Job) -> Slot:
     """The sequence of a job that runs."""
     assert job.slot is not None
     return job.slot
+
+
+def _progress(job: Job, phase: str, done: int, total: int) -> Event:
+    return {"ev": "progress", "job": job.id, "phase": phase, "done": done, "total": total}
 
 
 def _check_size(size: int) -> None:

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from frameshard.engine.batch import Batcher, Event
 from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, DeadlineMissed, FrameshardError, Unsupported
 from frameshard.native import SCHEDULING_MODES, Pacing, ShardDevice
@@ -101,6 +102,7 @@ class Engine:
         self._budgets: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._runtime: Runtime | None = None
         self._batcher: Batcher | None = None
+        self._vision: Vision | None = None
         self._loaded = threading.Event()
         self._closed = threading.Event()
         self._replan = threading.Event()
@@ -174,6 +176,8 @@ class Engine:
             self._follow_frames(runtime, batcher)
         events = batcher.step()
         self._send_all(events)
+        # An encode has borrowed room from weights: they come back while the first tokens run.
+        self._filling = self._filling or any(event["ev"] == "progress" for event in events)
         if self._target > 0:
             produced = sum(event["ev"] == "token" for event in events)
             # A late token does not make the next ones come faster than the target.
@@ -204,7 +208,9 @@ class Engine:
             raise BadMessage("load came twice")
         started = time.monotonic()
         self._runtime = Runtime.load(EngineConfig.from_wire(message))
-        self._batcher = Batcher(self._runtime)
+        mmproj = self._runtime.config.mmproj
+        self._vision = Vision(self._runtime, mmproj) if mmproj else None
+        self._batcher = Batcher(self._runtime, self._vision)
         self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
         self._budget_known = self._runtime.budget_bytes
         self._watcher = Watcher(self._runtime)
@@ -336,6 +342,7 @@ class Engine:
             "n_ubatch": runtime.n_ubatch,
             "n_threads": runtime.n_threads,
             "chat": runtime.chat is not None,
+            "vision": self._vision.name if self._vision is not None else "",
             "file_bytes": model.file_bytes,
             "budget_bytes": runtime.budget_bytes,
             "floor_bytes": device.floor_bytes if device else 0,

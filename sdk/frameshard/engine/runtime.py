@@ -70,7 +70,7 @@ class EngineConfig:
     ``n_threads`` 0 picks a number that leaves room for copies and the game. ``link_gbps`` (1e9 bytes/s) is the
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
     have the same bits at any budget. ``n_outputs_max`` 0 means ``n_parallel``: how many rows of logits one decode may
-    ask for.
+    ask for. ``mmproj`` is the GGUF file that reads images for this model, "" for none.
 
     :raises BadArgument: a value is of the wrong type or out of range.
     """
@@ -85,11 +85,14 @@ class EngineConfig:
     link_gbps: float = 0.0
     mode: Mode = "planned"
     n_outputs_max: int = 0
+    mmproj: str = ""
 
     def __post_init__(self) -> None:
         for name in ("model", "device", "mode"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise BadArgument(f"{name} must be a non-empty string", field=name)
+        if not isinstance(self.mmproj, str):
+            raise BadArgument("mmproj must be a string", field="mmproj")
         limits = {
             "vram_budget": (0, 2**53),
             "n_ctx": (1, 2**24),
@@ -365,8 +368,8 @@ class Runtime:
                 return list(tokens[:n])
             room = -n
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The prompt that the model's chat template makes of ``messages``.
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+        """The prompt that the model's chat template makes of ``messages``, and whether BOS has still to be added.
 
         :raises Unsupported: the model has no usable chat template.
         :raises BadArgument: the template refuses the messages.
@@ -374,8 +377,7 @@ class Runtime:
         if self.chat is None:
             raise Unsupported("this model has no chat template; ask for a completion instead")
         prompt = self.chat.render(messages)
-        begun = bool(self._bos) and prompt.startswith(self._bos)
-        return self.tokenize(prompt, add_special=not begun, parse_special=True)
+        return prompt, not (self._bos and prompt.startswith(self._bos))
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` adds to a text; control tokens add none. May end inside a code point."""
@@ -415,8 +417,6 @@ class Runtime:
         """Empties sequence ``seq``."""
         llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
         self._lengths[seq] = 0
-
-    seq_clear = clear
 
     def decode(self, batch: Sequence[Rows]) -> list[int]:
         """Runs one batch of at most ``n_ubatch`` tokens; returns the rows for :meth:`logits` in the order of the batch.
@@ -531,6 +531,10 @@ class Runtime:
         return self._nodes if self.device is None else self.device.stats().steps
 
     def _on_node(self, _data: object) -> bool:
+        return self.on_node()
+
+    def on_node(self) -> bool:
+        """For callbacks of computations on the CPU: counts progress, and is true when :meth:`abort` is in force."""
         self._nodes += 1
         return self._abort
 

@@ -1,18 +1,22 @@
 """Images for the language model: libmtmd's vision tower on the shard device.
 
 The tower's weights lie in host memory and are streamed while an image is encoded; VRAM for it is borrowed from the
-language model's budget for that time alone. On the CPU the tower is stock libmtmd. A :class:`Vision` belongs to the
+language model's budget for that time alone. On the CPU the tower is stock libmtmd. What an image was encoded to is kept
+in host memory, so that the same image in another prompt costs nothing but its reading. A :class:`Vision` belongs to the
 thread of its :class:`~frameshard.engine.runtime.Runtime`.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import hashlib
+import io
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +25,30 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import mtmd_cpp as mtmd
 
-from frameshard.engine.runtime import STOCK, DecodeAborted, Rows, Runtime
-from frameshard.errors import BadArgument, BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError
+from frameshard.engine.runtime import STOCK, DecodeAborted, Runtime
+from frameshard.errors import (
+    BadArgument,
+    BadModel,
+    BudgetBelowFloor,
+    ContextOverflow,
+    FrameshardError,
+    ModelNotFound,
+    Unsupported,
+)
 
 _logger = logging.getLogger("frameshard.mtmd")
 VISION_DEVICE = "FRAMESHARD_VISION"
 MAX_PIXELS = 16 << 20
 """A larger picture is refused: no tower sees more than a part of that."""
+
+CACHE_BYTES = 256 << 20
+"""Of encoded images."""
+
+NODES_A_LOOK = 16
+"""On the CPU, between two looks at an abort."""
+
+_FORMATS = ("PNG", "JPEG")
+_CHANNELS = {"rgb": 3, "rgba": 4}
 
 
 @dataclass(frozen=True)
@@ -50,18 +71,91 @@ class Image:
         size = self.width.to_bytes(4, "little") + self.height.to_bytes(4, "little")
         return hashlib.sha256(size + self.pixels).digest()
 
+    @classmethod
+    def from_wire(cls, spec: Mapping[str, Any]) -> Image:
+        """The image of a submit message. Alpha is dropped.
+
+        :raises BadArgument: it cannot be read, is no PNG or JPEG, is cut off or too large.
+        :raises Unsupported: an encoded image, and Pillow is not installed.
+        """
+        data = spec["data"] if "data" in spec else _read(spec["path"], spec["size"])
+        if spec["format"] == "encoded":
+            return _decode(data)
+        width, height, channels = spec["width"], spec["height"], _CHANNELS[spec["format"]]
+        row = width * channels
+        stride = spec["stride"] or row
+        if width * height > MAX_PIXELS:
+            raise BadArgument(f"an image has at most {MAX_PIXELS} pixels", field="images")
+        if len(data) < stride * (height - 1) + row:
+            raise BadArgument("an image's pixels do not match its size", field="images")
+        rows = np.lib.stride_tricks.as_strided(
+            np.frombuffer(data, np.uint8), (height, row), (stride, 1), writeable=False
+        )
+        return cls(width, height, rows.reshape(height, width, channels)[:, :, :3].tobytes())
+
+
+def _read(path: str, size: int) -> bytes:
+    """A copy of the bytes at ``path``: what is checked must be what is used, whatever their owner does to them."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data = file.read(size)
+    except OSError as error:
+        raise BadArgument(f"an image cannot be read: {error.strerror}", field="images") from None
+    if data is None or len(data) != size:
+        raise BadArgument("an image is cut off", field="images")
+    return data
+
+
+def _decode(data: bytes) -> Image:
+    try:
+        from PIL import Image as Pillow
+    except ImportError:
+        raise Unsupported("PNG and JPEG images need Pillow: pip install 'frameshard[vision]'") from None
+    try:
+        with Pillow.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise BadArgument(f"an image has at most {MAX_PIXELS} pixels", field="images")
+            return Image(opened.width, opened.height, opened.convert("RGB").tobytes())
+    except FrameshardError:
+        raise
+    except Exception as error:  # on wrong bytes its decoders raise of everything
+        raise BadArgument(f"an image is no PNG or JPEG, or cut off: {error}", field="images") from None
+
+
+class Picture:
+    """An image, or a tile of one, in a prompt: ``n_tokens`` of the context, which move the text on by ``n_pos``."""
+
+    def __init__(self, chunk: Any, digest: bytes) -> None:
+        """Takes over ``chunk``."""
+        self.chunk = chunk
+        weakref.finalize(self, mtmd.mtmd_input_chunk_free, chunk)
+        self.digest = digest
+        self.n_tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        self.n_pos = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
+        self.embedding: npt.NDArray[np.float32] | None = None
+        """Set by :meth:`Vision.encode`."""
+        words = np.frombuffer(hashlib.shake_128(digest).digest(4 * self.n_tokens), np.uint32)
+        self.ids = [-1 - int(word) for word in words]
+        """What stands for its tokens where prompts are compared: negative, and another image's are others."""
+
 
 class Vision:
     """The vision tower of an mmproj file, for one runtime's model.
 
+    :raises ModelNotFound: no such file.
     :raises BadModel: libmtmd refuses the file, or it does not belong to this model.
     """
 
     def __init__(self, runtime: Runtime, mmproj: str) -> None:
+        if not os.path.isfile(mmproj):
+            raise ModelNotFound(f"no vision model file {mmproj}", path=mmproj)
         mtmd.mtmd_helper_log_set(_log_callback, None)
         self._runtime = runtime
         self._marker = f"<image-{secrets.token_hex(8)}>"
         self._marker_bytes = self._marker.encode()
+        self._asked = 0
+        self.name = os.path.basename(mmproj)
+        self._cache: collections.OrderedDict[bytes, npt.NDArray[np.float32]] = collections.OrderedDict()
         params = mtmd.mtmd_context_params_default()
         params.media_marker = self._marker_bytes
         params.print_timings = False
@@ -74,88 +168,83 @@ class Vision:
 
             stock = runtime.device_name.removeprefix(STOCK)
             params.device = device_handle(stock if stock != runtime.device_name else VISION_DEVICE)
+        if runtime.device is None:
+            self._eval_callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
+            params.cb_eval = self._eval_callback
         self._context: Any = mtmd.mtmd_init_from_file(os.fsencode(mmproj), runtime.model, params)
         if not self._context or not mtmd.mtmd_support_vision(self._context):
             self.close()
             raise BadModel(f"libmtmd refuses {mmproj} for this model")
+
+    def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
+        """The scheduler asks of each node whether the caller wants to see it, and shows it when all up to it are
+        computed; a "no" then ends the graph. So an encode on the CPU can be stopped, and shows that it moves."""
+        if ask:
+            self._asked += 1
+            return self._asked % NODES_A_LOOK == 0
+        return not self._runtime.on_node()
 
     @property
     def marker(self) -> str:
         """Stands for an image in a prompt. Nobody who writes a prompt can guess it."""
         return self._marker
 
-    def read(self, seq: int, prompt: str, images: Sequence[Image], *, add_special: bool) -> int:
-        """Decodes ``prompt``, each :attr:`marker` in it standing for one of ``images``, to the end of sequence ``seq``;
-        returns the row of its last logits.
+    def tokenize(self, prompt: str, images: Sequence[Image], *, add_special: bool) -> list[list[int] | Picture]:
+        """The parts of ``prompt``: text and pictures. Each :attr:`marker` stands for one of
+        ``images``; control tokens written out in the text are read.
 
-        :raises BadArgument: the prompt does not end in text, or libmtmd cannot use an image.
-        :raises ContextOverflow: text and images do not fit the sequence.
-        :raises DecodeAborted: the runtime was aborted; the sequence is as it was.
-        :raises BudgetBelowFloor: the budget has no room for an image of this size; the sequence is as it was.
+        :raises BadArgument: libmtmd cannot use an image.
         """
-        runtime = self._runtime
+        digests = [image.digest for image in images]
         bitmaps = [mtmd.mtmd_bitmap_init(i.width, i.height, _bytes(i.pixels)) for i in images]
+        for digest, bitmap in zip(digests, bitmaps, strict=True):
+            mtmd.mtmd_bitmap_set_id(bitmap, digest.hex().encode())
         chunks = mtmd.mtmd_input_chunks_init()
-        before, row = runtime.length(seq), -1
+        parts: list[list[int] | Picture] = []
+        tiles: collections.Counter[bytes] = collections.Counter()
         try:
             data = prompt.encode("utf-8", "replace")
             text = mtmd.mtmd_input_text(data, len(data), add_special, True)
             array = (ctypes.c_void_p * max(1, len(bitmaps)))(*bitmaps)
             if mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), array, len(bitmaps)) != 0:
                 raise BadArgument("the model's vision tower cannot use these images", field="images")
-            found = [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(mtmd.mtmd_input_chunks_size(chunks))]
-            n = sum(mtmd.mtmd_input_chunk_get_n_tokens(chunk) for chunk in found)
-            if before + n > runtime.n_ctx_seq:
-                raise ContextOverflow("text and images do not fit", n_prompt=before + n, n_ctx=runtime.n_ctx_seq)
-            for chunk in found:
-                row = -1
+            for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+                chunk = mtmd.mtmd_input_chunks_get(chunks, i)
                 if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
-                    tokens = _tokens(chunk)
-                    for at in range(0, len(tokens), runtime.n_ubatch):
-                        row = runtime.decode([Rows(seq, tokens[at : at + runtime.n_ubatch])])[0]
-                else:
-                    self._decode_image(seq, chunk, self._encode(chunk))
-            if row < 0:
-                raise BadArgument("a prompt ends in text", field="prompt")
-            return row
-        except BaseException:
-            runtime.trim(seq, before)
-            raise
+                    parts.append(_tokens(chunk))
+                    continue
+                # An image may be cut into tiles, in an order that depends on its size alone.
+                image = mtmd.mtmd_input_chunk_get_id(chunk)
+                digest = hashlib.sha256(image + tiles[image].to_bytes(4, "little")).digest()
+                tiles[image] += 1
+                parts.append(Picture(mtmd.mtmd_input_chunk_copy(chunk), digest))
+            return parts
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
 
-    def _decode_image(self, seq: int, chunk: Any, embedding: npt.NDArray[np.float32]) -> None:
-        runtime, past = self._runtime, self._runtime.length(seq)
-        end = llama_cpp.llama_pos(0)
-        pointer = embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        code = mtmd.mtmd_helper_decode_image_chunk(
-            self._context,
-            runtime.context,
-            chunk,
-            pointer,
-            past,
-            seq,
-            runtime.n_ubatch,
-            ctypes.byref(end),
-            _no_callback,
-            None,
-        )
-        runtime.advance(seq, mtmd.mtmd_input_chunk_get_n_pos(chunk))  # what was decoded of it is trimmed on an error
-        if code == 2:
-            raise DecodeAborted
-        if code != 0:
-            raise FrameshardError(f"decoding an image failed with {code}")
+    def encode(self, picture: Picture) -> None:
+        """Sets ``picture.embedding``, from the cache when the same image was encoded lately.
 
-    def _encode(self, chunk: Any) -> npt.NDArray[np.float32]:
+        :raises DecodeAborted: the runtime was aborted.
+        :raises BudgetBelowFloor: the budget has no room for an image of this size.
+        """
+        known = self._cache.pop(picture.digest, None)
+        picture.embedding = self._encode(picture) if known is None else known
+        self._cache[picture.digest] = picture.embedding
+        while sum(each.nbytes for each in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+
+    def _encode(self, picture: Picture) -> npt.NDArray[np.float32]:
         device = self._runtime.device
         while True:
             generation = device.stats().budget_generation if device else 0
-            if mtmd.mtmd_encode_chunk(self._context, chunk) == 0:
-                break
+            code = mtmd.mtmd_encode_chunk(self._context, picture.chunk)
             if self._runtime.aborted:
                 raise DecodeAborted
+            if code == 0:
+                break
             if device is None:
                 raise FrameshardError("the vision tower failed")
             stats = device.stats()
@@ -165,9 +254,40 @@ class Vision:
                     budget_bytes=stats.budget_bytes,
                     floor_bytes=stats.floor_bytes,
                 )
-        n = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.model))
-        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (n, n_embd)).copy()
+        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()
+
+    def decode(self, seq: int, picture: Picture) -> None:
+        """Reads an encoded picture to the end of sequence ``seq``.
+
+        :raises DecodeAborted: the runtime was aborted; the sequence is as it was, or empty as after ``Runtime.decode``.
+        :raises ContextOverflow: it does not fit; the sequence likewise.
+        """
+        assert picture.embedding is not None
+        runtime, past = self._runtime, self._runtime.length(seq)
+        end = llama_cpp.llama_pos(0)
+        pointer = picture.embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        code = mtmd.mtmd_helper_decode_image_chunk(
+            self._context,
+            runtime.context,
+            picture.chunk,
+            pointer,
+            past,
+            seq,
+            runtime.n_ubatch,
+            ctypes.byref(end),
+            _no_callback,
+            None,
+        )
+        runtime.advance(seq, picture.n_pos)
+        if code == 0:
+            return
+        runtime.trim(seq, past)  # of what was decoded
+        if code == 2:
+            raise DecodeAborted
+        if code == 1:
+            raise ContextOverflow("no room in the key-value cache", n_ctx=runtime.n_ctx_seq)
+        raise FrameshardError(f"decoding an image failed with {code}")
 
     def close(self) -> None:
         """Frees the tower. Safe to call twice."""

@@ -153,6 +153,12 @@ class ServerConnection:
     def started(self, job: int, n_prompt: int) -> None:
         self._streams[job].add(m.Started, {"n_prompt": n_prompt}, self.epoch)
 
+    def progress(self, job: int, phase: str, done: int, total: int) -> None:
+        """Left out while the client has no room for more events: the next one says more."""
+        stream = self._streams[job]
+        if stream.numbered < stream.taken + stream.window:
+            stream.add(m.Progress, {"phase": phase, "done": done, "total": total}, self.epoch)
+
     def delta(self, job: int, text: str, tokens: int) -> None:
         """More text. Raises :class:`Overloaded` when too much is held back already: the job must be failed."""
         stream = self._streams[job]
@@ -263,6 +269,7 @@ class ClientConnection:
         sampling: m.Sampling = m.DEFAULT_SAMPLING,
         timeline: int = 0,
         window: int = 32,
+        images: tuple[m.Image, ...] = (),
     ) -> tuple[int, int]:
         """Asks for a job; returns the request's id and the job's. Raises :class:`BadArgument`, naming the field."""
         job = self._jobs + 1
@@ -276,6 +283,7 @@ class ClientConnection:
             sampling=sampling,
             timeline=timeline,
             window=window,
+            images=images,
         )
         self._jobs = job
         self._inboxes[job] = _Inbox(timeline, window)

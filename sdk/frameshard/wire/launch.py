@@ -27,6 +27,7 @@ class ServeConfig:
     """What a sidecar serves and how.
 
     :param model: path of a GGUF file.
+    :param mmproj: path of the GGUF file that reads images for this model; "" for none.
     :param device: ``cpu``, ``emulated``, a ggml device such as ``CUDA0``, or ``auto``.
     :param vram_budget_bytes: all that the sidecar may hold in VRAM; 0 is no limit.
     :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
@@ -49,6 +50,7 @@ class ServeConfig:
     """
 
     model: str
+    mmproj: str = ""
     device: str = "auto"
     vram_budget_bytes: int = 0
     n_ctx: int = 4096
@@ -74,6 +76,8 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise BadArgument("model must be the path of a GGUF file", field="model")
+        if not isinstance(self.mmproj, str):
+            raise BadArgument("mmproj must be the path of a GGUF file", field="mmproj")
         if not isinstance(self.device, str) or not self.device:
             raise BadArgument("device must be a name", field="device")
         if self.mode not in MODES:

@@ -61,6 +61,15 @@ def _text(limit: int, least: int = 0) -> Check:
     return check
 
 
+def _binary(limit: int) -> Check:
+    def check(value: Any) -> bytes:
+        if type(value) is not bytes or len(value) > limit:
+            raise Refused(f"must be a binary of at most {limit} bytes")
+        return value
+
+    return check
+
+
 def _boolean(value: Any) -> bool:
     if type(value) is not bool:
         raise Refused("must be true or false")
@@ -154,6 +163,17 @@ Decision = Literal["granted", "partial"]
 NoticeKind = Literal["wants", "gives_back", "late", "pressure", "other_process", "state"]
 Mode = Literal["planned", "stream_only"]
 SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
+ImageFormat = Literal["encoded", "rgb", "rgba"]
+Phase = Literal["encode", "prefill"]
+
+MAX_IMAGES = 8
+"""Of one job."""
+
+MAX_INLINE_BYTES = 900_000
+"""Of an image inside a message; larger ones are read from shared memory."""
+
+MAX_IMAGE_BYTES = 64 << 20
+"""Of one image, wherever it is read from."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +182,20 @@ class ChatMessage:
 
     role: Role
     content: Text
+
+
+@dataclass(frozen=True)
+class Image:
+    """A picture: a PNG or JPEG file (`encoded`), or rows of 8-bit pixels from the top, `stride` bytes apart (0: without
+    a gap). Its bytes are `data`, or the first `size` of the shared memory at `path`."""
+
+    format: ImageFormat
+    data: Annotated[bytes, _binary(MAX_INLINE_BYTES)] = b""
+    path: Annotated[str, _text(4096)] = ""
+    size: Annotated[int, _integer(0, MAX_IMAGE_BYTES)] = 0
+    width: Annotated[int, _integer(0, 1 << 16)] = 0
+    height: Annotated[int, _integer(0, 1 << 16)] = 0
+    stride: Annotated[int, _integer(0, 1 << 24)] = 0
 
 
 @dataclass(frozen=True)
@@ -216,7 +250,8 @@ class ModelInfo:
     """The model that is loaded.
 
     `n_ctx` tokens are what one conversation has, and `n_parallel` jobs run at a time. No VRAM budget below
-    `floor_bytes` is possible; with `full_bytes` all weights are resident.
+    `floor_bytes` is possible; with `full_bytes` all weights are resident. `vision` names what reads images, "" for
+    nothing.
     """
 
     name: Annotated[str, _text(4096)]
@@ -230,6 +265,7 @@ class ModelInfo:
     floor_bytes: Count
     full_bytes: Count
     plan: Mapping[str, Any]
+    vision: Name = ""
 
 
 @dataclass(frozen=True)
@@ -286,6 +322,7 @@ class Submit:
     sampling: Sampling = DEFAULT_SAMPLING
     timeline: Count = 0
     window: Annotated[int, _integer(1, MAX_WINDOW)] = 32
+    images: Annotated[tuple[Image, ...], MAX_IMAGES] = ()
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and (not self.messages or self.prompt):
@@ -575,6 +612,19 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a job with images has got: `done` images of `total` are encoded, or tokens of the prompt are read."""
+
+    job: Id
+    seq: Count
+    epoch: Id
+    timeline: Count
+    phase: Phase
+    done: Count
+    total: Count
+
+
+@dataclass(frozen=True)
 class Delta:
     """More text, never cut within a code point. `tokens` counts what it was made of since the last delta."""
 
@@ -665,7 +715,7 @@ Request = (
     | Bye
     | Shutdown
 )
-JobEvent = Started | Delta | Done | Failed | Cancelled
+JobEvent = Started | Progress | Delta | Done | Failed | Cancelled
 Reply = (
     Welcome | Model | Ok | Error | Lease | Released | Observed | Budget | Caps | PlanAnswer | FrameBlock | Stats | Pong
 )
@@ -705,6 +755,7 @@ ANSWERS: dict[str, type[Any]] = {
     "stats": Stats,
     "pong": Pong,
     "started": Started,
+    "progress": Progress,
     "delta": Delta,
     "done": Done,
     "failed": Failed,

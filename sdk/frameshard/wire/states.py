@@ -23,6 +23,7 @@ JOB: dict[Job, dict[str, Job]] = {
     Job.QUEUED: {"started": Job.RUNNING, "failed": Job.FAILED, "cancelled": Job.CANCELLED},
     Job.RUNNING: {
         "started": Job.RUNNING,
+        "progress": Job.RUNNING,
         "token": Job.RUNNING,
         "done": Job.DONE,
         "failed": Job.FAILED,

@@ -1,0 +1,127 @@
+"""Images of jobs that have not ended: what a client leaves in shared memory is kept until its job needs it no more.
+
+On Linux that is a memory file which the client can neither change nor shrink any more. The broker holds it open and
+looks at nothing but its seals and size: bytes of strangers are read in the engine. Elsewhere it is a file, which the
+client leaves as it is until the job has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from frameshard.errors import BadArgument, Overloaded
+from frameshard.wire import messages as m
+
+if sys.platform == "linux":
+    import fcntl
+
+MAX_HELD_BYTES = 1 << 30
+"""Of all jobs' images in shared memory."""
+
+_MEMORY_FILE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
+_CHANNELS = {"rgb": 3, "rgba": 4}
+
+
+@dataclass(eq=False)
+class HeldImages:
+    """The images of one job as the engine is told of them. To be closed when it has ended."""
+
+    specs: Sequence[dict[str, Any]] = ()
+    n_bytes: int = 0
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        while self.on_close:
+            self.on_close.pop()()
+
+
+NO_IMAGES = HeldImages()
+
+
+class Images:
+    """All of them."""
+
+    def __init__(self) -> None:
+        self._held_bytes = 0
+
+    def hold(self, images: Sequence[m.Image]) -> HeldImages:
+        """Raises :class:`BadArgument`, naming the image, and :class:`Overloaded` when too much is held already."""
+        held = HeldImages([])
+        with contextlib.ExitStack() as undo:
+            undo.callback(held.close)
+            held.specs = [self._take(index, image, held) for index, image in enumerate(images)]
+            undo.pop_all()
+        return held
+
+    def _take(self, index: int, image: m.Image, held: HeldImages) -> dict[str, Any]:
+        n_bytes = image.size if image.path else len(image.data)
+        _check(index, image, n_bytes)
+        spec: dict[str, Any] = {
+            "format": image.format,
+            "width": image.width,
+            "height": image.height,
+            "stride": image.stride,
+        }
+        if not image.path:
+            return {**spec, "data": image.data}
+        if self._held_bytes + n_bytes > MAX_HELD_BYTES:
+            raise Overloaded("too many images wait", max_bytes=MAX_HELD_BYTES)
+        path = _hold(index, image, held)
+        self._held_bytes += n_bytes
+        held.on_close.append(lambda: self._forget(n_bytes))
+        return {**spec, "path": path, "size": n_bytes}
+
+    def _forget(self, n_bytes: int) -> None:
+        self._held_bytes -= n_bytes
+
+
+def _wrong(index: int, why: str) -> BadArgument:
+    return BadArgument(f"image {index}: {why}", field="images", index=index)
+
+
+def _check(index: int, image: m.Image, n_bytes: int) -> None:
+    if bool(image.path) == bool(image.data) or bool(image.path) != bool(image.size):
+        raise _wrong(index, "either data, or path and size")
+    if image.format == "encoded":
+        if image.width or image.height or image.stride:
+            raise _wrong(index, "an encoded image says its size itself")
+        return
+    row = image.width * _CHANNELS[image.format]
+    stride = image.stride or row
+    if not row or not image.height:
+        raise _wrong(index, "pixels need width and height")
+    if stride < row:
+        raise _wrong(index, f"a row has {row} bytes, the stride is {stride}")
+    if n_bytes < stride * (image.height - 1) + row:
+        raise _wrong(index, f"{n_bytes} bytes are too few for {image.width} x {image.height} {image.format}")
+
+
+def _hold(index: int, image: m.Image, held: HeldImages) -> str:
+    if sys.platform != "linux":
+        return image.path
+    if not _MEMORY_FILE.fullmatch(image.path):
+        raise _wrong(index, "path is that of a memory file, /proc/PID/fd/N")
+    try:
+        fd = os.open(image.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _wrong(index, f"{image.path} cannot be opened: {error.strerror}") from None
+    held.on_close.append(lambda: os.close(fd))
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0  # no memory file
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    state = os.fstat(fd)
+    if not stat.S_ISREG(state.st_mode) or seals & wanted != wanted:
+        raise _wrong(index, "the memory is not sealed against writing, shrinking and growing")
+    if state.st_size < image.size:
+        raise _wrong(index, f"the memory has {state.st_size} bytes, not {image.size}")
+    return f"/proc/{os.getpid()}/fd/{fd}"

@@ -1,0 +1,138 @@
+"""Images from the client through broker and engine: shared memory, what is refused, and what survives an engine."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from PIL import Image
+
+import frameshard
+from frameshard import errors, sync
+from frameshard.testing import fake_engine
+from frameshard.wire import messages as m
+from sidecars import in_trio, launch, raw_peer
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+SHORT = frameshard.Sampling(max_tokens=6, temperature=0.0)
+QUESTION = "Which word is repeated above?"
+
+
+def noise(width: int, height: int, seed: int = 1) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+@contextmanager
+def memory(size: int, seals: int = SEALS) -> Iterator[str]:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+@in_trio
+async def test_the_broker_refuses_memory_that_is_not_what_it_should_be(tmp_path: Path) -> None:
+    plain = tmp_path / "image"
+    plain.write_bytes(b"x" * 300)
+    async with launch() as client, raw_peer(client.info) as peer:
+        await peer.greet()
+        with memory(300) as good, memory(300, SEALS & ~fcntl.F_SEAL_WRITE) as open_to_write, memory(299) as small:
+            right = {"format": "rgb", "width": 10, "height": 10}
+            cases: list[dict[str, Any]] = [
+                {"path": good, "size": 300, **right, "stride": 29},
+                {"path": good, "size": 300, **right, "height": 11},
+                {"path": good, "size": 300, **right, "width": 0},
+                {"path": good, "size": 300, "format": "encoded", "width": 10},
+                {"path": good, **right},
+                {"path": good, "size": 300, "data": b"x", **right},
+                {"path": open_to_write, "size": 300, **right},
+                {"path": small, "size": 300, **right},
+                {"path": str(plain), "size": 300, **right},
+                {"path": "/proc/self/fd/0", "size": 300, **right},
+                {"path": f"/proc/{os.getpid()}/fd/999999", "size": 300, **right},
+                {"data": b"x" * 299, **right},
+                right,
+            ]
+            for number, case in enumerate(cases, 2):
+                request = {"t": "submit", "id": number, "epoch": client.info.epoch, "job": number, "kind": "chat"}
+                answer = await peer.tell({**request, "messages": [{"role": "user", "content": "x"}], "images": [case]})
+                assert (answer.error.name, answer.error.detail["field"]) == ("bad_argument", "images"), case
+        stats = await client.stats()
+        held = [os.readlink(f"/proc/{stats.broker.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{stats.broker.pid}/fd")]
+        assert not [name for name in held if "memfd:test" in name]  # what was refused is not kept
+
+
+@in_trio
+async def test_images_of_all_kinds_reach_the_model(model_path: Path, mmproj_path: Path) -> None:
+    options: dict[str, Any] = {"device": "emulated", "n_ctx": 1024, "n_parallel": 1, "n_threads": 1}
+    async with frameshard.launch(model_path, mmproj=mmproj_path, **options) as client:
+        assert (await client.model_info()).vision == mmproj_path.name
+        pixels = noise(400, 400)
+        wide = np.zeros((400, 500, 4), np.uint8)
+        wide[:, :400, :3] = pixels
+        texts = set()
+        for image in (
+            png(pixels),  # 480 KB: in shared memory
+            frameshard.Pixels(pixels.tobytes(), 400, 400),
+            frameshard.Pixels(wide.tobytes()[: -4 * 100], 400, 400, "rgba", 2000),
+        ):
+            async with client.ask(QUESTION, images=[image], sampling=SHORT) as stream:
+                seen: list[m.Progress] = []
+                stream.on_progress = seen.append
+                await stream.completed()
+                texts.add(stream.text)
+            assert {event.phase for event in seen} == {"encode", "prefill"}
+            assert stream.progress == seen[-1]
+        assert len(texts) == 1
+        with pytest.raises(errors.BadArgument):
+            await client.ask(QUESTION, images=[png(pixels)[:-1000]], sampling=SHORT).completed()
+        with pytest.raises(errors.BadArgument):
+            await client.ask(QUESTION, images=[b""], sampling=SHORT).completed()
+
+        # Left in the middle of an encode, and an engine's death in another.
+        async with client.ask(QUESTION, images=[png(noise(300, 300, 2))], sampling=SHORT):
+            pass
+        expected = (await client.complete(QUESTION, images=[png(noise(300, 300, 3))], sampling=SHORT).completed()).text
+        async with client.complete(QUESTION, images=[png(noise(300, 300, 3))], sampling=SHORT) as stream:
+            await stream.__anext__()
+            os.kill((await client.stats()).broker.engine_pid or 0, signal.SIGKILL)
+            assert (await stream.completed()).text == expected
+        descriptors = f"/proc/{(await client.stats()).broker.pid}/fd"
+        with trio.fail_after(10):
+            while any("frameshard-image" in os.readlink(f"{descriptors}/{fd}") for fd in os.listdir(descriptors)):
+                await trio.sleep(0.01)
+        assert not [fd for fd in os.listdir("/proc/self/fd") if "frameshard-image" in _link(fd)]
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""  # listing opens one
+
+
+def test_the_polled_client_takes_images_too() -> None:
+    with sync.Sidecar.launch("no model", engine=fake_engine()) as sidecar:
+        job = sidecar.ask("one two", images=[png(noise(20, 20))])
+        sidecar.wait_ready()
+        while not job.ended:
+            sidecar.poll()
+        assert job.text == "one two"

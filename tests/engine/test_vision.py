@@ -1,0 +1,175 @@
+"""Images in the engine process: the vision tower under the language model's budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_driver import EngineProcess, Event, engine, ids, user
+
+MIB = 1 << 20
+FIELDS: dict[str, object] = {
+    "device": "emulated",
+    "mode": "stream_only",
+    "n_ctx": 1024,
+    "n_ubatch": 128,
+    "n_parallel": 1,
+}
+FLOOR = 32 * MIB
+TOWER = 8 * MIB
+"""What the language model needs with that context, and what the tiny tower borrows beside it, both rounded up."""
+
+QUESTION = user("Which word is repeated above?")
+SEEN = {"temperature": 0.0, "max_tokens": 8}
+
+
+def picture(seed: int, width: int = 224, height: int = 224) -> dict[str, Any]:
+    """Coloured squares."""
+    rng = np.random.default_rng(seed)
+    squares = rng.integers(0, 256, (-(-height // 50), -(-width // 50), 3), dtype=np.uint8)
+    pixels = squares.repeat(50, 0).repeat(50, 1)[:height, :width]
+    return {"format": "rgb", "width": width, "height": height, "stride": 0, "data": pixels.tobytes()}
+
+
+def answers(child: EngineProcess, *seeds: int) -> list[list[int]]:
+    return [ids(child.run(QUESTION, images=[picture(seed)], params=SEEN)) for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def resident(model_path: Path, mmproj_path: Path) -> Iterator[EngineProcess]:
+    with engine(model_path, mmproj=str(mmproj_path), **FIELDS) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def expected(resident: EngineProcess) -> list[list[int]]:
+    found = answers(resident, 1, 2, 3)
+    assert len({tuple(tokens) for tokens in found}) > 1  # it does look at the images
+    return found
+
+
+@pytest.mark.parametrize("budget", [FLOOR + TOWER, 48 * MIB, 64 * MIB, 96 * MIB])
+def test_any_budget_gives_the_same_answer_within_it(
+    budget: int, model_path: Path, mmproj_path: Path, expected: list[list[int]]
+) -> None:
+    with engine(model_path, mmproj=str(mmproj_path), vram_budget=budget, **FIELDS) as child:
+        before = child.stats()
+        assert answers(child, 1, 2, 3) == expected
+        deadline = time.monotonic() + 60
+        while (after := child.stats())["used_bytes"] < before["used_bytes"]:  # the tail comes back
+            assert time.monotonic() < deadline
+            child.send(op="ping", seq=0)  # answered by the main thread: it has taken a turn since
+            child.wait_for("pong")
+    assert after["peak_bytes"] <= budget
+    assert after["buffers_bytes"] == before["buffers_bytes"]  # nothing of the tower stays
+    assert after["copied_bytes"] > before["copied_bytes"]
+    if budget < 96 * MIB:
+        assert after["evicted_slabs"] > before["evicted_slabs"]  # the tail made room
+
+
+def phases(events: list[Event]) -> list[tuple[str, int, int]]:
+    return [(event["phase"], event["done"], event["total"]) for event in events if event["ev"] == "progress"]
+
+
+def test_several_images_and_progress(resident: EngineProcess) -> None:
+    events = resident.run(QUESTION, images=[picture(5), picture(6)], params=SEEN)
+    assert events[0]["ev"] == "started"
+    n = events[0]["n_prompt"]
+    assert n > 2 * 64
+    seen = phases(events)
+    assert [each for each in seen if each[0] == "encode"] == [("encode", 1, 2), ("encode", 2, 2)]
+    assert seen[-1] == ("prefill", n, n)
+    swapped = resident.run(QUESTION, images=[picture(6), picture(5)], params=SEEN)
+    again = resident.run(QUESTION, images=[picture(5), picture(6)], params=SEEN)
+    assert ids(again) == ids(events) != ids(swapped)
+
+
+def test_an_image_seen_before_is_not_encoded_again(resident: EngineProcess) -> None:
+    first = resident.run(QUESTION, images=[picture(7)], params=SEEN)
+    graphs = resident.stats()["graphs"]
+    again = resident.run(QUESTION, images=[picture(7)], params=SEEN)
+    seen_again = resident.stats()["graphs"] - graphs
+    other = resident.run(QUESTION, images=[picture(8)], params=SEEN)
+    seen_other = resident.stats()["graphs"] - graphs - seen_again
+    assert ids(again) == ids(first)
+    assert len(ids(other)) == len(ids(first))
+    assert seen_other == seen_again + 1  # the tower's
+
+
+def test_a_conversation_keeps_what_it_has_read_of_an_image(resident: EngineProcess) -> None:
+    events = resident.run(QUESTION, images=[picture(9)], params=SEEN, conversation="one")
+    again = resident.run(QUESTION, images=[picture(9)], params=SEEN, conversation="one")
+    other = resident.run(QUESTION, images=[picture(10)], params=SEEN, conversation="one")
+    assert again[0]["n_reused"] > 64
+    assert again[0]["n_reused"] == again[0]["n_prompt"] - 1
+    assert 0 < other[0]["n_reused"] < 64
+    fresh = resident.run(QUESTION, images=[picture(10)], params=SEEN)
+    assert ids(other)[0] == ids(fresh)[0]
+    assert ids(events)[0] == ids(again)[0]
+
+
+def test_a_job_goes_on_after_an_engines_death(resident: EngineProcess) -> None:
+    events = resident.run(QUESTION, images=[picture(11)], params=SEEN)
+    history, tokens = events[0]["history"], ids(events)
+    rest = resident.run(QUESTION, images=[picture(11)], params=SEEN, history=history, resume=tokens[:3])
+    assert tokens[:3] + ids(rest) == tokens
+
+
+def failure(child: EngineProcess, **image: Any) -> Event:
+    error: Event = child.run(QUESTION, images=[{**picture(1), **image}], params=SEEN)[-1]["error"]
+    return error
+
+
+def test_wrong_images_fail_their_job_alone(resident: EngineProcess, expected: list[list[int]]) -> None:
+    encoded = {"format": "encoded", "width": 0, "height": 0}
+    for image in (
+        {"data": b"x" * 100},
+        {"width": 30000, "height": 30000},
+        {**encoded, "data": b"no picture"},
+        {**encoded, "data": b"\x89PNG\r\n\x1a\n" + b"\0" * 50},
+    ):
+        assert failure(resident, **image)["name"] == "bad_argument", image
+    gone = {**encoded, "stride": 0, "path": "/proc/self/fd/999999", "size": 5}
+    assert resident.run(QUESTION, images=[gone])[-1]["error"]["name"] == "bad_argument"
+    assert answers(resident, 1) == expected[:1]
+
+
+def test_a_prompt_of_images_that_does_not_fit(resident: EngineProcess) -> None:
+    error = resident.run(QUESTION, images=[picture(n) for n in range(8)], params={**SEEN, "max_tokens": 900})[-1]
+    assert error["error"]["name"] == "context_overflow"
+
+
+def test_without_a_tower_images_are_refused(model_path: Path) -> None:
+    with engine(model_path, n_ctx=512) as child:
+        assert failure(child)["name"] == "unsupported"
+
+
+def test_an_image_that_the_budget_has_no_room_for(model_path: Path, mmproj_path: Path) -> None:
+    fields = {**FIELDS, "vram_budget": FLOOR}
+    with engine(model_path, mmproj=str(mmproj_path), **fields) as child:
+        error = failure(child)
+        assert error["name"] == "budget_below_floor"
+        assert child.run(QUESTION, params=SEEN)[-1]["ev"] == "done"
+
+
+def test_a_tower_of_another_model_is_refused(tiny_model: Any, mmproj_path: Path) -> None:
+    child = EngineProcess()
+    try:
+        event = child.load(tiny_model("llama"), mmproj=str(mmproj_path), device="cpu", n_ctx=256, n_parallel=1)
+        assert (event["ev"], event["error"]["name"]) == ("fatal", "bad_model")
+    finally:
+        child.close()
+
+
+def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(model_path: Path, mmproj_path: Path) -> None:
+    with engine(model_path, mmproj=str(mmproj_path), n_ctx=1024, n_parallel=1) as child:
+        assert child.run(QUESTION, images=[picture(1)], params=SEEN)[-1]["ev"] == "done"
+        job = child.submit(QUESTION, images=[picture(2)], params=SEEN)
+        child.wait_for("started", job=job)
+        child.send(op="cancel", job=job)
+        assert child.finish(job)[job][-1]["ev"] == "cancelled"
+        assert child.run(QUESTION, images=[picture(1)], params=SEEN)[-1]["ev"] == "done"
