@@ -14,6 +14,32 @@ std::string content(const std::string &path) {
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
+/* What the index has for a binary: a map of its base64. */
+json shown(const json &value) {
+    if (value.is_binary()) {
+        static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        std::string text;
+        const auto &bytes = value.get_binary();
+        for (size_t at = 0; at < bytes.size(); at += 3) {
+            uint32_t word = 0;
+            for (size_t i = 0; i < 3; ++i) {
+                word = word << 8 | (at + i < bytes.size() ? bytes[at + i] : 0);
+            }
+            for (size_t i = 0; i < 4; ++i) {
+                text += at + i <= bytes.size() ? digits[word >> (18 - 6 * i) & 63] : '=';
+            }
+        }
+        return {{"base64", text}};
+    }
+    json copy = value;
+    for (json &item : copy) {
+        if (item.is_structured() || item.is_binary()) {
+            item = shown(item);
+        }
+    }
+    return copy;
+}
+
 /* What is wrong with the codec's view of one vector; "" if nothing. */
 std::string judge(const json &row, const std::string &frame) {
     json message, again;
@@ -30,11 +56,11 @@ std::string judge(const json &row, const std::string &frame) {
     if (is_answer != (row["from"] == "broker")) {
         return is_answer ? "taken for an answer" : "not taken for an answer: " + why;
     }
-    if (message != row["message"]) {
+    if (shown(message) != row["message"]) {
         return "read as " + message.dump();
     }
-    std::string written = frameshard::encode(row["message"]);
-    if (!frameshard::decode_frame(written.data(), written.size(), &again, &why) || again != row["message"]) {
+    std::string written = frameshard::encode(message);
+    if (!frameshard::decode_frame(written.data(), written.size(), &again, &why) || again != message) {
         return "does not survive being written";
     }
     return "";

@@ -67,8 +67,8 @@ def test_any_budget_gives_the_same_answer_within_it(
     assert after["peak_bytes"] <= budget
     assert after["buffers_bytes"] == before["buffers_bytes"]  # nothing of the tower stays
     assert after["copied_bytes"] > before["copied_bytes"]
-    if budget < 96 * MIB:
-        assert after["evicted_slabs"] > before["evicted_slabs"]  # the tail made room
+    if FLOOR + TOWER < budget < 96 * MIB:
+        assert after["evicted_slabs"] > before["evicted_slabs"]  # the tail made room, and not the ring alone
 
 
 def phases(events: list[Event]) -> list[tuple[str, int, int]]:

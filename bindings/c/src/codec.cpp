@@ -162,7 +162,8 @@ const Table kError = {{"code", Type::Uint},
 const Table kModel = {{"name", Type::Text, 0, 4096}, {"arch", Type::Text, 0, 256}, {"device", Type::Text, 0, 256},
                       {"n_ctx", Type::Uint},         {"n_parallel", Type::Uint},   {"n_vocab", Type::Uint},
                       {"n_layer", Type::Uint},       {"chat", Type::Bool},         {"floor_bytes", Type::Uint},
-                      {"full_bytes", Type::Uint},    {"plan", Type::Map}};
+                      {"full_bytes", Type::Uint},    {"plan", Type::Map},
+                      {"vision", Type::Text, 0, 256, nullptr, nullptr, true}};
 const Table kLimits = {{"message_bytes", Type::Uint},
                        {"string_bytes", Type::Uint},
                        {"jobs", Type::Uint},
@@ -248,6 +249,8 @@ const std::vector<Message> &messages() {
           {"restarts", Type::Uint},
           {"error", Type::RecordOrNil, 0, 0, nullptr, &kError, true}}},
         {"started", event({{"n_prompt", Type::Uint}})},
+        {"progress",
+         event({{"phase", Type::Epithet, 0, 0, " encode prefill "}, {"done", Type::Uint}, {"total", Type::Uint}})},
         {"delta", event({{"text", Type::Text, 1, 65536}, {"tokens", Type::Id}})},
         {"done", event({{"reason", Type::Epithet, 0, 0, " stop length "},
                         {"n_prompt", Type::Uint},
@@ -386,8 +389,12 @@ template <class Packer> void write(Packer &packer, const json &value) {
     case json::value_t::number_float:
         packer.pack(value.get<double>());
         break;
+    case json::value_t::binary:
+        packer.pack_bin(uint32_t(value.get_binary().size()));
+        packer.pack_bin_body(reinterpret_cast<const char *>(value.get_binary().data()), value.get_binary().size());
+        break;
     default:
-        packer.pack_nil(); // requests hold no binary
+        packer.pack_nil();
     }
 }
 

@@ -445,6 +445,10 @@ void Session::job_event(const json &message) {
             return;
         }
     }
+    if (name == "progress") {
+        grant(job, seq + 1); // of images, which this client does not send yet
+        return;
+    }
     if (name == "started" && job.started) {
         job.granted = seq + 1; // of a shortened question, which has said so before
         return;
