@@ -239,7 +239,7 @@ def test_experts_stay_with_the_cpu_while_decoding() -> None:
     left_out = range(plan.resident, len(ladder))
     assert {ladder[i].kind for i in left_out} == {"experts"}
     assert all(decode.placements[i] == CPU for i in left_out)
-    assert all(prompt.placements[i] == STREAMED for i in left_out)
+    assert all(prompt.placements[i] == STREAMED for i in left_out[1:])  # the first is resident in part
     # Should a resident one be given up before the next plan, it goes where its kind is.
     full = make_plan(model, H100, budget_bytes=0, fixed_bytes=900 << 20)
     for each, placement in zip(ladder, full.tiers[0].placements, strict=True):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _MiB = 1 << 20
 _DRIVER_BYTES = 512 * _MiB  # what a driver's context and libraries hold; exact once an engine runs
-_POINTS = 60  # budgets in a plot
+_POINTS = 40  # budgets in a plot
 _COLUMNS = ("budget", "resident", "streamed", "cpu", "ring", "TTFT s", "bound", "tok/s", "bound")
 
 
