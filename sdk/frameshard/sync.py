@@ -57,7 +57,6 @@ __all__ = [
     "Failed",
     "Finished",
     "Job",
-    "Notice",
     "PlanArrived",
     "Progressed",
     "Ready",

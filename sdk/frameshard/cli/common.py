@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
 
 from frameshard.errors import BadArgument
+from frameshard.native import default_threads
 
 UNITS = {
     "": 2**20,
@@ -58,12 +58,6 @@ def rate(text: str) -> float:
     if not 0.0 < value < 1e6:
         raise BadArgument(f"{text!r} is not a rate above 0")
     return value
-
-
-def default_threads() -> int:
-    """Half of the logical CPUs this process may use: the game needs the others, and SMT siblings add little."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // 2)
 
 
 def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -37,6 +37,7 @@ from frameshard.errors import (
     OutOfMemory,
     Unsupported,
 )
+from frameshard.native import default_threads
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
@@ -67,7 +68,7 @@ class EngineConfig:
 
     ``device``: "cpu" (stock llama.cpp), "emulated", a ggml device name such as "CUDA0", or "auto" (the first GPU, else
     the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` tokens are shared evenly by ``n_parallel`` sequences.
-    ``n_threads`` 0 picks a number that leaves room for copies and the game. ``link_gbps`` (1e9 bytes/s) is the
+    ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
     have the same bits at any budget. ``n_outputs_max`` 0 means ``n_parallel``: how many rows of logits one decode may
     ask for. ``mmproj`` is the GGUF file that reads images for this model, "" for none.
@@ -187,7 +188,7 @@ class Runtime:
         # What was checked must be what is served: the file is held open and compared before each job.
         self._file = open(config.model, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
-        self.n_threads = config.n_threads or _default_threads()
+        self.n_threads = config.n_threads or default_threads()
         self.device_name = resolve_device(config.device)
 
         llama_cpp.llama_backend_init()
@@ -647,12 +648,6 @@ def resolve_device(name: str) -> str:
     name = found[0] if found else "cpu"
     logger.warning("device auto: using %s", name)
     return name
-
-
-def _default_threads() -> int:
-    """An eighth of the cores is left to the copy thread and the game: copies collapse when every core computes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if cores <= 2 else cores - max(1, cores // 8)
 
 
 def _limit(budget_bytes: int) -> int:

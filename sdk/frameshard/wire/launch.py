@@ -31,7 +31,7 @@ class ServeConfig:
     :param device: ``cpu``, ``emulated``, a ggml device such as ``CUDA0``, or ``auto``.
     :param vram_budget_bytes: all that the sidecar may hold in VRAM; 0 is no limit.
     :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
-    :param n_threads: 0 leaves it to the engine.
+    :param n_threads: 0 is half of the CPUs.
     :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
     :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
     :param transport: ``ipc`` or ``tcp`` on the loopback; both carry CURVE.
