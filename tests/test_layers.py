@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "models": set(),
     "frame": set(),
+    "sprites": set(),
     "wire": set(),
     "transport": {"wire"},
     "broker": {"wire", "transport", "frame"},

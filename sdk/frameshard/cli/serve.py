@@ -31,6 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--vram-budget", type=common.parse_size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
     )
+    parser.add_argument(
+        "--mmproj",
+        metavar="PATH|NAME",
+        help="what reads images for this model: a GGUF file, a name on Hugging Face, or `sprites` for smollm2-135m "
+        "(models that `frameshard models list` knows bring their own)",
+    )
     parser.add_argument("--connect-file", metavar="FILE", help="where to leave address and keys (a fresh place)")
     parser.add_argument(
         "--endpoint", metavar="E", help="ipc:///PATH or tcp://127.0.0.1:PORT (a fresh ipc socket, tcp on Windows)"
@@ -49,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.broker import serve
     from frameshard.wire.launch import ServeConfig
 
+    mmproj = args.mmproj or models.mmproj_of(args.model)
     config = ServeConfig(
         model=str(models.resolve(args.model).absolute()),
+        mmproj=str(models.resolve(mmproj).absolute()) if mmproj else "",
         device=args.device,
         vram_budget_bytes=args.vram_budget,
         n_ctx=args.ctx,
