@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
                 if args.vs:
                     _measure_upstream(row, runtime, args)
         if args.timeline:
-            _set_budget(rows[0], runtime)
+            _set_budget(rows[0], runtime, args)
             result["timeline"] = _timeline(runtime, args)
     result["rows"] = [_document(row, args) for row in rows]
     if args.json:
@@ -128,7 +128,9 @@ def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
         yield named[part.strip()] if part.strip() in named else common.parse_size(part)
 
 
-def _set_budget(row: _Row, runtime: Runtime) -> None:
+def _set_budget(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
+    from frameshard.plan.planner import make_plan
+
     assert runtime.device is not None
     assert row.budget is not None
     runtime.device.set_budget(row.budget, timeout_s=60.0)
@@ -136,14 +138,24 @@ def _set_budget(row: _Row, runtime: Runtime) -> None:
     while runtime.fill():
         pass
     runtime.device.reset_peak()
-    row.plan = runtime.plan
+    assert runtime.profile is not None
+    stats = runtime.device.stats()
+    row.plan = make_plan(  # the engine's own, but for the context that is decoded at
+        runtime.model_info,
+        runtime.profile,
+        budget_bytes=row.budget,
+        fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
+        mode=runtime.mode,
+        n_ctx_used=args.prompt + args.generate // 2,
+        n_ubatch=runtime.n_ubatch,
+    )
 
 
 def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
     words, tokens = _tokens(runtime, args.prompt)
     device = runtime.device
     if row.budget is not None:
-        _set_budget(row, runtime)
+        _set_budget(row, runtime, args)
     _read(runtime, args.parallel, tokens)
     _decode(runtime, args.parallel, tokens[0])  # compiles the decode graph and fills the ring
     with Sampler(runtime.observer) as nvml:
@@ -198,10 +210,19 @@ def _tokens(runtime: Runtime, n: int) -> tuple[list[int], list[int]]:
 
 
 def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
+    from frameshard.engine.runtime import Rows
+
     for seq in range(parallel):
         runtime.clear(seq)
-    for seq in range(parallel):
-        runtime.decode_tokens(seq, tokens)
+    # Several prompts in one graph where they fit: what is streamed is streamed once for all of them.
+    together = max(1, runtime.n_ubatch // len(tokens))
+    for first in range(0, parallel, together):
+        seqs = range(first, min(first + together, parallel))
+        if len(seqs) == 1:
+            runtime.decode_tokens(first, tokens)
+        else:
+            runtime.decode([Rows(seq, tokens) for seq in seqs])
+            runtime.logits(len(seqs) * len(tokens) - 1)
 
 
 def _decode(runtime: Runtime, parallel: int, token: int) -> None:
@@ -254,10 +275,10 @@ def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
     if row.plan is not None:
         document |= {
             "prefill_copied_mb": round(row.copied / MIB, 3),
-            "predicted_ttft_s": row.plan.predicted_ttft(args.prompt) * args.parallel,
+            "predicted_ttft_s": row.plan.predicted_ttft(args.prompt, args.parallel),
             "predicted_decode_tps": row.plan.predicted_decode_tps(args.parallel),
-            "bound_ttft_s": row.plan.bound_ttft(args.prompt) * args.parallel,
-            "bound_decode_tps": row.plan.bound_decode_tps(),
+            "bound_ttft_s": row.plan.bound_ttft(args.prompt, args.parallel),
+            "bound_decode_tps": row.plan.bound_decode_tps(args.parallel),
             "plan": row.plan.summary(args.prompt, args.parallel),
         }
     if row.upstream:

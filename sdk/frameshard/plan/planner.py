@@ -268,26 +268,29 @@ class Plan:
     n_ubatch: int
     _costs: _Costs = field(repr=False, compare=False)
 
-    def predicted_ttft(self, n_tokens: int) -> float:
-        """Seconds from an empty context until the logits after a prompt of ``n_tokens``."""
-        return sum(self._graph_seconds(n, done) for done, n in self._graphs(n_tokens))
+    def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
+        """Seconds from an empty context until the logits after ``n_parallel`` prompts of ``n_tokens`` each, several of
+        them in a graph where they fit."""
+        return sum(self._graph_seconds(*graph) for graph in self._graphs(n_tokens, n_parallel))
 
-    def bound_ttft(self, n_tokens: int) -> float:
+    def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Least seconds for that with this resident set and size of graphs."""
-        return self._costs.bound(list(self._graphs(n_tokens)), may_use_cpu=self.mode == "planned")
+        return self._costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Tokens per second of ``n_parallel`` sequences together, one token each in a graph."""
-        return n_parallel / self._graph_seconds(n_parallel, self._costs.n_ctx_used)
+        return n_parallel / self._graph_seconds(n_parallel, self._costs.n_ctx_used, n_parallel)
 
-    def bound_decode_tps(self) -> float:
-        """Most tokens per second of one sequence that any placement of the rest gives with this resident set."""
-        return 1.0 / self._costs.bound([(self._costs.n_ctx_used, 1)], may_use_cpu=self.mode == "planned")
+    def bound_decode_tps(self, n_parallel: int = 1) -> float:
+        """Most tokens per second of ``n_parallel`` sequences that any placement of the rest gives with this resident
+        set."""
+        graph = (n_parallel, self._costs.n_ctx_used, n_parallel)
+        return n_parallel / self._costs.bound([graph], may_use_cpu=self.mode == "planned")
 
     def static_ttft(self, n_tokens: int) -> float:
         """Seconds for the same with this resident set and everything else as llama.cpp has it with ``-ngl``: each graph
         copies it from pageable memory, and nothing overlaps."""
-        return sum(self._costs.static_seconds(n, done) for done, n in self._graphs(n_tokens))
+        return sum(self._costs.static_seconds(*graph) for graph in self._graphs(n_tokens))
 
     def static_decode_tps(self) -> float:
         """Tokens per second of one sequence when the CPU computes everything that is not resident."""
@@ -314,21 +317,25 @@ class Plan:
             "full_bytes": self.full_bytes,
             "ring_bytes": self.ring_bytes,
             "tiers": tiers,
-            "predicted_ttft_s": self.predicted_ttft(n_prompt),
+            "predicted_ttft_s": self.predicted_ttft(n_prompt, n_parallel),
             "predicted_decode_tps": self.predicted_decode_tps(n_parallel),
-            "bound_ttft_s": self.bound_ttft(n_prompt),
-            "bound_decode_tps": self.bound_decode_tps(),
+            "bound_ttft_s": self.bound_ttft(n_prompt, n_parallel),
+            "bound_decode_tps": self.bound_decode_tps(n_parallel),
         }
 
-    def _graphs(self, n_tokens: int) -> Iterator[tuple[int, int]]:
-        """(tokens before it, tokens in it) of each graph of a prompt."""
-        for done in range(0, n_tokens, self.n_ubatch):
-            yield done, min(self.n_ubatch, n_tokens - done)
+    def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[tuple[int, int, int]]:
+        """(tokens, tokens of a sequence before it, sequences) of each graph of so many prompts."""
+        if n_tokens > self.n_ubatch:
+            one = [(min(self.n_ubatch, n_tokens - done), done, 1) for done in range(0, n_tokens, self.n_ubatch)]
+            return one * n_parallel
+        together = min(self.n_ubatch // n_tokens, n_parallel)
+        groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
+        return [(n * n_tokens, 0, n) for n in groups]
 
-    def _graph_seconds(self, n_tokens: int, n_before: int) -> float:
+    def _graph_seconds(self, n_tokens: int, n_before: int, n_seq: int) -> float:
         tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
         on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
-        return self._costs.at(n_tokens, n_before).seconds(on_cpu)
+        return self._costs.at(n_tokens, n_before, n_seq).seconds(on_cpu)
 
 
 def make_plan(
@@ -407,7 +414,7 @@ def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubat
         n_tokens=n_tokens,
         placements=tuple(placements.tolist()),
         predicted_s=best,
-        bound_s=costs.bound([(n_before, n_tokens)], may_use_cpu=mode == "planned"),
+        bound_s=costs.bound([(n_tokens, n_before, 1)], may_use_cpu=mode == "planned"),
         n_resident=int((~left_out).sum()),
         n_streamed=int(streamed.sum()),
         n_cpu=int(cpu.sum()),
@@ -477,25 +484,23 @@ class _Costs:
                 self.n_weights[self.kinds[kind], i] += n
         kinds = [shard.kind for shard in self.ladder]
         self.kind_masks = {kind: np.array([k == kind for k in kinds], dtype=np.bool_) for kind in _USE_ORDER}
-        self.heads = heads_name(heads_of(layout.model))
         self.kernels_s = profile.kernel_s * np.array([_KERNELS[kind] for kind in kinds], dtype=np.float64)
         self.handoffs = np.array([_HANDOFFS.get(kind, 1.0) for kind in kinds])
         self.copy_s = self.n_bytes * (1 - share) / profile.h2d
         # The copy engine runs ahead by what the ring holds beside the step in use.
         self.ahead_s = max(ring - layout.min_ring, 0) / profile.h2d
 
-    def bound(self, graphs: list[tuple[int, int]], *, may_use_cpu: bool) -> float:
-        """Least time of graphs of (tokens before, tokens), of which each does all the work anew."""
+    def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
+        """Least time of graphs of (tokens, tokens before, sequences), of which each does all the work anew. Experts
+        that none of the tokens uses need not be copied."""
         profile, left_out = self.profile, 1 - self.resident_share
         copy: list[Floats] = []
         device: list[Floats] = []
         cpu: list[Floats] = []
         resident_s = memory_s = 0.0
-        for n_before, n_tokens in graphs:
-            graph = self.at(n_tokens, n_before)
-            # Decoding could copy the experts in use alone; a prompt uses all of them.
-            moved = (self.n_bytes * (self.active if n_tokens == 1 else 1.0)) * left_out
-            copy.append(moved / profile.h2d)
+        for n_tokens, n_before, n_seq in graphs:
+            graph = self.at(n_tokens, n_before, n_seq)
+            copy.append(graph.touched * left_out / profile.h2d)
             device.append(graph.on_device * left_out)
             cpu.append(graph.on_host * left_out)
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
@@ -508,10 +513,10 @@ class _Costs:
             memory_s=memory_s if may_use_cpu else 0.0,
         )
 
-    def static_seconds(self, n_tokens: int, n_before: int) -> float:
+    def static_seconds(self, n_tokens: int, n_before: int, n_seq: int = 1) -> float:
         """Time of a graph without streaming or overlap, where what is left out are layers that follow each other, or
         experts."""
-        graph, left_out = self.at(n_tokens, n_before), 1 - self.resident_share
+        graph, left_out = self.at(n_tokens, n_before, n_seq), 1 - self.resident_share
         always = graph.attention_s + float(self.kernels_s.sum()) + self.turn_s
         if n_tokens >= _LEAST_OFFLOADED:
             return always + float((self.n_bytes * left_out).sum() / self.profile.h2d_pageable + graph.on_device.sum())
@@ -519,22 +524,15 @@ class _Costs:
         computed = graph.on_device * self.resident_share + graph.on_host * left_out
         return always + float(computed.sum()) + experts * graph.handoff_s
 
-    def attention_flops(self, n_tokens: int, n_before: int) -> float:
-        head_dim, n_head, _ = heads_of(self.layout.model)
-        return 4.0 * head_dim * n_head * self.layout.model.n_layer * n_tokens * (n_before + n_tokens / 2)
-
-    def kv_read(self, n_tokens: int, n_before: int) -> float:
-        return kv_bytes(self.layout.model, 256) / 256 * (n_before + n_tokens)
-
-    def at(self, n_tokens: int, n_before: int) -> _Graph:
-        return _Graph(self, n_tokens, n_before)
+    def at(self, n_tokens: int, n_before: int, n_seq: int = 1) -> _Graph:
+        return _Graph(self, n_tokens, n_before, n_seq)
 
 
 class _Graph:
-    """Times of one graph of ``n_tokens`` after ``n_before`` tokens of context."""
+    """Times of one graph of ``n_tokens``, shared evenly by sequences that have ``n_before`` tokens each already."""
 
-    def __init__(self, costs: _Costs, n_tokens: int, n_before: int) -> None:
-        profile = costs.profile
+    def __init__(self, costs: _Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
+        profile, model = costs.profile, costs.layout.model
         # Of a layer's experts this share is used by at least one of the tokens, each by so many (columns); the output
         # head computes one row.
         share_used = 1 - (1 - costs.active) ** n_tokens
@@ -548,12 +546,14 @@ class _Graph:
             + np.zeros(len(costs.ladder))
             for on_cpu in (False, True)
         )
-        kv_rate, flops_rate = profile.attention_rates(costs.heads, n_before + n_tokens / 2)
-        self.attention_s = max(
-            costs.attention_flops(n_tokens, n_before) / flops_rate, costs.kv_read(n_tokens, n_before) / kv_rate
-        )
+        head_dim, n_head, _ = heads = heads_of(model)
+        each = n_tokens / n_seq
+        kv_rate, flops_rate = profile.attention_rates(heads_name(heads), n_before + each / 2)
+        flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
+        kv_read = kv_bytes(model, 256) / 256 * (n_before + each) * n_seq
+        self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
         order, share = costs.layout.use_order, costs.resident_share
-        activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
+        activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self._device_s = (self.on_device + costs.kernels_s)[order]
         self._cpu_s = (self.on_host * (1 - share))[order]
         self._shared_s = (self.on_device * share)[order]
