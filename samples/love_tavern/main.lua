@@ -22,7 +22,7 @@ local LINES = {
   "Have you heard any stories about the old ruins on the hill?",
   "Then I will need a room for the night. What can you offer me?",
 }
-local LESS_AT, MORE_AT, SHOT_AT = 10, 36, 28 -- tokens of an answer, unattended
+local LESS_AT, MORE_AT, SHOT_AT = 8, 28, 24 -- tokens of an answer, unattended
 local READING_S = 1 -- between two lines, unattended
 
 local options = { device = "auto" }
@@ -64,7 +64,7 @@ local function ask(text)
   job = sidecar:ask(text, {
     conversation = "mira",
     system = PERSONA,
-    sampling = { max_tokens = 70, temperature = 0.6, repeat_penalty = 1.1, seed = 2 },
+    sampling = { max_tokens = 60, temperature = 0.6, repeat_penalty = 1.1, seed = 2 },
     response_finished = function()
       answers = answers + 1
     end,

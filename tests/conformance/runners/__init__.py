@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,22 @@ def _built(name: str) -> list[str]:
     return [str(program)]
 
 
+def _csharp() -> list[str]:
+    """Compiled here, in a few seconds; Mono finds the library beside the program."""
+    program = Path(_built("libframeshard.so")[0]).with_name("runner_csharp.exe")
+    sources = [*sorted((REPO / "bindings" / "unity" / "Runtime" / "Core").glob("*.cs")), HERE / "Runner.cs"]
+    # 0649: what only structs from C fill
+    options = ["-langversion:7", "-warnaserror", "-nowarn:0649", "-r:System.Core", "-r:System.Json"]
+    subprocess.run(["mcs", *options, f"-out:{program}", *map(str, sources)], check=True)
+    return ["mono", str(program)]
+
+
 RUNNERS: dict[str, Callable[[], list[str]]] = {
     "python": lambda: [sys.executable, str(HERE / "runner.py")],
     "c": lambda: _built("runner_c"),
     "cpp": lambda: _built("runner_cpp"),
+    "csharp": lambda: _csharp(),
+    "lua": lambda: ["env", f"FRAMESHARD_LIBRARY={_built('libframeshard.so')[0]}", "luajit", str(HERE / "runner.lua")],
 }
 NAMES = list(RUNNERS)
 
