@@ -1,4 +1,4 @@
-/* The C client's codec against bindings/vectors: codec_vectors DIRECTORY. No socket, so it runs wherever it compiles. */
+/* The C client's codec against bindings/vectors: codec_vectors DIRECTORY. No socket: it runs wherever it compiles. */
 #include <cstdio>
 #include <fstream>
 #include <iterator>

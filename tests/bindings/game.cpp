@@ -84,7 +84,7 @@ int main(int argc, char **argv) {
     check("launches", game.launch(launch) == FS_OK);
 
     Heard first;
-    check("asks before it is ready", game.ask("Tell me about the sea.", options, first.listener()) != 0);
+    check("asks before it is ready", game.ask("Tell me about the sea.", options, first.listener()) == FS_OK);
     int32_t most = play(game, 1, [&] { return first.ends > 0; });
     check("is ready", ready && game.is_ready() && full > 0);
     check("hands out one event a frame where told so", most == 1);
@@ -107,7 +107,8 @@ int main(int argc, char **argv) {
 
     Heard second;
     sampling.max_tokens = 800;
-    uint64_t job = game.ask("Count as far as you can.", options, second.listener());
+    uint64_t job = 0;
+    game.ask("Count as far as you can.", options, second.listener(), &job);
     play(game, 64, [&] { return !second.text.empty(); });
     check("cancels", game.cancel(job) == FS_OK);
     play(game, 64, [&] { return second.ends > 0; });
@@ -120,7 +121,7 @@ int main(int argc, char **argv) {
     play(game, 64, [&] { return game.client() == nullptr; });
     check("may be closed by a callback", third.ends == 1 && third.ending.status == FS_CANCELLED);
     check("is closed", game.client() == nullptr && !game.is_ready() && game.pump(64) == 0);
-    check("refuses to ask then", game.ask("Hello?", options, {}) == 0);
+    check("refuses to ask then", game.ask("Hello?", options, {}) != FS_OK);
     check("and does not call that an accident", closed == FS_OK);
 
     launch.model = "no/such/model.gguf";

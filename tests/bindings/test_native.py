@@ -27,11 +27,21 @@ def test_sentences(tmp_path: Path) -> None:
     run([tmp_path / "sentences"])
 
 
+def test_the_unreal_layer_compiles() -> None:
+    """Against stubs of the engine: it is not here."""
+    layer = REPO / "bindings" / "unreal" / "Source" / "Frameshard"
+    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti"]
+    places = [REPO / "tests" / "unreal_stubs", layer / "Public", layer / "Private", REPO / "bindings" / "c" / "include"]
+    for source in sorted((layer / "Private").glob("*.cpp")):
+        run(["g++", *flags, *(f"-I{place}" for place in places), source])
+
+
 @pytest.mark.skipif(BUILT is None, reason="`make bindings` runs this one")
-@pytest.mark.parametrize("program", ["codec_vectors", "host", "game"])
+@pytest.mark.parametrize("program", ["codec_vectors", "host", "game", "unreal_layer"])
 def test_program(program: str, model_path: Path) -> None:
     arguments: dict[str, list[str | Path]] = {
         "codec_vectors": [REPO / "bindings" / "vectors"],
         "game": [model_path, sys.executable],
+        "unreal_layer": [model_path, sys.executable],
     }
     run([Path(str(BUILT)) / program, *arguments.get(program, [])])

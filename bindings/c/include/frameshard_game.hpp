@@ -238,28 +238,32 @@ class Game {
     fs_client *client() const { return client_; }
     bool is_ready() const { return ready_; }
 
-    /* fs_ask. Returns the job, or 0 with the reason in fs_last_error; then nothing is called. */
-    uint64_t ask(std::string_view text, const fs_job_options &options, Listener listener) {
-        uint64_t job = 0;
-        if (fs_ask(client_, text.data(), int32_t(text.size()), &options, &job) != FS_OK) {
-            return 0;
+    /* fs_ask; `listener` hears of it if that is FS_OK. `job` may be NULL. */
+    fs_status ask(std::string_view text, const fs_job_options &options, Listener listener, uint64_t *job = nullptr) {
+        uint64_t number = 0;
+        fs_status status = fs_ask(client_, text.data(), int32_t(text.size()), &options, &number);
+        if (status == FS_OK) {
+            auto answer = std::make_shared<Answer>();
+            answer->listener = std::move(listener);
+            answers_.emplace(number, std::move(answer));
         }
-        auto answer = std::make_shared<Answer>();
-        answer->listener = std::move(listener);
-        answers_.emplace(job, std::move(answer));
-        return job;
+        if (job != nullptr) {
+            *job = number;
+        }
+        return status;
     }
 
     /* The answer's on_end follows with FS_CANCELLED, unless another end came first. */
     fs_status cancel(uint64_t job) { return fs_cancel(client_, job); }
 
-    /* fs_set_budget; `done` is called once, with the release or the refusal. Returns the request, or 0. */
-    uint64_t set_budget(uint64_t bytes, double timeout_s, std::function<void(const BudgetResult &)> done) {
+    /* fs_set_budget; if that is FS_OK, `done` is called once, with the release or the refusal. */
+    fs_status set_budget(uint64_t bytes, double timeout_s, std::function<void(const BudgetResult &)> done) {
         uint64_t request = 0;
-        if (fs_set_budget(client_, bytes, timeout_s, &request) == FS_OK) {
+        fs_status status = fs_set_budget(client_, bytes, timeout_s, &request);
+        if (status == FS_OK) {
             budgets_.emplace(request, std::move(done));
         }
-        return request;
+        return status;
     }
 
     /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it keeps out of its way. 0: no more.

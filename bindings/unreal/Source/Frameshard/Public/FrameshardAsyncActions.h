@@ -1,0 +1,72 @@
+#pragma once
+
+#include "CoreMinimal.h"
+#include "Kismet/BlueprintAsyncActionBase.h"
+
+#include "FrameshardTypes.h"
+
+#include "FrameshardAsyncActions.generated.h"
+
+class UFrameshardSubsystem;
+
+/** A Blueprint node that asks the model, with or without a character. */
+UCLASS()
+class FRAMESHARD_API UFrameshardAskAsync : public UBlueprintAsyncActionBase
+{
+	GENERATED_BODY()
+
+public:
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardText OnToken;
+
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardText OnSentence;
+
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardAnswered OnCompleted;
+
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardError OnFailed;
+
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject", DisplayName = "Ask frameshard"))
+	static UFrameshardAskAsync* AskFrameshard(
+		UObject* WorldContextObject, const FString& Text, const FFrameshardAskParams& Params);
+
+	/** Ends the answer early: OnFailed follows, with the code of a cancelled job. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void Cancel();
+
+	virtual void Activate() override;
+
+private:
+	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
+	FString Question;
+	FFrameshardAskParams AskParams;
+	int64 Job = 0;
+};
+
+/** A Blueprint node that changes the VRAM budget and goes on when the memory is given back. */
+UCLASS()
+class FRAMESHARD_API UFrameshardSetBudgetAsync : public UBlueprintAsyncActionBase
+{
+	GENERATED_BODY()
+
+public:
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardBudgetChanged OnReleased;
+
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardError OnFailed;
+
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
+			DisplayName = "Set frameshard VRAM budget"))
+	static UFrameshardSetBudgetAsync* SetFrameshardVramBudget(UObject* WorldContextObject, double Megabytes);
+
+	virtual void Activate() override;
+
+private:
+	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
+	double BudgetMb = 0;
+};

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "CoreMinimal.h"
+
+#include "GameFramework/Actor.h"
+
+namespace EEndPlayReason {
+enum Type { Destroyed, LevelTransition, EndPlayInEditor, RemovedFromWorld, Quit };
+}
+
+class UActorComponent : public UObject {
+  public:
+    using Super = UActorComponent; // of the classes made from it
+    AActor *GetOwner() const { return Owner; }
+    UWorld *GetWorld() const override { return World; }
+    virtual void EndPlay(const EEndPlayReason::Type) {}
+
+    AActor *Owner = nullptr; // the stubs' own
+    UWorld *World = nullptr; // the stubs' own
+};

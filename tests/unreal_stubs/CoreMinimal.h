@@ -1,0 +1,153 @@
+// As much of Unreal as the plugin uses, so that its layer compiles and runs without the engine. Signatures are those of
+// Unreal Engine 5; what the engine's tools generate is left out.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+using int32 = std::int32_t;
+using int64 = std::int64_t;
+using uint32 = std::uint32_t;
+using uint64 = std::uint64_t;
+using TCHAR = char16_t;
+using ANSICHAR = char;
+
+#define TEXT(Literal) u##Literal
+#define FRAMESHARD_API
+#define UCLASS(...)
+#define USTRUCT(...)
+#define UPROPERTY(...)
+#define UFUNCTION(...)
+#define GENERATED_BODY()
+
+class FString {
+  public:
+    FString() = default;
+    FString(const TCHAR *Text) : Text_(Text) {}
+    FString(int32 Count, const TCHAR *Text) : Text_(Text, static_cast<size_t>(Count)) {}
+    const TCHAR *operator*() const { return Text_.c_str(); }
+    bool IsEmpty() const { return Text_.empty(); }
+    int32 Len() const { return static_cast<int32>(Text_.size()); }
+    FString &operator+=(const FString &Other) {
+        Text_ += Other.Text_;
+        return *this;
+    }
+    friend bool operator==(const FString &Left, const FString &Right) { return Left.Text_ == Right.Text_; }
+
+  private:
+    std::u16string Text_;
+};
+
+class FUTF8ToTCHAR {
+  public:
+    FUTF8ToTCHAR(const ANSICHAR *Source, int32 Length) {
+        for (int32 At = 0; At < Length;) {
+            const unsigned First = static_cast<unsigned char>(Source[At++]);
+            const int More = First >= 0xf0 ? 3 : First >= 0xe0 ? 2 : First >= 0xc0 ? 1 : 0;
+            uint32 Point = More == 0 ? First : First & (0x3fu >> More);
+            for (int Index = 0; Index < More; ++Index) {
+                Point = Point << 6 | (static_cast<unsigned char>(Source[At++]) & 0x3fu);
+            }
+            if (Point >= 0x10000) {
+                Text.push_back(static_cast<char16_t>(0xd7c0 + (Point >> 10)));
+                Point = 0xdc00 + (Point & 0x3ff);
+            }
+            Text.push_back(static_cast<char16_t>(Point));
+        }
+    }
+    const TCHAR *Get() const { return Text.c_str(); }
+    int32 Length() const { return static_cast<int32>(Text.size()); }
+
+  private:
+    std::u16string Text;
+};
+
+class FTCHARToUTF8 {
+  public:
+    explicit FTCHARToUTF8(const TCHAR *Source) {
+        for (; *Source != 0; ++Source) {
+            uint32 Point = *Source;
+            if (Point >= 0xd800 && Point < 0xdc00 && Source[1] != 0) {
+                Point = 0x10000 + ((Point - 0xd800) << 10) + (*++Source - 0xdc00u);
+            }
+            const int More = Point >= 0x10000 ? 3 : Point >= 0x800 ? 2 : Point >= 0x80 ? 1 : 0;
+            const unsigned Mark[] = {0x00, 0xc0, 0xe0, 0xf0};
+            Text.push_back(static_cast<char>(Mark[More] | Point >> (6 * More)));
+            for (int Index = More - 1; Index >= 0; --Index) {
+                Text.push_back(static_cast<char>(0x80 | (Point >> (6 * Index) & 0x3f)));
+            }
+        }
+    }
+    const ANSICHAR *Get() const { return Text.c_str(); }
+    int32 Length() const { return static_cast<int32>(Text.size()); }
+
+  private:
+    std::string Text;
+};
+
+#define DEFINE_LOG_CATEGORY_STATIC(Category, Default, Compiled)
+#define UE_LOG(Category, Verbosity, Format, Text) std::fprintf(stderr, "%s\n", FTCHARToUTF8(Text).Get())
+
+class UWorld;
+
+class UObject {
+  public:
+    virtual ~UObject() = default;
+    virtual UWorld *GetWorld() const { return nullptr; }
+    FString GetName() const { return Name; }
+    bool IsTemplate() const { return false; }
+
+    FString Name;                                               // the stubs' own
+    const std::shared_ptr<int> Alive = std::make_shared<int>(); // the stubs' own
+};
+
+template <class T> class TWeakObjectPtr {
+  public:
+    TWeakObjectPtr() = default;
+    TWeakObjectPtr(T *Object) : Object_(Object) {
+        if (Object != nullptr) {
+            Alive = Object->Alive;
+        }
+    }
+    T *Get() const { return Alive.expired() ? nullptr : Object_; }
+    bool IsValid() const { return Get() != nullptr; }
+    T *operator->() const { return Get(); }
+
+  private:
+    T *Object_ = nullptr;
+    std::weak_ptr<int> Alive;
+};
+
+template <class T> T *NewObject() {
+    static std::vector<std::unique_ptr<T>> Made; // the collector's
+    Made.push_back(std::make_unique<T>());
+    return Made.back().get();
+}
+
+template <class T> T *GetMutableDefault() {
+    static T Default;
+    return &Default;
+}
+template <class T> const T *GetDefault() { return GetMutableDefault<T>(); }
+
+template <class... Params> class TStubDelegate {
+  public:
+    void Broadcast(Params... Values) const {
+        for (const auto &Listener : Listeners) {
+            Listener(Values...);
+        }
+    }
+    std::vector<std::function<void(Params...)>> Listeners; // the stubs' own
+};
+#define DECLARE_DYNAMIC_MULTICAST_DELEGATE(Name) using Name = TStubDelegate<>
+#define DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(Name, Type1, Param1) using Name = TStubDelegate<Type1>
+#define DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(Name, Type1, Param1, Type2, Param2)                               \
+    using Name = TStubDelegate<Type1, Type2>
+
+struct TStatId {};
+#define RETURN_QUICK_DECLARE_CYCLE_STAT(Class, Group) return TStatId()

@@ -1,0 +1,12 @@
+#pragma once
+
+#include "CoreMinimal.h"
+
+#include "Subsystems/GameInstanceSubsystem.h"
+
+class UGameInstance : public UObject {
+  public:
+    template <class T> T *GetSubsystem() const { return static_cast<T *>(Subsystem); }
+
+    UGameInstanceSubsystem *Subsystem = nullptr; // the stubs' own: there is one
+};

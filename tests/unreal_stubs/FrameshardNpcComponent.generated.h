@@ -1,0 +1,1 @@
+// Unreal's header tool makes this one; there is nothing in it that the stubs need.
