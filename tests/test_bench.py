@@ -23,10 +23,21 @@ def bench(model_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
     picture = tmp_path / "time.svg"
-    result = bench(model_path, "--vram-budget", "60,full", "--stream-only", "--timeline", str(picture), "--json")
+    result = bench(
+        model_path,
+        "--vram-budget",
+        "60,full",
+        "--stream-only",
+        "--ubatch",
+        "auto",
+        "--timeline",
+        str(picture),
+        "--json",
+    )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["rows"][0]["budget_mb"] == 60.0
+    assert document["ubatch"] == 256  # more than the prompt has is never better
     for row in document["rows"]:
         assert row["peak_vram_mb"] <= row["budget_mb"]
         assert row["runs"]["decode_tps"] == [row["decode_tps"]]

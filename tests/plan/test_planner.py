@@ -17,7 +17,18 @@ from frameshard.plan.bounds import least_seconds
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile
 from frameshard.plan.model import Model, Shard, Tensor, read_model
-from frameshard.plan.planner import CPU, STREAMED, Layout, Mode, Plan, estimate_fixed, lay_out, make_plan, vram_unit
+from frameshard.plan.planner import (
+    CPU,
+    STREAMED,
+    Layout,
+    Mode,
+    Plan,
+    choose_ubatch,
+    estimate_fixed,
+    lay_out,
+    make_plan,
+    vram_unit,
+)
 
 F16 = 1
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -270,6 +281,21 @@ def test_figures_of_an_8b_model_beside_an_h100() -> None:
         # The formula for llama.cpp against what it was measured at: 6.9 to 22.3 tokens/s, 1.57 to 0.56 s.
         assert plan.static_decode_tps() == pytest.approx(upstream, rel=0.15)
         assert plan.static_ttft(1024) == pytest.approx({2: 1.57, 4: 1.41, 8: 0.97, 12: 0.56}[gib], rel=0.2)
+
+
+def test_the_ubatch_grows_with_prompt_and_budget_but_not_at_the_cost_of_decoding() -> None:
+    model = dense()
+
+    def chosen(gib: int, n_prompt: int) -> int:
+        return choose_ubatch(model, H100, [gib << 30], n_ctx=n_prompt + 64, n_prompt=n_prompt)
+
+    assert chosen(8, 100) == 256
+    assert chosen(8, 1024) == 1024
+    assert chosen(2, 8192) < chosen(8, 8192)
+    both = choose_ubatch(model, H100, [2 << 30, 8 << 30], n_ctx=8256, n_prompt=8192)
+    assert chosen(2, 8192) <= both <= chosen(8, 8192)
+    with pytest.raises(BudgetBelowFloor):
+        chosen(1, 100_000)
 
 
 def test_a_plan_is_quick() -> None:

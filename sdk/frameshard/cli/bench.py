@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens decoded (64)")
     parser.add_argument("--parallel", type=common.positive, default=1, metavar="N", help="sequences at once (1)")
-    parser.add_argument("--ubatch", type=common.positive, default=512, metavar="N", help="prompt tokens at once (512)")
+    common.add_ubatch_arg(parser, auto=True)
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
     parser.add_argument(
@@ -88,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         from . import figures
 
         figures.check(args.timeline)
+    if not args.ubatch:
+        args.ubatch = 512 if device == "cpu" else _choose_ubatch(args, device)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=device,
@@ -116,6 +120,32 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(result, rows, markdown=args.markdown)
     return 0
+
+
+def _choose_ubatch(args: argparse.Namespace, device: str) -> int:
+    """By the profile of this machine, measured if need be in a process of its own: a process has one device."""
+    from frameshard import errors, models
+    from frameshard.plan.machine import Profile
+    from frameshard.plan.model import read_model
+    from frameshard.plan.planner import choose_ubatch
+
+    model = str(models.resolve(args.model))
+    command = ["profile", "--model", model, "--device", device, "--threads", str(args.threads), "--json"]
+    command += ["--link-gbps", str(args.link_gbps)] if args.link_gbps else []
+    result = subprocess.run([sys.executable, "-m", "frameshard", *command], stdout=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise errors.FrameshardError("the machine could not be measured, which --ubatch auto needs")
+    named = ("floor", "full")
+    sizes = [common.parse_size(part) for part in args.vram_budget.split(",") if part.strip() not in named]
+    return choose_ubatch(
+        read_model(model),
+        Profile.from_json(result.stdout),
+        sizes or [0],
+        n_ctx=(args.prompt + args.generate + 1) * args.parallel,
+        n_prompt=args.prompt,
+        n_parallel=args.parallel,
+        overhead_bytes=0 if device == "emulated" else common.DRIVER_BYTES,
+    )
 
 
 def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
@@ -309,7 +339,8 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
     table = [[_cell(value) for value in _values(document)] for document in result["rows"]]
     print(
         f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
-        f"tokens, {result['generate']} decoded, {result['parallel']} at once; medians of {result['repeat']}\n"
+        f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once; "
+        f"medians of {result['repeat']}\n"
     )
     if markdown:
         print("\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *table)))

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from frameshard.plan.planner import Plan
 
 _MiB = 1 << 20
-_DRIVER_BYTES = 512 * _MiB  # what a driver's context and libraries hold; exact once an engine runs
 _POINTS = 40  # budgets in a plot
 _COLUMNS = ("budget", "resident", "streamed", "cpu", "ring", "TTFT s", "bound", "tok/s", "bound")
 
@@ -24,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "decoding, and the predicted time to the first token and decode rate beside their bounds.",
     )
     common.add_model_args(parser)
-    common.add_context_args(parser)
+    common.add_context_args(parser, auto_ubatch=True)
     parser.add_argument(
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
@@ -60,13 +59,15 @@ def run(args: argparse.Namespace) -> int:
     model = read_model(models.resolve(args.model))
     profile = machine.load(args.profile).seen_by(model) if args.profile else measure(args, model)
     device = str(profile.fingerprint.get("device", ""))
+    overhead = 0 if device == "emulated" else common.DRIVER_BYTES
+    if not args.ubatch:
+        sizes = [size for size in budgets if size is not None]
+        args.ubatch = planner.choose_ubatch(
+            model, profile, sizes or [0], n_ctx=args.ctx, n_prompt=args.prompt, overhead_bytes=overhead
+        )
+    unit = planner.vram_unit(device)
     fixed = planner.estimate_fixed(
-        model,
-        args.ctx,
-        args.ubatch,
-        args.parallel,
-        overhead_bytes=0 if device == "emulated" else _DRIVER_BYTES,
-        unit_bytes=planner.vram_unit(device),
+        model, args.ctx, args.ubatch, args.parallel, overhead_bytes=overhead, unit_bytes=unit
     )
 
     def plan(budget_bytes: int) -> Plan:
@@ -91,13 +92,15 @@ def run(args: argparse.Namespace) -> int:
         figures.draw_plans(args.plot, f"{model.path.name} on {where}", sweep, plans, args.prompt)
     if args.json:
         rows = [{"budget_mb": plan.budget_bytes / _MiB, **plan.summary(args.prompt)} for plan in plans]
-        document = {"model": str(model.path), "device": device, "profile": profile.to_dict(), "rows": rows}
+        document = {"model": str(model.path), "device": device, "ubatch": args.ubatch, "profile": profile.to_dict()}
+        document["rows"] = rows
         common.emit_json(document)
         return 0
     print(
         f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {where}\n"
         f"floor {-(-full.floor_bytes // _MiB)} MiB, everything resident from {-(-full.full_bytes // _MiB)} MiB "
-        f"({fixed // _MiB} MiB of it for a context of {args.ctx} tokens and buffers, estimated)"
+        f"({fixed // _MiB} MiB of it for a context of {args.ctx} tokens and buffers, estimated), "
+        f"prompts by {args.ubatch} tokens"
     )
     print("".join(f"{column:>10}" for column in _COLUMNS))
     for plan_ in plans:

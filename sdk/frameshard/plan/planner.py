@@ -16,7 +16,7 @@ Everything here is a pure function of its arguments. Sizes are bytes, times seco
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -56,6 +56,8 @@ _KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14
 _HANDOFFS = {"attention": 2.0}
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
+_UBATCHES = (256, 512, 1024, 2048, 4096, 8192)
+_DECODE_KEPT = 0.95
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
@@ -229,6 +231,45 @@ def estimate_fixed(
     kv = kv_bytes(model, n_ctx, n_seq, bytes_per_value=bytes_per_value)
     parts = (core, lay_out(model).scratch, kv, activations + mask + logits)
     return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
+
+
+def choose_ubatch(
+    model: Model,
+    profile: Profile,
+    budgets: Sequence[int],
+    *,
+    n_ctx: int,
+    n_prompt: int,
+    n_parallel: int = 1,
+    overhead_bytes: int = 0,
+) -> int:
+    """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
+    displace weights: of the sizes that cost decoding no more than 5 % at any of ``budgets`` the one that reads prompts
+    of ``n_prompt`` tokens soonest. Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
+    unit = vram_unit(str(profile.fingerprint.get("device")))
+    found: list[tuple[int, list[float], list[float]]] = []
+    for n_ubatch in _UBATCHES:
+        if found and n_ubatch >= 2 * n_prompt * n_parallel:
+            break
+        fixed = estimate_fixed(model, n_ctx, n_ubatch, n_parallel, overhead_bytes=overhead_bytes, unit_bytes=unit)
+        try:
+            plans = [
+                make_plan(model, profile, budget_bytes=b, fixed_bytes=fixed, n_ctx_used=n_prompt, n_ubatch=n_ubatch)
+                for b in budgets
+            ]
+        except BudgetBelowFloor:
+            if not found:
+                raise
+            break
+        ttft = [plan.predicted_ttft(n_prompt, n_parallel) for plan in plans]
+        found.append((n_ubatch, ttft, [plan.predicted_decode_tps(n_parallel) for plan in plans]))
+    fastest = [max(rates) for rates in zip(*(tps for _, _, tps in found), strict=True)]
+    able = [
+        (float(np.log(ttft).sum()), n_ubatch)
+        for n_ubatch, ttft, tps in found
+        if all(rate >= _DECODE_KEPT * best for rate, best in zip(tps, fastest, strict=True))
+    ]
+    return min(able)[1] if able else found[0][0]
 
 
 @dataclass(frozen=True)
