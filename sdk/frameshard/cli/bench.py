@@ -60,6 +60,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="draw what copies, GPU and CPU do in one token and one ubatch at the first budget (.svg, .png, .pdf)",
     )
+    parser.add_argument(
+        "--image", metavar="WxH", help="an image of that size instead of a prompt of text; --vs is llama-mtmd-cli then"
+    )
+    parser.add_argument("--mmproj", metavar="PATH|NAME", help="what reads images for this model")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.set_defaults(run=run)
 
@@ -83,6 +87,11 @@ def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
     from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
 
+    if args.image:
+        from . import bench_images
+
+        args.image = bench_images.parse_size(args.image)
+        return bench_images.run(args)
     device = resolve_device(args.device)
     if device == "cpu" and (args.vs or args.timeline):
         raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")

@@ -1,0 +1,254 @@
+"""``frameshard bench --image``: how long a model takes to look at a picture and answer, at several budgets.
+
+Each run sees a picture that it has not seen before. ``--vs`` runs upstream's ``llama-mtmd-cli`` in turn, with the
+vision tower on the CPU and as many layers on the GPU as fit, or with everything on the GPU where the budget holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import common
+from .vram import Sampler
+
+if TYPE_CHECKING:
+    from frameshard.engine.runtime import Runtime
+    from frameshard.engine.vision import Image, Vision
+
+MIB = 2**20
+PROMPT = "\nWhat is this?"
+CONTEXT = 5120
+"""Tokens: 4096 of an image, as many as known models make of one, text and answer."""
+
+
+@dataclass
+class _Row:
+    budget: int | None
+    encode: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    latency: list[float] = field(default_factory=list)
+    image_tokens: int = 0
+    ledger_peak: int = 0
+    nvml_peak: int | None = None
+    error: str | None = None
+    upstream: list[tuple[float, float, int | None]] = field(default_factory=list)
+    placement: list[str] = field(default_factory=list)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of ``"1920x1080"``; :class:`BadArgument` for anything else."""
+    from frameshard.errors import BadArgument
+
+    match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
+    if match is None:
+        raise BadArgument(f"{text!r} is not the size of an image, such as 1920x1080")
+    return int(match[1]), int(match[2])
+
+
+def run(args: argparse.Namespace) -> int:
+    from frameshard import errors, models
+    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+    from frameshard.engine.vision import Vision
+
+    from .bench import _budgets
+
+    mmproj = args.mmproj or models.mmproj_of(args.model)
+    if mmproj is None:
+        raise errors.BadArgument("--image needs --mmproj, the file with which this model reads images")
+    config = EngineConfig(
+        model=str(models.resolve(args.model)),
+        mmproj=str(models.resolve(mmproj)),
+        device=resolve_device(args.device),
+        n_ctx=CONTEXT + args.generate,
+        n_ubatch=args.ubatch,
+        n_parallel=1,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps or 0.0,
+        mode="stream_only" if args.stream_only else "planned",
+    )
+    result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
+    result |= {"image": list(args.image), "generate": args.generate, "ubatch": args.ubatch, "repeat": args.repeat}
+    seeds = iter(range(10**6))
+    with Runtime.load(config) as runtime:
+        vision = Vision(runtime, config.mmproj)
+        rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
+        for _ in range(args.repeat):
+            for row in rows:
+                if row.error is None:
+                    _measure(row, runtime, vision, seeds, args)
+                if args.vs and row.budget is not None:
+                    _measure_upstream(row, runtime, config.mmproj, seeds, args)
+        vision.close()
+    result["rows"] = [_document(row) for row in rows]
+    if args.json:
+        common.emit_json(result)
+    else:
+        _print(result)
+    return 0
+
+
+def noise(seed: int, width: int, height: int) -> Image:
+    """A picture that no cache knows."""
+    import numpy as np
+
+    from frameshard.engine.vision import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image(width, height, pixels.tobytes())
+
+
+def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], args: argparse.Namespace) -> None:
+    from frameshard.engine.runtime import Rows
+    from frameshard.engine.vision import Picture
+    from frameshard.errors import BudgetBelowFloor
+
+    device = runtime.device
+    if row.budget is not None:
+        assert device is not None
+        device.set_budget(row.budget, timeout_s=60.0)
+        runtime.replan()
+        while runtime.fill():
+            pass
+        device.reset_peak()
+    image = noise(next(seeds), *args.image)
+    runtime.clear(0)
+    with Sampler(runtime.observer) as nvml:
+        start = time.perf_counter()
+        encode = prefill = 0.0
+        row.image_tokens, at, last = 0, start, -1
+        try:
+            for part in vision.tokenize(vision.marker + PROMPT, [image], add_special=True):
+                if isinstance(part, Picture):
+                    vision.encode(part)
+                    encode += time.perf_counter() - at
+                    at = time.perf_counter()
+                    vision.decode(0, part)
+                    row.image_tokens += part.n_tokens
+                else:
+                    last = runtime.decode([Rows(0, part)])[0]
+                prefill += time.perf_counter() - at
+                at = time.perf_counter()
+        except BudgetBelowFloor as error:
+            row.error = error.message
+            return
+        token = int(runtime.logits(last).argmax())
+        first = time.perf_counter()
+        for _ in range(args.generate - 1):
+            token = int(runtime.logits(runtime.decode([Rows(0, [token])])[0]).argmax())
+        end = time.perf_counter()
+    for times, value in ((row.encode, encode), (row.prefill, prefill), (row.ttft, first - start)):
+        times.append(value)
+    row.latency.append(end - start)
+    if device is not None:
+        row.ledger_peak = max(row.ledger_peak, device.stats().peak_bytes)
+    if nvml.peak_bytes is not None:
+        row.nvml_peak = max(row.nvml_peak or 0, nvml.peak_bytes)
+
+
+def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[int], args: argparse.Namespace) -> None:
+    """What upstream itself times: from the start of the encode to the last token, without loading and preprocessing."""
+    from frameshard.engine.nvml import Observer
+    from frameshard.errors import FrameshardError
+
+    from . import upstream
+
+    assert runtime.device is not None
+    assert row.budget is not None
+    emulated = runtime.device_name == "emulated"
+    tower = os.path.getsize(mmproj)
+    if emulated:
+        row.placement = ["-ngl", "0", "--no-mmproj-offload", "-dev", "none"]
+    elif row.budget >= runtime.model_info.file_bytes + 2 * tower:
+        row.placement = ["-ngl", "999"]
+    else:
+        row.placement = [*upstream.placement(runtime.model_info, row.budget), "--no-mmproj-offload"]
+    runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60.0)
+    image = noise(next(seeds), *args.image)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "image.ppm"
+        file.write_bytes(f"P6 {image.width} {image.height} 255\n".encode() + image.pixels)
+        command = [args.vs, "-m", runtime.config.model, "--mmproj", mmproj, "--image", str(file), "-p", PROMPT.strip()]
+        command += ["-n", str(args.generate), "-c", str(runtime.n_ctx), "-t", str(args.vs_threads or args.threads)]
+        command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
+        observer = None if emulated else Observer()
+        log = Path(scratch) / "log"
+        with open(log, "wb") as out:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            if observer is not None:
+                observer.pid = process.pid
+            with Sampler(observer) as nvml:
+                code = process.wait()
+        words = log.read_text(errors="replace")
+    encode = [int(ms) for ms in re.findall(r"(?:encoding done|slice encoded) in (\d+) ms", words)]
+    decode = [int(ms) for ms in re.findall(r"decoded \(batch \d+/\d+\) in (\d+) ms", words)]
+    speech = re.findall(r" eval time = +([0-9.]+) ms", words)
+    if code != 0 or not encode or not decode or not speech:
+        raise FrameshardError(f"{' '.join(command)} failed: {'; '.join(words.splitlines()[-3:])}")
+    latency = (sum(encode) + sum(decode) + float(speech[-1])) / 1e3
+    row.upstream.append((sum(encode) / 1e3, latency, nvml.peak_bytes))
+
+
+def _document(row: _Row) -> dict[str, Any]:
+    document: dict[str, Any] = {"budget_mb": None if row.budget is None else round(row.budget / MIB, 3)}
+    if row.error is not None:
+        document["error"] = row.error
+    else:
+        names = ("encode", "prefill", "ttft", "latency")
+        document |= {f"{name}_s": statistics.median(getattr(row, name)) for name in names}
+        document |= {
+            "image_tokens": row.image_tokens,
+            "peak_vram_mb": round(row.ledger_peak / MIB, 3),
+            "peak_nvml_mb": None if row.nvml_peak is None else round(row.nvml_peak / MIB, 3),
+            "runs": {f"{name}_s": getattr(row, name) for name in names},
+        }
+    if row.upstream:
+        peaks = [peak for _, _, peak in row.upstream if peak]
+        document["upstream"] = {
+            "placement": " ".join(row.placement),
+            "encode_s": statistics.median(encode for encode, _, _ in row.upstream),
+            "latency_s": statistics.median(latency for _, latency, _ in row.upstream),
+            "peak_nvml_mb": round(max(peaks) / MIB, 3) if peaks else None,
+        }
+        if row.error is None:
+            document["latency_ratio"] = document["upstream"]["latency_s"] / document["latency_s"]
+    return document
+
+
+def _print(result: dict[str, Any]) -> None:
+    width, height = result["image"]
+    print(f"{result['model']} on {result['device']}: an image of {width} x {height}, {result['generate']} tokens\n")
+    heads = [
+        "budget MiB",
+        "encode s",
+        "prefill s",
+        "TTFT s",
+        "E2E s",
+        "peak MiB",
+        "llama.cpp with",
+        "E2E s",
+        "peak MiB",
+    ]
+    vs = any("upstream" in row for row in result["rows"])
+    print("  ".join(heads if vs else heads[:6]))
+    for row in result["rows"]:
+        cells = ["-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f}"]
+        if "error" in row:
+            cells.append(row["error"])
+        else:
+            cells += [f"{row[name]:.3g}" for name in ("encode_s", "prefill_s", "ttft_s", "latency_s")]
+            cells.append(f"{row['peak_nvml_mb'] or row['peak_vram_mb']:.0f}")
+        if "upstream" in row:
+            theirs = row["upstream"]
+            cells += [theirs["placement"], f"{theirs['latency_s']:.3g}", f"{theirs['peak_nvml_mb'] or 0:.0f}"]
+        print("  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=False)))
