@@ -496,6 +496,33 @@ SCENARIO(stream_only_is_the_cpu_backends_result_at_any_budget) {
     }
 }
 
+SCENARIO(a_parked_device_holds_nothing_and_goes_on_where_it_was) {
+    Session s(config_of(0));
+    CHECK(fsd_park() == FSD_BAD_STATE);
+    s.commit();
+    CHECK(fsd_unpark() == FSD_BAD_STATE);
+    std::mt19937 random(3);
+    for (size_t park_at = 0; park_at < s.conversation.size(); park_at++) {
+        s.net->forget();
+        for (size_t i = 0; i < s.conversation.size(); i++) {
+            if (i == park_at) {
+                CHECK(fsd_park() == FSD_OK);
+                CHECK(stats().used_bytes == 0 && stats().resident_bytes == 0);
+                CHECK(fs_emulated_get_stats(fsd::device().inner).used_bytes == 0);
+                CHECK(fsd_park() == FSD_BAD_STATE && fsd_fill(UINT64_MAX, nullptr) == FSD_BAD_STATE);
+                CHECK(fsd_set_budget(s.floor - 1, 0) == FSD_BELOW_FLOOR);
+                CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
+                CHECK(stats().used_bytes == 0);
+                CHECK(fsd_unpark() == FSD_OK);
+                s.check_ledger();
+            }
+            s.check_decode(i);
+        }
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        s.check_ledger();
+    }
+}
+
 SCENARIO(the_ring_streams_on_between_graphs) {
     Session s(config_of(0));
     s.commit();

@@ -293,6 +293,42 @@ def test_streams_stay_whole_over_cuts(seed: int) -> None:
         assert "".join(event.text for event in events if isinstance(event, m.Delta)) == text
 
 
+@pytest.mark.parametrize("heard", [0, 1, 2])
+def test_a_lease_is_answered_once_over_a_cut(heard: int) -> None:
+    """The server says all answers again from the first on; one that was on its way to the new connection waits."""
+    link = Link()
+    request = link.client.budget_set(1 << 30)
+    link.exchange()
+    answers: list[m.Reply] = [
+        m.Lease(request, EPOCH, "granted", 1 << 30, 0.0, 0),
+        m.Released(request, EPOCH, 1 << 30, 1 << 29, 0.5),
+        m.Observed(request, EPOCH, None, 0.5),
+    ]
+    for answer in answers[:2]:
+        link.server.reply(answer)
+    link.deliver(link.down()[:heard])
+    link.known = False
+    link.client.beat()
+    link.up()
+    link.deliver(link.down())
+    link.server.reply(answers[2])
+    link.up()
+    link.deliver(link.down())
+    for answer in answers:
+        link.server.reply(answer)
+    link.exchange()
+    assert [seen for seen in link.seen if isinstance(seen, (m.Lease, m.Released, m.Observed))] == answers
+
+
+def test_notices_are_dropped_rather_than_kept_for_a_client_that_does_not_read() -> None:
+    server = ServerConnection(5, epoch=EPOCH, held_bytes=0, now=0.0)
+    for _ in range(MAX_ANSWERS + 1):
+        server.notify(m.Notice(EPOCH, "wants", 1, 0.0, ""))
+    assert not server.overrun
+    server.ok(1)
+    assert not server.overrun
+
+
 def test_silence_is_counted_in_beats() -> None:
     link = Link()
     for _ in range(LOST_AFTER_BEATS):

@@ -95,6 +95,8 @@ class Lease:
         self._reached: m.LeaseState = "active"
         self._asleep = False
         """There is no engine, and none is to come before the state is active again."""
+        self._ending = False
+        """The engine has been told to end, and no other is ready yet."""
         self._keep_bytes = 0
         self._idle_since: float | None = None
         self._given_back = False
@@ -126,7 +128,7 @@ class Lease:
             raise Overloaded(f"{MAX_PENDING} budget changes wait already")
         if request.state == "parked" and self.state == "hibernated":
             raise BadArgument("a hibernated sidecar has to become active before it can be parked", field="state")
-        if (request.state != "active" or self._asleep) and 0 < request.vram_budget_bytes < self.floor_bytes:
+        if (request.state != "active" or self._ending) and 0 < request.vram_budget_bytes < self.floor_bytes:
             raise BudgetBelowFloor(
                 f"a VRAM budget of {request.vram_budget_bytes >> 20} MiB is below the floor",
                 budget_bytes=request.vram_budget_bytes,
@@ -138,10 +140,11 @@ class Lease:
         self.version = request.version or self.version
         self.state = request.state
         if request.state == "hibernated":
+            self._ending = True
             self._grant(change, 0.0)
             if self._asleep:
                 self.engine_hibernated(now)
-        elif self._asleep:
+        elif self._ending:
             self._grant(change, self.load_s)  # an engine is started, and told when it is ready
         else:
             self._ask(self._numbers)
@@ -198,7 +201,7 @@ class Lease:
 
     def _busy(self) -> bool:
         """The engine is not there, or is being told something that may change all."""
-        return self._asleep or self.state != "active" or any(not change.released for change in self._changes.values())
+        return self._ending or self.state != "active" or any(not change.released for change in self._changes.values())
 
     def _bound(self) -> int:
         """What the engine is told: the host's word, or less where the sidecar holds back by itself; 0: no limit."""
@@ -227,11 +230,13 @@ class Lease:
 
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
         """An engine runs with `budget_bytes`; it is told all changes that its predecessor had not made."""
-        self._asleep = False
+        self._asleep, self._ending = False, self.state == "hibernated"
         self.floor_bytes, self.full_bytes = floor_bytes, full_bytes
         if not self._given_back and not self._pressed_bytes:
             self.budget_bytes = budget_bytes
         for number, change in list(self._changes.items()):
+            if self._ending:
+                break  # this one is told to end, and what waits is answered then
             if change.released:
                 self._observed(number, None, 0.0)  # the process that was to be observed is gone
             else:
@@ -243,7 +248,7 @@ class Lease:
 
     def engine_hibernated(self, now: float) -> None:
         """The engine process has ended, and no other comes before an active lease is asked for."""
-        self._asleep = True
+        self._asleep = self._ending = True
         self.used_bytes = 0
         asked_at = now
         pending = list(self._changes.items())

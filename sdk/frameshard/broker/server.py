@@ -283,6 +283,8 @@ class Server:
             self._supervisor.send(op)
         self._jobs.engine_ready()
         self._tell_all()
+        if self._lease.state == "hibernated":
+            self._supervisor.hibernate()  # it was asked for while the process was being made
         if self._announce is not None:
             self._announce()
             self._announce = None
