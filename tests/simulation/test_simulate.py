@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import frameshard
 from frameshard.simulation import plot, trace
-from frameshard.simulation.player import MIB, Change, Recording, Sample, over_the_lease
+from frameshard.simulation.player import MIB, Change, Recording, Sample, over_the_lease, play
+from sidecars import in_trio
 
 
 def simulate(*args: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +41,43 @@ def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: 
         for who in {job["who"] for job in jobs}:
             told = [job["n_prompt"] for job in jobs if job["who"] == who and not job["cancelled"]]
             assert told == sorted(told)  # what was said before belongs to the prompt
+        states = [change["state"] for change in recording["changes"]]
+        away = {"alt_tab": "parked", "level_load": "hibernated"}.get(recording["trace"])
+        assert (away in states) is (away is not None)
+        assert (recording["summary"]["resume ms"] is None) is (away is None)
+        print(recording["trace"], "active again after", recording["summary"]["resume ms"], "ms")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@in_trio
+async def test_a_conversation_goes_on_where_it_was(model_path: Path) -> None:
+    """Parked and hibernated in mid-answer: word for word what is said without. What was read again after hibernation
+    was read in other pieces, so only the prompt of a later question must be the same."""
+    asks = (
+        trace.Ask(0.0, "mira", "Tell me a long story.", 48),
+        trace.Ask(0.1, "mira", "And how does it end?", 16),
+        trace.Ask(0.2, "mira", "Who told you?", 16),
+    )
+    away = [
+        trace.Lease(1.0, "parked"),
+        trace.Lease(1.5, "active"),
+        trace.Lease(2.5, "hibernated"),
+        trace.Lease(3.0, "active"),
+    ]
+
+    async def played(events: Sequence[trace.Event]) -> Recording:
+        async with frameshard.launch(
+            model_path, device="emulated", link_gbps=2.0, n_ctx=512, n_parallel=1, mode="stream_only"
+        ) as client:
+            recording = await play(client, trace.Trace("away", "", 3.0, 8192, tuple(events)))
+            assert recording.problems == []
+            return recording
+
+    undisturbed, disturbed = await played(asks), await played([*asks, *away])
+    assert len(disturbed.resumed_s) == 2
+    for before, after in zip(undisturbed.jobs, disturbed.jobs, strict=True):
+        assert after.n_prompt == before.n_prompt
+    assert disturbed.jobs[0].text == undisturbed.jobs[0].text
 
 
 def test_the_list_needs_no_model() -> None:

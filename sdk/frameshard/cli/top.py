@@ -161,6 +161,7 @@ def lease(view: View) -> RenderableType:
     top = max(budget.full_bytes, budget.budget_bytes, engine.get("used_bytes", 0), 1)
     parts = [(name, sum(engine.get(key, 0) for key in keys), style) for name, keys, style in PARTS]
     words = f"{size(budget.budget_bytes)} MiB" if budget.budget_bytes else "no limit"
+    words += "" if budget.state == "active" else f", {budget.state}"
     bounds = f"the floor is {size(budget.floor_bytes)} MiB, all is resident from {size(budget.full_bytes)} MiB on"
     held = f"{size(engine.get('used_bytes', 0))} MiB, at most {size(engine.get('peak_bytes', 0))}"
     if engine.get("observed_bytes") is not None:
