@@ -65,10 +65,13 @@ def _vram(axes: Any, recording: Recording) -> None:
     axes.plot(at, [sample.used_bytes / MIB for sample in samples], color=HELD, lw=1.2, label="held")
     resident = [sample.resident_bytes / MIB for sample in samples]
     axes.fill_between(at, resident, color=RESIDENT, alpha=0.35, lw=0, label="weights resident")
+    before = "active"
     for change, after in zip(changes, [*changes[1:], None], strict=True):
         if change.state != "active":
             axes.axvspan(change.at, after.at if after else recording.seconds, color=INK, alpha=0.08, lw=0)
+        if change.state not in ("active", before):
             axes.text(change.at, axes.get_ylim()[1] * 0.98, f" {change.state}", fontsize=7, color=INK, va="top")
+        before = change.state
     axes.axhline(recording.floor_bytes / MIB, color=INK, lw=0.7, ls=":", label="floor")
 
 
