@@ -503,6 +503,7 @@ SCENARIO(a_parked_device_holds_nothing_and_goes_on_where_it_was) {
     CHECK(fsd_unpark() == FSD_BAD_STATE);
     std::mt19937 random(3);
     for (size_t park_at = 0; park_at < s.conversation.size(); park_at++) {
+        s.set_random_plan(random);
         s.net->forget();
         for (size_t i = 0; i < s.conversation.size(); i++) {
             if (i == park_at) {

@@ -164,9 +164,7 @@ class Lease:
         )
 
     def drop(self, connection: ServerConnection) -> None:
-        """The client is gone; what it asked for stays in force."""
-        for number in [number for number, change in self._changes.items() if change.connection is connection]:
-            del self._changes[number]
+        """The client is gone and will not ask again; what it asked for comes into force."""
         for change in [change for change in self._over if change.connection is connection]:
             self._over.remove(change)
         self._newest.pop(connection, None)
