@@ -1,7 +1,9 @@
-"""What can be said of the C# and Lua skins without a sidecar: they compile, and they see the header as it is."""
+"""What can be said of the C# and Lua skins without a sidecar: they compile, they see the header as it is, and Unity's
+package is whole."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -21,17 +23,90 @@ def declarations(text: str) -> list[str]:
     return [part for part in text.split(";") if part]
 
 
-def test_lua_declares_what_the_header_does() -> None:
+def header() -> str:
+    """After the preprocessor, without comments."""
     plain = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
     plain = re.sub(r'#ifdef __cplusplus\n(extern "C" \{|\})\n#endif', "", plain)
-    plain = re.sub(r"^#.*$", "", plain, flags=re.MULTILINE).replace("FS_API ", "")
+    return re.sub(r"^#.*$", "", plain, flags=re.MULTILINE).replace("FS_API ", "")
+
+
+def pascal(name: str) -> str:
+    return "".join(word.capitalize() for word in name.lower().split("_"))
+
+
+def test_lua_declares_what_the_header_does() -> None:
     lua = (REPO / "bindings" / "lua" / "frameshard.lua").read_text()
     (cdef,) = re.findall(r"ffi\.cdef\(\[\[(.*?)\]\]\)", lua, flags=re.DOTALL)
-    assert declarations(cdef) == declarations(plain)
+    assert declarations(cdef) == declarations(header())
+
+
+def test_csharp_lays_structs_out_as_the_header_does() -> None:
+    kinds = {"uint32_t": "uint", "int32_t": "int", "uint64_t": "ulong", "int64_t": "long", "double": "double"}
+    kinds |= {"fs_status": "int"}
+    native = (UNITY / "Runtime" / "Core" / "Native.cs").read_text()
+    mirrored = dict(re.findall(r"internal struct (\w+)\n\s+\{(.*?)\}", native, flags=re.DOTALL))
+    structs = re.findall(r"typedef struct fs_(\w+) \{(.*?)\}", header(), flags=re.DOTALL)
+    assert {pascal(name) for name, _ in structs} == set(mirrored)
+    for name, body in structs:
+        fields = [field.strip() for field in body.split(";") if field.strip()]
+        expected = []
+        for field in fields:
+            kind, _, word = field.rpartition(" ")
+            expected.append(("IntPtr" if "*" in field else kinds[kind], pascal(word.lstrip("*"))))
+        found = re.findall(r"internal (\w+) (\w+);", mirrored[pascal(name)])
+        assert [("uint" if kind == "EventType" else kind, word) for kind, word in found] == expected, name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "file", "name"),
+    [
+        ("FS_EVENT_", "Native.cs", "EventType"),
+        ("FS_LEASE_", "Types.cs", "LeaseState"),
+        ("FS_DECISION_", "Types.cs", "LeaseDecision"),
+        ("FS_NOTICE_", "Types.cs", "NoticeKind"),
+        ("FS_REASON_", "Types.cs", "StopReason"),
+        ("FS_ENGINE_", "Types.cs", "EngineState"),
+    ],
+)
+def test_csharp_numbers_things_as_the_header_does(prefix: str, file: str, name: str) -> None:
+    text = (UNITY / "Runtime" / "Core" / file).read_text()
+    (body,) = re.findall(rf"enum {name}[^{{]*\{{(.*?)\}}", text, flags=re.DOTALL)
+    numbers = dict(re.findall(r"(\w+) = (\d+)", body))
+    listed = {pascal(word): number for word, number in re.findall(rf"\b{prefix}(\w+)\s*=\s*(\d+)", header())}
+    listed.pop("Died", None)  # a status: FS_ENGINE_DIED
+    assert numbers == listed
+
+
+def test_csharp_names_errors_as_the_header_does() -> None:
+    (statuses,) = re.findall(r"enum \{\s*FS_OK = 0,(.*?)\}", header(), flags=re.DOTALL)
+    text = (UNITY / "Runtime" / "Core" / "Types.cs").read_text()
+    (codes,) = re.findall(r"enum ErrorCode\s*\{(.*?)\}", text, flags=re.DOTALL)
+    listed = {pascal(word): number for word, number in re.findall(r"FS_(\w+) = (\d+)", statuses)}
+    assert dict(re.findall(r"(\w+) = (\d+)", codes)) == listed
+
+
+def test_the_unity_package_is_whole() -> None:
+    """Assets have numbers of their own, by which scenes find components after an update; assemblies name each other."""
+    package = json.loads((UNITY / "package.json").read_text())
+    for sample in package["samples"]:
+        assert list((UNITY / sample["path"]).glob("*.cs"))
+    assets = [path for path in UNITY.rglob("*") if path.suffix != ".meta" and "~" not in str(path.relative_to(UNITY))]
+    guids = []
+    for asset in assets:
+        meta = asset.with_name(asset.name + ".meta").read_text()
+        (guid,) = re.findall(r"^guid: ([0-9a-f]{32})$", meta, flags=re.MULTILINE)
+        guids.append(guid)
+        assert ("folderAsset: yes" in meta) == asset.is_dir()
+    assert len(set(guids)) == len(assets) == len(list(UNITY.rglob("*.meta")))
+    assemblies = [json.loads(path.read_text()) for path in UNITY.rglob("*.asmdef")]
+    names = {assembly["name"] for assembly in assemblies}
+    assert all(set(assembly["references"]) <= names for assembly in assemblies)
 
 
 @pytest.mark.skipif(shutil.which("mcs") is None, reason="no C# compiler: apt-get install mono-mcs")
-@pytest.mark.parametrize("folders", [["Runtime/Core"], ["Runtime/Core", "Runtime", "Editor"]], ids=["core", "unity"])
+@pytest.mark.parametrize(
+    "folders", [["Runtime/Core"], ["Runtime/Core", "Runtime", "Editor", "Samples~/Innkeeper"]], ids=["core", "unity"]
+)
 def test_csharp_compiles(folders: list[str], tmp_path: Path) -> None:
     """The core alone, and with the components against stubs of the engine."""
     sources = [path for folder in folders for path in sorted((UNITY / folder).glob("*.cs"))]

@@ -18,7 +18,40 @@ namespace UnityEngine
 
     public static class Debug
     {
+        public static void Log(object message) { }
         public static void LogError(object message, Object context) { }
+    }
+
+    public struct FrameTiming
+    {
+        public double gpuFrameTime;
+    }
+
+    public static class FrameTimingManager
+    {
+        public static void CaptureFrameTimings() { }
+        public static uint GetLatestTimings(uint numFrames, FrameTiming[] timings) => 0;
+    }
+
+    public struct Rect
+    {
+        public Rect(float x, float y, float width, float height) { }
+    }
+
+    public static class Screen
+    {
+        public static int width => 1280;
+        public static int height => 720;
+    }
+
+    public static class GUILayout
+    {
+        public static void BeginArea(Rect screenRect) { }
+        public static void EndArea() { }
+        public static void Label(string text) { }
+        public static string TextField(string text) => text;
+        public static bool Button(string text) => false;
+        public static float HorizontalSlider(float value, float leftValue, float rightValue) => value;
     }
 
     public sealed class SerializeField : Attribute { }

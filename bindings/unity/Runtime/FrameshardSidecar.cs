@@ -24,9 +24,17 @@ namespace Frameshard.Unity
         private string python = "";
         [SerializeField, Min(1), Tooltip("Most events that are handled in one frame")]
         private int eventsPerFrame = 64;
+        [SerializeField, Tooltip("How the GPU is shared with the game's frames")]
+        private SchedulingMode scheduling = SchedulingMode.Balance;
+        [SerializeField, Min(0), Tooltip("Frames a second that the game keeps; 0: the model takes no notice of them")]
+        private float targetFrameRate = 60;
+
+        private readonly FrameTiming[] _timings = new FrameTiming[1];
+        private FrameBlock _frames;
 
         public event Action<ModelInfo> OnReady;
         public event Action<BudgetResult> OnBudgetChanged;
+        public event Action<Notice> OnNotice;
         public event Action<FrameshardException> OnError;
 
         /// <summary>The session; null while disabled.</summary>
@@ -56,6 +64,8 @@ namespace Frameshard.Unity
                 return;
             }
             Client.OnBudgetChanged += result => OnBudgetChanged?.Invoke(result);
+            Client.OnNotice += notice => OnNotice?.Invoke(notice);
+            Client.OnRefused += Report;
             Client.OnClosed += Report;
             Greet(Client);
         }
@@ -65,17 +75,42 @@ namespace Frameshard.Unity
             try
             {
                 OnReady?.Invoke(await client.Ready);
+                client.SetPacing(scheduling);
+                if (targetFrameRate <= 0) return;
+                var path = await client.GetFrameBlockAsync();
+                if (client == Client) _frames = FrameBlock.Open(path, 1 / targetFrameRate);
             }
             catch (FrameshardException)
             {
-                // OnClosed says why
+                if (!client.IsClosed) throw; // else OnClosed says why
             }
         }
 
-        private void Update() => Client?.Poll(eventsPerFrame);
+        private void Update()
+        {
+            TellFrame();
+            Client?.Poll(eventsPerFrame);
+        }
+
+        private void TellFrame()
+        {
+            if (_frames == null) return;
+            FrameTimingManager.CaptureFrameTimings();
+            if (FrameTimingManager.GetLatestTimings(1, _timings) > 0 && _timings[0].gpuFrameTime > 0)
+                _frames.End(_timings[0].gpuFrameTime / 1000);
+            _frames.Begin();
+        }
+
+        // Alt-tab: nothing that matters is drawn, and the model may use all of the GPU.
+        private void OnApplicationFocus(bool focused)
+        {
+            if (!focused) _frames?.Idle();
+        }
 
         private void OnDisable()
         {
+            _frames?.Dispose();
+            _frames = null;
             Client?.Dispose();
             Client = null;
         }

@@ -1,0 +1,65 @@
+"""The C# core on Mono against a real sidecar (apt-get install mono-mcs mono-runtime nunit-console libnunit-cil-dev)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import sidecars
+
+REPO = Path(__file__).parents[2]
+UNITY = REPO / "bindings" / "unity"
+CORE = sorted((UNITY / "Runtime" / "Core").glob("*.cs"))
+
+
+def compiled(program: Path, *arguments: str | Path) -> Path:
+    """The core and more sources as one program or library. 0649: what only structs from C fill."""
+    command = ["mcs", "-langversion:7", "-warnaserror", "-nowarn:0649", f"-out:{program}", *CORE, *arguments]
+    subprocess.run(list(map(str, command)), check=True, timeout=120)
+    return program
+
+
+def test_the_package_passes_its_own_tests(program_env: dict[str, str], tmp_path: Path) -> None:
+    """As Unity's test runner would run them."""
+    library = compiled(tmp_path / "tests.dll", "-target:library", "-pkg:nunit", *UNITY.glob("Tests/Runtime/*.cs"))
+    options = ["-nologo", "-noxml", "-domain:None", "-process:Single"]
+    result = subprocess.run(
+        ["nunit-console", *options, library], env=program_env, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"Tests run: 9, Errors: 0, Failures: 0, .*\n.*Ignored: 0", result.stdout), result.stdout
+
+
+def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path: Path, tmp_path: Path) -> None:
+    component, script = re.findall(r"```csharp\n(.*?)```", (UNITY / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "Innkeeper.cs").write_text(script)
+    program = compiled(tmp_path / "innkeeper.exe", tmp_path / "Innkeeper.cs")
+    result = subprocess.run(
+        ["mono", program, model_path, sys.executable], env=program_env, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    first, answer, second, other = result.stdout.splitlines()[:4]
+    assert (first, second) == ("You: Good evening!", "You: Any rooms left?")
+    assert len(answer) > 10
+    assert len(other) > 10
+    assert len([line for line in script.splitlines() if line.strip(" {}")]) <= 20
+
+    (tmp_path / "Greeter.cs").write_text(component)
+    engine = [*(UNITY / "Runtime").glob("*.cs"), *(REPO / "tests" / "unity_stubs").glob("*.cs")]
+    compiled(tmp_path / "greeter.dll", "-target:library", tmp_path / "Greeter.cs", *engine)
+
+
+def test_no_sidecar_outlives_its_domain(program_env: dict[str, str], tmp_path: Path) -> None:
+    program = compiled(tmp_path / "reload.exe", REPO / "tests" / "bindings" / "DomainReload.cs")
+    with subprocess.Popen(
+        ["mono", program], env=program_env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        sidecars.gone_after(pids, 30.0)
+        assert process.poll() is None, "the editor goes on"
+        assert len(set(pids)) == 2
+        assert process.communicate("\n", timeout=60)[0] == ""
+    assert process.returncode == 0
