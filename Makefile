@@ -14,10 +14,10 @@ export PYTHONUNBUFFERED := 1
 
 SOURCES := $(shell find sdk native -type f -not -path '*/__pycache__/*' -not -path '*/.*') pyproject.toml README.md
 PYTHON_CODE := sdk tests samples native .assets
-C_CODE = $(shell find native tests/native -name '*.h' -o -name '*.cpp' -o -name '*.c')
+C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint sanitize soak vision clean
+.PHONY: help build demo test lint bindings fuzz sanitize soak clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -40,6 +40,24 @@ lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
 	mypy --strict sdk
 	clang-format --dry-run -Werror $(C_CODE)
 
+# FRAMESHARD_BINDINGS tells the tests where the C library is; with it none of them is skipped.
+bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C and C++ also under ASan with UBSan
+	@$(BIN)/python bindings/missing.py
+	cmake -S bindings/c -B build/bindings -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_EXAMPLES=ON
+	cmake --build build/bindings
+	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings $(BIN)/python -m pytest tests/conformance tests/bindings
+	cmake -S bindings/c -B build/bindings-asan -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_SANITIZE=ON
+	cmake --build build/bindings-asan
+	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings-asan $(BIN)/python -m pytest -k "c- or cpp- or test_program" \
+	  tests/conformance/test_scenarios.py tests/bindings/test_native.py
+
+FUZZ_S ?= 600
+fuzz: $(VENV)/installed ## libFuzzer on what the C client reads, FUZZ_S seconds (600); needs clang
+	cmake -S bindings/c -B build/fuzz -G Ninja -DFRAMESHARD_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang
+	cmake --build build/fuzz --target fuzz_codec
+	mkdir -p build/fuzz/corpus
+	cd build/fuzz && ./fuzz_codec -max_total_time=$(FUZZ_S) -max_len=65536 -print_final_stats=1 corpus $(CURDIR)/bindings/vectors
+
 sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TSan
 	for kind in address thread; do \
 	  $(NATIVE_BUILD) -B build/native-$$kind -DFRAMESHARD_SANITIZE=$$kind && cmake --build build/native-$$kind && \
@@ -47,12 +65,6 @@ sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TS
 
 soak: $(VENV)/installed ## an hour of simulated play; fails when memory, files or VRAM grow or a job is lost
 	$(BIN)/python profiles/tools/soak.py smollm2-135m
-
-vision: $(VENV)/installed ## the small vision model: build it once, name 72 pictures at four budgets, play samples/scene_reasoning
-	$(PIP) install 'pygame-ce>=2.5' 'pillow>=10.3'
-	$(BIN)/frameshard models fetch sprites
-	$(BIN)/python profiles/tools/sprite_renders.py
-	$(BIN)/python -m pytest tests/test_sprites.py
 
 clean: ## remove .venv and build/ (the cache of wheels and models stays)
 	rm -rf $(VENV) build

@@ -51,6 +51,7 @@ typedef struct fs_launch_options {
   const char *log_file;
   const char *client_name;
   const char *extra_json;
+  const char *mmproj;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -73,6 +74,7 @@ typedef struct fs_model {
   const char *plan_json;
   uint64_t pid;
   const char *connect_file;
+  const char *vision;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_sampling {
@@ -88,6 +90,15 @@ typedef struct fs_sampling {
   const char *const *stop;
 } fs_sampling;
 void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
+enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3 };
+typedef struct fs_image {
+  uint32_t format;
+  uint32_t width;
+  uint32_t height;
+  uint32_t stride;
+  const void *data;
+  uint64_t size;
+} fs_image;
 typedef struct fs_job_options {
   uint32_t struct_size;
   uint32_t window;
@@ -95,6 +106,9 @@ typedef struct fs_job_options {
   const char *system;
   const fs_sampling *sampling;
   uint64_t timeline;
+  const fs_image *images;
+  uint32_t n_images;
+  uint32_t reserved;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -152,10 +166,11 @@ fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answer *answ
 enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DONE = 4, FS_EVENT_FAILED = 5,
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
-  FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18 };
+  FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5 };
+enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2 };
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
 enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
   FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6 };
@@ -196,6 +211,10 @@ typedef struct fs_event {
   uint64_t resident_bytes;
   uint64_t streamed_bytes;
   uint64_t cpu_bytes;
+  uint32_t phase;
+  uint32_t done;
+  uint32_t total;
+  uint32_t reserved;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);

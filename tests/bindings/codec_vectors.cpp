@@ -5,7 +5,7 @@
 
 #include "codec.h"
 
-using frameshard::json;
+using frameshard_core::json;
 
 namespace {
 
@@ -45,22 +45,22 @@ std::string judge(const json &row, const std::string &frame) {
     json message, again;
     std::string why;
     const std::string &name = row["file"].get_ref<const std::string &>();
-    bool is_frame = frameshard::decode_frame(frame.data(), frame.size(), &message, &why);
+    bool is_frame = frameshard_core::decode_frame(frame.data(), frame.size(), &message, &why);
     if (is_frame != (row["valid"].get<bool>() || name.rfind("invalid-frame-", 0) != 0)) {
         return is_frame ? "taken for a frame" : "not taken for a frame: " + why;
     }
     if (!row["valid"]) {
         return ""; // wrong requests are the sidecar's to refuse
     }
-    bool is_answer = frameshard::decode_answer(frame.data(), frame.size(), &again, &why);
+    bool is_answer = frameshard_core::decode_answer(frame.data(), frame.size(), &again, &why);
     if (is_answer != (row["from"] == "broker")) {
         return is_answer ? "taken for an answer" : "not taken for an answer: " + why;
     }
     if (shown(message) != row["message"]) {
         return "read as " + message.dump();
     }
-    std::string written = frameshard::encode(message);
-    if (!frameshard::decode_frame(written.data(), written.size(), &again, &why) || again != message) {
+    std::string written = frameshard_core::encode(message);
+    if (!frameshard_core::decode_frame(written.data(), written.size(), &again, &why) || again != message) {
         return "does not survive being written";
     }
     return "";

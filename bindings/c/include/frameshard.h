@@ -134,6 +134,7 @@ typedef struct fs_launch_options {
     const char *log_file;       /* appended to by the sidecar. Default: the host's standard error */
     const char *client_name;    /* at most 64 bytes, for the sidecar's log. Default "c" */
     const char *extra_json; /* a JSON object with further fields of the sidecar's first line; they win. Default none */
+    const char *mmproj;     /* path of a GGUF file that reads images for the model. Default none */
 } fs_launch_options;
 
 /* Sets struct_size and every default; `struct_size` is sizeof(fs_launch_options). [any thread] */
@@ -184,6 +185,7 @@ typedef struct fs_model {
     const char *plan_json;    /* placements and predicted times at the budget of the load, a JSON object */
     uint64_t pid;             /* of the sidecar */
     const char *connect_file; /* what fs_connect was given, or options.connect_file; "" if neither */
+    const char *vision;       /* the name of what reads images; "" where nothing does */
 } fs_model;
 
 /* Fills *model. FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
@@ -208,6 +210,23 @@ typedef struct fs_sampling {
 /* Sets struct_size and every default; `struct_size` is sizeof(fs_sampling). [any thread] */
 FS_API void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 
+/* What the bytes of an image are. */
+enum {
+    FS_IMAGE_ENCODED = 1, /* a PNG or JPEG file */
+    FS_IMAGE_RGB = 2,     /* rows of pixels from the top, 8 bits a channel */
+    FS_IMAGE_RGBA = 3     /* the same; alpha is not looked at */
+};
+
+/* An image in the caller's memory, which is copied before the call returns. All fields count. */
+typedef struct fs_image {
+    uint32_t format;  /* FS_IMAGE_... */
+    uint32_t width;   /* of pixels; 0 of an encoded image */
+    uint32_t height;  /* likewise; at most 16777216 pixels in all */
+    uint32_t stride;  /* bytes from one row to the next; 0: rows follow each other without a gap */
+    const void *data; /* the first byte */
+    uint64_t size;    /* bytes, at most 67108864 */
+} fs_image;
+
 /* What else a job may be given. */
 typedef struct fs_job_options {
     uint32_t struct_size;        /* set by fs_job_options_init */
@@ -217,6 +236,10 @@ typedef struct fs_job_options {
     const fs_sampling *sampling; /* NULL (default): all defaults */
     uint64_t timeline;           /* comes back in each event: a game that loads a save counts it up, and can tell
                                     tokens that were meant for another past. Default 0 */
+    const fs_image *images;      /* stand before the question, the last message or the prompt; for models that see
+                                    (fs_model.vision). NULL (default): none */
+    uint32_t n_images;           /* of images; at most 8 */
+    uint32_t reserved;           /* 0 */
 } fs_job_options;
 
 /* Sets struct_size and every default; `struct_size` is sizeof(fs_job_options). [any thread] */
@@ -393,7 +416,9 @@ enum {
                              protocol's caps_and_requirements */
     FS_EVENT_PLAN = 17,   /* request, budget_bytes, fits, ttft_s, tokens_per_second, resident_bytes, streamed_bytes,
                              cpu_bytes */
-    FS_EVENT_FRAME_BLOCK = 18 /* request, text: the path */
+    FS_EVENT_FRAME_BLOCK = 18, /* request, text: the path */
+    FS_EVENT_PROGRESS = 19     /* job, phase, done, total; only of a job with images, between its first event and its
+                                  last, for a progress bar */
 };
 
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
@@ -404,6 +429,7 @@ enum {
     FS_ENGINE_OFF = 4,
     FS_ENGINE_HIBERNATED = 5
 };
+enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2 }; /* images are encoded; the prompt is read */
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
 
 /* What a notice is about. A kind that is not listed may be ignored. */
@@ -454,6 +480,10 @@ typedef struct fs_event {
     uint64_t resident_bytes;  /* weights that would stay in VRAM */
     uint64_t streamed_bytes;  /* weights that would be copied to the GPU for each token */
     uint64_t cpu_bytes;       /* weights that the CPU would compute with */
+    uint32_t phase;           /* FS_PHASE_... */
+    uint32_t done;            /* images, or tokens of the prompt */
+    uint32_t total;           /* images (more where a model cuts one into tiles), or tokens of the prompt */
+    uint32_t reserved;        /* 0 */
 } fs_event;
 
 /* Takes at most `capacity` events, oldest first, into `events`, and does all work that is due for the client. Never

@@ -14,27 +14,30 @@
 #include <filesystem>
 #include <fstream>
 #include <new>
+#include <map>
 #include <sstream>
 
 #include <zmq.h>
 
 #include "codec.h"
+#include "images.h"
 #include "process.h"
 #include "seam.h"
 #include "session.h"
 
-using frameshard::check_range;
-using frameshard::Error;
-using frameshard::Event;
-using frameshard::fill;
-using frameshard::guarded;
-using frameshard::json;
-using frameshard::kBeatSeconds;
-using frameshard::kMaxString;
-using frameshard::known_part;
-using frameshard::refuse;
-using frameshard::Session;
-using frameshard::text_of;
+using frameshard_core::check_range;
+using frameshard_core::Error;
+using frameshard_core::Event;
+using frameshard_core::fill;
+using frameshard_core::guarded;
+using frameshard_core::Images;
+using frameshard_core::json;
+using frameshard_core::kBeatSeconds;
+using frameshard_core::kMaxString;
+using frameshard_core::known_part;
+using frameshard_core::refuse;
+using frameshard_core::Session;
+using frameshard_core::text_of;
 
 namespace {
 
@@ -66,15 +69,25 @@ struct fs_client {
     void lose(fs_status status, std::string message) { session.lose({status, std::move(message), json::object()}); }
 
     Session session;
-    frameshard::Process process;
+    frameshard_core::Process process;
     bool launched = false, loading = false;
     std::string line; // of the process, so far
     std::string connect_file;
     uint64_t pid = 0;
-    std::string model_name, model_arch, model_device, model_plan;
+    std::string model_name, model_arch, model_device, model_plan, model_vision;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
-    std::deque<Event> handed; // the last poll's, whose texts the program may look at
+    std::deque<Event> handed;                           // the last poll's, whose texts the program may look at
+    std::map<uint64_t, frameshard_core::Images> images; // by job, until its last event is polled
+
+    void begun(uint64_t job, frameshard_core::Images &&shown, uint64_t *place) {
+        if (!shown.empty()) {
+            images.emplace(job, std::move(shown));
+        }
+        if (place != nullptr) {
+            *place = job;
+        }
+    }
 };
 
 namespace {
@@ -99,9 +112,9 @@ void check_info(const json &info) {
     if (!right) {
         refuse(FS_BAD_ARGUMENT, "not what a sidecar leaves in its connect file");
     }
-    if (info["protocol"] != frameshard::kProtocol) {
+    if (info["protocol"] != frameshard_core::kProtocol) {
         refuse(FS_VERSION_MISMATCH, "the sidecar speaks protocol " + info["protocol"].dump() + ", this library " +
-                                        std::to_string(frameshard::kProtocol));
+                                        std::to_string(frameshard_core::kProtocol));
     }
 }
 
@@ -147,21 +160,33 @@ json sampling_of(const fs_sampling *given) {
     return fields;
 }
 
-/* The fields of submit that options give; the conversation and the system text apart. */
-json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system) {
+/* The fields of submit that options give; the conversation, the system text and the images' memory apart. */
+json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system,
+                Images *images) {
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
     if (given != nullptr) {
         options = known_part(given, options, "fs_job_options_init");
     }
     check_range("window", options.window, 1, 256);
-    check_range("timeline", double(options.timeline), 0, double(frameshard::kMaxInteger));
+    check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, 128);
     *system = options.system;
-    return {{"kind", kind},
-            {"sampling", sampling_of(options.sampling)},
-            {"timeline", options.timeline},
-            {"window", options.window}};
+    json fields = {{"kind", kind},
+                   {"sampling", sampling_of(options.sampling)},
+                   {"timeline", options.timeline},
+                   {"window", options.window}};
+    check_range("n_images", options.n_images, 0, 8);
+    if (options.n_images > 0) {
+        fields["images"] = json::array();
+    }
+    for (uint32_t i = 0; i < options.n_images; ++i) {
+        if (options.images == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "images is NULL");
+        }
+        fields["images"].push_back(images->add(options.images[i]));
+    }
+    return fields;
 }
 
 void give(uint64_t *place, uint64_t value) {
@@ -171,7 +196,7 @@ void give(uint64_t *place, uint64_t value) {
 }
 
 void check_bytes(const char *what, uint64_t bytes) {
-    check_range(what, double(bytes), 0, double(frameshard::kMaxInteger));
+    check_range(what, double(bytes), 0, double(frameshard_core::kMaxInteger));
 }
 
 void ask_for(fs_client &client, json fields, uint64_t *request) {
@@ -196,7 +221,7 @@ void fs_client::connect(const json &info) {
     set(socket, ZMQ_SNDHWM, kHighWater);
     set(socket, ZMQ_RCVHWM, kHighWater);
     set(socket, ZMQ_HANDSHAKE_IVL, kHandshakeMs);
-    int64_t most = frameshard::kMaxFrame;
+    int64_t most = frameshard_core::kMaxFrame;
     need(zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &most, sizeof most));
     const std::pair<int, const char *> keys[] = {{ZMQ_CURVE_SERVERKEY, "server_key"},
                                                  {ZMQ_CURVE_PUBLICKEY, "client_key"},
@@ -238,7 +263,7 @@ void fs_client::load() {
                said["error"].value("code", json()).is_number_integer() &&
                said["error"].value("message", json()).is_string() &&
                said["error"].value("detail", json()).is_object()) {
-        session.lose(frameshard::error_of(said["error"]));
+        session.lose(frameshard_core::error_of(said["error"]));
     } else {
         lose(FS_INTERNAL, "the sidecar's first line is not understood");
     }
@@ -297,7 +322,7 @@ void fs_client::flush() {
 
 uint32_t fs_abi_version(void) { return FS_ABI_VERSION; }
 
-uint32_t fs_protocol_version(void) { return frameshard::kProtocol; }
+uint32_t fs_protocol_version(void) { return frameshard_core::kProtocol; }
 
 const char *fs_version(void) { return FS_VERSION; }
 
@@ -365,8 +390,10 @@ fs_status fs_launch(const fs_launch_options *given, fs_client **client) {
                        {"mode", options.stream_only != 0 ? "stream_only" : "planned"}};
         check_range("link_gbps", options.link_gbps, 0, 1e6);
         check_range("silent_s", options.silent_s, 0, 1e6);
-        const std::pair<const char *, const char *> places[] = {
-            {"transport", options.transport}, {"endpoint", options.endpoint}, {"connect_file", options.connect_file}};
+        const std::pair<const char *, const char *> places[] = {{"transport", options.transport},
+                                                                {"endpoint", options.endpoint},
+                                                                {"connect_file", options.connect_file},
+                                                                {"mmproj", options.mmproj}};
         for (const auto &[name, value] : places) {
             if (value != nullptr) {
                 config[name] = text_of(name, value, 1, path);
@@ -466,7 +493,8 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
             texts.model_name = info["name"];
             texts.model_arch = info["arch"];
             texts.model_device = info["device"];
-            texts.model_plan = frameshard::to_text(info["plan"]);
+            texts.model_vision = info.value("vision", "");
+            texts.model_plan = frameshard_core::to_text(info["plan"]);
         }
         fs_model found{};
         found.struct_size = model->struct_size;
@@ -483,6 +511,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.plan_json = texts.model_plan.c_str();
         found.pid = client->pid;
         found.connect_file = client->connect_file.c_str();
+        found.vision = client->model_vision.c_str();
         fill(model, model->struct_size, found);
     });
 }
@@ -495,11 +524,13 @@ fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const
         fs_client &open = open_client(client);
         std::string conversation;
         const char *system = nullptr;
-        json fields = job_fields("chat", options, &conversation, &system);
+        Images images;
+        json fields = job_fields("chat", options, &conversation, &system, &images);
         std::string question = text_of("text", text, text_length, 0, kMaxString);
         std::string persona = system == nullptr ? "" : text_of("system", system, 0, kMaxString);
-        give(job, open.session.ask(std::move(question), conversation, system == nullptr ? nullptr : &persona,
-                                   std::move(fields)));
+        open.begun(open.session.ask(std::move(question), conversation, system == nullptr ? nullptr : &persona,
+                                    std::move(fields)),
+                   std::move(images), job);
         open.flush();
     });
 }
@@ -510,7 +541,8 @@ fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_mess
         fs_client &open = open_client(client);
         std::string conversation;
         const char *system = nullptr;
-        json fields = job_fields("chat", options, &conversation, &system);
+        Images images;
+        json fields = job_fields("chat", options, &conversation, &system, &images);
         if (messages == nullptr || n_messages < 1 || n_messages > 1024) {
             refuse(FS_BAD_ARGUMENT, "messages must be 1 to 1024");
         }
@@ -525,14 +557,14 @@ fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_mess
             bytes += content.size() + 64;
             told.push_back({{"role", role}, {"content", std::move(content)}});
         }
-        if (bytes > frameshard::kMaxFrame - kMaxString) {
+        if (bytes > frameshard_core::kMaxFrame - kMaxString) {
             refuse(FS_BAD_ARGUMENT, "the messages are longer than a frame may be");
         }
         fields["messages"] = std::move(told);
         if (!conversation.empty()) {
             fields["conversation"] = conversation;
         }
-        give(job, open.session.submit(std::move(fields)));
+        open.begun(open.session.submit(std::move(fields)), std::move(images), job);
         open.flush();
     });
 }
@@ -543,12 +575,13 @@ fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_leng
         fs_client &open = open_client(client);
         std::string conversation;
         const char *system = nullptr;
-        json fields = job_fields("completion", options, &conversation, &system);
+        Images images;
+        json fields = job_fields("completion", options, &conversation, &system, &images);
         fields["prompt"] = text_of("prompt", prompt, prompt_length, 1, kMaxString);
         if (!conversation.empty()) {
             fields["conversation"] = conversation;
         }
-        give(job, open.session.submit(std::move(fields)));
+        open.begun(open.session.submit(std::move(fields)), std::move(images), job);
         open.flush();
     });
 }
@@ -680,6 +713,9 @@ int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_
             event.fields.detail_length = uint32_t(event.detail.size());
             char *place = reinterpret_cast<char *>(events) + size_t(count) * event_size;
             fill(reinterpret_cast<fs_event *>(place), event_size, event.fields);
+            if (frameshard_core::is_end(event.fields.type)) {
+                client->images.erase(event.fields.job);
+            }
             ++count;
         }
         if (client->session.next_frame() != nullptr) {

@@ -7,7 +7,7 @@
 
 #include <msgpack.hpp>
 
-namespace frameshard {
+namespace frameshard_core {
 namespace {
 
 constexpr uint32_t kMaxArray = 1024, kMaxMap = 64, kMaxElements = 16384;
@@ -159,10 +159,17 @@ const Table kError = {{"code", Type::Uint},
                       {"message", Type::Text, 0, 65536},
                       {"retriable", Type::Bool},
                       {"detail", Type::Map}};
-const Table kModel = {{"name", Type::Text, 0, 4096}, {"arch", Type::Text, 0, 256}, {"device", Type::Text, 0, 256},
-                      {"n_ctx", Type::Uint},         {"n_parallel", Type::Uint},   {"n_vocab", Type::Uint},
-                      {"n_layer", Type::Uint},       {"chat", Type::Bool},         {"floor_bytes", Type::Uint},
-                      {"full_bytes", Type::Uint},    {"plan", Type::Map},
+const Table kModel = {{"name", Type::Text, 0, 4096},
+                      {"arch", Type::Text, 0, 256},
+                      {"device", Type::Text, 0, 256},
+                      {"n_ctx", Type::Uint},
+                      {"n_parallel", Type::Uint},
+                      {"n_vocab", Type::Uint},
+                      {"n_layer", Type::Uint},
+                      {"chat", Type::Bool},
+                      {"floor_bytes", Type::Uint},
+                      {"full_bytes", Type::Uint},
+                      {"plan", Type::Map},
                       {"vision", Type::Text, 0, 256, nullptr, nullptr, true}};
 const Table kLimits = {{"message_bytes", Type::Uint},
                        {"string_bytes", Type::Uint},
@@ -488,4 +495,4 @@ bool is_utf8(const char *text, size_t size) {
 
 std::string to_text(const json &value) { return value.dump(-1, ' ', false, json::error_handler_t::replace); }
 
-} // namespace frameshard
+} // namespace frameshard_core

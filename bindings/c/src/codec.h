@@ -9,7 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace frameshard {
+namespace frameshard_core {
 
 using json = nlohmann::json;
 
@@ -34,6 +34,6 @@ bool is_utf8(const char *text, size_t size);
 /* JSON text of a map that came in a message. */
 std::string to_text(const json &value);
 
-} // namespace frameshard
+} // namespace frameshard_core
 
 #endif

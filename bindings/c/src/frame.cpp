@@ -19,9 +19,9 @@
 #include "codec.h"
 #include "seam.h"
 
-using frameshard::check_range;
-using frameshard::guarded;
-using frameshard::refuse;
+using frameshard_core::check_range;
+using frameshard_core::guarded;
+using frameshard_core::refuse;
 
 namespace {
 
@@ -144,7 +144,7 @@ fs_status fs_frame_block_open(const char *path, double target_frame_s, fs_frame_
             refuse(FS_BAD_ARGUMENT, "block is NULL");
         }
         *block = nullptr;
-        std::string place = frameshard::text_of("path", path, 1, 4096);
+        std::string place = frameshard_core::text_of("path", path, 1, 4096);
         check_range("target_frame_s", target_frame_s, 0.0001, 10);
         auto made = std::make_unique<fs_frame_block>();
         std::string why;
@@ -201,7 +201,7 @@ fs_status fs_frame_idle(fs_frame_block *block) {
 fs_status fs_frame_set_budget(fs_frame_block *block, uint64_t vram_budget_bytes, uint64_t *generation) {
     return guarded([&] {
         fs_frame_block &open = open_block(block);
-        check_range("vram_budget_bytes", double(vram_budget_bytes), 0, double(frameshard::kMaxInteger));
+        check_range("vram_budget_bytes", double(vram_budget_bytes), 0, double(frameshard_core::kMaxInteger));
         uint64_t next = open.page->budget_generation.load(kRelaxed) + 1;
         open.write([&] {
             open.page->vram_budget_bytes.store(vram_budget_bytes, kRelaxed);
@@ -226,6 +226,6 @@ fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answer *answ
         found.budget_bytes = page.budget_bytes.load(kRelaxed);
         found.used_bytes = page.used_bytes.load(kRelaxed);
         found.floor_bytes = page.floor_bytes.load(kRelaxed);
-        frameshard::fill(answer, answer->struct_size, found);
+        frameshard_core::fill(answer, answer->struct_size, found);
     });
 }

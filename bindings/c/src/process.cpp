@@ -14,7 +14,7 @@
 
 extern char **environ;
 
-namespace frameshard {
+namespace frameshard_core {
 namespace {
 
 constexpr long kLookAgainNs = 1000000;
@@ -150,4 +150,4 @@ void Process::end(double timeout_s) {
     }
 }
 
-} // namespace frameshard
+} // namespace frameshard_core

@@ -8,7 +8,7 @@
 #include <sys/types.h>
 #endif
 
-namespace frameshard {
+namespace frameshard_core {
 
 class Process {
   public:
@@ -43,6 +43,6 @@ class Process {
     std::string how_;
 };
 
-} // namespace frameshard
+} // namespace frameshard_core
 
 #endif

@@ -7,7 +7,7 @@
 
 #include <windows.h>
 
-namespace frameshard {
+namespace frameshard_core {
 namespace {
 
 constexpr DWORD kPipeBytes = 1 << 17; // more than the line, which is written before there is a reader
@@ -209,4 +209,4 @@ void Process::end(double timeout_s) {
     close_handle(&job_); // and whoever is left in it
 }
 
-} // namespace frameshard
+} // namespace frameshard_core

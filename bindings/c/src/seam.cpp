@@ -4,7 +4,7 @@
 
 #include "codec.h"
 
-namespace frameshard {
+namespace frameshard_core {
 namespace {
 
 struct StatusName {
@@ -81,15 +81,15 @@ void check_range(const char *what, double value, double least, double most) {
     }
 }
 
-} // namespace frameshard
+} // namespace frameshard_core
 
-const char *fs_status_name(fs_status status) { return frameshard::find_status(status)->name; }
+const char *fs_status_name(fs_status status) { return frameshard_core::find_status(status)->name; }
 
-int32_t fs_status_retriable(fs_status status) { return frameshard::find_status(status)->retriable ? 1 : 0; }
+int32_t fs_status_retriable(fs_status status) { return frameshard_core::find_status(status)->retriable ? 1 : 0; }
 
 const char *fs_last_error(uint32_t *length) {
     if (length != nullptr) {
-        *length = uint32_t(frameshard::last_error.size());
+        *length = uint32_t(frameshard_core::last_error.size());
     }
-    return frameshard::last_error.c_str();
+    return frameshard_core::last_error.c_str();
 }

@@ -10,7 +10,7 @@
 
 #include "frameshard.h"
 
-namespace frameshard {
+namespace frameshard_core {
 
 /* What a call refuses; becomes its status at the seam. */
 struct Refused {
@@ -64,6 +64,6 @@ template <class T> void fill(T *target, uint32_t size, const T &value) {
     std::memcpy(target, &value, std::min<size_t>(size, sizeof(T)));
 }
 
-} // namespace frameshard
+} // namespace frameshard_core
 
 #endif

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace frameshard {
+namespace frameshard_core {
 namespace {
 
 constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
@@ -445,19 +445,16 @@ void Session::job_event(const json &message) {
             return;
         }
     }
-    if (name == "progress") {
-        grant(job, seq + 1); // of images, which this client does not send yet
-        return;
-    }
     if (name == "started" && job.started) {
         job.granted = seq + 1; // of a shortened question, which has said so before
         return;
     }
-    Event &event = put(name == "started"  ? FS_EVENT_STARTED
-                       : name == "delta"  ? FS_EVENT_TEXT
-                       : name == "done"   ? FS_EVENT_DONE
-                       : name == "failed" ? FS_EVENT_FAILED
-                                          : FS_EVENT_CANCELLED);
+    Event &event = put(name == "started"    ? FS_EVENT_STARTED
+                       : name == "delta"    ? FS_EVENT_TEXT
+                       : name == "progress" ? FS_EVENT_PROGRESS
+                       : name == "done"     ? FS_EVENT_DONE
+                       : name == "failed"   ? FS_EVENT_FAILED
+                                            : FS_EVENT_CANCELLED);
     event.fields.job = number;
     event.fields.timeline = message["timeline"];
     event.wire = job.wire;
@@ -465,6 +462,10 @@ void Session::job_event(const json &message) {
     if (name == "started") {
         job.started = true;
         event.fields.n_prompt = message["n_prompt"];
+    } else if (name == "progress") {
+        event.fields.phase = place_of(message["phase"], {"encode", "prefill"});
+        event.fields.done = message["done"];
+        event.fields.total = message["total"];
     } else if (name == "delta") {
         event.text = message["text"];
         event.fields.tokens = message["tokens"];
@@ -610,8 +611,7 @@ Event Session::take() {
         return event;
     }
     Job &job = found->second;
-    bool last = event.fields.type == FS_EVENT_DONE || event.fields.type == FS_EVENT_FAILED ||
-                event.fields.type == FS_EVENT_CANCELLED;
+    bool last = is_end(event.fields.type);
     if (event.wire != 0) {
         uint64_t next = event.seq + 1, window = job.fields.value("window", uint64_t(32));
         if (last || next - job.granted >= std::max<uint64_t>(1, window / 2)) {
@@ -637,4 +637,4 @@ Event Session::take() {
     return event;
 }
 
-} // namespace frameshard
+} // namespace frameshard_core

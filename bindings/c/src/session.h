@@ -12,7 +12,7 @@
 #include "codec.h"
 #include "frameshard.h"
 
-namespace frameshard {
+namespace frameshard_core {
 
 constexpr double kBeatSeconds = 0.5;
 
@@ -123,9 +123,14 @@ class Session {
     std::deque<Event> events_;
 };
 
+/* Whether it is a job's last event. */
+inline bool is_end(uint32_t type) {
+    return type == FS_EVENT_DONE || type == FS_EVENT_FAILED || type == FS_EVENT_CANCELLED;
+}
+
 /* ErrorInfo to ours; a code that is not known is FS_INTERNAL. */
 Error error_of(const json &info);
 
-} // namespace frameshard
+} // namespace frameshard_core
 
 #endif

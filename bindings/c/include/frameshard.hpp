@@ -1,0 +1,242 @@
+/* frameshard.h for C++17: the same functions and structs, with owners that close themselves and errors that are thrown.
+ *
+ *     frameshard::LaunchOptions options;
+ *     options.model = "innkeeper.gguf";
+ *     auto sidecar = frameshard::Client::launch(options);
+ *     sidecar.ask("Any rooms left?");
+ *     ... each frame:
+ *     sidecar.poll([&](const frameshard::Event &event) {
+ *         if (event.type == FS_EVENT_TEXT) subtitles += event.text();
+ *     });
+ *
+ * What frameshard.h says of waiting, threads, texts and units holds here too. The structs are those of frameshard.h with
+ * their defaults set; the texts that they point to are the caller's and are copied by the call. Every function throws
+ * Error where its C function returns a status, and otherwise only std::bad_alloc. */
+#ifndef FRAMESHARD_HPP
+#define FRAMESHARD_HPP
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "frameshard.h"
+
+namespace frameshard {
+
+/* A call that failed, which has changed nothing. */
+class Error : public std::runtime_error {
+  public:
+    Error(fs_status status, const std::string &message) : std::runtime_error(message), status_(status) {}
+    fs_status status() const noexcept { return status_; }
+    const char *name() const noexcept { return fs_status_name(status_); }
+    bool retriable() const noexcept { return fs_status_retriable(status_) != 0; }
+
+  private:
+    fs_status status_;
+};
+
+inline void check(fs_status status) {
+    if (status != FS_OK) {
+        throw Error(status, fs_last_error(nullptr));
+    }
+}
+
+struct LaunchOptions : fs_launch_options {
+    LaunchOptions() noexcept { fs_launch_options_init(this, sizeof(fs_launch_options)); }
+};
+
+struct Sampling : fs_sampling {
+    Sampling() noexcept { fs_sampling_init(this, sizeof(fs_sampling)); }
+};
+
+struct JobOptions : fs_job_options {
+    JobOptions() noexcept { fs_job_options_init(this, sizeof(fs_job_options)); }
+};
+
+struct Lease : fs_lease {
+    Lease() noexcept { fs_lease_init(this, sizeof(fs_lease)); }
+};
+
+/* One message of a chat; `role` is "system", "user" or "assistant". */
+struct Message {
+    const char *role;
+    std::string_view content;
+};
+
+/* One event, valid until the next poll of its client. The texts hide the C fields of these names. */
+struct Event : fs_event {
+    std::string_view text() const noexcept { return {fs_event::text, text_length}; }
+    std::string_view detail() const noexcept { return {fs_event::detail, detail_length}; }
+};
+static_assert(sizeof(Event) == sizeof(fs_event), "fs_poll fills Events in place");
+
+/* A session with one sidecar. For one thread at a time. */
+class Client {
+  public:
+    static constexpr double kCloseSeconds = 3;
+
+    static Client launch(const LaunchOptions &options) {
+        Client client;
+        check(fs_launch(&options, &client.made()));
+        return client;
+    }
+    static Client connect(const std::string &connect_file, const std::string &client_name = "c++") {
+        Client client;
+        check(fs_connect(connect_file.c_str(), client_name.c_str(), &client.made()));
+        return client;
+    }
+
+    Client(Client &&other) noexcept : client_(std::exchange(other.client_, nullptr)) {}
+    Client &operator=(Client &&other) noexcept {
+        std::swap(client_, other.client_);
+        return *this;
+    }
+    ~Client() { close(); }
+
+    /* Ends the session as fs_close does; the destructor calls it. */
+    void close(double timeout_s = kCloseSeconds) noexcept { fs_close(std::exchange(client_, nullptr), timeout_s); }
+
+    int32_t state() const noexcept { return fs_state(client_); }
+    fs_model model() const {
+        fs_model model{};
+        model.struct_size = sizeof model;
+        check(fs_get_model(client_, &model));
+        return model;
+    }
+
+    /* Each returns the number of the job. */
+    uint64_t ask(std::string_view text, const JobOptions &options = {}) {
+        uint64_t job = 0;
+        check(fs_ask(client_, text.data(), length(text), &options, &job));
+        return job;
+    }
+    uint64_t chat(const std::vector<Message> &messages, const JobOptions &options = {}) {
+        std::vector<fs_message> told;
+        told.reserve(messages.size());
+        for (const Message &message : messages) {
+            told.push_back({message.role, message.content.data(), length(message.content), 0});
+        }
+        uint64_t job = 0;
+        check(fs_chat(client_, told.data(), uint32_t(told.size()), &options, &job));
+        return job;
+    }
+    uint64_t complete(std::string_view prompt, const JobOptions &options = {}) {
+        uint64_t job = 0;
+        check(fs_complete(client_, prompt.data(), length(prompt), &options, &job));
+        return job;
+    }
+    void cancel(uint64_t job) { check(fs_cancel(client_, job)); }
+    void forget(const std::string &conversation) { check(fs_forget(client_, conversation.c_str())); }
+
+    /* Each returns the number of the request, which its events carry. */
+    uint64_t set_lease(const Lease &lease) {
+        return requested([&](uint64_t *number) { return fs_set_lease(client_, &lease, number); });
+    }
+    uint64_t set_budget(uint64_t vram_budget_bytes, double timeout_s = 5) {
+        return requested(
+            [&](uint64_t *number) { return fs_set_budget(client_, vram_budget_bytes, timeout_s, number); });
+    }
+    uint64_t get_budget() {
+        return requested([&](uint64_t *number) { return fs_get_budget(client_, number); });
+    }
+    uint64_t get_stats() {
+        return requested([&](uint64_t *number) { return fs_get_stats(client_, number); });
+    }
+    uint64_t get_caps() {
+        return requested([&](uint64_t *number) { return fs_get_caps(client_, number); });
+    }
+    uint64_t get_plan(uint64_t vram_budget_bytes, uint32_t prompt_tokens) {
+        return requested(
+            [&](uint64_t *number) { return fs_get_plan(client_, vram_budget_bytes, prompt_tokens, number); });
+    }
+    uint64_t set_pacing(int32_t scheduling_mode, double target_tokens_per_second = 0) {
+        return requested([&](uint64_t *number) {
+            return fs_set_pacing(client_, scheduling_mode, target_tokens_per_second, number);
+        });
+    }
+    uint64_t get_frame_block() {
+        return requested([&](uint64_t *number) { return fs_get_frame_block(client_, number); });
+    }
+    void shutdown() { check(fs_shutdown(client_)); }
+
+    /* Calls `handle` with at most `limit` events, oldest first, and returns how many they were. Where `handle` throws,
+     * the events that it was not given yet come with the next poll. */
+    template <class Handle> int32_t poll(Handle &&handle, int32_t limit = 64) {
+        int32_t count = 0;
+        Event event;
+        while (count < limit) {
+            int32_t found = fs_poll(client_, &event, sizeof(fs_event), 1);
+            if (found < 0) {
+                throw Error(-found, fs_last_error(nullptr));
+            }
+            if (found == 0) {
+                break;
+            }
+            ++count;
+            handle(static_cast<const Event &>(event));
+        }
+        return count;
+    }
+    /* See fs_wait. */
+    bool wait(double timeout_s) { return fs_wait(client_, timeout_s) != 0; }
+
+    /* For functions of frameshard.h that this class does not have; the client stays its owner's. */
+    fs_client *get() const noexcept { return client_; }
+
+  private:
+    Client() = default;
+    fs_client *&made() { return client_; }
+    static int32_t length(std::string_view text) {
+        if (text.size() > INT32_MAX) {
+            throw Error(FS_BAD_ARGUMENT, "a text is longer than 2 GiB");
+        }
+        return int32_t(text.size());
+    }
+    template <class Ask> static uint64_t requested(Ask ask) {
+        uint64_t number = 0;
+        check(ask(&number));
+        return number;
+    }
+
+    fs_client *client_ = nullptr;
+};
+
+/* The page in which the host says each frame when it draws. For one thread at a time. */
+class FrameBlock {
+  public:
+    FrameBlock(const std::string &path, double target_frame_s) {
+        fs_frame_block *block = nullptr;
+        check(fs_frame_block_open(path.c_str(), target_frame_s, &block));
+        block_.reset(block);
+    }
+
+    void begin() { check(fs_frame_begin(block_.get())); }
+    void end(double gpu_busy_s) { check(fs_frame_end(block_.get(), gpu_busy_s)); }
+    void idle() { check(fs_frame_idle(block_.get())); }
+    /* Returns the generation that answer() will name. */
+    uint64_t set_budget(uint64_t vram_budget_bytes) {
+        uint64_t generation = 0;
+        check(fs_frame_set_budget(block_.get(), vram_budget_bytes, &generation));
+        return generation;
+    }
+    fs_frame_answer answer() const {
+        fs_frame_answer answer{};
+        answer.struct_size = sizeof answer;
+        check(fs_frame_get_answer(block_.get(), &answer));
+        return answer;
+    }
+
+  private:
+    struct Close {
+        void operator()(fs_frame_block *block) const noexcept { fs_frame_block_close(block); }
+    };
+    std::unique_ptr<fs_frame_block, Close> block_;
+};
+
+} // namespace frameshard
+
+#endif

@@ -1,0 +1,306 @@
+/* The conformance runner of the C++ header; see tests/conformance/README.md for what it is told and says. */
+#include <frameshard.hpp>
+
+#include <chrono>
+#include <iostream>
+#include <optional>
+
+#include <nlohmann/json.hpp>
+
+using frameshard::Client;
+using frameshard::Event;
+using nlohmann::json;
+
+namespace {
+
+const std::vector<std::string> kStates = {"", "active", "parked", "hibernated"};
+const std::vector<std::string> kModes = {"", "prioritize_graphics", "balance", "prioritize_compute"};
+const std::vector<std::string> kReasons = {"", "stop", "length"};
+const std::vector<std::string> kEngines = {"", "loading", "ready", "restarting", "off", "hibernated"};
+const std::vector<std::string> kDecisions = {"", "granted", "partial"};
+const std::vector<std::string> kNotices = {"", "wants", "gives_back", "late", "pressure", "other_process", "state"};
+
+/* -1 where the word is not known, which the library refuses. */
+int32_t place(const std::vector<std::string> &words, const std::string &word) {
+    for (size_t i = 1; i < words.size(); ++i) {
+        if (words[i] == word) {
+            return int32_t(i);
+        }
+    }
+    return -1;
+}
+
+const char *text(const json &object, const char *name) {
+    auto found = object.find(name);
+    return found == object.end() ? nullptr : found->get_ref<const std::string &>().c_str();
+}
+
+/* A job's options with the room for what they point to. */
+struct Options {
+    explicit Options(const json &command) {
+        json given = command.value("options", json::object());
+        kept = given;
+        options.conversation = text(kept, "conversation");
+        options.system = text(kept, "system");
+        options.timeline = kept.value("timeline", options.timeline);
+        options.window = kept.value("window", options.window);
+        auto wanted = kept.find("sampling");
+        if (wanted == kept.end()) {
+            return;
+        }
+        sampling.max_tokens = wanted->value("max_tokens", sampling.max_tokens);
+        sampling.top_k = wanted->value("top_k", sampling.top_k);
+        sampling.temperature = wanted->value("temperature", sampling.temperature);
+        sampling.top_p = wanted->value("top_p", sampling.top_p);
+        sampling.min_p = wanted->value("min_p", sampling.min_p);
+        sampling.repeat_penalty = wanted->value("repeat_penalty", sampling.repeat_penalty);
+        sampling.seed = wanted->value("seed", sampling.seed);
+        if (wanted->contains("stop")) {
+            for (const json &word : (*wanted)["stop"]) {
+                stop.push_back(word.get_ref<const std::string &>().c_str());
+            }
+        }
+        sampling.n_stop = uint32_t(stop.size());
+        sampling.stop = stop.data();
+        options.sampling = &sampling;
+    }
+
+    json kept;
+    std::vector<const char *> stop;
+    frameshard::Sampling sampling;
+    frameshard::JobOptions options;
+};
+
+json known(int64_t bytes) { return bytes < 0 ? json() : json(bytes); }
+
+json told(const Event &event) {
+    uint64_t job = event.job, request = event.request, timeline = event.timeline;
+    json of_job = {{"job", job}, {"timeline", timeline}};
+    json of_request = {{"request", request}};
+    json detail = event.detail().empty() ? json::object() : json::parse(event.detail());
+    json why = {{"status", fs_status_name(event.status)}, {"detail", detail}};
+    json said;
+    switch (event.type) {
+    case FS_EVENT_READY:
+        return {{"type", "ready"},
+                {"detail", detail},
+                {"floor_bytes", event.floor_bytes},
+                {"full_bytes", event.full_bytes}};
+    case FS_EVENT_STARTED:
+        said = {{"type", "started"}, {"n_prompt", event.n_prompt}};
+        said.update(of_job);
+        break;
+    case FS_EVENT_TEXT:
+        said = {{"type", "text"}, {"text", event.text()}, {"tokens", event.tokens}};
+        said.update(of_job);
+        break;
+    case FS_EVENT_DONE:
+        said = {{"type", "done"},
+                {"reason", kReasons.at(event.reason)},
+                {"n_prompt", event.n_prompt},
+                {"n_generated", event.n_generated},
+                {"prefill_s", event.prefill_s},
+                {"decode_s", event.decode_s}};
+        said.update(of_job);
+        break;
+    case FS_EVENT_FAILED:
+        said = {{"type", "failed"}};
+        said.update(of_job);
+        said.update(why);
+        break;
+    case FS_EVENT_CANCELLED:
+        said = {{"type", "cancelled"}};
+        said.update(of_job);
+        break;
+    case FS_EVENT_LEASE:
+        said = {{"type", "lease"},
+                {"decision", kDecisions.at(event.decision)},
+                {"budget_bytes", event.budget_bytes},
+                {"seconds", event.seconds},
+                {"version", event.version}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_BUDGET_RELEASED:
+        said = {{"type", "budget_released"},
+                {"budget_bytes", event.budget_bytes},
+                {"used_bytes", event.used_bytes},
+                {"seconds", event.seconds}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_BUDGET_OBSERVED:
+        said = {
+            {"type", "budget_observed"}, {"observed_bytes", known(event.observed_bytes)}, {"seconds", event.seconds}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_BUDGET:
+        said = {{"type", "budget"},
+                {"state", kStates.at(event.lease_state)},
+                {"version", event.version},
+                {"budget_bytes", event.budget_bytes},
+                {"floor_bytes", event.floor_bytes},
+                {"full_bytes", event.full_bytes},
+                {"used_bytes", event.used_bytes},
+                {"wanted_bytes", event.wanted_bytes}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_STATS:
+        said = {{"type", "stats"}, {"detail", detail}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_CAPS:
+        said = {{"type", "caps"},
+                {"device", event.text()},
+                {"total_bytes", known(event.total_bytes)},
+                {"free_bytes", known(event.free_bytes)},
+                {"floor_bytes", event.floor_bytes},
+                {"full_bytes", event.full_bytes}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_PLAN:
+        said = {{"type", "plan"},
+                {"budget_bytes", event.budget_bytes},
+                {"fits", event.fits != 0},
+                {"ttft_s", event.ttft_s},
+                {"tokens_per_second", event.tokens_per_second},
+                {"resident_bytes", event.resident_bytes},
+                {"streamed_bytes", event.streamed_bytes},
+                {"cpu_bytes", event.cpu_bytes}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_FRAME_BLOCK:
+        said = {{"type", "frame_block"}, {"path", event.text()}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_REFUSED:
+        said = {{"type", "refused"}};
+        said.update(of_request);
+        said.update(why);
+        break;
+    case FS_EVENT_ENGINE:
+        return {{"type", "engine"}, {"state", kEngines.at(event.engine_state)}, {"restarts", event.restarts}};
+    case FS_EVENT_NOTICE:
+        return {{"type", "notice"},
+                {"kind", event.notice == 0 ? "unknown" : kNotices.at(event.notice)},
+                {"budget_bytes", event.budget_bytes},
+                {"seconds", event.seconds},
+                {"text", event.text()}};
+    case FS_EVENT_CLOSED:
+        said = {{"type", "closed"}};
+        said.update(why);
+        break;
+    default:
+        said = {{"type", "unknown"}};
+    }
+    return said;
+}
+
+class Runner {
+  public:
+    json obey(const json &command) {
+        std::string what = command["do"];
+        if (what == "launch") {
+            json options = command["options"];
+            std::string python = options.value("python", "python3"), model = options.value("model", "none");
+            options.erase("python");
+            std::string extra = options.dump();
+            frameshard::LaunchOptions launch;
+            launch.model = model.c_str();
+            launch.python = python.c_str();
+            launch.extra_json = extra.c_str();
+            launch.client_name = "C++ runner";
+            client_ = Client::launch(launch);
+        } else if (what == "connect") {
+            client_ = Client::connect(command["file"], "C++ runner");
+        } else if (what == "close") {
+            if (client_) {
+                client_->close(10);
+            }
+            client_.reset();
+        } else if (what == "draw") {
+            frameshard::FrameBlock block(command["path"], command["target_frame_s"]);
+            for (int frames = command["frames"]; frames > 0; --frames) {
+                block.begin();
+                block.end(command["gpu_busy_s"]);
+            }
+        } else if (!client_) {
+            throw frameshard::Error(FS_CONNECTION_LOST, "there is no client");
+        } else if (what == "ask") {
+            return {{"job", client_->ask(text(command, "text"), Options(command).options)}};
+        } else if (what == "chat") {
+            std::vector<frameshard::Message> messages;
+            for (const json &pair : command["messages"]) {
+                messages.push_back({pair[0].get_ref<const std::string &>().c_str(), text_of(pair[1])});
+            }
+            return {{"job", client_->chat(messages, Options(command).options)}};
+        } else if (what == "complete") {
+            return {{"job", client_->complete(text(command, "prompt"), Options(command).options)}};
+        } else if (what == "cancel") {
+            client_->cancel(command["job"]);
+        } else if (what == "forget") {
+            client_->forget(command["conversation"]);
+        } else if (what == "set_lease") {
+            const json &given = command["lease"];
+            frameshard::Lease lease;
+            lease.vram_budget_bytes = given.value("vram_budget_bytes", lease.vram_budget_bytes);
+            lease.floor_bytes = given.value("floor_bytes", lease.floor_bytes);
+            lease.version = given.value("version", lease.version);
+            lease.timeout_s = given.value("timeout_s", lease.timeout_s);
+            lease.state = place(kStates, given.value("state", "active"));
+            lease.reason = text(given, "reason");
+            return {{"request", client_->set_lease(lease)}};
+        } else if (what == "get_budget") {
+            return {{"request", client_->get_budget()}};
+        } else if (what == "get_stats") {
+            return {{"request", client_->get_stats()}};
+        } else if (what == "get_caps") {
+            return {{"request", client_->get_caps()}};
+        } else if (what == "get_plan") {
+            return {{"request", client_->get_plan(command["vram_budget_bytes"], command["prompt_tokens"])}};
+        } else if (what == "set_pacing") {
+            int32_t mode = place(kModes, command["scheduling_mode"]);
+            return {{"request", client_->set_pacing(mode, command["target_tokens_per_second"])}};
+        } else if (what == "get_frame_block") {
+            return {{"request", client_->get_frame_block()}};
+        } else if (what == "shutdown") {
+            client_->shutdown();
+        } else if (what == "poll") {
+            return {{"events", poll(command["limit"], command["timeout_s"])}};
+        } else {
+            throw frameshard::Error(FS_UNSUPPORTED, "no such command");
+        }
+        return json::object();
+    }
+
+  private:
+    static std::string_view text_of(const json &value) { return value.get_ref<const std::string &>(); }
+
+    json poll(int32_t limit, double timeout_s) {
+        using clock = std::chrono::steady_clock;
+        auto deadline = clock::now() + std::chrono::duration<double>(timeout_s);
+        json events = json::array();
+        while (client_->poll([&](const Event &event) { events.push_back(told(event)); }, limit) == 0 &&
+               clock::now() < deadline) {
+            client_->wait(std::chrono::duration<double>(deadline - clock::now()).count());
+        }
+        return events;
+    }
+
+    std::optional<Client> client_;
+};
+
+} // namespace
+
+int main() {
+    Runner runner;
+    std::string line;
+    while (std::getline(std::cin, line)) {
+        json answer;
+        try {
+            answer = runner.obey(json::parse(line));
+            answer["ok"] = true;
+        } catch (const frameshard::Error &error) {
+            answer = {{"ok", false}, {"error", error.name()}};
+        }
+        std::cout << answer.dump() << std::endl;
+    }
+}
