@@ -40,10 +40,9 @@ def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path
         ["mono", program, model_path, sys.executable], env=program_env, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stderr
-    first, answer, second, other = result.stdout.splitlines()[:4]
-    assert (first, second) == ("You: Good evening!", "You: Any rooms left?")
-    assert len(answer) > 10
-    assert len(other) > 10
+    answers = re.fullmatch(r"You: Good evening!\n(.+)\nYou: Any rooms left\?\n(.+)\n", result.stdout, flags=re.DOTALL)
+    assert answers is not None, result.stdout
+    assert all(len(answer) > 10 for answer in answers.groups())
     assert len([line for line in script.splitlines() if line.strip(" {}")]) <= 20
 
     (tmp_path / "Greeter.cs").write_text(component)

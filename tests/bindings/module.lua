@@ -1,0 +1,137 @@
+-- The Lua module against a real sidecar with a real model: what is Lua's own, beside the conformance scenarios.
+
+local frameshard = require("frameshard")
+
+local MIB = 1024 * 1024
+
+local function launch(model)
+  return frameshard.launch({
+    model = model or os.getenv("FRAMESHARD_MODEL"), python = os.getenv("FRAMESHARD_PYTHON"), device = "emulated",
+    n_ctx = 1024, n_parallel = 1,
+  })
+end
+
+local function poll_until(sidecar, condition)
+  local deadline = os.time() + 120
+  while true do
+    for _, event in ipairs(sidecar:poll()) do
+      if condition(event) then
+        return event
+      end
+    end
+    assert(os.time() < deadline, "it does not happen")
+    sidecar:wait(0.1)
+  end
+end
+
+local function failure(...)
+  local done, error = pcall(...)
+  assert(not done, "it did not fail")
+  assert(type(error) == "table", error)
+  return error
+end
+
+local function alive(pid)
+  local file = io.open(("/proc/%d/stat"):format(pid))
+  local stat = file and file:read("*a")
+  if file then
+    file:close()
+  end
+  return stat and not stat:match("%) [ZX]") or false
+end
+
+local function gone(pid)
+  local deadline = os.time() + 20
+  while alive(pid) do
+    assert(os.time() < deadline, "the sidecar is still there")
+    collectgarbage()
+  end
+end
+
+local sidecar = launch()
+local ready = poll_until(sidecar, function(event) return event.type == "ready" end)
+local model = sidecar:model()
+assert(ready.full_bytes == model.full_bytes and ready.name == model.name)
+
+-- callbacks: what they are told is the answer, and an error in one comes out of poll and loses nothing
+local heard, finished, job = {}, nil, nil
+job = sidecar:ask("Any rooms left?", {
+  sampling = { max_tokens = 12, temperature = 0 },
+  response_updated = function(delta)
+    heard[#heard + 1] = delta
+    if #heard == 2 then
+      error("of the game", 0)
+    end
+  end,
+  response_finished = function(text) finished = text end,
+})
+local thrown = 0
+while not job.ended do
+  local done, problem = pcall(function()
+    sidecar:wait(0.1)
+    sidecar:poll()
+  end)
+  if not done then
+    assert(problem == "of the game", problem)
+    thrown = thrown + 1
+  end
+end
+assert(thrown == 1)
+assert(finished == job.text and table.concat(heard) == job.text and job.result.n_generated == 12)
+
+-- memory moves in the middle of an answer, and the answer can be ended early
+local half = math.floor((model.floor_bytes + model.full_bytes) / 2 / MIB)
+local failed
+job = sidecar:ask("Tell me a long story.", {
+  sampling = { max_tokens = 700, temperature = 0 },
+  response_failed = function(error) failed = error end,
+})
+poll_until(sidecar, function(event) return event.type == "text" end)
+local request = sidecar:set_budget(half)
+local released = poll_until(sidecar, function(event) return event.type == "budget_released" end)
+assert(released.request == request and released.used_bytes <= half * MIB and not job.ended)
+job:stop_generation()
+poll_until(sidecar, function() return job.ended end)
+assert(failed.name == "cancelled" and tostring(failed) == "cancelled: the job was cancelled")
+job:stop_generation() -- once more does no harm
+
+-- what is refused
+sidecar:set_budget(1)
+local refused = poll_until(sidecar, function(event) return event.type == "refused" end)
+assert(refused.error.name == "budget_below_floor" and refused.floor_bytes > 0)
+assert(refused.error.detail:find("floor_bytes", 1, true))
+assert(failure(sidecar.ask, sidecar, "half a character: \240\159").name == "bad_argument")
+assert(failure(sidecar.ask, sidecar, "?", { temprature = 0 }).message:find("temprature", 1, true))
+assert(failure(sidecar.set_pacing, sidecar, "whatever").name == "bad_argument")
+assert(failure(frameshard.connect, "/no/such/file").name == "connection_lost")
+
+-- frames
+sidecar:set_pacing("prioritize_graphics")
+sidecar:get_frame_block()
+local block = frameshard.frame_block(poll_until(sidecar, function(event) return event.type == "frame_block" end).path,
+  1 / 60)
+block:frame_begin()
+block:frame_end(0.004)
+block:idle()
+assert(block:answer().applied_generation == 0)
+block:close()
+block:close()
+assert(failure(block.frame_begin, block).name == "bad_argument")
+
+-- ends: closed, forgotten, never loaded
+sidecar:close()
+sidecar:close()
+assert(sidecar:state() == "closed" and not alive(model.pid))
+assert(failure(sidecar.ask, sidecar, "Still there?").name == "connection_lost")
+
+local pid
+do
+  local forgotten = launch()
+  poll_until(forgotten, function(event) return event.type == "ready" end)
+  pid = forgotten:model().pid
+end
+gone(pid)
+
+local missing = launch("/no/such/model.gguf")
+assert(poll_until(missing, function(event) return event.type == "closed" end).error.name == "model_not_found")
+print("ok")
