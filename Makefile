@@ -17,7 +17,7 @@ PYTHON_CODE := sdk tests samples native .assets
 C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint bindings fuzz sanitize soak clean
+.PHONY: help build demo test lint bindings fuzz sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -65,6 +65,12 @@ sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TS
 
 soak: $(VENV)/installed ## an hour of simulated play; fails when memory, files or VRAM grow or a job is lost
 	$(BIN)/python profiles/tools/soak.py smollm2-135m
+
+vision: $(VENV)/installed ## the small vision model: build it once, name 72 pictures at four budgets, play samples/scene_reasoning
+	$(PIP) install 'pygame-ce>=2.5' 'pillow>=10.3'
+	$(BIN)/frameshard models fetch sprites
+	$(BIN)/python profiles/tools/sprite_renders.py
+	$(BIN)/python -m pytest tests/test_sprites.py
 
 clean: ## remove .venv and build/ (the cache of wheels and models stays)
 	rm -rf $(VENV) build

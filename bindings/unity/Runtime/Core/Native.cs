@@ -51,7 +51,7 @@ namespace Frameshard
         {
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
-            Caps = 16, Plan = 17, FrameBlock = 18,
+            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -75,6 +75,7 @@ namespace Frameshard
             internal IntPtr LogFile;
             internal IntPtr ClientName;
             internal IntPtr ExtraJson;
+            internal IntPtr Mmproj;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -94,6 +95,7 @@ namespace Frameshard
             internal IntPtr PlanJson;
             internal ulong Pid;
             internal IntPtr ConnectFile;
+            internal IntPtr Vision;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -120,6 +122,20 @@ namespace Frameshard
             internal IntPtr System;
             internal IntPtr Sampling;
             internal ulong Timeline;
+            internal IntPtr Images;
+            internal uint NImages;
+            internal uint Reserved;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Image
+        {
+            internal uint Format;
+            internal uint Width;
+            internal uint Height;
+            internal uint Stride;
+            internal IntPtr Data;
+            internal ulong Size;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -194,6 +210,10 @@ namespace Frameshard
             internal ulong ResidentBytes;
             internal ulong StreamedBytes;
             internal ulong CpuBytes;
+            internal uint Phase;
+            internal uint Done;
+            internal uint Total;
+            internal uint Reserved;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
