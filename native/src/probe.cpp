@@ -168,6 +168,9 @@ struct Copies {
     explicit Copies(Device &device) : d(device) {
         target_bytes = std::min(kCopyTarget, room_of(d) / 4 / kAlign * kAlign);
         source_bytes = target_bytes * (beyond_caches(d) / kCopyTarget);
+        if (target_bytes == 0) {
+            return;
+        }
         target = d.allocate(Use::scratch, target_bytes);
         ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(d.inner);
         if (host) {
