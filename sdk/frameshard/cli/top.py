@@ -196,10 +196,10 @@ def work(view: View) -> RenderableType:
 
     broker, engine, pacing = view.broker, view.engine, view.engine.get("pacing")
     jobs = f"{broker.jobs_running} running, {broker.jobs_queued} waiting; "
-    jobs += f"{engine.get('conversations', 0)} conversations kept"
+    jobs += f"conversations kept: {engine.get('conversations', 0)}"
     rows = [
         ("tokens", Text(spark(view.rates), "yellow"), f"{engine.get('tokens_per_second', 0.0):.1f} tokens/s"),
-        ("jobs", Text(jobs), f"{broker.sessions} clients"),
+        ("jobs", Text(jobs), f"clients: {broker.sessions}"),
     ]
     if pacing:
         words = f"{view.frames_ms[-1]:.1f} ms of {1e3 * pacing['target_frame_s']:.1f}, {pacing['late_frames']} late"
