@@ -156,6 +156,24 @@ async def test_more_is_asked_for_while_jobs_are_open() -> None:
 
 
 @in_trio
+async def test_an_idle_sidecar_gives_back_and_takes_again() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002), vram_budget_mb=256) as client:
+        notices = client.notices()
+        await client.set_budget(256, floor_mb=64)
+        notice = await notices.receive()
+        assert (notice.kind, notice.budget_bytes) == ("gives_back", 64 * MIB)
+        with trio.fail_after(10):
+            while (await client.budget()).used_bytes != 64 * MIB:
+                await trio.sleep(0.01)
+        async with client.complete(WORDS):
+            notice = await notices.receive()
+            assert (notice.kind, notice.budget_bytes) == ("gives_back", 256 * MIB)
+            with trio.fail_after(10):
+                while (await client.budget()).used_bytes != 256 * MIB:
+                    await trio.sleep(0.01)
+
+
+@in_trio
 async def test_caps_and_plans() -> None:
     async with launch(n_ctx=1024, n_parallel=2) as client:
         caps = await client.caps_and_requirements()

@@ -534,11 +534,14 @@ class Engine:
                 self._channel.send({**event, "error": error.to_wire()})
 
     def _await_observed(self, runtime: Runtime, wanted: int, deadline: float) -> int | None:
-        """The driver's figure as soon as it is within the budget, else the last one before ``deadline``."""
+        """The driver's figure as soon as it is within the budget, else the last one before ``deadline`` or before the
+        next change: that one must not wait for a driver that counts late."""
         if runtime.observer is None:
             return None
         observed = runtime.observer.used()
         while observed is not None and wanted and observed > wanted and time.monotonic() < deadline:
+            if not self._budgets.empty():
+                break
             time.sleep(0.02)  # NVML has no event for this
             observed = runtime.observer.used()
         return observed

@@ -28,6 +28,7 @@ class Watcher:
         self._runtime = runtime
         self._known: set[int] | None = None
         self._above = 0
+        self._played = 0
         if runtime.device is not None and runtime.device_name != "emulated" and self._totals() is None:
             logger.warning("nothing tells how full this GPU is or who else uses it: the host's word is what counts")
 
@@ -58,7 +59,9 @@ class Watcher:
             return self._runtime.observer.others()
         totals = self._totals()
         assert totals is not None
-        played = totals[1] - totals[0] - used_bytes
+        # Two looks in turn: an allocation that is under way is in the one count and not yet in the other.
+        before, self._played = self._played, totals[1] - totals[0] - used_bytes
+        played = min(before, self._played)
         return {0: played} if played >= UNIT else {}
 
     def _excess(self) -> int:
