@@ -6,6 +6,7 @@ Not every system tells: without NVIDIA's library, under Windows' WDDM, or where 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any
@@ -81,7 +82,8 @@ class Observer:
     def _on(self, handle: Any) -> dict[int, int]:
         nvml = self._nvml
         listed = [*nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-        listed += nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
+        with contextlib.suppress(nvml.NVMLError):  # not every card draws
+            listed += nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return {process.pid: process.usedGpuMemory or 0 for process in listed}
 
     def _processes(self) -> dict[int, int]:

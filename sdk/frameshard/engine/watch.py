@@ -10,7 +10,6 @@ import logging
 from typing import Any
 
 from frameshard.engine.runtime import Runtime
-from frameshard.errors import BudgetBelowFloor
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -28,6 +27,7 @@ class Watcher:
         self._runtime = runtime
         self._known: set[int] | None = None
         self._above = 0
+        self._used = 0
         self._played = 0
         if runtime.device is not None and runtime.device_name != "emulated" and self._totals() is None:
             logger.warning("nothing tells how full this GPU is or who else uses it: the host's word is what counts")
@@ -43,7 +43,12 @@ class Watcher:
         appeared = [[pid, n_bytes] for pid, n_bytes in others.items() if pid not in known]
         self._known = known | others.keys()
         return _event(
-            stats.used_bytes, stats.floor_bytes, stats.full_bytes, totals, appeared, 0 if parked else self._excess()
+            stats.used_bytes,
+            stats.floor_bytes,
+            stats.full_bytes,
+            totals,
+            appeared,
+            0 if parked else self._excess(stats.used_bytes),
         )
 
     def _totals(self) -> tuple[int, int] | None:
@@ -64,21 +69,17 @@ class Watcher:
         played = min(before, self._played)
         return {0: played} if played >= UNIT else {}
 
-    def _excess(self) -> int:
-        """Bytes that the driver counts above the budget, and goes on counting; the ledger is corrected then, and the
-        device shrinks by as much."""
+    def _excess(self, used_bytes: int) -> int:
+        """Bytes that the driver counts above the budget, and goes on counting while the ledger stands still. The budget
+        thread corrects the ledger then, and the device shrinks by as much."""
         runtime = self._runtime
         observed = runtime.observer.used() if runtime.observer is not None else None
-        budget = runtime.budget_bytes
-        self._above = self._above + 1 if observed is not None and 0 < budget < observed else 0
-        if observed is None or self._above < EXCESS_LOOKS:
+        budget, before, self._used = runtime.budget_bytes, self._used, used_bytes
+        if observed is None or not 0 < budget < observed or used_bytes != before:
+            self._above = 0
             return 0
-        self._above = 0
-        try:
-            runtime.measure_overhead()
-        except BudgetBelowFloor as error:
-            logger.warning("%s", error)
-        return observed - budget
+        self._above += 1
+        return 0 if self._above % EXCESS_LOOKS else observed - budget
 
 
 def _event(
