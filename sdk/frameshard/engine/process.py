@@ -426,16 +426,17 @@ class Engine:
             return
         self._budget_known = runtime.budget_bytes
         # Without a shard device the process holds no VRAM, and any budget is kept.
+        used = runtime.device.stats().used_bytes if runtime.device is not None else 0
         self._channel.send(
             {
                 **event,
                 "phase": "released",
                 "budget_bytes": runtime.budget_bytes,
-                "used_bytes": runtime.device.stats().used_bytes if runtime.device is not None else 0,
+                "used_bytes": used,
                 "seconds": time.monotonic() - started,
             }
         )
-        observed = self._await_observed(runtime, wanted, started + timeout_s)
+        observed = self._await_observed(runtime, used if park else wanted, started + timeout_s)
         self._channel.send(
             {**event, "phase": "observed", "observed_bytes": observed, "seconds": time.monotonic() - started}
         )
