@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,19 @@ def test_program(program: str, model_path: Path) -> None:
         "unreal_layer": [model_path, sys.executable],
     }
     run([Path(str(BUILT)) / program, *arguments.get(program, [])])
+
+
+def test_the_program_in_the_readme_talks(program_env: dict[str, str], built: Path, tmp_path: Path) -> None:
+    readme = (REPO / "bindings" / "c" / "README.md").read_text()
+    (source,) = re.findall(r"```c\n(.*?)```", readme, flags=re.DOTALL)
+    assert source == (REPO / "bindings" / "c" / "examples" / "npc.c").read_text()
+    assert len(source.splitlines()) <= 20
+    (tmp_path / "npc.c").write_text(source)
+    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{REPO}/bindings/c/include"]
+    run(["gcc", *flags, tmp_path / "npc.c", f"-L{built}", "-lframeshard", "-o", tmp_path / "npc"])
+    command = [tmp_path / "npc", program_env["FRAMESHARD_MODEL"], "Any rooms left?"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the "python3" that has frameshard
+    said = subprocess.run(
+        command, env=program_env | {"PATH": path}, stdout=subprocess.PIPE, text=True, timeout=300, check=True
+    )
+    assert said.stdout.strip()

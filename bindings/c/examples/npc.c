@@ -1,16 +1,15 @@
-/* Talks to an NPC: npc MODEL.gguf "Any rooms left?" */
-#include <frameshard.h>
+#include <frameshard.h> /* talks to an NPC: npc MODEL.gguf "Any rooms left?" */
 #include <stdio.h>
 
 int main(int argc, char **argv) {
-    fs_launch_options launch;
-    fs_job_options innkeeper;
     fs_client *client = NULL;
     fs_event event = {0};
+    fs_job_options innkeeper;
+    fs_launch_options launch;
     fs_launch_options_init(&launch, sizeof launch);
     fs_job_options_init(&innkeeper, sizeof innkeeper);
-    launch.model = argc > 1 ? argv[1] : "";
-    innkeeper.conversation = innkeeper.system = "You are Mira, a friendly innkeeper.";
+    launch.model = argc > 1 ? argv[1] : "innkeeper.gguf";
+    innkeeper.system = "You are Mira, a friendly innkeeper.";
     if (fs_launch(&launch, &client) || fs_ask(client, argc > 2 ? argv[2] : "Hello!", -1, &innkeeper, NULL))
         return fprintf(stderr, "%s\n", fs_last_error(NULL)), 1;
     while (event.type != FS_EVENT_DONE && event.type != FS_EVENT_CLOSED) /* a game does this once a frame */
