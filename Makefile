@@ -17,7 +17,7 @@ PYTHON_CODE := sdk tests samples native .assets
 C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint bindings fuzz sanitize soak vision clean
+.PHONY: help build demo test lint bindings windows fuzz sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -45,11 +45,14 @@ bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C 
 	@$(BIN)/python bindings/missing.py
 	cmake -S bindings/c -B build/bindings -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_EXAMPLES=ON
 	cmake --build build/bindings
-	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings $(BIN)/python -m pytest tests/conformance tests/bindings
+	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings $(BIN)/python -m pytest tests/conformance tests/bindings tests/test_wheel.py
 	cmake -S bindings/c -B build/bindings-asan -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_SANITIZE=ON
 	cmake --build build/bindings-asan
 	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings-asan $(BIN)/python -m pytest -k "c- or cpp- or test_program" \
 	  tests/conformance/test_scenarios.py tests/bindings/test_native.py
+
+windows: $(VENV)/installed ## the C client cross-compiled by MinGW-w64, its codec and process tests under Wine
+	bindings/c/windows/build.sh build/windows
 
 FUZZ_S ?= 600
 fuzz: $(VENV)/installed ## libFuzzer on what the C client reads, FUZZ_S seconds (600); needs clang

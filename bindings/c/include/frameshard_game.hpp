@@ -1,5 +1,6 @@
 /* What the layer of a game engine needs above frameshard.h, without engine types, exceptions or threads: answers come to
- * whoever asked, whole sentences for speech, no more events in a frame than the game allows.
+ * whoever asked, whole sentences for speech, no more events in a frame than the game allows. (frameshard.hpp is for
+ * programs with exceptions.)
  *
  *     frameshard::Game game;
  *     if (game.launch(options) != FS_OK) report(fs_last_error(nullptr));
