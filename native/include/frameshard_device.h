@@ -84,6 +84,8 @@ typedef struct {
     uint32_t resident_shards, streamed_shards, cpu_shards;
     /* counters since load */
     uint64_t graphs, steps, copies, copied_bytes, cpu_segments, evicted_slabs, filled_slabs, recompiles;
+    uint64_t expert_hits, experts_streamed,
+        experts_on_cpu;           /* experts asked for one at a time, by what became of them */
     uint64_t budget_generation;   /* counts budgets applied */
     double copy_busy_s;           /* time the copy stream had work (emulated device: exact; others: 0) */
     uint32_t host_weights_pinned; /* 1 when the model mapping is registered with the driver */
@@ -112,8 +114,11 @@ FSD_API fsd_status fsd_unpark(void);
 FSD_API fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes);
 
 /* What non-resident shards do, by tier, and the size of the ring. Tiers in ascending min_tokens, the first with 0.
- * stream-only mode is a plan whose placements are all FSD_STREAMED. Default: stream everything. */
-FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes);
+ * stream-only mode is a plan whose placements are all FSD_STREAMED. Default: stream everything.
+ * In graphs of few tokens the ring is a cache of single experts. Of those that are missing there, and whose shard is
+ * FSD_CPU, expert_stream_share in [0, 1] are copied into it and computed by the device, the others by the CPU. */
+FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes,
+                                double expert_stream_share);
 
 /* [any thread] Ask for a new budget; acts at the next step boundary of a running graph, at once otherwise. Waits until
  * used_bytes <= bytes, at most timeout_s. A budget below the floor is refused with FSD_BELOW_FLOOR and changes nothing. */

@@ -229,8 +229,12 @@ fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
     return FSD_OK;
 }
 
-fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes) {
+fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes,
+                        double expert_stream_share) {
     Device &d = device();
+    if (!(expert_stream_share >= 0 && expert_stream_share <= 1)) {
+        return fail(FSD_BAD_ARGUMENT, "expert_stream_share is in [0, 1]");
+    }
     if (n_tiers > FSD_MAX_TIERS || (n_tiers > 0 && !tiers)) {
         return fail(FSD_BAD_ARGUMENT, "too many tiers");
     }
@@ -256,6 +260,7 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     }
     d.synchronize();
     d.tiers = std::move(plan);
+    d.expert_stream_share = expert_stream_share;
     d.residency_generation++;
     if (ring_bytes > 0) {
         d.wanted_ring = ring_bytes;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "emulated.h"
+#include "expert_cache.h"
 #include "frameshard_device.h"
 #include "layout.h"
 #include "pacing.h"
@@ -90,6 +91,7 @@ struct Ring {
     size_t capacity = 0;
     std::vector<RingEntry> entries; // of the pass that it is laid out for
     std::vector<RingSlot> slots;
+    size_t entry_capacity = 0;                     // what the slots are laid out in
     std::vector<ggml_backend_event_t> ready, done; // by entry
     uint64_t next_copy = 0, next_use = 0;          // endless sequence numbers; index = n % entries.size()
 };
@@ -137,7 +139,10 @@ struct Device {
     char *scratch_base = nullptr;
     size_t scratch_size = 0;
     std::vector<Tier> tiers;
-    uint64_t residency_generation = 1; // changes when compiled programs are no longer right
+    ExpertCache experts;                          // in the ring, while graphs of few tokens run
+    ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
+    double expert_stream_share = 0;               // of missing experts that the plan computes on the CPU otherwise
+    uint64_t residency_generation = 1;            // changes when compiled programs are no longer right
     std::vector<std::unique_ptr<Program>> programs;
     bool compute_pending = false;
     std::unique_ptr<Trace> trace; // while a time line is recorded
@@ -191,6 +196,7 @@ struct Device {
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
     void reset_ring();
+    void lay_out_experts(const ExpertArena &arena);
     void pump_copies();
     bool before_step(const Segment *next, bool &timed); // false: the graph is to be aborted
     const Tier *tier_for(int64_t n_tokens) const;

@@ -77,6 +77,9 @@ class Compiler {
 
     void survey();
     void cut();
+    void lay_segments();
+    std::vector<ExpertGroup> find_groups();
+    bool place_experts(const std::vector<ExpertGroup> &all);
     bool lower(std::string &why);
     std::vector<int> pieces_of(const ggml_tensor *node, bool &split, bool &odd_use) const;
     bool on_cpu(uint32_t shard) const {
@@ -90,6 +93,7 @@ class Compiler {
     void lower_cpu_steps(int step, int node0, int node1);
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
+    void add_group_nodes(ExpertGroup &group);
     void finish_cpu(Segment &seg);
     void push_shadow(ggml_tensor *t);
 
@@ -203,6 +207,9 @@ void Compiler::cut() {
             closed = true;
             continue;
         }
+        // A product with experts' weights stands alone, so that it may be computed expert by expert.
+        const bool alone = n->op == GGML_OP_MUL_MAT_ID && !need.empty();
+        closed = closed || alone;
         if (!closed && !need.empty() && !steps.back().pieces.empty()) {
             Step &s = steps.back();
             size_t more = 0;
@@ -228,6 +235,7 @@ void Compiler::cut() {
         }
         s.node1 = i + 1;
         step_of[i] = (int)steps.size() - 1;
+        closed = alone;
     }
     for (int i = 0; i < g->n_nodes; i++) {
         for (int j = 0; j < GGML_MAX_SRC; j++) {
@@ -369,6 +377,33 @@ void Compiler::add_row_piece(const Step &st) {
     }
 }
 
+// The group's nodes with the experts' slots for their weights, and the slots' numbers for the choice.
+void Compiler::add_group_nodes(ExpertGroup &group) {
+    group.numbers = twin(group.ids);
+    group.numbers->op = GGML_OP_NONE;
+    group.numbers->view_src = nullptr;
+    std::fill(group.numbers->src, group.numbers->src + GGML_MAX_SRC, nullptr);
+    group.numbers->nb[1] = group.numbers->nb[0] * group.ids->ne[0];
+    group.numbers->nb[2] = group.numbers->nb[3] = group.numbers->nb[1] * group.ids->ne[1];
+    group.numbers->data = d.ring.base + p.arena.numbers();
+    group.numbers->buffer = d.ring.buffer.get();
+    for (int i = group.node0; i < group.node1; i++) {
+        add_shadow_node(g->nodes[i]);
+    }
+    for (size_t i = 0; i < group.products.size(); i++) {
+        ggml_tensor *product = shadow(group.products[i]);
+        ggml_tensor *slots = twin(group.weight(i));
+        slots->ne[2] = (int64_t)p.arena.n_slots;
+        slots->nb[2] = p.arena.strides[i];
+        slots->nb[3] = slots->nb[2] * p.arena.n_slots;
+        slots->data = d.ring.base + p.arena.slots(i);
+        slots->buffer = d.ring.buffer.get();
+        product->src[0] = slots;
+        product->src[2] = group.numbers;
+    }
+    group.result = shadow(group.products.back());
+}
+
 void Compiler::add_gpu(int step, int node0, int node1) {
     const Step &s = steps[step];
     bool work = s.row_piece;
@@ -386,8 +421,9 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     // A prefill graph is not merged across steps: each is long enough to want a look at abort and budget.
     const size_t merge_limit = n_tokens >= kPrefillTokens ? 0 : d.emulated ? (size_t)64 << 20 : (size_t)512 << 20;
     Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
-    const bool merge = last && !last->cpu && last->entry < 0 && streamed.empty() && last->node1 == node0 &&
-                       (!work || merged_bytes + s.bytes <= merge_limit) && !s.row_piece && !last->row_piece;
+    const bool merge = last && !last->cpu && last->entry < 0 && last->group < 0 && streamed.empty() &&
+                       last->node1 == node0 && (!work || merged_bytes + s.bytes <= merge_limit) && !s.row_piece &&
+                       !last->row_piece;
     if (!merge) {
         Segment seg;
         seg.step = step;
@@ -511,8 +547,57 @@ bool Compiler::on_host(const Step &s) const {
                                  [&](int piece) { return !d.piece_resident(piece) && on_cpu(d.pieces[piece].shard); });
 }
 
-bool Compiler::lower(std::string &why) {
-    // Segments first: the ring must be laid out before shadows can know their addresses.
+// Groups of experts that are computed expert by expert: those of graphs with few tokens of which not all is resident.
+// All groups of the graph are returned.
+std::vector<ExpertGroup> Compiler::find_groups() {
+    std::vector<ExpertGroup> all;
+    if (n_tokens >= kPrefillTokens) {
+        return all;
+    }
+    for (int i = 0; i < g->n_nodes; i++) {
+        ExpertGroup group;
+        if (g->nodes[i]->op == GGML_OP_MUL_MAT_ID && find_group(d, g, i, group)) {
+            i = group.node1 - 1;
+            all.push_back(std::move(group));
+        }
+    }
+    for (ExpertGroup &group : all) {
+        bool resident = true;
+        uint32_t shard = 0;
+        for (size_t i = 0; i < group.products.size(); i++) {
+            const int piece = d.weight_of(group.weight(i))->first_piece;
+            resident = resident && d.piece_resident(piece);
+            shard = d.pieces[piece].shard;
+        }
+        group.streamed = !on_cpu(shard);
+        // Inner devices may compute several tokens in ways that depend on how many experts there are.
+        if (!resident && group.node0 >= p.first_node && (!group.streamed || n_tokens == 1)) {
+            p.groups.push_back(group);
+        }
+    }
+    return all;
+}
+
+// All experts of the model share the slots, so that what is in them outlasts a change of residency. False when the ring
+// has no room for them beside what is streamed.
+bool Compiler::place_experts(const std::vector<ExpertGroup> &all) {
+    size_t needed = 0;
+    for (const ExpertGroup &group : p.groups) {
+        needed = std::max<size_t>(needed, group.streamed ? group.chosen() : 1);
+    }
+    const size_t largest = p.entry_bytes.empty() ? 0 : *std::max_element(p.entry_bytes.begin(), p.entry_bytes.end());
+    for (size_t entries : {2 * largest, largest}) {
+        p.arena = lay_arena(all, entries, d.ring.capacity);
+        p.entry_capacity = p.arena.offset;
+        if (p.arena.n_slots >= needed) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void Compiler::lay_segments() {
+    size_t group = 0;
     for (int k = 0; k < (int)steps.size(); k++) {
         const Step &s = steps[k];
         if (s.node1 <= p.first_node || (s.node0 == p.first_node && s.row_piece && s.piece < p.first_piece)) {
@@ -520,7 +605,16 @@ bool Compiler::lower(std::string &why) {
         }
         const int node0 = std::max(s.node0, p.first_node);
         const bool host = on_host(s);
-        if (s.odd) {
+        if (group < p.groups.size() && p.groups[group].node0 == node0) {
+            Segment seg;
+            seg.step = k;
+            seg.node0 = node0;
+            seg.node1 = p.groups[group].node1;
+            seg.group = (int)group++;
+            seg.uid = (1ull << 62) + ggml_graph_next_uid();
+            k = step_of[seg.node1 - 1];
+            p.segments.push_back(seg);
+        } else if (s.odd) {
             add_cpu(k, node0, s.node1);
         } else if (host && s.row_piece) {
             add_cpu(k, node0, s.node1); // the CPU takes the matrix whole
@@ -529,7 +623,11 @@ bool Compiler::lower(std::string &why) {
             }
         } else if (host) {
             int last = k; // neighbours go together: one hand-over there and back
-            while (last + 1 < (int)steps.size() && !steps[last + 1].row_piece && on_host(steps[last + 1])) {
+            const auto starts_group = [&](const Step &next) {
+                return group < p.groups.size() && p.groups[group].node0 == next.node0;
+            };
+            while (last + 1 < (int)steps.size() && !steps[last + 1].row_piece && on_host(steps[last + 1]) &&
+                   !starts_group(steps[last + 1])) {
                 last++;
             }
             lower_cpu_steps(k, node0, steps[last].node1);
@@ -538,14 +636,30 @@ bool Compiler::lower(std::string &why) {
             add_gpu(k, node0, s.node1);
         }
     }
+}
+
+bool Compiler::lower(std::string &why) {
+    // Segments first: the ring must be laid out before shadows can know their addresses.
+    const std::vector<ExpertGroup> all = find_groups();
+    lay_segments();
+    if (!p.groups.empty() && !place_experts(all)) {
+        p.groups.clear(); // whole tensors of experts are streamed, or left to the CPU
+        p.segments.clear();
+        p.entries.clear();
+        p.entry_bytes.clear();
+        lay_segments();
+    }
+    if (p.groups.empty()) {
+        p.entry_capacity = d.ring.capacity;
+    }
 
     // The ring's layout follows from the list of streamed steps.
     std::vector<RingSlot> slots;
     if (!p.entries.empty()) {
-        slots = lay_ring(p.entry_bytes, d.ring.capacity);
+        slots = lay_ring(p.entry_bytes, p.entry_capacity);
         if (slots.empty()) {
             why = "a step of " + std::to_string(*std::max_element(p.entry_bytes.begin(), p.entry_bytes.end())) +
-                  " bytes does not fit the ring of " + std::to_string(d.ring.capacity);
+                  " bytes does not fit the ring of " + std::to_string(p.entry_capacity);
             return false;
         }
     }
@@ -565,6 +679,8 @@ bool Compiler::lower(std::string &why) {
         seg.shadow0 = p.shadow->n_nodes;
         if (seg.row_piece) {
             add_row_piece(steps[seg.step]);
+        } else if (seg.group >= 0) {
+            add_group_nodes(p.groups[seg.group]);
         } else {
             for (int i = seg.node0; i < seg.node1; i++) {
                 add_shadow_node(g->nodes[i]);
@@ -641,6 +757,21 @@ void Device::reset_ring() {
     ring.entries.clear();
     ring.slots.clear();
     ring.next_copy = ring.next_use = 0;
+}
+
+// Slots that nothing has been copied to read as zeros: a device that reads past a row's end finds numbers there.
+void Device::lay_out_experts(const ExpertArena &arena) {
+    if (!experts.adopt(arena)) {
+        return;
+    }
+    if (!experts_ready) {
+        experts_ready = ggml_backend_event_new(inner);
+    }
+    ggml_backend_synchronize(copy);
+    synchronize();
+    const size_t bytes = ring.capacity - arena.offset;
+    ggml_tensor all = raw_tensor(ring.buffer.get(), ring.base + arena.offset, bytes);
+    ggml_backend_tensor_memset(&all, 0, 0, bytes);
 }
 
 // Starts every copy whose place in the ring is free or will be once queued work is done; never waits.
@@ -752,18 +883,21 @@ Program *Runner::program(int first_node, int first_piece, const Tier *tier, std:
 }
 
 ggml_status Runner::gpu(Program &p, const Segment &s) {
-    if (s.entry >= 0) {
-        ggml_backend_event_wait(d.compute, d.ring.ready[s.entry]);
-    }
-    if (d.trace) {
-        d.trace->begin(FSD_LANE_DEVICE, d.compute);
-    }
     ggml_cgraph view = *p.shadow;
     view.nodes += s.shadow0;
     view.n_nodes = s.shadow1 - s.shadow0;
     view.n_leafs = 0;
     view.leafs = nullptr;
     view.uid = s.uid;
+    if (s.group >= 0) {
+        return run_experts(d, p.groups[s.group], graph, view);
+    }
+    if (s.entry >= 0) {
+        ggml_backend_event_wait(d.compute, d.ring.ready[s.entry]);
+    }
+    if (d.trace) {
+        d.trace->begin(FSD_LANE_DEVICE, d.compute);
+    }
     const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
     d.compute_pending = true;
     if (d.trace) {
@@ -792,8 +926,9 @@ ggml_status Runner::cpu(const Segment &s) {
     const ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
     for (const Span &out : s.out) {
         ggml_tensor t = raw_tensor(out.buffer->inner, out.buffer->inner_base + out.offset, out.bytes);
-        ggml_backend_tensor_set(&t, out.buffer->base + out.offset, 0, out.bytes);
+        ggml_backend_tensor_set_async(d.compute, &t, out.buffer->base + out.offset, 0, out.bytes);
     }
+    d.compute_pending = d.compute_pending || !s.out.empty();
     if (d.trace) {
         d.trace->add(FSD_LANE_CPU, start, Trace::now(), s.bytes);
     }
@@ -871,14 +1006,21 @@ ggml_status Device::run(ggml_cgraph *graph) {
             }
             compiled_for = residency_generation;
             at = 0;
-            if (ring.entries != p->entries || (!ring.entries.empty() && ring.next_use % ring.entries.size() != 0)) {
+            if (ring.entries != p->entries || ring.entry_capacity != p->entry_capacity ||
+                (!ring.entries.empty() && ring.next_use % ring.entries.size() != 0)) {
                 reset_ring();
                 ring.entries = p->entries;
-                ring.slots = lay_ring(p->entry_bytes, ring.capacity);
+                ring.slots = lay_ring(p->entry_bytes, p->entry_capacity);
+                ring.entry_capacity = p->entry_capacity;
                 for (size_t i = 0; i < ring.entries.size(); i++) {
                     ring.ready.push_back(ggml_backend_event_new(inner));
                     ring.done.push_back(ggml_backend_event_new(inner));
                 }
+            }
+            if (!p->groups.empty()) {
+                lay_out_experts(p->arena);
+            } else if (!p->entries.empty()) {
+                experts.clear(); // their slots are overwritten
             }
             pump_copies();
         }

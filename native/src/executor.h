@@ -1,7 +1,7 @@
 // A compiled graph: what the executor walks.
 #pragma once
 
-#include "device.h"
+#include "experts.h"
 
 #include "ggml-impl.h"
 
@@ -22,6 +22,7 @@ struct Segment {
     int piece = 0;                // of a matrix computed in row pieces: which one, for resuming after an eviction
     int shadow0 = 0, shadow1 = 0; // GPU: range of shadow nodes
     int entry = -1;               // index into the ring's entries, if streamed
+    int group = -1;               // index into the program's groups of experts
     uint64_t uid = 0;
     uint64_t bytes = 0;        // of weights
     std::vector<Span> in, out; // CPU: activations to fetch before and to put back after
@@ -36,6 +37,9 @@ struct Program {
     std::vector<Segment> segments;
     std::vector<RingEntry> entries;
     std::vector<size_t> entry_bytes;
+    size_t entry_capacity = 0; // of the ring; the rest is for experts
+    std::vector<ExpertGroup> groups;
+    ExpertArena arena;
     ggml_cgraph *shadow = nullptr; // owned by ctx
     ggml_context *ctx = nullptr;
     ~Program() {

@@ -112,7 +112,9 @@ bool Device::resize_ring(size_t bytes) {
     if (bytes == ring.capacity) {
         return true;
     }
+    synchronize();
     reset_ring();
+    experts.clear();
     release(Use::ring, ring.buffer);
     ring.base = nullptr;
     ring.capacity = 0;

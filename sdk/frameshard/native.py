@@ -80,6 +80,9 @@ class Stats:
     evicted_slabs: int
     filled_slabs: int
     recompiles: int
+    expert_hits: int
+    experts_streamed: int
+    experts_on_cpu: int
     budget_generation: int
     copy_busy_s: float
     host_weights_pinned: bool
@@ -410,9 +413,12 @@ class ShardDevice:
         values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Pacing)}
         return Pacing(**{**values, "pacing": bool(values["pacing"])})
 
-    def set_plan(self, tiers: Sequence[tuple[int, Sequence[int]]], ring_bytes: int) -> None:
+    def set_plan(
+        self, tiers: Sequence[tuple[int, Sequence[int]]], ring_bytes: int, expert_stream_share: float = 0.0
+    ) -> None:
         """``tiers``: (least tokens of a graph, placement by shard while it is not resident), in ascending order from 0
-        tokens. ``ring_bytes`` of 0 leaves the ring as it is."""
+        tokens. ``ring_bytes`` of 0 leaves the ring as it is. ``expert_stream_share``: how many of the experts that are
+        asked for one at a time and would be computed on the CPU are copied instead, from 0 to 1."""
         n_shards = len(tiers[0][1]) if tiers else 0
         if any(len(p) != n_shards for _, p in tiers):
             raise errors.BadArgument("every tier needs one placement for each shard")
@@ -422,7 +428,11 @@ class ShardDevice:
             array[i] = _Tier(least, ctypes.cast(placements[i], ctypes.POINTER(ctypes.c_uint8)))
         self._check(
             self._lib.fsd_set_plan(
-                array, ctypes.c_size_t(len(tiers)), ctypes.c_uint32(n_shards), ctypes.c_uint64(ring_bytes)
+                array,
+                ctypes.c_size_t(len(tiers)),
+                ctypes.c_uint32(n_shards),
+                ctypes.c_uint64(ring_bytes),
+                ctypes.c_double(expert_stream_share),
             )
         )
 

@@ -1,0 +1,320 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+namespace fsd {
+
+// ---------------------------------------------------------------------------------------------------------------- groups
+
+// An operation that treats each row of experts and tokens by itself.
+static bool by_row(ggml_op op) {
+    switch (op) {
+    case GGML_OP_VIEW:
+    case GGML_OP_GLU:
+    case GGML_OP_UNARY:
+    case GGML_OP_CLAMP:
+    case GGML_OP_SCALE:
+    case GGML_OP_MUL:
+    case GGML_OP_ADD:
+    case GGML_OP_ADD_ID:
+        return true;
+    default:
+        return false;
+    }
+}
+
+static bool is_product(const ggml_tensor *n) { return n->op == GGML_OP_MUL_MAT_ID; }
+
+bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup &group) {
+    const ggml_tensor *first = graph->nodes[node];
+    if (!is_product(first)) {
+        return false;
+    }
+    group = {};
+    group.node0 = node;
+    group.ids = first->src[2];
+    group.input = first->src[1];
+    // To the last product with the same choice of experts, over operations by row.
+    for (int i = node; i < graph->n_nodes; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        if (is_product(n) && n->src[2] == group.ids) {
+            group.products.push_back(n);
+            group.node1 = i + 1;
+        } else if (!by_row(n->op)) {
+            break;
+        }
+    }
+    const int64_t k = group.ids->ne[0], n_tokens = group.ids->ne[1];
+    if (group.chosen() * sizeof(int32_t) > ExpertArena::kNumbersBytes || group.ids->nb[0] != sizeof(int32_t) ||
+        !buffer_of(root_of(group.ids)) || !buffer_of(root_of(group.input)) || group.input->type != GGML_TYPE_F32 ||
+        group.input->nb[0] != sizeof(float) || group.input->ne[2] != n_tokens || group.input->ne[3] != 1) {
+        return false;
+    }
+    const auto inside = [&](const ggml_tensor *t) {
+        return std::find(graph->nodes + node, graph->nodes + group.node1, t) != graph->nodes + group.node1;
+    };
+    for (int i = node; i < group.node1; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        if (n->ne[1] != k || n->ne[2] != n_tokens || n->ne[3] != 1 || n->type != GGML_TYPE_F32 ||
+            (n->view_src && (n->op != GGML_OP_VIEW || !inside(n->view_src)))) {
+            return false;
+        }
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            const ggml_tensor *src = n->src[j];
+            if (!src || inside(src) || src == group.ids) {
+                continue;
+            }
+            // From outside come the input of products, weights of products, and biases by expert.
+            const bool product = is_product(n), weight = buffer_of(root_of(src)) && buffer_of(root_of(src))->weights;
+            const bool bias = n->op == GGML_OP_ADD_ID && j == 1 && weight && src->view_src == nullptr;
+            if (!(product && j == 0 && weight && src->view_src == nullptr) && !(product && src == group.input) &&
+                !bias) {
+                return false;
+            }
+        }
+    }
+    for (size_t i = 0; i < group.products.size(); i++) {
+        const auto it = d.weight_at.find(group.weight(i)->data);
+        if (it == d.weight_at.end() || d.weights[it->second].core || d.weights[it->second].n_pieces != 1) {
+            return false;
+        }
+    }
+    // What is computed on the way is needed nowhere else.
+    for (int i = group.node1; i < graph->n_nodes; i++) {
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            const ggml_tensor *src = graph->nodes[i]->src[j];
+            if (src && root_of(src) != group.products.back() && inside(root_of(src))) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t offset, size_t capacity) {
+    ExpertArena arena;
+    arena.offset = align_up(offset);
+    for (const ExpertGroup &g : groups) {
+        arena.strides.resize(std::max(arena.strides.size(), g.products.size()), 0);
+    }
+    for (size_t p = 0; p < arena.strides.size(); p++) {
+        // A whole number of blocks of each type that lies there, and of the alignment that devices want.
+        size_t unit = kAlign;
+        for (const ExpertGroup &g : groups) {
+            if (p < g.products.size()) {
+                arena.strides[p] = std::max(arena.strides[p], (size_t)g.weight(p)->nb[2]);
+                unit = std::lcm(unit, ggml_type_size(g.weight(p)->type));
+            }
+        }
+        arena.strides[p] = (arena.strides[p] + unit - 1) / unit * unit;
+    }
+    const size_t bytes = std::accumulate(arena.strides.begin(), arena.strides.end(), (size_t)0);
+    const size_t used = arena.offset + ExpertArena::kNumbersBytes;
+    arena.n_slots = bytes > 0 && capacity > used ? (capacity - used) / bytes : 0;
+    return arena;
+}
+
+// --------------------------------------------------------------------------------------------------------------- running
+
+namespace {
+
+struct Row {
+    int64_t j, t;
+    int expert;
+};
+
+void read_inner(const ggml_tensor *t, std::vector<char> &bytes) {
+    Buffer *b = buffer_of(root_of(t));
+    bytes.resize(ggml_nbytes(t));
+    ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)t->data - b->base), bytes.size());
+    ggml_backend_tensor_get(&raw, bytes.data(), 0, bytes.size());
+}
+
+// Computes rows on the CPU, by the graph's own operations on tensors of one row an expert; results follow each other in
+// group.rows.
+ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph, const std::vector<Row> &rows,
+                         const std::vector<char> &input) {
+    const int64_t n = (int64_t)rows.size();
+    const size_t n_nodes = (size_t)(group.node1 - group.node0);
+    std::vector<char> meta(ggml_tensor_overhead() * (2 * n_nodes + 8) +
+                           ggml_graph_overhead_custom(4 * n_nodes + 8, false));
+    ggml_init_params params = {};
+    params.mem_size = meta.size();
+    params.mem_buffer = meta.data();
+    params.no_alloc = true;
+    ggml_context *ctx = ggml_init(params);
+    std::vector<std::vector<char>> memory;
+    const auto place = [&](ggml_tensor *t) {
+        memory.emplace_back(ggml_nbytes(t));
+        t->data = memory.back().data();
+    };
+    ggml_tensor *ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
+    ggml_tensor *x = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, group.input->ne[0], 1, n);
+    place(ids);
+    place(x);
+    for (int64_t i = 0; i < n; i++) {
+        ((int32_t *)ids->data)[i] = rows[i].expert;
+        const int64_t j = group.input->ne[1] == 1 ? 0 : rows[i].j;
+        memcpy((char *)x->data + i * x->nb[2], input.data() + j * group.input->nb[1] + rows[i].t * group.input->nb[2],
+               x->nb[1]);
+    }
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> compact = {{group.ids, ids}, {group.input, x}};
+    ggml_tensor *result = nullptr;
+    for (int i = group.node0; i < group.node1; i++) {
+        const ggml_tensor *node = graph->nodes[i];
+        ggml_tensor *c = result = ggml_new_tensor_3d(ctx, node->type, node->ne[0], 1, n);
+        c->op = node->op;
+        c->flags = node->flags;
+        memcpy(c->op_params, node->op_params, sizeof(c->op_params));
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            const auto it = compact.find(node->src[j]);
+            c->src[j] = it == compact.end() ? node->src[j] : it->second;
+        }
+        if (node->view_src) {
+            c->view_src = compact.at(node->view_src);
+            c->view_offs = node->view_offs;
+            c->data = (char *)c->view_src->data + node->view_offs;
+            c->nb[1] = c->view_src->nb[1];
+            c->nb[2] = c->nb[3] = c->view_src->nb[2];
+        } else {
+            place(c);
+        }
+        compact[node] = c;
+    }
+    group.rows.resize(ggml_nbytes(result));
+    result->data = group.rows.data();
+    ggml_cgraph *cpu_graph = ggml_new_graph_custom(ctx, 4 * n_nodes + 8, false);
+    ggml_build_forward_expand(cpu_graph, result);
+    const ggml_status status = ggml_backend_graph_compute(d.cpu, cpu_graph);
+    ggml_free(ctx);
+    return status;
+}
+
+} // namespace
+
+static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slot) {
+    const ExpertArena &arena = d.experts.arena();
+    if (d.trace) {
+        d.trace->begin(FSD_LANE_COPY, d.copy);
+    }
+    uint64_t bytes = 0;
+    for (size_t p = 0; p < group.products.size(); p++) {
+        const ggml_tensor *w = group.weight(p);
+        const char *host = (const char *)w->data + expert * w->nb[2];
+        char *target = d.ring.base + arena.slots(p) + slot * arena.strides[p];
+        ggml_tensor dst = raw_tensor(d.ring.buffer.get(), target, w->nb[2]);
+        for (size_t from = 0; from < w->nb[2]; from += d.chunk_bytes) {
+            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(d.chunk_bytes, w->nb[2] - from));
+        }
+        bytes += w->nb[2];
+    }
+    if (d.trace) {
+        d.trace->end(FSD_LANE_COPY, d.copy, bytes);
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.copies++;
+    d.counters.copied_bytes += bytes;
+}
+
+ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view) {
+    d.synchronize(); // the router's choice; and no slot is being read any more
+    const int64_t k = group.ids->ne[0];
+    const int weight = d.weight_at.at(group.weight(0)->data);
+    std::vector<char> ids, input;
+    read_inner(group.ids, ids);
+    std::vector<Row> rows;
+    std::vector<int> wanted; // without repetition, in order of appearance
+    for (int64_t t = 0; t < group.ids->ne[1]; t++) {
+        for (int64_t j = 0; j < k; j++) {
+            int32_t expert;
+            memcpy(&expert, ids.data() + j * group.ids->nb[0] + t * group.ids->nb[1], sizeof(expert));
+            rows.push_back({j, t, expert});
+            if (std::find(wanted.begin(), wanted.end(), expert) == wanted.end()) {
+                wanted.push_back(expert);
+            }
+        }
+    }
+    d.experts.begin_use();
+    std::unordered_map<int, int> slot_of;
+    std::vector<int> missed;
+    for (int expert : wanted) {
+        const int slot = d.experts.find(weight, expert);
+        slot >= 0 ? (void)(slot_of[expert] = slot) : missed.push_back(expert);
+    }
+    const size_t n_hits = slot_of.size();
+    // The hottest of those that are missing are worth a copy, because they will be asked for again.
+    std::stable_sort(missed.begin(), missed.end(),
+                     [&](int a, int b) { return d.experts.heat(weight, a) > d.experts.heat(weight, b); });
+    size_t n_copies = group.streamed ? missed.size() : (size_t)std::lround(missed.size() * d.expert_stream_share);
+    for (size_t i = 0; i < n_copies; i++) {
+        const int slot = d.experts.take(weight, missed[i]);
+        if (slot < 0) {
+            n_copies = i;
+            break;
+        }
+        slot_of[missed[i]] = slot;
+        copy_expert(d, group, missed[i], slot);
+    }
+    std::vector<Row> on_cpu;
+    group.slots.clear();
+    for (const Row &row : rows) {
+        const auto it = slot_of.find(row.expert);
+        group.slots.push_back(it == slot_of.end() ? 0 : it->second);
+        if (it == slot_of.end()) {
+            on_cpu.push_back(row);
+        }
+    }
+    if (!on_cpu.empty()) {
+        read_inner(group.input, input);
+    }
+    ggml_status status = GGML_STATUS_SUCCESS;
+    d.compute_pending = true;
+    if (!slot_of.empty()) {
+        if (n_copies > 0) {
+            ggml_backend_event_record(d.experts_ready, d.copy);
+            ggml_backend_event_wait(d.compute, d.experts_ready);
+        }
+        if (d.trace) {
+            d.trace->begin(FSD_LANE_DEVICE, d.compute);
+        }
+        ggml_backend_tensor_set_async(d.compute, group.numbers, group.slots.data(), 0,
+                                      group.slots.size() * sizeof(int32_t));
+        status = ggml_backend_graph_compute_async(d.compute, &view);
+        if (d.trace) {
+            uint64_t bytes = 0;
+            for (size_t p = 0; p < group.products.size(); p++) {
+                bytes += group.weight(p)->nb[2] * slot_of.size();
+            }
+            d.trace->end(FSD_LANE_DEVICE, d.compute, bytes);
+        }
+    }
+    if (status == GGML_STATUS_SUCCESS && !on_cpu.empty()) {
+        const double start = Trace::now();
+        status = compute_rows(d, group, graph, on_cpu, input);
+        // Behind the device's part, in whose result these rows are only room.
+        const size_t row_bytes = group.products.back()->nb[1];
+        for (size_t i = 0; i < on_cpu.size(); i++) {
+            char *target =
+                (char *)group.result->data + on_cpu[i].j * group.result->nb[1] + on_cpu[i].t * group.result->nb[2];
+            ggml_tensor row = raw_tensor(group.result->buffer, target, row_bytes);
+            ggml_backend_tensor_set_async(d.compute, &row, group.rows.data() + i * row_bytes, 0, row_bytes);
+        }
+        if (d.trace) {
+            uint64_t bytes = 0;
+            for (size_t p = 0; p < group.products.size(); p++) {
+                bytes += group.weight(p)->nb[2] * (missed.size() - n_copies);
+            }
+            d.trace->add(FSD_LANE_CPU, start, Trace::now(), bytes);
+        }
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.expert_hits += n_hits;
+    d.counters.experts_streamed += n_copies;
+    d.counters.experts_on_cpu += missed.size() - n_copies;
+    return status;
+}
+
+} // namespace fsd

@@ -1,0 +1,41 @@
+// Mixture of experts, one expert at a time: which of a layer's experts a token needs is known only once the router has
+// run, so a group of products with experts' weights is decided on as it is met. Experts found in the cache are computed
+// by the inner device; those that are missing are copied into the cache and computed there as well, or computed on the
+// CPU beside that, by the plan's share.
+#pragma once
+
+#include "device.h"
+
+#include "ggml-impl.h"
+
+#include <vector>
+
+namespace fsd {
+
+// Products with experts' weights that the same choice of experts goes into, and what is computed between them.
+struct ExpertGroup {
+    int node0 = 0, node1 = 0;
+    std::vector<const ggml_tensor *> products;
+    const ggml_tensor *ids = nullptr;   // I32 [experts chosen, tokens]
+    const ggml_tensor *input = nullptr; // of the first products
+    bool streamed = false;              // nothing is left to the CPU
+    ggml_tensor *result = nullptr;      // shadow of the last product
+    ggml_tensor *numbers = nullptr;     // device: the chosen experts' slots
+    // What copies of the present graph read until the next synchronisation.
+    std::vector<int32_t> slots;
+    std::vector<char> rows;
+
+    int64_t chosen() const { return ids->ne[0] * ids->ne[1]; }
+    const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
+};
+
+// The group that starts with `node`, if it is one that can be computed expert by expert.
+bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup &group);
+
+// The largest arena from `offset` on in a ring of that capacity. All groups share the slots.
+ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t offset, size_t capacity);
+
+// Runs a group whose inner-device part is `view`.
+ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view);
+
+} // namespace fsd
