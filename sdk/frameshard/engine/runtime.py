@@ -579,7 +579,7 @@ class Runtime:
             )
             try:
                 tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
-                self.device.set_plan(tiers, self.plan.ring_bytes)
+                self.device.set_plan(tiers, self.plan.ring_bytes, self.plan.expert_stream_share)
             except BudgetBelowFloor:
                 if self.device.stats().budget_generation == stats.budget_generation:
                     raise

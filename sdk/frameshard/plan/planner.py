@@ -44,6 +44,7 @@ _ALIGN = 256  # kAlign of the shard device
 _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
 _DRIVER_UNIT = 2 * _MiB  # as the shard device counts it for real devices
 _SCRATCH = 2 * _MiB  # kScratchBytes
+_WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer tokens take experts one at a time
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
@@ -308,6 +309,12 @@ class Plan:
     mode: Mode
     n_ubatch: int
     _costs: _Costs = field(repr=False, compare=False)
+
+    @property
+    def expert_stream_share(self) -> float:
+        """Of the experts that a token needs and that are neither resident nor cached: the share that is copied so that
+        copies take as long as the CPU does for the others, from 0 to 1."""
+        return self._costs.at(1, self._costs.n_ctx_used).expert_stream_share
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Seconds from an empty context until the logits after ``n_parallel`` prompts of ``n_tokens`` each, several of
@@ -595,12 +602,23 @@ class _Graph:
         self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
         order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
-        self._device_s = (self.on_device + costs.kernels_s)[order]
-        self._cpu_s = (self.on_host * (1 - share))[order]
+        device_s, cpu_s, copy_s = self.on_device + costs.kernels_s, self.on_host * (1 - share), costs.copy_s
+        self.expert_stream_share = 0.0
+        experts = costs.kind_masks["experts"]
+        if n_tokens < _WHOLE_TENSORS and (experts & (share < 1.0)).any():
+            # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer.
+            copied_s = np.where(experts, self.touched * (1 - share) / profile.h2d, 0.0)
+            on_cpu_s = float(cpu_s[experts].sum())
+            there_s = float((copied_s + self.on_device * (1 - share))[experts].sum())
+            self.expert_stream_share = on_cpu_s / (on_cpu_s + there_s)
+            device_s = device_s + copied_s
+            copy_s = np.where(experts, 0.0, copy_s)
+            cpu_s = np.where(experts, cpu_s * (1 - self.expert_stream_share), cpu_s)
+        self._device_s, self._cpu_s = device_s[order], cpu_s[order]
         self._shared_s = (self.on_device * share)[order]
         self.handoff_s = costs.turn_s + activations
         self._handoffs = costs.handoffs[order]
-        self._copy_s = costs.copy_s[order]
+        self._copy_s = copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
