@@ -1,5 +1,6 @@
 // Properties of the pure arithmetic in layout.h, on seeded random cases.
 #include "check.h"
+#include "expert_cache.h"
 #include "layout.h"
 
 #include <random>
@@ -191,6 +192,60 @@ TEST(a_ring_of_three_steps_lets_two_copies_run_ahead) {
     for (const RingSlot &s : lay_ring(std::vector<size_t>(12, 1024), 3072)) {
         CHECK(s.reuse_distance == 3);
     }
+}
+
+ExpertArena arena_of(size_t n_slots) {
+    ExpertArena arena;
+    arena.n_slots = n_slots;
+    arena.strides = {256, 512};
+    return arena;
+}
+
+TEST(an_expert_in_use_keeps_its_slot) {
+    ExpertCache cache;
+    CHECK(cache.adopt(arena_of(4)));
+    CHECK(!cache.adopt(arena_of(4)));
+    cache.begin_use();
+    for (int expert = 0; expert < 4; expert++) {
+        CHECK(cache.find(7, expert) == -1);
+        CHECK(cache.take(7, expert) == expert);
+    }
+    CHECK(cache.take(7, 4) == -1); // all in use
+    cache.begin_use();
+    CHECK(cache.find(7, 2) == 2);
+    CHECK(cache.find(8, 2) == -1); // another layer's
+    CHECK(cache.take(8, 2) != 2);
+    CHECK(cache.find(8, 2) >= 0);
+    cache.clear();
+    CHECK(cache.adopt(arena_of(4)));
+    CHECK(cache.find(7, 2) == -1);
+}
+
+TEST(experts_that_are_asked_for_often_stay) {
+    ExpertCache cache;
+    cache.adopt(arena_of(32));
+    std::mt19937_64 random(5);
+    size_t hits = 0, asked = 0;
+    for (int use = 0; use < 20000; use++) {
+        cache.begin_use();
+        // Of 256 experts 24 get half of the uses.
+        const int expert = random() % 2 ? (int)(random() % 24) : (int)(random() % 256);
+        if (cache.find(1, expert) >= 0) {
+            hits += use > 2000;
+        } else {
+            cache.take(1, expert);
+        }
+        asked += use > 2000;
+    }
+    CHECK(hits * 100 > asked * 40); // 12 % if each expert were as good as another
+}
+
+TEST(slots_of_a_product_lie_together) {
+    ExpertArena arena = arena_of(10);
+    arena.offset = 1024;
+    CHECK(arena.slots(0) == 1024 + ExpertArena::kNumbersBytes);
+    CHECK(arena.slots(1) == arena.slots(0) + 10 * 256);
+    CHECK(arena.slots(2) == arena.slots(1) + 10 * 512);
 }
 
 } // namespace
