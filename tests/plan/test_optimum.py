@@ -45,7 +45,8 @@ def plan_of(model: Model, name: str, share: float) -> Plan:
 def least(costs: _Costs, tier: TierPlan) -> float:
     """The least time of a tier's graph over all placements of what is not resident."""
     share = costs.resident_share
-    graph = costs.at(tier.n_tokens, costs.n_ctx_used if tier.n_tokens == 1 else 0)
+    decode = tier.n_tokens <= 4
+    graph = costs.at(tier.n_tokens, costs.n_ctx_used if decode else 0, tier.n_tokens if decode else 1)
     left_out = np.flatnonzero(share < 1)
     placement: Mask = np.zeros(len(share), dtype=np.bool_)
     best = float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -255,6 +256,18 @@ def test_experts_stay_with_the_cpu_while_decoding() -> None:
     full = make_plan(model, H100, budget_bytes=0, fixed_bytes=900 << 20)
     for each, placement in zip(ladder, full.tiers[0].placements, strict=True):
         assert placement == (CPU if each.kind == "experts" else STREAMED)
+
+
+def test_large_graphs_have_plans_of_their_own() -> None:
+    """What the CPU does beside copies for 512 tokens takes it 16 times as long for 8,192."""
+    slow = dataclasses.replace(H100, h2d=1e9)
+    plan = make_plan(dense(), slow, budget_bytes=8 << 30, fixed_bytes=900 << 20, n_ubatch=8192)
+    assert [tier.min_tokens for tier in plan.tiers] == [0, 2, 8, 32, 128, 1024, 4096]
+    assert [tier.n_tokens for tier in plan.tiers] == [1, 4, 16, 64, 512, 2048, 8192]
+    on_cpu = [tier.cpu_bytes for tier in plan.tiers]
+    assert on_cpu[4] > on_cpu[5] > on_cpu[6]
+    one = make_plan(dense(), slow, budget_bytes=8 << 30, fixed_bytes=900 << 20, n_ubatch=1)
+    assert [tier.n_tokens for tier in one.tiers] == [1]
 
 
 def test_the_cpu_share_of_a_dense_model_is_spread() -> None:

@@ -38,7 +38,8 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 # Tiers by tokens in a graph: (from this many, planned for this many).
-_TIERS = ((0, 1), (8, 16), (32, 64), (128, 512))
+_TIERS = ((0, 1), (2, 4), (8, 16), (32, 64), (128, 512), (1024, 2048), (4096, 8192))
+_DECODING = 4  # up to so many tokens a graph is one of decoding, each token from another sequence
 _MiB = 1 << 20
 _ALIGN = 256  # kAlign of the shard device
 _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
@@ -421,7 +422,7 @@ def make_plan(
     ring, n_slabs = layout.residency(budget - fixed_bytes, wanted_ring)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
     costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used, turn_s)
-    tiers = tuple(_plan_tier(costs, *tier, mode, n_ubatch) for tier in _TIERS)
+    tiers = tuple(_plan_tier(costs, *tier, mode, n_ubatch) for tier in _TIERS if tier[0] <= max(n_ubatch, 1))
     whole = costs.resident_share >= 1.0
     return Plan(
         budget_bytes=budget,
@@ -439,9 +440,9 @@ def make_plan(
 
 def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatch: int) -> TierPlan:
     n_tokens = max(min(n_tokens, n_ubatch), 1)
-    decode = n_tokens == 1
-    n_before = costs.n_ctx_used if decode else 0
-    graph = costs.at(n_tokens, n_before)
+    decode = n_tokens <= _DECODING
+    n_before, n_seq = (costs.n_ctx_used, n_tokens) if decode else (0, 1)
+    graph = costs.at(n_tokens, n_before, n_seq)
     # What evicted shards do until the next plan: a token reads few experts, so those are left to the CPU in decoding.
     evicted = (
         costs.kind_masks["experts"] if decode and mode == "planned" else np.zeros(len(costs.ladder), dtype=np.bool_)
@@ -462,7 +463,7 @@ def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubat
         n_tokens=n_tokens,
         placements=tuple(placements.tolist()),
         predicted_s=best,
-        bound_s=costs.bound([(n_tokens, n_before, 1)], may_use_cpu=mode == "planned"),
+        bound_s=costs.bound([(n_tokens, n_before, n_seq)], may_use_cpu=mode == "planned"),
         n_resident=int((~left_out).sum()),
         n_streamed=int(streamed.sum()),
         n_cpu=int(cpu.sum()),
