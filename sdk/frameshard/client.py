@@ -50,6 +50,9 @@ RETRY_S = 0.01
 ANSWER_S = 10.0
 """For any answer that does not wait for work. A sidecar that is gone is noticed sooner, by its silence."""
 
+PARTIAL_S = 60.0
+"""For a change of the budget of which the sidecar has said that it will be late."""
+
 SHUTDOWN_S = 1.0
 EXIT_S = 3.0
 MAX_READY_LINE = 1 << 16
@@ -492,7 +495,8 @@ class Client:
         grant = BudgetGrant(lease.decision, lease.vram_budget_bytes, lease.seconds, lease.version)
         if on_lease is not None:
             on_lease(grant)
-        timeout_s = max(timeout_s, grant.seconds)
+        if grant.decision == "partial":
+            timeout_s = max(PARTIAL_S, grant.seconds)
         released = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
         assert isinstance(released, m.Released)
         result = BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, None, grant)

@@ -56,6 +56,9 @@ STUCK_S = 2.0
 """A decode in which nothing moves for so long leaves pings unanswered; one operation may take about a second."""
 
 OBSERVE_EVERY_S = 2.0
+PARTIAL_S = 60.0
+"""For a release of which the host knows that it will be late."""
+
 WATCH_S = 0.25
 WATCH_TELL_S = 1.0
 OOM_SCORE_ADJ = 500  # when memory runs out, the sidecar goes before the game
@@ -520,7 +523,7 @@ class Engine:
                 if seconds > timeout_s:
                     reached = stats.used_bytes - int(excess * timeout_s / seconds)
         self._channel.send({**event, "phase": "lease", "budget_bytes": reached, "seconds": seconds})
-        return max(timeout_s, 2 * seconds)
+        return timeout_s if reached == wanted else max(timeout_s, PARTIAL_S)
 
     def _plan(self, message: Message) -> None:
         """A thread of its own: predictions at the budgets asked."""
