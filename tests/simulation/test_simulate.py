@@ -145,3 +145,16 @@ def judged(used_mb: float, at: float) -> list[str]:
 )
 def test_the_judge(used_mb: float, at: float, kept: bool) -> None:
     assert (judged(used_mb, at) == []) is kept
+
+
+@in_trio
+async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_nothing(model_path: Path) -> None:
+    events = (trace.Vram(0.0, 8192), trace.Vram(0.1, 8180, by="page"))
+    async with frameshard.launch(model_path, device="emulated", n_ctx=512) as client:
+        before = await client.budget()
+        recording = await play(client, trace.Trace("greedy", "", 0.3, 8192, events), as_recorded=True)
+        assert (await client.budget()).budget_bytes == before.budget_bytes
+    assert recording.changes == []
+    by_message, by_page = recording.problems
+    assert "floor" in by_message
+    assert "refused" in by_page

@@ -25,13 +25,13 @@ from frameshard.errors import BadArgument, FrameshardError
 COMMANDS = {
     "chat": "talk to a model in the terminal and change its VRAM while it answers",
     "serve": "run the sidecar that games connect to",
+    "top": "watch a running sidecar: lease, shards, ring, tokens, jobs, frames",
     "models": "fetch models, and list those at hand",
     "plan": "what fits into a VRAM budget and how fast it would run, without loading anything",
     "profile": "measure this machine's rates, which plans are made from",
     "bench": "measured speed at each budget, beside the prediction and the physical bound",
     "simulate": "replay a game's frames and VRAM demand against a real sidecar",
     "bundle": "lay out what a game ships: the sidecar with all it needs, licences, model hashes",
-    "top": "watch a running sidecar: lease, shards, ring, tokens, jobs, frames",
     "verify": "prove that answers stay right at each budget and across a change in mid-answer",
 }
 

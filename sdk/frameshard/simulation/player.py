@@ -49,8 +49,8 @@ class Sample:
 
 @dataclass
 class Change:
-    """A change of the lease: in force `released_s` after it was asked; None: it was refused or never came. While the
-    sidecar is not active, `budget_bytes` is all that it may hold meanwhile."""
+    """A change of the lease: in force `released_s` after it was asked, None: it was not in time. While the sidecar is
+    not active, `budget_bytes` is all that it may hold meanwhile."""
 
     at: float
     budget_bytes: int
@@ -256,6 +256,8 @@ class _Player:
                     )
                 change.released_s = self._now() - change.at
             except FrameshardError as error:
+                if not isinstance(error, DeadlineMissed):
+                    self._recording.changes.remove(change)  # the lease before it stands
                 self._recording.problems.append(f"the lease asked for at {change.at:.2f} s: {error.message}")
 
     async def _set_by_page(self, change: Change) -> None:

@@ -165,6 +165,10 @@ def parse(name: str, text: str) -> Trace:
                 raise m.Refused("game_mb: more than the card has")
             if isinstance(event, Draw) and not 1 <= event.frame_ms <= 1000:
                 raise m.Refused("frame_ms: must be from 1 to 1000")
+        where = ""
+        states = [event.state for event in events if isinstance(event, Lease)]
+        if states and states[-1] != "active":
+            raise m.Refused("events: the last lease must be active, or jobs never end")
     except m.Refused as refused:
         raise BadArgument(f"trace {name}: {where}{refused}") from None
     return Trace(name, file.about, file.seconds, file.card_mb, tuple(events))
