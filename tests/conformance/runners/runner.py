@@ -85,7 +85,7 @@ class Session:
                 text=notice.detail,
             )
 
-    async def _say(self, kind: str, **fields: Any) -> None:
+    async def _say(self, kind: str, /, **fields: Any) -> None:
         await self.send.send({"type": kind, **fields})
 
     async def close(self) -> None:
