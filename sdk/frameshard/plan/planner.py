@@ -605,6 +605,7 @@ class _Graph:
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         device_s, cpu_s, copy_s = self.on_device + costs.kernels_s, self.on_host * (1 - share), costs.copy_s
         self.expert_stream_share = 0.0
+        copied_s = np.zeros(len(costs.ladder))
         experts = costs.kind_masks["experts"]
         if n_tokens < _WHOLE_TENSORS and (experts & (share < 1.0)).any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer.
@@ -615,7 +616,7 @@ class _Graph:
             device_s = device_s + copied_s
             copy_s = np.where(experts, 0.0, copy_s)
             cpu_s = np.where(experts, cpu_s * (1 - self.expert_stream_share), cpu_s)
-        self._device_s, self._cpu_s = device_s[order], cpu_s[order]
+        self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s = (self.on_device * share)[order]
         self.handoff_s = costs.turn_s + activations
         self._handoffs = costs.handoffs[order]
@@ -641,12 +642,14 @@ class _Graph:
         host_slower = 1 + self._slowdown * min(copy / both, 1.0)
         copy_slower = 1 + self._slowdown * host / both
         chain = device + host * host_slower
+        expert_copies = np.where(streamed, 1.0, np.where(cpu, self.expert_stream_share, 0.0)) * self._expert_copy_s
+        least = max(chain, copy + float(expert_copies.sum()), self.memory_s)
         if copy == 0.0:
-            return max(chain, self.memory_s)
+            return least
         # Between two streamed shards the copy engine gets ahead by the ring at most; then it waits.
         starts = np.flatnonzero(streamed)
         between = np.where(streamed, 0.0, turns + np.where(cpu, self._cpu_s * host_slower, 0.0))
         gaps = np.add.reduceat(between, starts)
         gaps[-1] += between[: starts[0]].sum()
         waits = float(np.maximum(gaps - self._ahead_s, 0.0).sum())
-        return max(chain, copy * copy_slower + waits, self.memory_s)
+        return max(least, copy * copy_slower + waits)
