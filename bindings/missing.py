@@ -11,6 +11,7 @@ PROGRAMS = {
     "pkg-config": "pkg-config",
     "mcs": "mono-mcs",
     "mono": "mono-runtime",
+    "nunit-console": "nunit-console",
     "luajit": "luajit",
     "love": "love",
     "Xvfb": "xvfb",
@@ -22,6 +23,7 @@ FILES = {
     "/usr/include/nlohmann/json.hpp": "nlohmann-json3-dev",
     "/usr/include/cjson/cJSON.h": "libcjson-dev",
     "/usr/lib/mono/*/System.Json.dll": "libmono-system-json4.0-cil",
+    "/usr/lib/pkgconfig/nunit.pc": "libnunit-cil-dev",
     "/usr/lib/*/lua/5.1/cjson.so": "lua-cjson",
 }
 

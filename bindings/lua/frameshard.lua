@@ -338,17 +338,19 @@ local function place_of(word, words, name)
 end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
-  "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block" }
+  "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress" }
 local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
 local REASONS = { "stop", "length" }
 local STATES = { "loading", "ready", "closed" }
 local LEASE_STATES = { "active", "parked", "hibernated" }
 local DECISIONS = { "granted", "partial" }
 local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state" }
+local PHASES = { "encode", "prefill" }
+local IMAGE_FORMATS = { "encoded", "rgb", "rgba" }
 local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
 
 local LAUNCH = {
-  texts = { "model", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
+  texts = { "model", "mmproj", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
     "extra_json" },
   integers = { "n_ctx", "n_parallel", "n_ubatch", "n_threads" },
   numbers = { "link_gbps", "silent_s" },
@@ -359,10 +361,11 @@ for _, names in pairs(LAUNCH) do
     KNOWN.launch[name] = true
   end
 end
-KNOWN.job = { conversation = true, system = true, sampling = true, timeline = true, window = true,
+KNOWN.job = { conversation = true, system = true, sampling = true, timeline = true, window = true, images = true,
   response_updated = true, response_finished = true, response_failed = true }
 KNOWN.sampling = { max_tokens = true, temperature = true, top_k = true, top_p = true, min_p = true,
   repeat_penalty = true, seed = true, stop = true }
+KNOWN.image = { format = true, width = true, height = true, stride = true, data = true }
 KNOWN.lease = { vram_budget_mb = true, state = true, floor_mb = true, version = true, timeout_s = true, reason = true }
 
 local function known(options, kind)
@@ -407,6 +410,22 @@ local function sampling_of(options, keep)
   return sampling
 end
 
+local function images_of(images, keep)
+  local made = ffi.new("fs_image[?]", #images + 1)
+  for index, image in ipairs(images) do
+    known(image, "image")
+    local one = made[index - 1]
+    one.format = place_of(image.format or "encoded", IMAGE_FORMATS, "format")
+    for _, name in ipairs({ "width", "height", "stride" }) do
+      one[name] = integer_of(image[name] or 0, name, 0, 2 ^ 31 - 1)
+    end
+    one.data = ffi.cast("const char *", text_of(image.data, "data"))
+    one.size = #image.data
+  end
+  keep[#keep + 1] = made
+  return made, #images
+end
+
 local function job_options_of(options, keep)
   known(options, "job")
   local made = ffi.new("fs_job_options")
@@ -425,6 +444,9 @@ local function job_options_of(options, keep)
   end
   if options.window ~= nil then
     made.window = integer_of(options.window, "window", 1, 256)
+  end
+  if options.images ~= nil then
+    made.images, made.n_images = images_of(options.images, keep)
   end
   return made
 end
@@ -466,9 +488,10 @@ end
 
 --- Starts a sidecar. Returns at once: the event "ready" follows when the model is loaded, or "closed" with the reason.
 -- What is asked before that waits.
--- @param options `model` (path of a GGUF file) and, as in frameshard.h, `device`, `n_ctx`, `n_parallel`, `n_ubatch`,
---   `n_threads`, `link_gbps`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`, `log_file`, `client_name`,
---   `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit); `stream_only` is a boolean.
+-- @param options `model` (path of a GGUF file) and, as in frameshard.h, `mmproj` (reads images), `device`, `n_ctx`,
+--   `n_parallel`, `n_ubatch`, `n_threads`, `link_gbps`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`,
+--   `log_file`, `client_name`, `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit);
+--   `stream_only` is a boolean.
 function frameshard.launch(options)
   known(options, "launch")
   local made = ffi.new("fs_launch_options")
@@ -517,7 +540,7 @@ function Sidecar:state()
 end
 
 --- What is loaded, once it is "ready": `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`, `chat`,
--- `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`.
+-- `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`.
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -536,6 +559,7 @@ function Sidecar:model()
     plan_json = ffi.string(model.plan_json),
     pid = tonumber(model.pid),
     connect_file = ffi.string(model.connect_file),
+    vision = ffi.string(model.vision),
   }
 end
 
@@ -560,7 +584,9 @@ end
 
 --- Says `text` to the model and returns a job. With a `conversation`, what was said in it before belongs to the prompt.
 -- @param options `conversation`, `system` (the conversation's persona from now on), `sampling` (a table: `max_tokens`,
---   `temperature`, `top_k`, `top_p`, `min_p`, `repeat_penalty`, `seed`, `stop`), `timeline`, `window`, and callbacks:
+--   `temperature`, `top_k`, `top_p`, `min_p`, `repeat_penalty`, `seed`, `stop`), `timeline`, `window`, `images` (tables
+--   with `data`, a string: a PNG or JPEG file, or pixels with `format` = "rgb" or "rgba", `width`, `height`, `stride`;
+--   they stand before the text, for models that see), and callbacks:
 --   `response_updated(delta, job)`, `response_finished(text, job)`, `response_failed(error, job)`. All are optional.
 function Sidecar:ask(text, options)
   text_of(text, "text")
@@ -693,6 +719,8 @@ local function convert(self, raw)
     event.text, event.tokens = text, raw.tokens
   elseif kind == "started" then
     event.n_prompt = raw.n_prompt
+  elseif kind == "progress" then
+    event.phase, event.done, event.total = PHASES[raw.phase] or "unknown", raw.done, raw.total
   elseif kind == "done" then
     event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
     event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
@@ -771,6 +799,7 @@ end
 -- | "started" | `job`, `n_prompt` |
 -- | "text" | `job`, `text`, `tokens` |
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `prefill_s`, `decode_s` |
+-- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; of jobs with images |
 -- | "failed", "cancelled" | `job`, `error` |
 -- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |
 -- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds` |

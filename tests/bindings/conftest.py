@@ -20,12 +20,13 @@ def built() -> Path:
 
 
 @pytest.fixture(scope="session")
-def program_env(built: Path, model_path: Path) -> dict[str, str]:
+def program_env(built: Path, model_path: Path, mmproj_path: Path) -> dict[str, str]:
     """Programs find the library, the model and the Python that has frameshard."""
     return {
         **os.environ,
         "FRAMESHARD_LIBRARY": str(built / "libframeshard.so"),
         "LD_LIBRARY_PATH": str(built),  # for Mono
         "FRAMESHARD_MODEL": str(model_path),
+        "FRAMESHARD_MMPROJ": str(mmproj_path),
         "FRAMESHARD_PYTHON": sys.executable,
     }

@@ -6,8 +6,8 @@ local MIB = 1024 * 1024
 
 local function launch(model)
   return frameshard.launch({
-    model = model or os.getenv("FRAMESHARD_MODEL"), python = os.getenv("FRAMESHARD_PYTHON"), device = "emulated",
-    n_ctx = 1024, n_parallel = 1,
+    model = model or os.getenv("FRAMESHARD_MODEL"), mmproj = os.getenv("FRAMESHARD_MMPROJ"),
+    python = os.getenv("FRAMESHARD_PYTHON"), device = "emulated", n_ctx = 1024, n_parallel = 1,
   })
 end
 
@@ -94,6 +94,22 @@ job:stop_generation()
 poll_until(sidecar, function() return job.ended end)
 assert(failed.name == "cancelled" and tostring(failed) == "cancelled: the job was cancelled")
 job:stop_generation() -- once more does no harm
+
+-- an image is more to read
+local function length_with(images)
+  sidecar:ask("What do you see?", { images = images, sampling = { max_tokens = 1, temperature = 0 } })
+  local encoded = false
+  local done = poll_until(sidecar, function(event)
+    encoded = encoded or event.type == "progress" and event.phase == "encode"
+    return event.type == "done"
+  end)
+  assert(encoded == (images ~= nil))
+  return done.n_prompt
+end
+local pixels = { format = "rgb", width = 8, height = 8, data = ("\255"):rep(192) }
+assert(length_with({ pixels }) > length_with(nil))
+pixels.data = pixels.data:sub(2)
+assert(failure(sidecar.ask, sidecar, "And now?", { images = { pixels } }).name == "bad_argument")
 
 -- what is refused
 sidecar:set_budget(1)

@@ -66,6 +66,8 @@ def test_csharp_lays_structs_out_as_the_header_does() -> None:
         ("FS_NOTICE_", "Types.cs", "NoticeKind"),
         ("FS_REASON_", "Types.cs", "StopReason"),
         ("FS_ENGINE_", "Types.cs", "EngineState"),
+        ("FS_IMAGE_", "Types.cs", "ImageFormat"),
+        ("FS_PHASE_", "Types.cs", "Phase"),
     ],
 )
 def test_csharp_numbers_things_as_the_header_does(prefix: str, file: str, name: str) -> None:

@@ -34,6 +34,9 @@ namespace Frameshard
         /// <summary>More of the answer; never cut within a character.</summary>
         public event Action<string> OnToken;
 
+        /// <summary>Of a job with images, before its text; for a progress bar.</summary>
+        public event Action<Progress> OnProgress;
+
         /// <summary>Ends the answer early, unless another end came first. From any thread.</summary>
         public void Cancel() => Sidecar.Cancel(this);
 
@@ -42,6 +45,8 @@ namespace Frameshard
             _text.Append(text);
             OnToken?.Invoke(text);
         }
+
+        internal void Tell(Progress progress) => OnProgress?.Invoke(progress);
 
         internal void Finish(Completion completion)
         {

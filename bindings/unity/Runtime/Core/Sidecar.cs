@@ -82,6 +82,7 @@ namespace Frameshard
             {
                 Native.fs_launch_options_init(out var native, Size<Native.LaunchOptions>());
                 native.Model = texts.Name(options.Model);
+                if (options.Mmproj != null) native.Mmproj = texts.Name(options.Mmproj);
                 if (options.Device != null) native.Device = texts.Name(options.Device);
                 native.VramBudgetBytes = Bytes(options.VramBudgetMb);
                 native.StreamOnly = options.StreamOnly ? 1 : 0;
@@ -364,6 +365,11 @@ namespace Frameshard
             native.Timeline = options.Timeline;
             native.Window = options.Window ?? native.Window;
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
+            if (options.Images != null)
+            {
+                native.NImages = (uint)options.Images.Length;
+                native.Images = Pin(texts, options.Images);
+            }
             var job = new Job(this, options.Timeline, onToken);
             lock (_gate)
             {
@@ -395,6 +401,25 @@ namespace Frameshard
             }
             var block = texts.Block(Marshal.SizeOf(typeof(Native.Sampling)));
             Marshal.StructureToPtr(native, block, false);
+            return block;
+        }
+
+        private static IntPtr Pin(Utf8 texts, Image[] images)
+        {
+            var size = Marshal.SizeOf(typeof(Native.Image));
+            var block = texts.Block(images.Length * size);
+            for (var index = 0; index < images.Length; index++)
+            {
+                var image = images[index];
+                var data = image.Data ?? new byte[0];
+                var native = new Native.Image
+                {
+                    Format = (uint)image.Format, Width = image.Width, Height = image.Height, Stride = image.Stride,
+                    Data = texts.Block(data.Length), Size = (ulong)data.Length,
+                };
+                Marshal.Copy(data, 0, native.Data, data.Length);
+                Marshal.StructureToPtr(native, block + index * size, false);
+            }
             return block;
         }
 
@@ -487,6 +512,12 @@ namespace Frameshard
                     break;
                 case Native.EventType.Text:
                     Find(native.Job, false)?.Add(text);
+                    break;
+                case Native.EventType.Progress:
+                    Find(native.Job, false)?.Tell(new Progress
+                    {
+                        Phase = (Phase)native.Phase, Done = native.Done, Total = native.Total,
+                    });
                     break;
                 case Native.EventType.Done:
                     Find(native.Job, true)?.Finish(new Completion
@@ -589,7 +620,7 @@ namespace Frameshard
                     NCtx = native.NCtx, NParallel = native.NParallel, NVocab = native.NVocab, NLayer = native.NLayer,
                     Chat = native.Chat != 0, FloorBytes = native.FloorBytes, FullBytes = native.FullBytes,
                     PlanJson = Utf8.Read(native.PlanJson), Pid = native.Pid,
-                    ConnectFile = Utf8.Read(native.ConnectFile),
+                    ConnectFile = Utf8.Read(native.ConnectFile), Vision = Utf8.Read(native.Vision),
                 };
             }
         }

@@ -41,6 +41,8 @@ namespace Frameshard
     {
         /// <summary>Path of a GGUF file; the only value without a default.</summary>
         public string Model;
+        /// <summary>Path of a GGUF file that reads images for the model.</summary>
+        public string Mmproj;
         /// <summary>"auto" (first GPU, else CPU), "cpu", "emulated", or a name such as "CUDA0".</summary>
         public string Device;
         /// <summary>All that the sidecar may hold in VRAM, in MiB; 0: no limit.</summary>
@@ -87,9 +89,37 @@ namespace Frameshard
         /// <summary>The conversation's persona from now on (Ask only).</summary>
         public string System;
         public Sampling Sampling;
+        /// <summary>Stand before the question, for models that see; at most 8.</summary>
+        public Image[] Images;
         /// <summary>Comes back with the job: a game that loads a save counts it up.</summary>
         public ulong Timeline;
         public uint? Window;
+    }
+
+    /// <summary>Encoded: a PNG or JPEG file. Else rows of pixels from the top, 8 bits a channel.</summary>
+    public enum ImageFormat { Encoded = 1, Rgb = 2, Rgba = 3 }
+
+    /// <summary>An image in memory.</summary>
+    public sealed class Image
+    {
+        public ImageFormat Format = ImageFormat.Encoded;
+        /// <summary>In pixels; 0 of an encoded image.</summary>
+        public uint Width;
+        public uint Height;
+        /// <summary>Bytes from one row to the next; 0: rows follow each other without a gap.</summary>
+        public uint Stride;
+        public byte[] Data;
+    }
+
+    /// <summary>Images are encoded; then the prompt is read.</summary>
+    public enum Phase { Encode = 1, Prefill = 2 }
+
+    /// <summary>How far a job with images is: images, or tokens of the prompt.</summary>
+    public struct Progress
+    {
+        public Phase Phase { get; internal set; }
+        public uint Done { get; internal set; }
+        public uint Total { get; internal set; }
     }
 
     /// <summary>One message of a chat; the role is "system", "user" or "assistant".</summary>
@@ -257,6 +287,8 @@ namespace Frameshard
         public string PlanJson { get; internal set; }
         public ulong Pid { get; internal set; }
         public string ConnectFile { get; internal set; }
+        /// <summary>The name of what reads images; "" where nothing does.</summary>
+        public string Vision { get; internal set; }
     }
 
     /// <summary>The engine process changed its state; jobs go on by themselves after a restart.</summary>

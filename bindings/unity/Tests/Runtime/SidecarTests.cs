@@ -11,7 +11,8 @@ namespace Frameshard.Tests
 {
     /// <summary>
     /// The core against a real sidecar with a real model: the environment variable FRAMESHARD_MODEL is the path of a
-    /// GGUF file, FRAMESHARD_PYTHON a Python with frameshard, if that is not python3.
+    /// GGUF file, FRAMESHARD_PYTHON a Python with frameshard, if that is not python3; FRAMESHARD_MMPROJ what reads images
+    /// for the model, if there is one.
     /// </summary>
     [TestFixture]
     public sealed class SidecarTests
@@ -27,6 +28,7 @@ namespace Frameshard.Tests
             return Sidecar.Launch(new LaunchOptions
             {
                 Model = path, Device = "emulated", NCtx = 1024, NParallel = 1,
+                Mmproj = Environment.GetEnvironmentVariable("FRAMESHARD_MMPROJ"),
                 Python = Environment.GetEnvironmentVariable("FRAMESHARD_PYTHON"),
             });
         }
@@ -180,6 +182,23 @@ namespace Frameshard.Tests
                 block.Idle();
             }
             Shared.SetPacing(SchedulingMode.Balance);
+        }
+
+        [Test]
+        public void AnImageIsSeenAndItsProgressTold()
+        {
+            if (Shared.Run(Shared.Ready).Vision == "") Assert.Ignore("FRAMESHARD_MMPROJ is not set");
+            var options = Tokens(4);
+            options.Images = new[] { new Image { Format = ImageFormat.Rgb, Width = 8, Height = 8, Data = new byte[192] } };
+            var told = new List<Progress>();
+            var job = Shared.Ask("What do you see?", options);
+            job.OnProgress += told.Add;
+            var answer = Shared.Run(job.Completion);
+            var words = Shared.Run(Shared.AskAsync("What do you see?", Tokens(4)));
+            Assert.Greater(answer.NPrompt, words.NPrompt);
+            Assert.IsTrue(told.Any(progress => progress.Phase == Phase.Encode && progress.Total >= 1));
+            options.Images[0].Data = new byte[191];
+            Assert.AreEqual(ErrorCode.BadArgument, Failure(() => Shared.Ask("And now?", options)).Code);
         }
 
         [Test]
