@@ -156,6 +156,7 @@ struct Device {
     std::atomic<bool> abort{false};
     std::atomic<double> duty{1.0};
     Pacing pacing;
+    Device *host = this; // whose page is heeded: a vision tower paces itself by the language model's
     std::atomic<uint64_t> page_generation{0}; // of a budget in the frame block that is not answered yet
     std::mutex state_mutex;
     std::condition_variable applied;

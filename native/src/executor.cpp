@@ -942,7 +942,10 @@ ggml_status Runner::cpu(const Segment &s) {
 // Waits for the step's weights and for the host's frame, and does what has come meanwhile.
 bool Device::before_step(const Segment *next, bool &timed) {
     const auto pending = [this] {
-        read_page_budget();
+        host->read_page_budget();
+        if (host != this && host->budget_is_pending() && host->requested_budget.load() < host->used()) {
+            abort.store(true); // what is borrowed goes back first
+        }
         return abort.load() || budget_is_pending();
     };
     timed = false;
@@ -950,7 +953,7 @@ bool Device::before_step(const Segment *next, bool &timed) {
         if (next && next->entry >= 0) {
             ggml_backend_event_synchronize(ring.ready[next->entry]); // free time is not for waiting
         }
-        timed = pacing.before_step(pending);
+        timed = host->pacing.before_step(pending);
     }
     if (abort.load()) {
         return false;
@@ -958,7 +961,7 @@ bool Device::before_step(const Segment *next, bool &timed) {
     if (budget_is_pending()) {
         apply_budget();
     }
-    answer_page();
+    host->answer_page();
     return true;
 }
 
@@ -989,7 +992,7 @@ ggml_status Device::run(ggml_cgraph *graph) {
     while (node < graph->n_nodes) {
         bool timed = false;
         const Segment *next = p && compiled_for == residency_generation ? &p->segments[at] : nullptr;
-        if (pacing.active() && !before_step(next, timed)) {
+        if (host->pacing.active() && !before_step(next, timed)) {
             synchronize();
             reset_ring();
             return GGML_STATUS_ABORTED;
@@ -1054,12 +1057,12 @@ ggml_status Device::run(ggml_cgraph *graph) {
             ggml_backend_event_synchronize(slot);
         }
         ggml_backend_event_record(slot, compute);
-        const double share = duty.load();
+        const double share = host->duty.load();
         if (share < 1.0 || timed) {
             ggml_backend_event_synchronize(slot);
             const auto busy = std::chrono::steady_clock::now() - start;
             const uint64_t end = clock_ns();
-            pacing.after_step(end - (uint64_t)std::chrono::nanoseconds(busy).count(), end);
+            host->pacing.after_step(end - (uint64_t)std::chrono::nanoseconds(busy).count(), end);
             std::this_thread::sleep_for(
                 std::chrono::duration<double>(std::chrono::duration<double>(busy).count() * (1.0 / share - 1.0)));
         }

@@ -172,6 +172,7 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
 
 static void start_tower(Device &t, Device &d) {
     if (!t.configured.load()) {
+        t.host = &d;
         t.inner = d.inner;
         t.emulated = d.emulated;
         t.cpu = d.cpu;

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, user
 
+from frameshard.broker.page import Page
+from frameshard.frame import FrameBlock
+
 MIB = 1 << 20
 FIELDS: dict[str, object] = {
     "device": "emulated",
@@ -191,6 +194,16 @@ def test_shrinks_and_cancels_in_the_middle_of_encodes(
             released = [event for event in events if event["ev"] == "budget" and event["phase"] == "released"]
             assert [event["budget_bytes"] for event in released] == [budget]
             assert released[0]["used_bytes"] <= budget
+        path = Page().path()  # a budget from the frame block, while the host draws
+        child.send(op="frame_block", path=path)
+        with FrameBlock(path) as frames:
+            job = child.submit(QUESTION, images=[picture(20)], params=SEEN)
+            child.wait_for("started", job=job)
+            frames.begin()
+            generation = frames.set_budget(44 * MIB)
+            assert child.finish(job)[job][-1]["ev"] == "done"
+            assert (frames.answer.applied_generation, frames.answer.budget_bytes) == (generation, 44 * MIB)
+            assert frames.answer.used_bytes <= 44 * MIB
         job = child.submit(QUESTION, images=[picture(21)], params=SEEN)
         child.wait_for("started", job=job)
         child.send(op="cancel", job=job)
