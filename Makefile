@@ -45,7 +45,8 @@ bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C 
 	@$(BIN)/python bindings/missing.py
 	cmake -S bindings/c -B build/bindings -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_EXAMPLES=ON
 	cmake --build build/bindings
-	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings $(BIN)/python -m pytest tests/conformance tests/bindings tests/test_wheel.py
+	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings $(BIN)/python -m pytest tests/conformance tests/bindings \
+	  tests/test_wheel.py tests/test_bundle.py
 	cmake -S bindings/c -B build/bindings-asan -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_SANITIZE=ON
 	cmake --build build/bindings-asan
 	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings-asan $(BIN)/python -m pytest -k "c- or cpp- or test_program" \

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import resource
 import shutil
 import subprocess
@@ -144,3 +146,16 @@ def test_a_bundle_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None
     assert error["name"] == "bad_argument"
     assert error["message"].startswith(f"cannot write {place}: ")
     assert not place.exists()
+
+
+@pytest.mark.skipif("FRAMESHARD_BINDINGS" not in os.environ, reason="`make bindings` runs this one")
+def test_a_client_library_brings_what_it_needs(tmp_path: Path) -> None:
+    place = tmp_path / "b"
+    result = bundle(place, "--client", Path(os.environ["FRAMESHARD_BINDINGS"]) / "libframeshard.so")
+    assert result.returncode == 0, result.stderr
+    told = subprocess.run(["ldd", place / "client" / "libframeshard.so"], capture_output=True, text=True).stdout
+    found = dict(re.findall(r"(lib[a-z0-9_+-]+)\.so[.0-9]* => (\S+)", told))
+    assert {"libzmq", "libsodium"} <= set(found)
+    for name in ("libzmq", "libsodium"):
+        assert Path(found[name]).parent == place / "client"
+        assert list((place / "licences" / name).iterdir())

@@ -225,11 +225,13 @@ class Game {
         auto budgets = std::exchange(budgets_, {});
         for (auto &item : answers) {
             item.second->ending.status = FS_CANCELLED;
+            item.second->ending.message = "the session was closed";
             end(*item.second);
         }
         for (auto &item : budgets) {
             BudgetResult result;
             result.status = FS_CANCELLED;
+            result.message = "the session was closed";
             item.second(result);
         }
         fs_close(client, timeout_s);
@@ -390,6 +392,7 @@ class Game {
             break;
         case FS_EVENT_CANCELLED:
             answer->ending.status = FS_CANCELLED;
+            answer->ending.message = "the answer was cancelled";
             break;
         default:
             return;

@@ -207,7 +207,10 @@ def _shared_libraries(files: list[File]) -> Iterator[File]:
         binaries = [str(f.source) for f in files if f.target.parts[0] == part and _is_elf(f.source)]
         if not binaries:
             continue
-        told = subprocess.run(["ldd", *binaries], capture_output=True, text=True).stdout
+        try:
+            told = subprocess.run(["ldd", *binaries], capture_output=True, text=True).stdout
+        except FileNotFoundError:
+            raise Unsupported("this system has no ldd, which tells what libraries a bundle needs") from None
         for name, path in re.findall(r"^\s*(\S+) => (/\S+)", told, flags=re.MULTILINE):
             if name.startswith(SYSTEM_LIBRARIES) or os.path.realpath(path) in inside or (part, name) in seen:
                 continue
