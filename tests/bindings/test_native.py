@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +68,46 @@ def test_the_program_in_the_readme_talks(program_env: dict[str, str], built: Pat
         command, env=program_env | {"PATH": path}, stdout=subprocess.PIPE, text=True, timeout=300, check=True
     )
     assert said.stdout.strip()
+
+
+def ask_the_runner(built: Path, commands: list[dict[str, Any]], last: str) -> list[dict[str, Any]]:
+    """Gives commands to the C runner, then polls until a job has this last event; returns all events."""
+    with subprocess.Popen([built / "runner_c"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runner:
+        assert runner.stdin is not None
+        assert runner.stdout is not None
+
+        def tell(command: dict[str, Any]) -> dict[str, Any]:
+            runner.stdin.write(json.dumps(command) + "\n")
+            runner.stdin.flush()
+            answer: dict[str, Any] = json.loads(runner.stdout.readline())
+            assert answer["ok"], (command, answer)
+            return answer
+
+        events: list[dict[str, Any]] = []
+        for command in commands:
+            tell(command)
+        deadline = time.monotonic() + 120
+        while not any(event["type"] in (last, "closed") for event in events):
+            assert time.monotonic() < deadline, events
+            events += tell({"do": "poll", "limit": 64, "timeout_s": 1.0})["events"]
+        tell({"do": "close"})
+    return events
+
+
+def test_an_image_in_c(built: Path, model_path: Path, mmproj_path: Path, tmp_path: Path) -> None:
+    """Pixels in shared memory, progress, and an answer; without something that sees, an error by name."""
+    pixels = tmp_path / "pixels"
+    pixels.write_bytes(bytes(range(256)) * (224 * 224 * 3 // 256))
+    images = [{"format": "rgb", "width": 224, "height": 224, "file": str(pixels)}]
+    ask = {"do": "ask", "text": "What is it?", "options": {"images": images, "sampling": {"max_tokens": 4}}}
+    sees = {"model": str(model_path), "device": "cpu", "n_ctx": 1024, "n_parallel": 1, "python": sys.executable}
+    events = ask_the_runner(built, [{"do": "launch", "options": sees | {"mmproj": str(mmproj_path)}}, ask], "done")
+    types = [event["type"] for event in events]
+    assert types[0] == "ready"
+    assert types[-1] == "done"
+    assert types.index("started") < types.index("progress") < types.index("text")
+    assert {"encode", "prefill"} >= {event["phase"] for event in events if event["type"] == "progress"}
+    (failed,) = [
+        event for event in ask_the_runner(built, [{"do": "launch", "options": sees}, ask], "failed") if event["job"]
+    ][-1:]
+    assert failed["status"] == "unsupported"

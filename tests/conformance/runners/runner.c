@@ -15,10 +15,12 @@ static const char *const reasons[] = {NULL, "stop", "length"};
 static const char *const engines[] = {NULL, "loading", "ready", "restarting", "off", "hibernated"};
 static const char *const decisions[] = {NULL, "granted", "partial"};
 static const char *const notices[] = {NULL, "wants", "gives_back", "late", "pressure", "other_process", "state"};
-static const char *const types[] = {NULL,         "ready",           "started",         "text",   "done",  "failed",
-                                    "cancelled",  "budget_released", "budget_observed", "budget", "stats", "refused",
-                                    "engine",     "closed",          "lease",           "notice", "caps",  "plan",
-                                    "frame_block"};
+static const char *const formats[] = {NULL, "encoded", "rgb", "rgba"};
+static const char *const phases[] = {NULL, "encode", "prefill"};
+static const char *const types[] = {NULL,          "ready",           "started",         "text",   "done",  "failed",
+                                    "cancelled",   "budget_released", "budget_observed", "budget", "stats", "refused",
+                                    "engine",      "closed",          "lease",           "notice", "caps",  "plan",
+                                    "frame_block", "progress"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
 
@@ -56,8 +58,24 @@ static fs_status launch(const cJSON *command) {
     return status;
 }
 
-/* The job's options; `sampling` and `stop` are the caller's room for what they point to. */
-static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16]) {
+/* The bytes of a file; `size` is 0 if it is not there. */
+static void *content(const char *path, uint64_t *size) {
+    FILE *file = fopen(path, "rb");
+    void *bytes = NULL;
+    *size = 0;
+    if (file != NULL && fseek(file, 0, SEEK_END) == 0 && (bytes = malloc((size_t)ftell(file))) != NULL) {
+        size_t whole = (size_t)ftell(file);
+        rewind(file);
+        *size = fread(bytes, 1, whole, file);
+    }
+    if (file != NULL)
+        fclose(file);
+    return bytes;
+}
+
+/* The job's options; the rest is the caller's room for what they point to. The images' bytes are to be freed. */
+static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
+                                  fs_image images[8]) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
@@ -79,27 +97,42 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
         sampling->stop = stop;
         options.sampling = sampling;
     }
+    options.images = images;
+    cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "images")) if (options.n_images < 8) {
+        fs_image *image = &images[options.n_images++];
+        image->format = (uint32_t)place(text(wanted, "format", ""), formats, 4);
+        image->width = (uint32_t)number(wanted, "width", 0);
+        image->height = (uint32_t)number(wanted, "height", 0);
+        image->stride = (uint32_t)number(wanted, "stride", 0);
+        image->data = content(text(wanted, "file", ""), &image->size);
+    }
     return options;
 }
 
 static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     fs_sampling sampling;
     const char *stop[16];
-    fs_job_options options = job_options(command, &sampling, stop);
-    if (strcmp(what, "ask") == 0)
-        return fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);
-    if (strcmp(what, "complete") == 0)
-        return fs_complete(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, &options, job);
-    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *pair;
-    fs_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
-    uint32_t count = 0;
-    cJSON_ArrayForEach(pair, list) {
-        messages[count].role = cJSON_GetArrayItem(pair, 0)->valuestring;
-        messages[count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
-        messages[count++].content_length = FS_NUL_TERMINATED;
+    fs_image images[8];
+    fs_job_options options = job_options(command, &sampling, stop, images);
+    fs_status status = FS_OK;
+    if (strcmp(what, "ask") == 0) {
+        status = fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);
+    } else if (strcmp(what, "complete") == 0) {
+        status = fs_complete(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, &options, job);
+    } else {
+        const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *pair;
+        fs_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
+        uint32_t count = 0;
+        cJSON_ArrayForEach(pair, list) {
+            messages[count].role = cJSON_GetArrayItem(pair, 0)->valuestring;
+            messages[count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
+            messages[count++].content_length = FS_NUL_TERMINATED;
+        }
+        status = fs_chat(client, messages, count, &options, job);
+        free(messages);
     }
-    fs_status status = fs_chat(client, messages, count, &options, job);
-    free(messages);
+    for (uint32_t i = 0; i < options.n_images; ++i)
+        free((void *)(uintptr_t)images[i].data); /* the library has its copy */
     return status;
 }
 
@@ -171,11 +204,15 @@ static cJSON *told(const fs_event *event) {
     add(object, "streamed_bytes", (double)event->streamed_bytes);
     add(object, "cpu_bytes", (double)event->cpu_bytes);
     cJSON_AddBoolToObject(object, "fits", event->fits);
+    add(object, "done", event->done);
+    add(object, "total", event->total);
     add_known(object, "observed_bytes", event->observed_bytes);
     add_known(object, "total_bytes", event->total_bytes);
     add_known(object, "free_bytes", event->free_bytes);
     if (event->reason)
         add_text(object, "reason", reasons[event->reason]);
+    if (event->phase)
+        add_text(object, "phase", phases[event->phase]);
     if (event->decision)
         add_text(object, "decision", decisions[event->decision]);
     if (event->notice)
