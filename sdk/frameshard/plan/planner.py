@@ -474,8 +474,9 @@ def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubat
 
 
 def _splits(costs: _Costs) -> Iterator[Mask]:
-    """Candidates for what the CPU computes, from nothing to everything, in the orders of _CPU_ORDERS."""
+    """Candidates for what the CPU computes, from nothing to everything, in the orders of _CPU_ORDERS, each once."""
     nothing = np.zeros(len(costs.ladder), dtype=np.bool_)
+    seen = {nothing.tobytes()}
     yield nothing
     order = costs.layout.use_order
     for kinds in _CPU_ORDERS:
@@ -486,7 +487,9 @@ def _splits(costs: _Costs) -> Iterator[Mask]:
             for count in counts:
                 candidate = on_cpu.copy()
                 candidate[members[((np.arange(count) + 0.5) * len(members) / count).astype(np.intp)]] = True
-                yield candidate
+                if candidate.tobytes() not in seen:
+                    seen.add(candidate.tobytes())
+                    yield candidate
             on_cpu = on_cpu.copy()
             on_cpu[members] = True
 
