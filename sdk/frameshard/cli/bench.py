@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
                 if args.vs:
                     _measure_upstream(row, runtime, args)
         if args.timeline:
-            _set_budget(rows[0], runtime, args)
+            _set_budget(rows[0], runtime)
+            _fill(rows[0], runtime, args)
             result["timeline"] = _timeline(runtime, args)
     result["rows"] = [_document(row, args) for row in rows]
     if args.json:
@@ -167,17 +168,22 @@ def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
         yield named[part.strip()] if part.strip() in named else common.parse_size(part)
 
 
-def _set_budget(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
-    from frameshard.plan.planner import make_plan
-
+def _set_budget(row: _Row, runtime: Runtime) -> None:
     assert runtime.device is not None
     assert row.budget is not None
     runtime.device.set_budget(row.budget, timeout_s=60.0)
+    runtime.device.reset_peak()
+
+
+def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
+    from frameshard.plan.planner import make_plan
+
+    assert runtime.device is not None
+    assert runtime.profile is not None
+    assert row.budget is not None
     runtime.replan()
     while runtime.fill():
         pass
-    runtime.device.reset_peak()
-    assert runtime.profile is not None
     stats = runtime.device.stats()
     row.plan = make_plan(  # the engine's own, but for the context that is decoded at
         runtime.model_info,
@@ -194,10 +200,12 @@ def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
     words, tokens = _tokens(runtime, args.prompt)
     device = runtime.device
     if row.budget is not None:
-        _set_budget(row, runtime, args)
-    _read(runtime, args.parallel, tokens)
-    _decode(runtime, args.parallel, tokens[0])  # compiles the decode graph and fills the ring
+        _set_budget(row, runtime)
     with Sampler(runtime.observer) as nvml:
+        if row.budget is not None:
+            _fill(row, runtime, args)
+        _read(runtime, args.parallel, tokens)
+        _decode(runtime, args.parallel, tokens[0])  # compiles the decode graph and fills the ring
         before = device.stats().copied_bytes if device is not None else 0
         start = time.perf_counter()
         _read(runtime, args.parallel, tokens)
