@@ -23,7 +23,6 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import mtmd_cpp as mtmd
 
 from frameshard.engine.runtime import STOCK, DecodeAborted, Runtime
 from frameshard.errors import (
@@ -35,6 +34,11 @@ from frameshard.errors import (
     ModelNotFound,
     Unsupported,
 )
+
+try:
+    from llama_cpp import mtmd_cpp as mtmd
+except (OSError, RuntimeError):  # llama.cpp was built without libmtmd, or lies elsewhere; text needs none
+    mtmd = None
 
 _logger = logging.getLogger("frameshard.mtmd")
 VISION_DEVICE = "FRAMESHARD_VISION"
@@ -144,9 +148,15 @@ class Vision:
 
     :raises ModelNotFound: no such file.
     :raises BadModel: libmtmd refuses the file, or it does not belong to this model.
+    :raises Unsupported: there is no libmtmd.
     """
 
     def __init__(self, runtime: Runtime, mmproj: str) -> None:
+        if mtmd is None:
+            raise Unsupported(
+                "images need libmtmd, which is not beside this llama-cpp-python: install one with it, or name the"
+                " library's folder in MTMD_CPP_LIB"
+            )
         if not os.path.isfile(mmproj):
             raise ModelNotFound(f"no vision model file {mmproj}", path=mmproj)
         mtmd.mtmd_helper_log_set(_log_callback, None)
@@ -276,7 +286,7 @@ class Vision:
             seq,
             runtime.n_ubatch,
             ctypes.byref(end),
-            _no_callback,
+            ctypes.cast(0, mtmd.mtmd_helper_post_decode_callback),
             None,
         )
         runtime.advance(seq, picture.n_pos)
@@ -311,5 +321,4 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
         _logger.log(logging.ERROR if level == 4 else logging.WARNING, "%s", text.decode("utf-8", "replace").strip())
 
 
-_no_callback = ctypes.cast(0, mtmd.mtmd_helper_post_decode_callback)
 _log_callback = llama_cpp.llama_log_callback(_on_log)  # libmtmd keeps the pointer for the life of the process
