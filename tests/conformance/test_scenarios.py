@@ -325,7 +325,8 @@ class Play:
             seen = len(events)
             if not self.runner.poll(1.0):
                 there = [tuple(event.get(name) for name in ("type", "job", "request", "status")) for event in events]
-                assert time.monotonic() < deadline, f"it does not come; there are {there[:20]}"
+                late = time.monotonic() > deadline or any(event["type"] == "closed" for event in events)
+                assert not late, f"it does not come; there are {there[:20]}"
 
     def stats(self) -> dict[str, Any]:
         request = self.runner.do(do="get_stats")["request"]
