@@ -64,8 +64,8 @@ FREE = Prompts(
     "a full vision-language model: the whole frame, free questions, and an answer as JSON",
     True,
     "You see a frame of a game. What lies on the table at the left? Answer in one short sentence.",
-    "You see a frame of a game. A guard wants to walk through the gate at the right. Answer with JSON only, of this "
-    f"schema: {json.dumps(json.loads(SCHEMA.read_text()))}",
+    "You see a frame of a game. A guard wants to walk through the gate at the right. Name the objects, "
+    "how they stand to each other, and whether it is safe for him to walk through, and why. Answer as JSON.",
     200,
 )
 
@@ -207,7 +207,8 @@ class Play:
         """Has the guard look at what is drawn now, and moves the lease while he thinks."""
         assert self.prompts is not None
         spot, text = (TABLE_SPOT, self.prompts.table) if what == "table" else (GATE_SPOT, self.prompts.gate)
-        sampling = frameshard.Sampling(max_tokens=self.prompts.max_tokens, temperature=0.0)
+        form = json.dumps(json.loads(SCHEMA.read_text())) if self.prompts.whole_frame and what == "gate" else ""
+        sampling = frameshard.Sampling(max_tokens=self.prompts.max_tokens, temperature=0.0, json_schema=form)
         image = look(self.screen, spot, self.prompts.whole_frame)
         self.job = self.sidecar.ask(text, images=[image], sampling=sampling)
         self._what = what

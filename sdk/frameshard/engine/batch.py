@@ -22,10 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
-from frameshard.engine.sampling import Sampler, SamplingParams
+from frameshard.engine.sampling import Sampler, SamplingParams, make_grammar
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import (
@@ -327,7 +328,9 @@ class Batcher:
             job.shapes.append(shape)
             at += shape
         job.started_at = time.monotonic()
-        job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, [t for t in job.prompt if t >= 0])
+        job.sampler = Sampler(
+            job.params, job.seed, self._runtime.vocab, self._runtime.n_vocab, [t for t in job.prompt if t >= 0]
+        )
         return {
             "ev": "started",
             "job": job.id,
@@ -410,6 +413,8 @@ class Batcher:
         if not isinstance(params, Mapping):
             raise BadArgument("params must be a map", field="params")
         sampling = SamplingParams.from_wire(params)
+        if sampling.json_schema:
+            llama_cpp.llama_sampler_free(make_grammar(sampling, runtime.vocab))  # refused here or never
         conversation = message.get("conversation")
         if conversation is not None and (not isinstance(conversation, str) or not 0 < len(conversation) <= 256):
             raise BadArgument("conversation must be a string of 1 to 256 characters", field="conversation")

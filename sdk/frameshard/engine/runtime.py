@@ -493,6 +493,11 @@ class Runtime:
         return self._context
 
     @property
+    def vocab(self) -> Any:
+        """llama.cpp's vocabulary, for a sampler."""
+        return self._vocab
+
+    @property
     def model(self) -> Any:
         """llama.cpp's model, for a vision tower."""
         return self._model

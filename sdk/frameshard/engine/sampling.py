@@ -13,6 +13,7 @@ from typing import Any
 
 import llama_cpp
 
+from frameshard.engine.schema import grammar_of
 from frameshard.errors import BadArgument
 
 MAX_STOPS = 16
@@ -30,7 +31,8 @@ class SamplingParams:
     """How to pick tokens and when to stop.
 
     ``temperature`` below 0.001 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repeat_penalty`` 1 switch that
-    step off. ``max_tokens`` ``None`` means what the context has left; ``seed`` ``None`` means a random one.
+    step off. With a ``json_schema`` the answer is JSON of that form. ``max_tokens`` ``None`` means what the context
+    has left; ``seed`` ``None`` means a random one.
 
     :raises BadArgument: a value is not finite or out of range.
     """
@@ -43,6 +45,7 @@ class SamplingParams:
     repeat_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -56,6 +59,8 @@ class SamplingParams:
         _real("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
             raise BadArgument("stop must be a list of strings", field="stop")
+        if not isinstance(self.json_schema, str):
+            raise BadArgument("json_schema must be a string", field="json_schema")
         if len(self.stop) > MAX_STOPS:
             raise BadArgument(f"at most {MAX_STOPS} stop strings", field="stop")
         if not all(0 < len(s.encode("utf-8", "surrogatepass")) <= MAX_STOP_BYTES for s in self.stop):
@@ -96,21 +101,39 @@ def token_seed(seed: int, index: int) -> int:
     return folded if folded != llama_cpp.LLAMA_DEFAULT_SEED else 0  # the default seed would mean "random"
 
 
+def make_grammar(params: SamplingParams, vocab: Any) -> Any:
+    """llama.cpp's sampler for the JSON schema of ``params``; the caller frees it.
+
+    :raises BadArgument: the schema cannot be used.
+    """
+    grammar = llama_cpp.llama_sampler_init_grammar(vocab, grammar_of(params.json_schema).encode(), b"root")
+    if not grammar:
+        raise BadArgument("json_schema: llama.cpp refuses its grammar", field="json_schema")
+    return grammar
+
+
 class Sampler:
-    """One job's sampler chain: penalties, top-k, top-p, min-p, temperature, then the seeded draw.
+    """One job's sampler chain: grammar, penalties, top-k, top-p, min-p, temperature, then the seeded draw.
 
     ``context_tokens`` are the prompt tokens that the repeat penalty starts from. Free it with :meth:`close`.
+
+    :raises BadArgument: the JSON schema cannot be used.
     """
 
-    def __init__(self, params: SamplingParams, seed: int, n_vocab: int, context_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, params: SamplingParams, seed: int, vocab: Any, n_vocab: int, context_tokens: Sequence[int]
+    ) -> None:
         self._seed = seed
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         steps = []
+        if params.json_schema:
+            steps.append(make_grammar(params, vocab))
         if params.repeat_penalty != 1.0:
-            steps.append(
-                llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, params.repeat_penalty, 0.0, 0.0)
-            )
+            penalties = llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, params.repeat_penalty, 0.0, 0.0)
+            for token in context_tokens[-PENALTY_WINDOW:]:
+                llama_cpp.llama_sampler_accept(penalties, token)
+            steps.append(penalties)
         if self._draws:
             if params.top_k > 0:
                 steps.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
@@ -124,8 +147,6 @@ class Sampler:
         for step in steps:
             llama_cpp.llama_sampler_chain_add(self._chain, step)
         self._n_steps = len(steps)
-        for token in context_tokens[-PENALTY_WINDOW:]:
-            self.accept(token)
 
     def sample(self, context: Any, row: int, index: int) -> int:
         """Token ``index`` of the answer, from output ``row`` of the context's last decode; it counts as accepted."""
