@@ -131,5 +131,6 @@ int main(int argc, char **argv) {
     play(game, 64, [&] { return closed != FS_OK; });
     check("says why there is no sidecar", closed == FS_MODEL_NOT_FOUND && game.client() == nullptr);
     check("ends what was asked", fourth.ends == 1 && fourth.ending.status == FS_MODEL_NOT_FOUND);
+    game.close(0); // before those who listen go
     return failed != 0;
 }

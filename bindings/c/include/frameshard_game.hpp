@@ -10,8 +10,9 @@
  *     ... each frame:
  *     game.pump(64);
  *
- * All is called from one thread, callbacks inside pump() only. A callback may call anything here, close() too. Texts given
- * to a callback are valid until it returns or closes. C++17; compiles with exceptions and RTTI off. */
+ * All is called from one thread, callbacks inside pump() and close() only. A callback may call anything here, close() too.
+ * Texts given to a callback are valid until it returns or closes. What callbacks use must outlive the Game, whose
+ * destructor closes. C++17; compiles with exceptions and RTTI off. */
 #ifndef FRAMESHARD_GAME_HPP
 #define FRAMESHARD_GAME_HPP
 
