@@ -27,7 +27,7 @@ async def turn(client: frameshard.Client, state: str, budget_mb: float, args: ar
     """One answer with the sidecar gone in its middle."""
     sampling = frameshard.Sampling(max_tokens=args.tokens, temperature=0.0)
     figures: dict[str, Any] = {"state": state}
-    async with client.ask(PROMPT, sampling=sampling) as stream:
+    async with client.complete(PROMPT, sampling=sampling) as stream:
         for _ in range(args.tokens // 3):
             await stream.__anext__()
         if state != "active":

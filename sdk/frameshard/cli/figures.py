@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,14 @@ def check(path: str) -> None:
         raise BadArgument(f"{path} is not the name of a picture: end it with {', '.join(_FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
         raise BadArgument(f"there is no folder for {path}")
-    _pyplot()
+    # Only looked for: what is measured first should not have its libraries in the process.
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadArgument("pictures need matplotlib: pip install 'frameshard[plots]'")
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise BadArgument("pictures need matplotlib: pip install 'frameshard[plots]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
