@@ -22,14 +22,14 @@ local LINES = {
   "Have you heard any stories about the old ruins on the hill?",
   "Then I will need a room for the night. What can you offer me?",
 }
-local LESS_AT, MORE_AT, SHOT_AT = 8, 28, 24 -- tokens of an answer, unattended
+local LESS_AT, SHOWN = 8, 10 -- unattended: tokens before she has less, and that she speaks with it
 local READING_S = 1 -- between two lines, unattended
 
 local options = { device = "auto" }
 local sidecar, job, request, banner
 local typed, question, tokens, silent_s = "", nil, 0, 0
 local vram
-local asked, answers, shrinks, grows = 0, 0, 0, 0
+local asked, answers, shrinks, grows, given_back = 0, 0, 0, 0, false
 
 local function read_arguments(arguments)
   local at = 1
@@ -64,7 +64,7 @@ local function ask(text)
   job = sidecar:ask(text, {
     conversation = "mira",
     system = PERSONA,
-    sampling = { max_tokens = 60, temperature = 0.6, repeat_penalty = 1.1, seed = 2 },
+    sampling = { max_tokens = 100, temperature = 0.6, repeat_penalty = 1.1, seed = 2 },
     response_finished = function()
       answers = answers + 1
     end,
@@ -93,7 +93,7 @@ local function released(event)
   elseif speaking and event.budget_bytes > vram.budget then
     grows = grows + 1
   end
-  vram.budget, vram.used = event.budget_bytes, event.used_bytes
+  vram.budget, vram.used, vram.changed_at = event.budget_bytes, event.used_bytes, tokens
 end
 
 local function take(event)
@@ -134,13 +134,14 @@ end
 
 local function play(dt)
   if job and not job.ended then
-    if tokens >= MORE_AT then
+    if vram.budget < vram.full and tokens >= vram.changed_at + SHOWN then
+      if options.screenshot and asked == 2 then
+        screenshot()
+      end
       vram.wanted = vram.full
-    elseif tokens >= LESS_AT then
+      given_back = true
+    elseif tokens >= LESS_AT and not given_back then
       vram.wanted = vram.floor + (vram.full - vram.floor) / 4
-    end
-    if options.screenshot and asked == 2 and tokens >= SHOT_AT then
-      screenshot()
     end
     silent_s = 0
     return
@@ -150,7 +151,7 @@ local function play(dt)
   if silent_s < READING_S then
     return
   elseif asked < #LINES then
-    asked = asked + 1
+    asked, given_back = asked + 1, false
     ask(LINES[asked])
   else
     print(("%d answers; %d shrinks and %d grows while she spoke"):format(answers, shrinks, grows))
