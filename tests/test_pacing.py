@@ -54,6 +54,9 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
         (await client.frame_block()).close()
         assert (await client.complete("Once upon a time", sampling=GREEDY).completed()).text == undisturbed
         assert (await client.budget()).budget_bytes == bounds.full_bytes
+        maps = Path(f"/proc/{(await client.stats()).broker.engine_pid}/maps")
+        if maps.exists():
+            assert maps.read_text().count("frameshard-frame-block") == 1
 
 
 @in_trio

@@ -179,7 +179,8 @@ class Server:
             self._ask(session, request, asked)
         elif isinstance(request, m.FrameBlockGet):
             path = self._page.path()
-            self._set({"op": "frame_block", "path": path})
+            if "frame_block" not in self._settings:  # an engine maps it each time it is told
+                self._set({"op": "frame_block", "path": path})
             connection.reply(m.FrameBlock(request.id, self._epoch, path))
         elif isinstance(request, m.Pacing):
             self._set({"op": "pacing", "mode": request.scheduling_mode, "target": request.target_tokens_per_second})
