@@ -250,28 +250,37 @@ def _licences(distributions: dict[str, metadata.Distribution], files: list[File]
     if any(file.part == "client library" for file in files):
         take("libframeshard", [ours / "libframeshard.txt"])
     stdlib = Path(sysconfig.get_path("stdlib"))
-    take("python", [path for path in (stdlib / "LICENSE.txt", *_debian_copyright(stdlib / "os.py")) if path.is_file()])
-    for file in files:
-        if file.target.parent in (Path("sidecar/lib"), Path("client")) and not file.target.name.startswith(
-            "libframeshard"
-        ):
-            name = file.target.name.partition(".so")[0]
-            near = [path for path in (stdlib / "LICENSE.txt",) if name.startswith("libpython") and path.is_file()]
-            take(name, near or _debian_copyright(file.source))
+    python = [path for path in (stdlib / "LICENSE.txt",) if path.is_file()]
+    foreign = {
+        file.target.name.partition(".so")[0]: file.source
+        for file in files
+        if file.target.parent in (Path("sidecar/lib"), Path("client"))
+        and not file.target.name.startswith("libframeshard")
+    }
+    copyrights = _debian_copyrights([stdlib / "os.py", *foreign.values()])
+    take("python", python + copyrights.get(stdlib / "os.py", []))
+    for name, source in foreign.items():
+        take(name, python if name.startswith("libpython") and python else copyrights.get(source, []))
     return texts, silent
 
 
-def _debian_copyright(path: Path) -> list[Path]:
-    """The copyright file of the Debian package that `path` belongs to."""
-    if shutil.which("dpkg-query") is None:
-        return []
+def _debian_copyrights(paths: list[Path]) -> dict[Path, list[Path]]:
+    """For files of Debian packages, the packages' copyright files."""
     # Packages name files by where they were before /lib became a link to /usr/lib, or after.
-    for candidate in (str(path), os.path.realpath(path), os.path.realpath(path).removeprefix("/usr")):
-        told = subprocess.run(["dpkg-query", "--search", candidate], capture_output=True, text=True).stdout
-        if package := re.match(r"([^\s:,]+)", told):
-            copyright = Path("/usr/share/doc") / package[1] / "copyright"
-            return [copyright] if copyright.is_file() else []
-    return []
+    names: dict[str, Path] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        names |= {str(path): path, real: path, real.removeprefix("/usr"): path}
+    if shutil.which("dpkg-query") is None:
+        return {}
+    told = subprocess.run(["dpkg-query", "--search", *names], capture_output=True, text=True).stdout
+    found: dict[Path, list[Path]] = {}
+    for line in told.splitlines():
+        packages, _, name = line.partition(": ")
+        copyright = Path("/usr/share/doc", re.split(r"[:,]", packages)[0], "copyright")
+        if name in names and copyright.is_file():
+            found[names[name]] = [copyright]
+    return found
 
 
 def _check_space(directory: Path, files: list[File]) -> None:
