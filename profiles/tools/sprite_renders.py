@@ -66,7 +66,8 @@ def stock(model_path: Path, mmproj: Path, pictures: list[Path], n_threads: int) 
             if llama_cpp.llama_vocab_is_eog(vocab, token):
                 break
             piece = ctypes.create_string_buffer(64)
-            said += piece.raw[: llama_cpp.llama_token_to_piece(vocab, token, piece, 64, 0, False)]
+            size = llama_cpp.llama_token_to_piece(vocab, token, piece, 64, 0, False)
+            said += piece.raw[:size]
             llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(token), 1))
         answers[picture.name] = said.decode(errors="replace")
     return answers
