@@ -26,11 +26,12 @@ static constexpr uint64_t kMs = 1000000;
 static constexpr uint64_t kSilent = 100 * kMs; // beside four frames: then the host is loading, paused or gone
 static constexpr uint64_t kNap = kMs / 2;      // between two looks at abort, budget and page
 
-// By mode: how late a frame may be before it counts, and how much of the host's own GPU time may be used at most.
+// By mode: how late a frame may be before it counts, and how much of the host's own GPU time may be used at most and at
+// least: a host whose frames are late whatever we do is not a reason to stop.
 struct Manners {
-    double tolerance, most_share, growth;
+    double tolerance, most_share, least_share, growth;
 };
-static constexpr Manners kManners[] = {{0.03, 0.0, 0.0}, {0.10, 0.8, 0.01}, {1.0, 1.0, 1.0}};
+static constexpr Manners kManners[] = {{0.03, 0.0, 0.0, 0.0}, {0.10, 0.8, 0.1, 0.01}, {1.0, 1.0, 1.0, 1.0}};
 // Without a hint of the host's GPU time its whole frame counts as busy, and something must still get through.
 static constexpr double kLeastShare = 0.04;
 static constexpr double kBlindShare = 0.30;
@@ -84,7 +85,7 @@ void FramePacer::see(const Frame &f, uint64_t now) {
         share_ = std::min(most, share_ + std::max(m.growth, f.gpu_busy > 0 ? 0.0 : 0.005));
         guard_ *= 0.98;
     }
-    share_ = std::max(share_, f.gpu_busy > 0 ? 0.0 : kLeastShare);
+    share_ = std::max(share_, f.gpu_busy > 0 ? m.least_share : std::max(m.least_share, kLeastShare));
     figures_.share = mode_ == Mode::compute ? 1.0 : share_;
 }
 
