@@ -179,7 +179,7 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
             c->data = (char *)c->view_src->data + node->view_offs;
             c->nb[1] = c->view_src->nb[1];
             c->nb[2] = c->nb[3] = c->view_src->nb[2];
-        } else {
+        } else if (i + 1 < group.node1) {
             place(c);
         }
         compact[node] = c;
@@ -242,7 +242,11 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     std::vector<int> missed;
     for (int expert : wanted) {
         const int slot = d.experts.find(weight, expert);
-        slot >= 0 ? (void)(slot_of[expert] = slot) : missed.push_back(expert);
+        if (slot >= 0) {
+            slot_of[expert] = slot;
+        } else {
+            missed.push_back(expert);
+        }
     }
     const size_t n_hits = slot_of.size();
     // The hottest of those that are missing are worth a copy, because they will be asked for again.

@@ -52,10 +52,10 @@ _CPU_ORDERS = (
     ("output", "experts", "shared", "ffn", "ffn_down", "attention"),
     ("experts", "shared", "ffn_down", "ffn", "attention", "output"),
 )
-# Per shard and graph: kernels launched, and hand-offs when it runs on the CPU (attention hands over before and after
-# the attention kernel itself, which stays where the KV cache is).
+# Per shard and graph: kernels launched, and hand-offs when it runs on the CPU: attention hands over before and after
+# the attention kernel itself, which stays where the KV cache is; experts their choice, input, slots and rows.
 _KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14, "output": 2, "vision": 12, "other": 4}
-_HANDOFFS = {"attention": 2.0}
+_HANDOFFS = {"attention": 2.0, "experts": 4.0}
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
 _UBATCHES = (256, 512, 1024, 2048, 4096, 8192)
@@ -606,6 +606,7 @@ class _Graph:
         self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
         order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
+        self.handoff_s = costs.turn_s + activations
         device_s, cpu_s, copy_s = self.on_device + costs.kernels_s, self.on_host * (1 - share), costs.copy_s
         self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))
@@ -616,12 +617,11 @@ class _Graph:
             on_cpu_s = float(cpu_s[experts].sum())
             there_s = float((copied_s + self.on_device * (1 - share))[experts].sum())
             self.expert_stream_share = on_cpu_s / (on_cpu_s + there_s)
-            device_s = device_s + copied_s
+            device_s = device_s + copied_s + np.where(experts & (share < 1.0), costs.handoffs * self.handoff_s, 0.0)
             copy_s = np.where(experts, 0.0, copy_s)
             cpu_s = np.where(experts, cpu_s * (1 - self.expert_stream_share), cpu_s)
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s = (self.on_device * share)[order]
-        self.handoff_s = costs.turn_s + activations
         self._handoffs = costs.handoffs[order]
         self._copy_s = copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
