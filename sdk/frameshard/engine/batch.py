@@ -452,10 +452,9 @@ class Batcher:
         images = [Image.from_wire(spec) for spec in specs]
         if images and self._vision is None:
             raise Unsupported("no model that reads images is loaded: serve with one (mmproj)")
-        marks = "".join(f"{self._vision.marker}\n" for _ in images) if self._vision is not None else ""
-        text, add_special, parse_special = self._text(message, marks)
         if self._vision is None or not images:
-            return self._runtime.tokenize(text, add_special=add_special, parse_special=parse_special), {}
+            return self._text_prompt(message), {}
+        text, add_special = self._marked_text(message, "".join(f"{self._vision.marker}\n" for _ in images))
         prompt: list[int] = []
         pictures: dict[int, Picture] = {}
         for part in self._vision.tokenize(text, images, add_special=add_special):
@@ -466,31 +465,51 @@ class Batcher:
                 prompt += part
         return prompt, pictures
 
-    def _text(self, message: Mapping[str, object], marks: str) -> tuple[str, bool, bool]:
-        """The prompt, with ``marks`` for images before what is said last; whether tokens like BOS have to be added, and
-        whether control tokens in it are to be read."""
-        kind = message.get("kind")
-        if kind == "completion":
-            prompt = message.get("prompt")
-            if not isinstance(prompt, str):
-                raise BadArgument("a completion needs a prompt", field="prompt")
-            _check_size(len(prompt.encode("utf-8", "replace")))
-            return marks + prompt, True, False
-        if kind != "chat":
-            raise BadArgument("kind must be chat or completion", field="kind")
-        messages = message.get("messages")
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not 0 < len(messages) <= MAX_MESSAGES:
-            raise BadArgument(f"a chat needs 1 to {MAX_MESSAGES} messages", field="messages")
-        size = 0
-        for each in messages:
-            if not isinstance(each, Mapping) or set(each) != {"role", "content"}:
-                raise BadArgument("a message has role and content", field="messages")
-            if not all(isinstance(value, str) for value in each.values()):
-                raise BadArgument("role and content must be strings", field="messages")
-            size += sum(len(value.encode("utf-8", "replace")) for value in each.values())
-        _check_size(size)
-        last = {**messages[-1], "content": marks + messages[-1]["content"]}
-        return *self._runtime.chat_text([*messages[:-1], last]), True
+    def _text_prompt(self, message: Mapping[str, object]) -> list[int]:
+        if message.get("kind") == "completion":
+            return self._runtime.tokenize(_completion(message))
+        return self._runtime.chat_tokens(_messages(message))
+
+    def _marked_text(self, message: Mapping[str, object], marks: str) -> tuple[str, bool]:
+        """The prompt with ``marks`` for images before what is said last, and whether tokens like BOS have to be added.
+        libmtmd reads control tokens wherever they stand, so none may stand in what was said."""
+        if message.get("kind") == "completion":
+            prompt = _completion(message)
+            said, text, add_special = [prompt], marks + prompt, True
+        else:
+            messages = _messages(message)
+            said = [each["content"] for each in messages]
+            last = {**messages[-1], "content": marks + messages[-1]["content"]}
+            text, add_special = self._runtime.chat_text([*messages[:-1], last])
+        for each in said:
+            if (token := self._runtime.control_token(each)) is not None:
+                raise BadArgument(f"beside images a prompt cannot have {token} in it: leave it out", field="messages")
+        return text, add_special
+
+
+def _completion(message: Mapping[str, object]) -> str:
+    prompt = message.get("prompt")
+    if not isinstance(prompt, str):
+        raise BadArgument("a completion needs a prompt", field="prompt")
+    _check_size(len(prompt.encode("utf-8", "replace")))
+    return prompt
+
+
+def _messages(message: Mapping[str, object]) -> Sequence[Mapping[str, str]]:
+    if message.get("kind") != "chat":
+        raise BadArgument("kind must be chat or completion", field="kind")
+    messages = message.get("messages")
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise BadArgument(f"a chat needs 1 to {MAX_MESSAGES} messages", field="messages")
+    size = 0
+    for each in messages:
+        if not isinstance(each, Mapping) or set(each) != {"role", "content"}:
+            raise BadArgument("a message has role and content", field="messages")
+        if not all(isinstance(value, str) for value in each.values()):
+            raise BadArgument("role and content must be strings", field="messages")
+        size += sum(len(value.encode("utf-8", "replace")) for value in each.values())
+    _check_size(size)
+    return messages
 
 
 def job_slot(job: Job) -> Slot:

@@ -17,6 +17,8 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -221,6 +223,7 @@ class Runtime:
         self._make_context()
         self._make_batch()
         self.chat = self._make_chat()
+        self._control_tokens = self._find_control_tokens()
         if self.device is not None:
             self.measure_overhead()
             self.profile = self._probe(self.device)
@@ -326,6 +329,17 @@ class Runtime:
             logger.warning("no chat with this model: %s", error)
             return None
 
+    def _find_control_tokens(self) -> re.Pattern[str]:
+        special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        texts = {
+            self._piece(token, special=True).decode("utf-8", "replace")
+            for token in range(self.n_vocab)
+            if llama_cpp.llama_vocab_get_attr(self._vocab, token) & special
+        }
+        # Longest first: one may begin with another.
+        ordered = sorted(texts - {""}, key=lambda text: (-len(text), text))
+        return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
     def _warm_up(self) -> None:
         """A model whose first decode fails should fail here, not in somebody's job. On a GPU also a prompt as long as
         one graph takes: drivers allocate workspaces at first use, and that must happen while the arena is still empty.
@@ -368,6 +382,31 @@ class Runtime:
             if n >= 0:
                 return list(tokens[:n])
             room = -n
+
+    def control_token(self, text: str) -> str | None:
+        """The first control token, such as ``<|im_end|>``, that is written out in ``text``."""
+        found = self._control_tokens.search(text)
+        return found and found[0]
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of :meth:`chat_text`. Control tokens written out in a message are read as the characters that they
+        are: whoever is quoted there cannot end the message and speak for another.
+
+        :raises Unsupported: the model has no usable chat template.
+        :raises BadArgument: the template refuses the messages.
+        """
+        cut = secrets.token_hex(16)
+
+        def apart(found: re.Match[str]) -> str:
+            return cut + cut.join(found[0]) + cut
+
+        text, add_special = self.chat_text(
+            [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages]
+        )
+        tokens: list[int] = []
+        for i, part in enumerate(text.split(cut)):
+            tokens += self.tokenize(part, add_special=add_special and i == 0, parse_special=True)
+        return tokens
 
     def chat_text(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
         """The prompt that the model's chat template makes of ``messages``, and whether BOS has still to be added.
