@@ -556,7 +556,7 @@ std::vector<ExpertGroup> Compiler::find_groups() {
     }
     for (int i = 0; i < g->n_nodes; i++) {
         ExpertGroup group;
-        if (g->nodes[i]->op == GGML_OP_MUL_MAT_ID && find_group(d, g, i, group)) {
+        if (find_group(d, g, i, group)) {
             i = group.node1 - 1;
             all.push_back(std::move(group));
         }

@@ -94,14 +94,19 @@ TEST(a_host_that_is_late_by_itself_does_not_stop_us) {
     CHECK(o.steps > 80); // more than one a frame
 }
 
-TEST(compute_first_does_not_wait) {
-    FramePacer pacer;
-    pacer.set_mode(Mode::compute);
+Frame first_frame() {
     Frame f;
     f.number = 1;
     f.start = kMs;
     f.target = kPeriod;
     f.gpu_busy = 12 * kMs;
+    return f;
+}
+
+TEST(compute_first_does_not_wait) {
+    FramePacer pacer;
+    pacer.set_mode(Mode::compute);
+    Frame f = first_frame();
     pacer.see(f, 2 * kMs);
     CHECK(pacer.start_at(2 * kMs) <= 2 * kMs);
     CHECK(!pacer.figures().pacing);
@@ -111,11 +116,7 @@ TEST(compute_first_does_not_wait) {
 TEST(an_idle_or_silent_host_is_not_waited_for) {
     FramePacer pacer;
     pacer.set_mode(Mode::graphics);
-    Frame f;
-    f.number = 1;
-    f.start = kMs;
-    f.target = kPeriod;
-    f.gpu_busy = 12 * kMs;
+    Frame f = first_frame();
     pacer.see(f, 2 * kMs);
     CHECK(pacer.start_at(2 * kMs) > 2 * kMs);
     CHECK(pacer.start_at(1000 * kMs) <= 1000 * kMs);
