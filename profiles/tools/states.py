@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 from typing import Any
 
 import trio
@@ -41,6 +42,8 @@ async def turn(client: frameshard.Client, state: str, budget_mb: float, args: ar
             figures["next_token_s"] = trio.current_time() - asked
         await stream.completed()
         figures["text"] = stream.text
+    seconds = {name: round(value, 3) for name, value in figures.items() if name != "text" and name != "state"}
+    print(state, seconds, file=sys.stderr, flush=True)
     return figures
 
 
