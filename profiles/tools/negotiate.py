@@ -5,6 +5,11 @@
 200 changes of 256 MiB to 2 GiB while an answer is written and 50 in the middle of reading a prompt of 8,192 tokens, in
 stream-only mode: the text must be the one of an undisturbed run. On a machine with NVML the use of the card is sampled
 all along; no sample may lie above the budget once the deadline of 50 ms has passed. Needs a card that nobody else uses.
+
+    python profiles/tools/negotiate.py MODEL.gguf --mmproj MMPROJ.gguf --image 1920x1080 --decode 0 --prefill 0
+
+50 shrinks in the middle of looking at pictures, each of them a new one: whoever is in an encode begins it again within
+the new budget. A shrink counts only if it was asked for before the encode ended.
 """
 
 from __future__ import annotations
@@ -80,6 +85,7 @@ class Run:
         self.client, self.args, self.bounds = client, args, bounds
         self.random = random.Random(args.seed)
         self.changes: list[Change] = []
+        self.looks: list[tuple[float, float]] = []
         self.wrong_texts = 0
         self.texts = 0
 
@@ -106,6 +112,38 @@ class Run:
     def check(self, text: str, expected: str) -> None:
         self.texts += 1
         self.wrong_texts += text != expected
+
+    async def look(self, heard: trio.Event | None = None) -> None:
+        """Has the model look at a new picture. Keeps in `looks` from when, as near as a client knows, until when it was
+        encoded; sets `heard` at the beginning."""
+        width, height = map(int, self.args.image.split("x"))
+        picture = frameshard.Pixels(self.random.randbytes(3 * width * height), width, height)
+        sampling = frameshard.Sampling(max_tokens=1, temperature=0.0)
+        stream = self.client.complete("What is this?", images=[picture], sampling=sampling)
+        progress: list[float] = []  # the first is of the encode's end
+        stream.on_progress = lambda _: progress.append(time.monotonic())
+        async with stream:
+            start = time.monotonic()
+            if heard is not None:
+                heard.set()
+            await stream.completed()
+        self.looks.append((start, progress[0]))
+
+    async def looking(self) -> None:
+        for _ in range(3):
+            await self.look()
+        usual = sorted(end - start for start, end in self.looks)[1]
+        print(f"a picture of {self.args.image}: {usual:.2f} s to its encoding, undisturbed", file=sys.stderr)
+        for _ in range(self.args.encode):
+            async with trio.open_nursery() as nursery:
+                heard = trio.Event()
+                nursery.start_soon(self.look, heard)
+                await heard.wait()
+                await trio.sleep(usual * self.random.uniform(0.2, 0.8))
+                await self.set(self.shrunk(), "encode", True)
+            if self.changes[-1].at > self.looks[-1][1]:
+                self.changes[-1].phase = "after an encode"
+            await self.set(self.bounds.full_bytes, "encode", False)
 
     async def decoding(self) -> None:
         prompt = "Once upon a time"
@@ -175,6 +213,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     async with frameshard.launch(
         args.model,
         device=args.device,
+        mmproj=args.mmproj,
         n_ctx=args.prompt + 2048,
         n_parallel=1,
         n_ubatch=args.ubatch,
@@ -190,13 +229,17 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
         )
         run = Run(client, args, bounds)
         await run.set(bounds.full_bytes, "start", False)
-        await run.decoding()
-        await run.reading()
+        if args.decode:
+            await run.decoding()
+        if args.prefill:
+            await run.reading()
+        if args.mmproj:
+            await run.looking()
         stats = (await client.stats()).engine or {}
         model = await client.model_info()
     card.stop()
     rows = {}
-    for phase in ("decode", "prefill"):
+    for phase in ("decode", "prefill", "encode", "after an encode"):
         for shrink, word in ((True, "shrink"), (False, "grow")):
             of = [change for change in run.changes if change.phase == phase and change.shrink is shrink]
             for value in ("released_s", "round_trip_s", "observed_s"):
@@ -227,6 +270,9 @@ if __name__ == "__main__":
     parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
     parser.add_argument("--decode", type=int, default=200, help="changes while an answer is written (200)")
     parser.add_argument("--prefill", type=int, default=50, help="shrinks in mid-prompt (50)")
+    parser.add_argument("--mmproj", help="what reads images for this model")
+    parser.add_argument("--image", default="1920x1080", help="size of the pictures (1920x1080)")
+    parser.add_argument("--encode", type=int, default=50, help="with --mmproj: shrinks in mid-encode (50)")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens (8192)")
     parser.add_argument("--tokens", type=int, default=600, help="of each answer (600)")
     parser.add_argument("--ubatch", type=int, default=2048)

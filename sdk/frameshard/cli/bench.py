@@ -61,7 +61,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="draw what copies, GPU and CPU do in one token and one ubatch at the first budget (.svg, .png, .pdf)",
     )
     parser.add_argument(
-        "--image", metavar="WxH", help="an image of that size instead of a prompt of text; --vs is llama-mtmd-cli then"
+        "--image",
+        metavar="WxH,...",
+        help="images of these sizes instead of a prompt of text; --vs is llama-mtmd-cli then",
     )
     parser.add_argument("--mmproj", metavar="PATH|NAME", help="what reads images for this model")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.image:
         from . import bench_images
 
-        args.image = bench_images.parse_size(args.image)
+        args.image = bench_images.parse_sizes(args.image)
         return bench_images.run(args)
     device = resolve_device(args.device)
     if device == "cpu" and (args.vs or args.timeline):

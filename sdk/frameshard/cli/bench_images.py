@@ -1,7 +1,8 @@
 """``frameshard bench --image``: how long a model takes to look at a picture and answer, at several budgets.
 
-Each run sees a picture that it has not seen before. ``--vs`` runs upstream's ``llama-mtmd-cli`` in turn, with the
-vision tower on the CPU and as many layers on the GPU as fit, or with everything on the GPU where the budget holds it.
+Each run sees a picture that it has not seen before. ``--vs`` runs upstream's ``llama-mtmd-cli`` in turn: the vision
+tower is on the GPU where the budget holds it and as much again for its activations, else on the CPU, and of the model's
+layers as many are on the GPU as fit into the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CONTEXT = 5120
 
 @dataclass
 class _Row:
+    image: tuple[int, int]
     budget: int | None
     encode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
@@ -46,14 +48,17 @@ class _Row:
     placement: list[str] = field(default_factory=list)
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Width and height of ``"1920x1080"``; :class:`BadArgument` for anything else."""
+def parse_sizes(text: str) -> list[tuple[int, int]]:
+    """Widths and heights of ``"1920x1080,1280x720"``; :class:`BadArgument` for anything else."""
     from frameshard.errors import BadArgument
 
-    match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
-    if match is None:
-        raise BadArgument(f"{text!r} is not the size of an image, such as 1920x1080")
-    return int(match[1]), int(match[2])
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", part)
+        if match is None:
+            raise BadArgument(f"{part!r} is not the size of an image, such as 1920x1080")
+        sizes.append((int(match[1]), int(match[2])))
+    return sizes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
         mode="stream_only" if args.stream_only else "planned",
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
-    result |= {"image": list(args.image), "generate": args.generate, "ubatch": args.ubatch, "repeat": args.repeat}
+    result |= {"generate": args.generate, "ubatch": args.ubatch, "repeat": args.repeat}
     seeds = iter(range(10**6))
     with Runtime.load(config) as runtime:
         vision = Vision(runtime, config.mmproj)
-        rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
+        rows = [_Row(image, budget) for image in args.image for budget in _budgets(args.vram_budget, runtime)]
         for _ in range(args.repeat):
             for row in rows:
                 if row.error is None:
@@ -121,7 +126,7 @@ def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], 
         while runtime.fill():
             pass
         device.reset_peak()
-    image = noise(next(seeds), *args.image)
+    image = noise(next(seeds), *row.image)
     runtime.clear(0)
     with Sampler(runtime.observer) as nvml:
         start = time.perf_counter()
@@ -169,22 +174,25 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
     tower = os.path.getsize(mmproj)
     if emulated:
         row.placement = ["-ngl", "0", "--no-mmproj-offload", "-dev", "none"]
-    elif row.budget >= runtime.model_info.file_bytes + 2 * tower:
-        row.placement = ["-ngl", "999"]
+    elif row.budget >= 2 * tower:
+        row.placement = upstream.placement(runtime.model_info, row.budget - 2 * tower)
     else:
         row.placement = [*upstream.placement(runtime.model_info, row.budget), "--no-mmproj-offload"]
     runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60.0)
-    image = noise(next(seeds), *args.image)
+    image = noise(next(seeds), *row.image)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "image.ppm"
         file.write_bytes(f"P6 {image.width} {image.height} 255\n".encode() + image.pixels)
         command = [args.vs, "-m", runtime.config.model, "--mmproj", mmproj, "--image", str(file), "-p", PROMPT.strip()]
         command += ["-n", str(args.generate), "-c", str(runtime.n_ctx), "-t", str(args.vs_threads or args.threads)]
         command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
+        command += ["-lv", "4", *upstream.BATCH]  # its times are not told otherwise
         observer = None if emulated else Observer()
         log = Path(scratch) / "log"
         with open(log, "wb") as out:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=upstream.environment()
+            )
             if observer is not None:
                 observer.pid = process.pid
             with Sampler(observer) as nvml:
@@ -200,7 +208,8 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
 
 
 def _document(row: _Row) -> dict[str, Any]:
-    document: dict[str, Any] = {"budget_mb": None if row.budget is None else round(row.budget / MIB, 3)}
+    document: dict[str, Any] = {"image": "x".join(map(str, row.image))}
+    document["budget_mb"] = None if row.budget is None else round(row.budget / MIB, 3)
     if row.error is not None:
         document["error"] = row.error
     else:
@@ -226,9 +235,9 @@ def _document(row: _Row) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    width, height = result["image"]
-    print(f"{result['model']} on {result['device']}: an image of {width} x {height}, {result['generate']} tokens\n")
+    print(f"{result['model']} on {result['device']}: one image, {result['generate']} tokens of answer\n")
     heads = [
+        "    image",
         "budget MiB",
         "encode s",
         "prefill s",
@@ -240,9 +249,9 @@ def _print(result: dict[str, Any]) -> None:
         "peak MiB",
     ]
     vs = any("upstream" in row for row in result["rows"])
-    print("  ".join(heads if vs else heads[:6]))
+    print("  ".join(heads if vs else heads[:7]))
     for row in result["rows"]:
-        cells = ["-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f}"]
+        cells = [row["image"], "-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f}"]
         if "error" in row:
             cells.append(row["error"])
         else:

@@ -24,7 +24,9 @@ from .vram import Sampler
 if TYPE_CHECKING:
     from frameshard.engine.nvml import Observer
 
-_BATCH = 2048  # -b and -ub: the size at which upstream reads prompts fastest
+BATCH = ["-b", "2048", "-ub", "2048"]
+"""The size at which upstream reads prompts fastest."""
+
 _OURS = ("GGML_CUDA_DISABLE_GRAPHS", "GGML_NO_BACKTRACE")  # set for our own process, see frameshard.engine
 
 
@@ -35,6 +37,11 @@ class Measured:
     ttft_s: float
     decode_tps: float
     nvml_peak: int | None
+
+
+def environment() -> dict[str, str]:
+    """Ours, without what is set for our own process."""
+    return {key: value for key, value in os.environ.items() if key not in _OURS}
 
 
 def placement(model: Model, budget_bytes: int) -> list[str]:
@@ -86,13 +93,12 @@ def measure(
     """
     # Each sequence has cells of its own, in blocks of 256.
     context = -(-(prompt + generate) // 256) * 256 * parallel
-    command = [binary, "-m", str(model.path), "-c", str(context), "-b", str(_BATCH), "-ub", str(_BATCH), "-fa", "on"]
+    command = [binary, "-m", str(model.path), "-c", str(context), *BATCH, "-fa", "on"]
     command += ["-t", str(threads), "-npp", str(prompt), "-ntg", f"1,{generate}", "-npl", str(parallel)]
     command += ["--output-format", "jsonl", *where]
-    environment = {key: value for key, value in os.environ.items() if key not in _OURS}
     with tempfile.TemporaryFile("w+") as log:
         try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
         except OSError as error:
             raise FrameshardError(f"cannot run {binary}: {error.strerror}") from error
         if observer is not None:
