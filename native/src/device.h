@@ -33,6 +33,8 @@ namespace fsd {
 
 // Weights up to this size (norms, biases, router scales) are always resident: they cost little and would cut the graph.
 constexpr size_t kCoreBytes = 64 * 1024;
+// Kernels read quantised rows in runs of so many weights (MATRIX_ROW_PADDING of ggml-cuda).
+constexpr int64_t kRowRun = 512;
 // Results of matrices in row pieces pass through scratch of this size, some tokens at a time.
 constexpr size_t kScratchBytes = 2 * 1024 * 1024;
 
@@ -79,10 +81,14 @@ struct Tier {
     std::vector<uint8_t> placement; // by shard
 };
 
+// Of a layer, one value for each expert.
+using Experts = std::vector<bool>;
+
 // One streamed step: the pieces that pass through the ring together.
 struct RingEntry {
     std::vector<int> pieces;
-    bool operator==(const RingEntry &o) const { return pieces == o.pieces; }
+    bool experts = false; // one tensor of experts, of which only those in use are copied
+    bool operator==(const RingEntry &o) const { return pieces == o.pieces && experts == o.experts; }
 };
 
 struct Ring {
@@ -93,6 +99,7 @@ struct Ring {
     std::vector<RingSlot> slots;
     size_t entry_capacity = 0;                     // what the slots are laid out in
     std::vector<ggml_backend_event_t> ready, done; // by entry
+    std::vector<Experts> held;                     // by entry of experts: those in its latest copy
     uint64_t next_copy = 0, next_use = 0;          // endless sequence numbers; index = n % entries.size()
 };
 
@@ -135,14 +142,16 @@ struct Device {
     std::vector<Slab> slabs; // the resident prefix
     Ring ring;
     size_t wanted_ring = 0;
+    InnerBuffer staging; // pinned host memory that what is read from the inner device passes through
     InnerBuffer scratch;
     char *scratch_base = nullptr;
     size_t scratch_size = 0;
     std::vector<Tier> tiers;
-    ExpertCache experts;                          // in the ring, while graphs of few tokens run
-    ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
-    double expert_stream_share = 0;               // of missing experts that the plan computes on the CPU otherwise
-    uint64_t residency_generation = 1;            // changes when compiled programs are no longer right
+    ExpertCache experts;                                // in the ring, while graphs of few tokens run
+    ggml_backend_event_t experts_ready = nullptr;       // recorded on the copy stream after the last expert copied
+    std::unordered_map<uint32_t, Experts> used_experts; // by shard: what the latest graph chose of streamed tensors
+    double expert_stream_share = 0;    // of missing experts that the plan computes on the CPU otherwise
+    uint64_t residency_generation = 1; // changes when compiled programs are no longer right
     std::vector<std::unique_ptr<Program>> programs;
     bool compute_pending = false;
     std::unique_ptr<Trace> trace; // while a time line is recorded
@@ -182,6 +191,7 @@ struct Device {
     void update_floor();
     void update_placements();
     void synchronize();
+    char *staged(size_t bytes); // overwritten by the next call; null where the inner device pins none
     bool piece_resident(int piece) const {
         const int s = pieces[piece].slab;
         return s < (int)slabs.size() && slabs[s].ready;
@@ -199,6 +209,8 @@ struct Device {
     void reset_ring();
     void lay_out_experts(const ExpertArena &arena);
     void pump_copies();
+    void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
+    uint64_t copy_experts(size_t entry, const Experts &wanted);
     bool before_step(const Segment *next, bool &timed); // false: the graph is to be aborted
     const Tier *tier_for(int64_t n_tokens) const;
 

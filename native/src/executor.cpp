@@ -91,6 +91,7 @@ class Compiler {
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
     void lower_cpu_steps(int step, int node0, int node1);
+    const ggml_tensor *choice_of(const ggml_tensor *node) const;
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
     void add_group_nodes(ExpertGroup &group);
@@ -404,6 +405,15 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
     group.result = shadow(group.products.back());
 }
 
+// The choice of experts of a product with a tensor of them, if the host can read it; else null.
+const ggml_tensor *Compiler::choice_of(const ggml_tensor *node) const {
+    if (node->op != GGML_OP_MUL_MAT_ID || node->src[0]->ne[3] != 1 || node->src[2]->nb[0] != sizeof(int32_t)) {
+        return nullptr;
+    }
+    const Buffer *b = buffer_of(root_of(node->src[2]));
+    return b && !b->weights ? node->src[2] : nullptr;
+}
+
 void Compiler::add_gpu(int step, int node0, int node1) {
     const Step &s = steps[step];
     bool work = s.row_piece;
@@ -440,7 +450,8 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     seg.node1 = node1;
     if (!streamed.empty()) {
         seg.entry = (int)p.entries.size();
-        p.entries.push_back({streamed});
+        seg.chosen = choice_of(g->nodes[node0]);
+        p.entries.push_back({streamed, seg.chosen != nullptr});
         p.entry_bytes.push_back(bytes);
     }
 }
@@ -755,6 +766,7 @@ void Device::reset_ring() {
     ring.ready.clear();
     ring.done.clear();
     ring.entries.clear();
+    ring.held.clear();
     ring.slots.clear();
     ring.next_copy = ring.next_use = 0;
 }
@@ -774,13 +786,48 @@ void Device::lay_out_experts(const ExpertArena &arena) {
     ggml_backend_tensor_memset(&all, 0, 0, bytes);
 }
 
+// Copies a range of a piece that lies at `at` in the ring; with its last byte goes what pads it.
+void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
+    static const char zeros[65536] = {};
+    const char *host = weights[p.tensor].host + p.host_offset;
+    ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + at, p.padded);
+    for (size_t i = from; i < to; i += chunk_bytes) {
+        ggml_backend_tensor_set_async(copy, &dst, host + i, i, std::min(chunk_bytes, to - i));
+    }
+    for (size_t i = to; to == p.bytes && i < p.padded; i += sizeof(zeros)) {
+        ggml_backend_tensor_set_async(copy, &dst, zeros, i, std::min(sizeof(zeros), p.padded - i));
+    }
+}
+
+// Copies those experts that the entry's place in the ring lacks; returns the bytes. Kernels read past the end of a row,
+// so the first weights of the expert behind come along.
+uint64_t Device::copy_experts(size_t entry, const Experts &wanted) {
+    const Piece &p = pieces[ring.entries[entry].pieces[0]];
+    const ggml_tensor &shape = weights[p.tensor].shape;
+    Experts &held = ring.held[entry];
+    held.resize(shape.ne[2]);
+    const auto lacks = [&](size_t i) { return i < wanted.size() && wanted[i] && !held[i]; };
+    uint64_t bytes = 0;
+    for (size_t first = 0, end = 0; first < held.size(); first = std::max(end, first + 1)) {
+        for (end = first; end < held.size() && lacks(end); end++) {
+            held[end] = true;
+        }
+        if (end > first) {
+            const size_t from = first * shape.nb[2];
+            const size_t to = std::min(end * shape.nb[2] + ggml_row_size(shape.type, kRowRun), p.bytes);
+            copy_piece(p, ring.slots[entry].offset, from, to);
+            bytes += to - from;
+        }
+    }
+    return bytes;
+}
+
 // Starts every copy whose place in the ring is free or will be once queued work is done; never waits.
 void Device::pump_copies() {
     const size_t n = ring.entries.size();
     if (n == 0) {
         return;
     }
-    static const char zeros[65536] = {};
     while (ring.next_copy < ring.next_use + n) {
         const size_t i = ring.next_copy % n;
         const size_t back = ring.slots[i].reuse_distance;
@@ -796,18 +843,16 @@ void Device::pump_copies() {
         }
         size_t at = ring.slots[i].offset;
         uint64_t bytes = 0;
-        for (int k : ring.entries[i].pieces) {
-            const Piece &p = pieces[k];
-            const char *host = weights[p.tensor].host + p.host_offset;
-            ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + at, p.padded);
-            for (size_t from = 0; from < p.bytes; from += chunk_bytes) {
-                ggml_backend_tensor_set_async(copy, &dst, host + from, from, std::min(chunk_bytes, p.bytes - from));
+        if (ring.entries[i].experts) {
+            ring.held[i].clear();
+            // What the router chooses is not known yet; what it chose of that layer last is a good guess.
+            bytes = copy_experts(i, used_experts[pieces[ring.entries[i].pieces[0]].shard]);
+        } else {
+            for (int k : ring.entries[i].pieces) {
+                copy_piece(pieces[k], at, 0, pieces[k].bytes);
+                at += pieces[k].padded;
+                bytes += pieces[k].bytes;
             }
-            for (size_t from = p.bytes; from < p.padded; from += sizeof(zeros)) {
-                ggml_backend_tensor_set_async(copy, &dst, zeros, from, std::min(sizeof(zeros), p.padded - from));
-            }
-            at += p.padded;
-            bytes += p.bytes;
         }
         if (trace) {
             trace->end(FSD_LANE_COPY, copy, bytes);
@@ -827,6 +872,7 @@ namespace {
 struct Runner {
     Device &d;
     ggml_cgraph *graph;
+    const ggml_tensor *known_choice = nullptr; // of experts, which all products of a layer share
     ggml_backend_event_t ahead[kRunAhead] = {};
     uint64_t queued = 0;
 
@@ -842,6 +888,7 @@ struct Runner {
     Program *program(int first_node, int first_piece, const Tier *tier, std::string &why);
     ggml_status gpu(Program &p, const Segment &s);
     ggml_status cpu(const Segment &s);
+    void bring_experts(const Segment &s);
 };
 
 Program *Runner::program(int first_node, int first_piece, const Tier *tier, std::string &why) {
@@ -882,6 +929,22 @@ Program *Runner::program(int first_node, int first_piece, const Tier *tier, std:
     return d.programs.back().get();
 }
 
+// Once the router has chosen, copies what was not guessed.
+void Runner::bring_experts(const Segment &s) {
+    Experts &used = d.used_experts[d.pieces[d.ring.entries[s.entry].pieces[0]].shard];
+    if (s.chosen != known_choice) {
+        used = experts_in(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]);
+        known_choice = s.chosen;
+    }
+    d.pump_copies();
+    const uint64_t bytes = d.copy_experts(s.entry, used);
+    if (bytes > 0) {
+        ggml_backend_event_record(d.ring.ready[s.entry], d.copy);
+        std::lock_guard<std::mutex> lock(d.state_mutex);
+        d.counters.copied_bytes += bytes;
+    }
+}
+
 ggml_status Runner::gpu(Program &p, const Segment &s) {
     ggml_cgraph view = *p.shadow;
     view.nodes += s.shadow0;
@@ -891,6 +954,9 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     view.uid = s.uid;
     if (s.group >= 0) {
         return run_experts(d, p.groups[s.group], graph, view);
+    }
+    if (s.chosen) {
+        bring_experts(s);
     }
     if (s.entry >= 0) {
         ggml_backend_event_wait(d.compute, d.ring.ready[s.entry]);
@@ -1019,6 +1085,7 @@ ggml_status Device::run(ggml_cgraph *graph) {
                     ring.ready.push_back(ggml_backend_event_new(inner));
                     ring.done.push_back(ggml_backend_event_new(inner));
                 }
+                ring.held.assign(ring.entries.size(), {});
             }
             if (!p->groups.empty()) {
                 lay_out_experts(p->arena);

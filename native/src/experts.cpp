@@ -126,11 +126,21 @@ struct Row {
     int expert;
 };
 
-void read_inner(const ggml_tensor *t, std::vector<char> &bytes) {
+void read_inner(Device &d, const ggml_tensor *t, std::vector<char> &bytes) {
     Buffer *b = buffer_of(root_of(t));
     bytes.resize(ggml_nbytes(t));
     ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)t->data - b->base), bytes.size());
-    ggml_backend_tensor_get(&raw, bytes.data(), 0, bytes.size());
+    char *pinned = d.staged(bytes.size());
+    ggml_backend_tensor_get(&raw, pinned ? pinned : bytes.data(), 0, bytes.size());
+    if (pinned) {
+        memcpy(bytes.data(), pinned, bytes.size());
+    }
+}
+
+int32_t expert_at(const std::vector<char> &ids, const ggml_tensor *t, int64_t j, int64_t token) {
+    int32_t expert;
+    memcpy(&expert, ids.data() + j * t->nb[0] + token * t->nb[1], sizeof(expert));
+    return expert;
 }
 
 // Computes rows on the CPU, by the graph's own operations on tensors of one row an expert; results follow each other in
@@ -195,6 +205,22 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
 
 } // namespace
 
+Experts experts_in(Device &d, const ggml_tensor *chosen, int64_t n_experts) {
+    d.synchronize();
+    std::vector<char> ids;
+    read_inner(d, chosen, ids);
+    Experts used(n_experts);
+    for (int64_t t = 0; t < chosen->ne[1]; t++) {
+        for (int64_t j = 0; j < chosen->ne[0]; j++) {
+            const int32_t expert = expert_at(ids, chosen, j, t);
+            if (expert >= 0 && expert < n_experts) {
+                used[expert] = true;
+            }
+        }
+    }
+    return used;
+}
+
 static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slot) {
     const ExpertArena &arena = d.experts.arena();
     if (d.trace) {
@@ -224,13 +250,12 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     const int64_t k = group.ids->ne[0];
     const int weight = d.weight_at.at(group.weight(0)->data);
     std::vector<char> ids, input;
-    read_inner(group.ids, ids);
+    read_inner(d, group.ids, ids);
     std::vector<Row> rows;
     std::vector<int> wanted; // without repetition, in order of appearance
     for (int64_t t = 0; t < group.ids->ne[1]; t++) {
         for (int64_t j = 0; j < k; j++) {
-            int32_t expert;
-            memcpy(&expert, ids.data() + j * group.ids->nb[0] + t * group.ids->nb[1], sizeof(expert));
+            const int32_t expert = expert_at(ids, group.ids, j, t);
             rows.push_back({j, t, expert});
             if (std::find(wanted.begin(), wanted.end(), expert) == wanted.end()) {
                 wanted.push_back(expert);
@@ -272,7 +297,7 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
         }
     }
     if (!on_cpu.empty()) {
-        read_inner(group.input, input);
+        read_inner(d, group.input, input);
     }
     ggml_status status = GGML_STATUS_SUCCESS;
     d.compute_pending = true;

@@ -35,6 +35,9 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
 // The largest arena from `offset` on in a ring of that capacity. All groups share the slots.
 ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t offset, size_t capacity);
 
+// The experts that a graph on the inner device has chosen; waits for the choice.
+Experts experts_in(Device &d, const ggml_tensor *chosen, int64_t n_experts);
+
 // Runs a group whose inner-device part is `view`.
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view);
 

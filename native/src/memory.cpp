@@ -76,6 +76,14 @@ void Device::synchronize() {
     }
 }
 
+char *Device::staged(size_t bytes) {
+    if (!staging || ggml_backend_buffer_get_size(staging.get()) < bytes) {
+        ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(inner);
+        staging.reset(host ? ggml_backend_buft_alloc_buffer(host, bytes) : nullptr);
+    }
+    return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : nullptr;
+}
+
 // Gives up residency from the ladder's tail, then the ring's surplus, until `bytes` more fit the budget.
 bool Device::make_room(size_t bytes) {
     const uint64_t limit = budget.load();
