@@ -81,14 +81,13 @@ struct Tier {
     std::vector<uint8_t> placement; // by shard
 };
 
-// Of a layer, one value for each expert.
-using Experts = std::vector<bool>;
-
 // One streamed step: the pieces that pass through the ring together.
 struct RingEntry {
     std::vector<int> pieces;
-    bool experts = false; // one tensor of experts, of which only those in use are copied
-    bool operator==(const RingEntry &o) const { return pieces == o.pieces && experts == o.experts; }
+    // One tensor of experts, of which only those in use are copied: whose (the index of the layer's first such weight),
+    // and which of the layer's products it is for.
+    int layer = -1, product = 0;
+    bool operator==(const RingEntry &o) const { return pieces == o.pieces && layer == o.layer && product == o.product; }
 };
 
 struct Ring {
@@ -99,7 +98,7 @@ struct Ring {
     std::vector<RingSlot> slots;
     size_t entry_capacity = 0;                     // what the slots are laid out in
     std::vector<ggml_backend_event_t> ready, done; // by entry
-    std::vector<Experts> held;                     // by entry of experts: those in its latest copy
+    std::vector<std::vector<bool>> held;           // by entry of experts: those in its latest copy
     uint64_t next_copy = 0, next_use = 0;          // endless sequence numbers; index = n % entries.size()
 };
 
@@ -147,9 +146,9 @@ struct Device {
     char *scratch_base = nullptr;
     size_t scratch_size = 0;
     std::vector<Tier> tiers;
-    ExpertCache experts;                                // in the ring, while graphs of few tokens run
-    ggml_backend_event_t experts_ready = nullptr;       // recorded on the copy stream after the last expert copied
-    std::unordered_map<uint32_t, Experts> used_experts; // by shard: what the latest graph chose of streamed tensors
+    ExpertCache experts;                          // in the ring, behind what is streamed
+    ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
+    std::unordered_map<int, std::vector<uint32_t>> chosen_experts; // by layer: how often, in the latest such graph
     double expert_stream_share = 0;    // of missing experts that the plan computes on the CPU otherwise
     uint64_t residency_generation = 1; // changes when compiled programs are no longer right
     std::vector<std::unique_ptr<Program>> programs;
@@ -207,10 +206,9 @@ struct Device {
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
     void reset_ring();
-    void lay_out_experts(const ExpertArena &arena);
     void pump_copies();
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
-    uint64_t copy_experts(size_t entry, const Experts &wanted);
+    uint64_t copy_experts(size_t entry);
     bool before_step(const Segment *next, bool &timed); // false: the graph is to be aborted
     const Tier *tier_for(int64_t n_tokens) const;
 

@@ -78,8 +78,8 @@ class Compiler {
     void survey();
     void cut();
     void lay_segments();
-    std::vector<ExpertGroup> find_groups();
-    bool place_experts(const std::vector<ExpertGroup> &all);
+    void find_groups();
+    bool place_experts();
     bool lower(std::string &why);
     std::vector<int> pieces_of(const ggml_tensor *node, bool &split, bool &odd_use) const;
     bool on_cpu(uint32_t shard) const {
@@ -91,7 +91,6 @@ class Compiler {
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
     void lower_cpu_steps(int step, int node0, int node1);
-    const ggml_tensor *choice_of(const ggml_tensor *node) const;
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
     void add_group_nodes(ExpertGroup &group);
@@ -107,6 +106,9 @@ class Compiler {
     std::unordered_map<const ggml_tensor *, int> node_at;
     std::unordered_map<const ggml_tensor *, bool> escapes; // root is read outside its step, or outside the graph
     std::unordered_map<const ggml_tensor *, ggml_tensor *> shadows;
+    std::vector<ExpertGroup> all_groups;
+    std::unordered_map<const ggml_tensor *, std::pair<size_t, size_t>>
+        product_of;                         // node -> group, which of its products
     std::unordered_map<int, char *> staged; // piece -> address in the ring, for the segment being lowered
     int64_t n_tokens = 1;
     size_t merged_bytes = 0;
@@ -386,7 +388,7 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
     std::fill(group.numbers->src, group.numbers->src + GGML_MAX_SRC, nullptr);
     group.numbers->nb[1] = group.numbers->nb[0] * group.ids->ne[0];
     group.numbers->nb[2] = group.numbers->nb[3] = group.numbers->nb[1] * group.ids->ne[1];
-    group.numbers->data = d.ring.base + p.arena.numbers();
+    group.numbers->data = d.ring.base + p.arena.end;
     group.numbers->buffer = d.ring.buffer.get();
     for (int i = group.node0; i < group.node1; i++) {
         add_shadow_node(g->nodes[i]);
@@ -395,23 +397,14 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
         ggml_tensor *product = shadow(group.products[i]);
         ggml_tensor *slots = twin(group.weight(i));
         slots->ne[2] = (int64_t)p.arena.n_slots;
-        slots->nb[2] = p.arena.strides[i];
+        slots->nb[2] = p.arena.stride;
         slots->nb[3] = slots->nb[2] * p.arena.n_slots;
-        slots->data = d.ring.base + p.arena.slots(i);
+        slots->data = d.ring.base + p.arena.begin() + p.arena.parts[i];
         slots->buffer = d.ring.buffer.get();
         product->src[0] = slots;
         product->src[2] = group.numbers;
     }
     group.result = shadow(group.products.back());
-}
-
-// The choice of experts of a product with a tensor of them, if the host can read it; else null.
-const ggml_tensor *Compiler::choice_of(const ggml_tensor *node) const {
-    if (node->op != GGML_OP_MUL_MAT_ID || node->src[0]->ne[3] != 1 || node->src[2]->nb[0] != sizeof(int32_t)) {
-        return nullptr;
-    }
-    const Buffer *b = buffer_of(root_of(node->src[2]));
-    return b && !b->weights ? node->src[2] : nullptr;
 }
 
 void Compiler::add_gpu(int step, int node0, int node1) {
@@ -450,8 +443,15 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     seg.node1 = node1;
     if (!streamed.empty()) {
         seg.entry = (int)p.entries.size();
-        seg.chosen = choice_of(g->nodes[node0]);
-        p.entries.push_back({streamed, seg.chosen != nullptr});
+        RingEntry entry = {streamed};
+        const auto product = product_of.find(g->nodes[node0]);
+        if (product != product_of.end()) {
+            const ExpertGroup &group = all_groups[product->second.first];
+            seg.chosen = group.ids;
+            entry.layer = group.layer(d);
+            entry.product = (int)product->second.second;
+        }
+        p.entries.push_back(std::move(entry));
         p.entry_bytes.push_back(bytes);
     }
 }
@@ -558,21 +558,20 @@ bool Compiler::on_host(const Step &s) const {
                                  [&](int piece) { return !d.piece_resident(piece) && on_cpu(d.pieces[piece].shard); });
 }
 
-// Groups of experts that are computed expert by expert: those of graphs with few tokens of which not all is resident.
-// All groups of the graph are returned.
-std::vector<ExpertGroup> Compiler::find_groups() {
-    std::vector<ExpertGroup> all;
-    if (n_tokens >= kPrefillTokens) {
-        return all;
-    }
+// The graph's groups of experts, and those that are computed expert by expert: of graphs with few tokens those of which
+// not all is resident.
+void Compiler::find_groups() {
     for (int i = 0; i < g->n_nodes; i++) {
         ExpertGroup group;
         if (find_group(d, g, i, group)) {
+            for (size_t k = 0; k < group.products.size(); k++) {
+                product_of[group.products[k]] = {all_groups.size(), k};
+            }
             i = group.node1 - 1;
-            all.push_back(std::move(group));
+            all_groups.push_back(std::move(group));
         }
     }
-    for (ExpertGroup &group : all) {
+    for (ExpertGroup &group : all_groups) {
         bool resident = true;
         uint32_t shard = 0;
         for (size_t i = 0; i < group.products.size(); i++) {
@@ -582,24 +581,25 @@ std::vector<ExpertGroup> Compiler::find_groups() {
         }
         group.streamed = !on_cpu(shard);
         // Inner devices may compute several tokens in ways that depend on how many experts there are.
-        if (!resident && group.node0 >= p.first_node && (!group.streamed || n_tokens == 1)) {
+        if (!resident && group.node0 >= p.first_node && n_tokens < kPrefillTokens &&
+            (!group.streamed || n_tokens == 1) && group.chosen() * sizeof(int32_t) <= ExpertArena::kNumbersBytes) {
             p.groups.push_back(group);
         }
     }
-    return all;
 }
 
 // All experts of the model share the slots, so that what is in them outlasts a change of residency. False when the ring
 // has no room for them beside what is streamed.
-bool Compiler::place_experts(const std::vector<ExpertGroup> &all) {
+bool Compiler::place_experts() {
     size_t needed = 0;
     for (const ExpertGroup &group : p.groups) {
         needed = std::max<size_t>(needed, group.streamed ? group.chosen() : 1);
     }
     const size_t largest = p.entry_bytes.empty() ? 0 : *std::max_element(p.entry_bytes.begin(), p.entry_bytes.end());
-    for (size_t entries : {2 * largest, largest}) {
-        p.arena = lay_arena(all, entries, d.ring.capacity);
-        p.entry_capacity = p.arena.offset;
+    // What streams whole through the ring may take turns in three places; experts that lie behind those stay.
+    for (size_t n : {3, 2, 1}) {
+        p.arena = lay_arena(all_groups, n * largest, d.ring.capacity);
+        p.entry_capacity = p.arena.n_slots > 0 ? p.arena.begin() : d.ring.capacity;
         if (p.arena.n_slots >= needed) {
             return true;
         }
@@ -651,17 +651,15 @@ void Compiler::lay_segments() {
 
 bool Compiler::lower(std::string &why) {
     // Segments first: the ring must be laid out before shadows can know their addresses.
-    const std::vector<ExpertGroup> all = find_groups();
+    find_groups();
     lay_segments();
-    if (!p.groups.empty() && !place_experts(all)) {
+    if (!place_experts()) {
         p.groups.clear(); // whole tensors of experts are streamed, or left to the CPU
         p.segments.clear();
         p.entries.clear();
         p.entry_bytes.clear();
         lay_segments();
-    }
-    if (p.groups.empty()) {
-        p.entry_capacity = d.ring.capacity;
+        place_experts();
     }
 
     // The ring's layout follows from the list of streamed steps.
@@ -771,21 +769,6 @@ void Device::reset_ring() {
     ring.next_copy = ring.next_use = 0;
 }
 
-// Slots that nothing has been copied to read as zeros: a device that reads past a row's end finds numbers there.
-void Device::lay_out_experts(const ExpertArena &arena) {
-    if (!experts.adopt(arena)) {
-        return;
-    }
-    if (!experts_ready) {
-        experts_ready = ggml_backend_event_new(inner);
-    }
-    ggml_backend_synchronize(copy);
-    synchronize();
-    const size_t bytes = ring.capacity - arena.offset;
-    ggml_tensor all = raw_tensor(ring.buffer.get(), ring.base + arena.offset, bytes);
-    ggml_backend_tensor_memset(&all, 0, 0, bytes);
-}
-
 // Copies a range of a piece that lies at `at` in the ring; with its last byte goes what pads it.
 void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
     static const char zeros[65536] = {};
@@ -799,24 +782,41 @@ void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
     }
 }
 
-// Copies those experts that the entry's place in the ring lacks; returns the bytes. Kernels read past the end of a row,
-// so the first weights of the expert behind come along.
-uint64_t Device::copy_experts(size_t entry, const Experts &wanted) {
-    const Piece &p = pieces[ring.entries[entry].pieces[0]];
+// Copies those experts that the layer's router chose last and that the entry's place in the ring lacks, cached ones within
+// the device; returns the bytes that came from the host. Kernels read past the end of a row, so the first weights of the
+// expert behind come along.
+uint64_t Device::copy_experts(size_t entry) {
+    const RingEntry &e = ring.entries[entry];
+    const Piece &p = pieces[e.pieces[0]];
     const ggml_tensor &shape = weights[p.tensor].shape;
-    Experts &held = ring.held[entry];
-    held.resize(shape.ne[2]);
-    const auto lacks = [&](size_t i) { return i < wanted.size() && wanted[i] && !held[i]; };
+    const size_t each = shape.nb[2], n = shape.ne[2], run = ggml_row_size(shape.type, kRowRun);
+    const std::vector<uint32_t> &chosen = chosen_experts[e.layer];
+    std::vector<bool> &held = ring.held[entry];
+    held.resize(n);
     uint64_t bytes = 0;
-    for (size_t first = 0, end = 0; first < held.size(); first = std::max(end, first + 1)) {
-        for (end = first; end < held.size() && lacks(end); end++) {
-            held[end] = true;
+    size_t from = n; // of a run of neighbours that come from the host
+    for (size_t i = 0; i <= n; i++) {
+        const bool lacks = i < chosen.size() && chosen[i] > 0 && !held[i];
+        const int slot = lacks ? experts.where(e.layer, (int)i) : -1;
+        if (from < i && !(lacks && slot < 0)) {
+            const size_t to = std::min(i * each + run, p.bytes);
+            copy_piece(p, ring.slots[entry].offset, from * each, to);
+            bytes += to - from * each;
+            from = n;
         }
-        if (end > first) {
-            const size_t from = first * shape.nb[2];
-            const size_t to = std::min(end * shape.nb[2] + ggml_row_size(shape.type, kRowRun), p.bytes);
-            copy_piece(p, ring.slots[entry].offset, from, to);
-            bytes += to - from;
+        if (!lacks) {
+            continue;
+        }
+        held[i] = true;
+        if (slot < 0) {
+            from = std::min(from, i);
+        } else {
+            // The last expert's padding is in its slot, too.
+            const size_t size = std::min(each + run, p.padded - i * each);
+            char *cached = ring.base + experts.arena().at(slot) + experts.arena().parts[e.product];
+            ggml_tensor src = raw_tensor(ring.buffer.get(), cached, size);
+            ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + ring.slots[entry].offset + i * each, size);
+            ggml_backend_tensor_copy_async(copy, copy, &src, &dst);
         }
     }
     return bytes;
@@ -843,10 +843,9 @@ void Device::pump_copies() {
         }
         size_t at = ring.slots[i].offset;
         uint64_t bytes = 0;
-        if (ring.entries[i].experts) {
+        if (ring.entries[i].layer >= 0) {
             ring.held[i].clear();
-            // What the router chooses is not known yet; what it chose of that layer last is a good guess.
-            bytes = copy_experts(i, used_experts[pieces[ring.entries[i].pieces[0]].shard]);
+            bytes = copy_experts(i); // a guess: the router may not have chosen yet
         } else {
             for (int k : ring.entries[i].pieces) {
                 copy_piece(pieces[k], at, 0, pieces[k].bytes);
@@ -931,18 +930,20 @@ Program *Runner::program(int first_node, int first_piece, const Tier *tier, std:
 
 // Once the router has chosen, copies what was not guessed.
 void Runner::bring_experts(const Segment &s) {
-    Experts &used = d.used_experts[d.pieces[d.ring.entries[s.entry].pieces[0]].shard];
+    const int layer = d.ring.entries[s.entry].layer;
     if (s.chosen != known_choice) {
-        used = experts_in(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]);
         known_choice = s.chosen;
+        std::vector<uint32_t> &chosen = d.chosen_experts[layer];
+        chosen = count_chosen(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]);
+        for (size_t i = 0; i < chosen.size(); i++) {
+            d.experts.count(layer, (int)i, chosen[i]);
+        }
     }
     d.pump_copies();
-    const uint64_t bytes = d.copy_experts(s.entry, used);
-    if (bytes > 0) {
-        ggml_backend_event_record(d.ring.ready[s.entry], d.copy);
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.counters.copied_bytes += bytes;
-    }
+    const uint64_t bytes = d.copy_experts(s.entry);
+    ggml_backend_event_record(d.ring.ready[s.entry], d.copy);
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.copied_bytes += bytes;
 }
 
 ggml_status Runner::gpu(Program &p, const Segment &s) {
@@ -1087,10 +1088,14 @@ ggml_status Device::run(ggml_cgraph *graph) {
                 }
                 ring.held.assign(ring.entries.size(), {});
             }
-            if (!p->groups.empty()) {
-                lay_out_experts(p->arena);
-            } else if (!p->entries.empty()) {
-                experts.clear(); // their slots are overwritten
+            const bool cached = !p->groups.empty();
+            if ((cached || !p->entries.empty()) && !(p->arena == experts.arena())) {
+                ggml_backend_synchronize(copy);
+                synchronize();
+                experts.adopt(p->arena);
+            }
+            if (cached && !experts_ready) {
+                experts_ready = ggml_backend_event_new(inner);
             }
             pump_copies();
         }

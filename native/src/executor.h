@@ -23,7 +23,7 @@ struct Segment {
     int shadow0 = 0, shadow1 = 0; // GPU: range of shadow nodes
     int entry = -1;               // index into the ring's entries, if streamed
     int group = -1;               // index into the program's groups of experts
-    const ggml_tensor *chosen = nullptr; // I32 [experts chosen, tokens], where the entry is a tensor of experts
+    const ggml_tensor *chosen = nullptr; // experts, where the entry is a tensor of them
     uint64_t uid = 0;
     uint64_t bytes = 0;        // of weights
     std::vector<Span> in, out; // CPU: activations to fetch before and to put back after

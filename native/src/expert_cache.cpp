@@ -1,40 +1,37 @@
 #include "expert_cache.h"
 
-#include <numeric>
+#include <algorithm>
 
 namespace fsd {
 
-static constexpr uint32_t kHeatWindow = 1 << 16; // uses after which all heats are halved
-static constexpr int kCandidates = 8;            // slots looked at for the one to evict
+static constexpr uint64_t kWindow = 1 << 16; // choices of a layer after which its counts are halved
+static constexpr double kPrior = 256;        // choices that a layer has to have made before its shares count in full
+static constexpr size_t kCandidates = 8;     // slots looked at for the one to evict
+static constexpr size_t kPassing = 32;       // slots for experts that are not worth evicting another
+static constexpr double kHotter = 1.25;      // an expert is, to take another's slot
 
-size_t ExpertArena::slots(size_t product) const {
-    return offset + kNumbersBytes +
-           n_slots * std::accumulate(strides.begin(), strides.begin() + (ptrdiff_t)product, (size_t)0);
-}
-
-bool ExpertCache::adopt(const ExpertArena &arena) {
-    if (arena == arena_) {
-        return false;
+void ExpertCache::adopt(const ExpertArena &arena) {
+    if (!arena.same_slots(arena_)) {
+        slots_.clear();
+        at_.clear();
     }
     arena_ = arena;
-    slots_.assign(arena.n_slots, {});
-    at_.clear();
-    filled_ = 0;
-    return true;
-}
-
-void ExpertCache::clear() { adopt({}); }
-
-int ExpertCache::find(int weight, int expert) {
-    const uint64_t k = key(weight, expert);
-    heat_[k]++;
-    if (++asked_ == kHeatWindow) {
-        asked_ = 0;
-        for (auto &[_, heat] : heat_) {
-            heat /= 2;
+    for (size_t i = arena.n_slots; i < slots_.size(); i++) {
+        at_.erase(slots_[i].key);
+    }
+    slots_.resize(arena.n_slots);
+    empty_.clear();
+    for (size_t i = n_kept(); i-- > 0;) {
+        if (slots_[i].key == 0) {
+            empty_.push_back(i);
         }
     }
-    const auto it = at_.find(k);
+}
+
+size_t ExpertCache::n_kept() const { return slots_.size() - std::min(kPassing, slots_.size() / 4); }
+
+int ExpertCache::find(uint32_t layer, int expert) {
+    const auto it = at_.find(key(layer, expert));
     if (it == at_.end()) {
         return -1;
     }
@@ -42,39 +39,89 @@ int ExpertCache::find(int weight, int expert) {
     return it->second;
 }
 
-uint32_t ExpertCache::heat_of(uint64_t key) const {
-    const auto it = heat_.find(key);
-    return it == heat_.end() ? 0 : it->second;
+int ExpertCache::where(uint32_t layer, int expert) const {
+    const auto it = at_.find(key(layer, expert));
+    return it == at_.end() ? -1 : it->second;
 }
 
-uint32_t ExpertCache::heat(int weight, int expert) const { return heat_of(key(weight, expert)); }
+int ExpertCache::place(size_t slot, uint64_t key) {
+    at_.erase(slots_[slot].key);
+    slots_[slot] = {key, use_};
+    at_[key] = (int)slot;
+    return (int)slot;
+}
 
-int ExpertCache::take(int weight, int expert) {
-    int victim = -1;
-    if (filled_ < slots_.size()) {
-        victim = (int)filled_++;
-    } else {
-        uint32_t coldest = UINT32_MAX;
-        const auto consider = [&](size_t i) {
-            if (slots_[i].used != use_ && (victim < 0 || heat_of(slots_[i].key) < coldest)) {
-                victim = (int)i;
-                coldest = heat_of(slots_[i].key);
-            }
-        };
-        for (int i = 0; i < kCandidates && !slots_.empty(); i++) {
-            consider(random_() % slots_.size());
-        }
-        for (size_t i = 0; i < slots_.size() && victim < 0; i++) {
-            consider(i);
-        }
-        if (victim < 0) {
-            return -1;
-        }
-        at_.erase(slots_[victim].key);
+int ExpertCache::take(uint32_t layer, int expert, bool must) {
+    const uint64_t k = key(layer, expert);
+    if (!empty_.empty()) {
+        const size_t slot = empty_.back();
+        empty_.pop_back();
+        return place(slot, k);
     }
-    slots_[victim] = {key(weight, expert), use_};
-    at_[slots_[victim].key] = victim;
-    return victim;
+    const size_t kept = n_kept();
+    int victim = -1;
+    double coldest = 0;
+    const auto consider = [&](size_t i) {
+        const double heat = heat_of(slots_[i].key);
+        if (slots_[i].used != use_ && (victim < 0 || heat < coldest)) {
+            victim = (int)i;
+            coldest = heat;
+        }
+    };
+    for (size_t i = 0; i < kCandidates && kept > 0; i++) {
+        consider(random_() % kept);
+    }
+    if (victim >= 0 && heat(layer, expert) > kHotter * coldest) {
+        return place((size_t)victim, k);
+    }
+    for (size_t i = 0; i < slots_.size() - kept; i++) {
+        const size_t slot = kept + next_passing_++ % (slots_.size() - kept);
+        if (slots_[slot].used != use_) {
+            return place(slot, k);
+        }
+    }
+    if (!must) {
+        return -1;
+    }
+    for (size_t i = 0; i < kept && victim < 0; i++) {
+        consider(i);
+    }
+    return victim < 0 ? -1 : place((size_t)victim, k);
+}
+
+void ExpertCache::count(uint32_t layer, int expert, uint32_t times) {
+    Layer &l = layers_[layer];
+    l.uses.resize(std::max(l.uses.size(), (size_t)expert + 1));
+    l.uses[(size_t)expert] += times;
+    l.total += times;
+    while (l.total >= kWindow) {
+        l.total = 0;
+        for (uint32_t &uses : l.uses) {
+            l.total += uses /= 2;
+        }
+    }
+}
+
+double ExpertCache::heat(uint32_t layer, int expert) const {
+    const auto it = layers_.find(layer);
+    if (it == layers_.end() || (size_t)expert >= it->second.uses.size()) {
+        return 0;
+    }
+    return it->second.uses[(size_t)expert] / ((double)it->second.total + kPrior);
+}
+
+const std::vector<uint32_t> &ExpertCache::uses(uint32_t layer) const {
+    static const std::vector<uint32_t> none;
+    const auto it = layers_.find(layer);
+    return it == layers_.end() ? none : it->second.uses;
+}
+
+void ExpertCache::set_uses(uint32_t layer, std::vector<uint32_t> uses) {
+    Layer &l = layers_[layer];
+    l = {};
+    for (size_t i = 0; i < uses.size(); i++) {
+        count(layer, (int)i, uses[i]);
+    }
 }
 
 } // namespace fsd

@@ -48,9 +48,9 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
         }
     }
     const int64_t k = group.ids->ne[0], n_tokens = group.ids->ne[1];
-    if (group.chosen() * sizeof(int32_t) > ExpertArena::kNumbersBytes || group.ids->nb[0] != sizeof(int32_t) ||
-        !buffer_of(root_of(group.ids)) || !buffer_of(root_of(group.input)) || group.input->type != GGML_TYPE_F32 ||
-        group.input->nb[0] != sizeof(float) || group.input->ne[2] != n_tokens || group.input->ne[3] != 1) {
+    if (group.ids->nb[0] != sizeof(int32_t) || !buffer_of(root_of(group.ids)) || !buffer_of(root_of(group.input)) ||
+        group.input->type != GGML_TYPE_F32 || group.input->nb[0] != sizeof(float) || group.input->ne[2] != n_tokens ||
+        group.input->ne[3] != 1) {
         return false;
     }
     const auto inside = [&](const ggml_tensor *t) {
@@ -94,26 +94,25 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
     return true;
 }
 
-ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t offset, size_t capacity) {
+ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, size_t capacity) {
     ExpertArena arena;
-    arena.offset = align_up(offset);
+    std::vector<size_t> sizes; // by product
+    size_t unit = kAlign;      // a slot is a whole number of blocks of each type that lies there
     for (const ExpertGroup &g : groups) {
-        arena.strides.resize(std::max(arena.strides.size(), g.products.size()), 0);
-    }
-    for (size_t p = 0; p < arena.strides.size(); p++) {
-        // A whole number of blocks of each type that lies there, and of the alignment that devices want.
-        size_t unit = kAlign;
-        for (const ExpertGroup &g : groups) {
-            if (p < g.products.size()) {
-                arena.strides[p] = std::max(arena.strides[p], (size_t)g.weight(p)->nb[2]);
-                unit = std::lcm(unit, ggml_type_size(g.weight(p)->type));
-            }
+        sizes.resize(std::max(sizes.size(), g.products.size()), 0);
+        for (size_t p = 0; p < g.products.size(); p++) {
+            const ggml_tensor *w = g.weight(p);
+            sizes[p] = std::max(sizes[p], align_up(w->nb[2] + ggml_row_size(w->type, kRowRun)));
+            unit = std::lcm(unit, ggml_type_size(w->type));
         }
-        arena.strides[p] = (arena.strides[p] + unit - 1) / unit * unit;
     }
-    const size_t bytes = std::accumulate(arena.strides.begin(), arena.strides.end(), (size_t)0);
-    const size_t used = arena.offset + ExpertArena::kNumbersBytes;
-    arena.n_slots = bytes > 0 && capacity > used ? (capacity - used) / bytes : 0;
+    for (size_t size : sizes) {
+        arena.parts.push_back(arena.stride);
+        arena.stride += size;
+    }
+    arena.stride = (arena.stride + unit - 1) / unit * unit;
+    arena.end = capacity > ExpertArena::kNumbersBytes ? (capacity - ExpertArena::kNumbersBytes) / kAlign * kAlign : 0;
+    arena.n_slots = arena.stride > 0 && arena.end > entries ? (arena.end - entries) / arena.stride : 0;
     return arena;
 }
 
@@ -205,23 +204,25 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
 
 } // namespace
 
-Experts experts_in(Device &d, const ggml_tensor *chosen, int64_t n_experts) {
+std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts) {
     d.synchronize();
     std::vector<char> ids;
     read_inner(d, chosen, ids);
-    Experts used(n_experts);
+    std::vector<uint32_t> counts(n_experts);
     for (int64_t t = 0; t < chosen->ne[1]; t++) {
         for (int64_t j = 0; j < chosen->ne[0]; j++) {
             const int32_t expert = expert_at(ids, chosen, j, t);
             if (expert >= 0 && expert < n_experts) {
-                used[expert] = true;
+                counts[expert]++;
             }
         }
     }
-    return used;
+    return counts;
 }
 
+// With each matrix comes the start of the next expert's, since kernels read past the end of a row.
 static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slot) {
+    static const char zeros[8192] = {};
     const ExpertArena &arena = d.experts.arena();
     if (d.trace) {
         d.trace->begin(FSD_LANE_COPY, d.copy);
@@ -229,13 +230,17 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
     uint64_t bytes = 0;
     for (size_t p = 0; p < group.products.size(); p++) {
         const ggml_tensor *w = group.weight(p);
+        const size_t size = w->nb[2] + ggml_row_size(w->type, kRowRun);
+        const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
         const char *host = (const char *)w->data + expert * w->nb[2];
-        char *target = d.ring.base + arena.slots(p) + slot * arena.strides[p];
-        ggml_tensor dst = raw_tensor(d.ring.buffer.get(), target, w->nb[2]);
-        for (size_t from = 0; from < w->nb[2]; from += d.chunk_bytes) {
-            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(d.chunk_bytes, w->nb[2] - from));
+        ggml_tensor dst = raw_tensor(d.ring.buffer.get(), d.ring.base + arena.at(slot) + arena.parts[p], size);
+        for (size_t from = 0; from < there; from += d.chunk_bytes) {
+            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(d.chunk_bytes, there - from));
         }
-        bytes += w->nb[2];
+        for (size_t from = there; from < size; from += sizeof(zeros)) {
+            ggml_backend_tensor_set_async(d.copy, &dst, zeros, from, std::min(sizeof(zeros), size - from));
+        }
+        bytes += there;
     }
     if (d.trace) {
         d.trace->end(FSD_LANE_COPY, d.copy, bytes);
@@ -248,7 +253,7 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view) {
     d.synchronize(); // the router's choice; and no slot is being read any more
     const int64_t k = group.ids->ne[0];
-    const int weight = d.weight_at.at(group.weight(0)->data);
+    const uint32_t layer = (uint32_t)group.layer(d);
     std::vector<char> ids, input;
     read_inner(d, group.ids, ids);
     std::vector<Row> rows;
@@ -257,6 +262,7 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
         for (int64_t j = 0; j < k; j++) {
             const int32_t expert = expert_at(ids, group.ids, j, t);
             rows.push_back({j, t, expert});
+            d.experts.count(layer, expert);
             if (std::find(wanted.begin(), wanted.end(), expert) == wanted.end()) {
                 wanted.push_back(expert);
             }
@@ -266,7 +272,7 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     std::unordered_map<int, int> slot_of;
     std::vector<int> missed;
     for (int expert : wanted) {
-        const int slot = d.experts.find(weight, expert);
+        const int slot = d.experts.find(layer, expert);
         if (slot >= 0) {
             slot_of[expert] = slot;
         } else {
@@ -276,10 +282,10 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     const size_t n_hits = slot_of.size();
     // The hottest of those that are missing are worth a copy, because they will be asked for again.
     std::stable_sort(missed.begin(), missed.end(),
-                     [&](int a, int b) { return d.experts.heat(weight, a) > d.experts.heat(weight, b); });
+                     [&](int a, int b) { return d.experts.heat(layer, a) > d.experts.heat(layer, b); });
     size_t n_copies = group.streamed ? missed.size() : (size_t)std::lround(missed.size() * d.expert_stream_share);
     for (size_t i = 0; i < n_copies; i++) {
-        const int slot = d.experts.take(weight, missed[i]);
+        const int slot = d.experts.take(layer, missed[i], group.streamed);
         if (slot < 0) {
             n_copies = i;
             break;
@@ -289,9 +295,11 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     }
     std::vector<Row> on_cpu;
     group.slots.clear();
+    // The device computes something for the CPU's rows as well, with any expert.
+    const int any = slot_of.empty() ? 0 : slot_of.begin()->second;
     for (const Row &row : rows) {
         const auto it = slot_of.find(row.expert);
-        group.slots.push_back(it == slot_of.end() ? 0 : it->second);
+        group.slots.push_back((int32_t)d.experts.arena().number(it == slot_of.end() ? any : it->second));
         if (it == slot_of.end()) {
             on_cpu.push_back(row);
         }

@@ -27,16 +27,17 @@ struct ExpertGroup {
 
     int64_t chosen() const { return ids->ne[0] * ids->ne[1]; }
     const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
+    int layer(const Device &d) const { return d.weight_at.at(weight(0)->data); } // the index of its first weight
 };
 
 // The group that starts with `node`, if it is one that can be computed expert by expert.
 bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup &group);
 
-// The largest arena from `offset` on in a ring of that capacity. All groups share the slots.
-ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t offset, size_t capacity);
+// The largest arena in a ring of that capacity that leaves `entries` bytes in front of it. All groups share the slots.
+ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, size_t capacity);
 
-// The experts that a graph on the inner device has chosen; waits for the choice.
-Experts experts_in(Device &d, const ggml_tensor *chosen, int64_t n_experts);
+// How often a graph on the inner device has chosen each expert; waits for the choice.
+std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts);
 
 // Runs a group whose inner-device part is `view`.
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view);
