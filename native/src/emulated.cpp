@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -366,6 +367,28 @@ void Stream::work() {
     }
 }
 
+// GPUs sort the rows of a product with experts' weights by expert, each of a token's experts at most once, and write out
+// of bounds otherwise; ggml-cpu does not mind. A choice that the graph makes itself is one of several by nature.
+bool each_expert_once(const ggml_cgraph *graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *node = graph->nodes[i], *ids = node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : nullptr;
+        if (ids == nullptr || ids->op != GGML_OP_NONE) {
+            continue;
+        }
+        for (int64_t t = 0; t < ids->ne[1]; t++) {
+            std::set<int32_t> seen;
+            for (int64_t j = 0; j < ids->ne[0]; j++) {
+                const char *at = static_cast<const char *>(ids->data) + j * ids->nb[0] + t * ids->nb[1];
+                if (!seen.insert(*reinterpret_cast<const int32_t *>(at)).second) {
+                    GGML_LOG_ERROR("emulated device: '%s' takes an expert twice for one token\n", node->name);
+                    return false;
+                }
+            }
+        }
+    }
+    return true;
+}
+
 void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
     if (hang_ms > 0) {
         std::unique_lock<std::mutex> lock(mutex);
@@ -380,7 +403,7 @@ void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
         cpu_threads = threads;
     }
     declare_accesses(graph);
-    if (cpu == nullptr || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
+    if (cpu == nullptr || !each_expert_once(graph) || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
         device.lost.store(true);
     }
     ready = clock_type::now();

@@ -593,7 +593,7 @@ void Compiler::find_groups() {
 bool Compiler::place_experts() {
     size_t needed = 0;
     for (const ExpertGroup &group : p.groups) {
-        needed = std::max<size_t>(needed, group.streamed ? group.chosen() : 1);
+        needed = std::max<size_t>(needed, group.streamed ? group.chosen() : group.ids->ne[0]);
     }
     const size_t largest = p.entry_bytes.empty() ? 0 : *std::max_element(p.entry_bytes.begin(), p.entry_bytes.end());
     // What streams whole through the ring may take turns in three places; experts that lie behind those stay.

@@ -295,13 +295,30 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     }
     std::vector<Row> on_cpu;
     group.slots.clear();
-    // The device computes something for the CPU's rows as well, with any expert.
-    const int any = slot_of.empty() ? 0 : slot_of.begin()->second;
-    for (const Row &row : rows) {
-        const auto it = slot_of.find(row.expert);
-        group.slots.push_back((int32_t)d.experts.arena().number(it == slot_of.end() ? any : it->second));
-        if (it == slot_of.end()) {
-            on_cpu.push_back(row);
+    for (size_t first = 0; first < rows.size(); first += (size_t)k) {
+        const auto number = [&](size_t row) {
+            const auto it = slot_of.find(rows[row].expert);
+            return it == slot_of.end() ? -1 : (int32_t)d.experts.arena().number(it->second);
+        };
+        // Rows that the CPU computes take room in the device's product too. No two of a token may be in one slot: devices
+        // sort rows by expert and count on that.
+        int32_t spare = -1;
+        const auto next_spare = [&] {
+            bool taken;
+            do {
+                spare++;
+                taken = false;
+                for (size_t row = first; row < first + (size_t)k; row++) {
+                    taken = taken || number(row) == spare;
+                }
+            } while (taken);
+            return spare;
+        };
+        for (size_t row = first; row < first + (size_t)k; row++) {
+            if (number(row) < 0) {
+                on_cpu.push_back(rows[row]);
+            }
+            group.slots.push_back(number(row) < 0 ? next_spare() : number(row));
         }
     }
     if (!on_cpu.empty()) {
