@@ -114,11 +114,12 @@ FSD_API fsd_status fsd_unpark(void);
 FSD_API fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes);
 
 /* What non-resident shards do, by tier, and the size of the ring. Tiers in ascending min_tokens, the first with 0.
- * stream-only mode is a plan whose placements are all FSD_STREAMED. Default: stream everything.
+ * stream-only mode is a plan whose placements are all FSD_STREAMED, and which is exact: results have the same bits at
+ * every budget. A plan that is not lets the inner device fuse what happens to run together. Default: stream, exactly.
  * In graphs of few tokens the ring is a cache of single experts. Of those that are missing there, and whose shard is
  * FSD_CPU, expert_stream_share in [0, 1] are copied into it and computed by the device, the others by the CPU. */
 FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes,
-                                double expert_stream_share);
+                                double expert_stream_share, int exact);
 
 /* [any thread] Ask for a new budget; acts at the next step boundary of a running graph, at once otherwise. Waits until
  * used_bytes <= bytes, at most timeout_s. A budget below the floor is refused with FSD_BELOW_FLOOR and changes nothing. */

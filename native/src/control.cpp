@@ -230,7 +230,7 @@ fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
 }
 
 fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes,
-                        double expert_stream_share) {
+                        double expert_stream_share, int exact) {
     Device &d = device();
     if (!(expert_stream_share >= 0 && expert_stream_share <= 1)) {
         return fail(FSD_BAD_ARGUMENT, "expert_stream_share is in [0, 1]");
@@ -261,6 +261,7 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     d.synchronize();
     d.tiers = std::move(plan);
     d.expert_stream_share = expert_stream_share;
+    d.exact = exact != 0;
     d.residency_generation++;
     if (ring_bytes > 0) {
         d.wanted_ring = ring_bytes;

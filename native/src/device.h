@@ -2,8 +2,8 @@
 // (control.cpp).
 //
 // Guarantees: used bytes never exceed the budget, because every inner allocation passes Device::allocate, which makes
-// room first; a resident set is a prefix of the ladder; which kernels see which shapes does not depend on the budget
-// (pieces and steps are fixed at commit), so stream-only output is bit-identical at every budget.
+// room first; a resident set is a prefix of the ladder; under an exact plan, which kernels see which shapes does not depend
+// on the budget (pieces and steps are fixed at commit), so stream-only output is bit-identical at every budget.
 //
 // Locks: `graph_mutex` is held while a graph runs and by whoever changes arena, ring or buffers; `state_mutex` guards
 // the figures that other threads read. Order: graph_mutex, then state_mutex.
@@ -149,8 +149,10 @@ struct Device {
     ExpertCache experts;                          // in the ring, behind what is streamed
     ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
     std::unordered_map<int, std::vector<uint32_t>> chosen_experts; // by layer: how often, in the latest such graph
-    double expert_stream_share = 0;    // of missing experts that the plan computes on the CPU otherwise
-    uint64_t residency_generation = 1; // changes when compiled programs are no longer right
+    double expert_stream_share = 0; // of missing experts that the plan computes on the CPU otherwise
+    bool exact = true;              // the same bits at every budget, at the price of fused kernels
+    std::vector<std::unique_ptr<ggml_tensor>> graph_keys[2]; // of graphs of several tokens, and of one
+    uint64_t residency_generation = 1;                       // changes when compiled programs are no longer right
     std::vector<std::unique_ptr<Program>> programs;
     bool compute_pending = false;
     std::unique_ptr<Trace> trace; // while a time line is recorded
@@ -206,6 +208,7 @@ struct Device {
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
     void reset_ring();
+    ggml_tensor *graph_key(int64_t n_tokens, size_t place);
     void pump_copies();
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);

@@ -3,8 +3,8 @@
 // A graph is first cut into steps, the same way at every budget: a step is a run of nodes that need one shard's weights,
 // at most step_bytes of them. A step becomes one GPU segment (its weights resident, or staged in the ring), or a few
 // CPU and GPU segments when its shard is computed on the CPU. Neighbouring resident steps are merged into one inner graph;
-// tensors that cross a step's border carry the output flag there too, so that inner devices fuse the same nodes in every
-// arrangement and stream-only results do not depend on the budget.
+// under an exact plan tensors that cross a step's border carry the output flag there too, so that inner devices fuse the
+// same nodes in every arrangement and results do not depend on the budget.
 //
 // The host never waits for the copy stream. It runs at most kRunAhead segments ahead of the compute stream, so that abort,
 // budget and pacing take effect within that many steps.
@@ -78,6 +78,7 @@ class Compiler {
     void survey();
     void cut();
     void lay_segments();
+    void mark_crossings();
     void find_groups();
     bool place_experts();
     bool lower(std::string &why);
@@ -104,7 +105,7 @@ class Compiler {
     std::vector<int> step_of;                               // by node
     std::unordered_map<const ggml_tensor *, int> last_user; // root -> last node that reads it
     std::unordered_map<const ggml_tensor *, int> node_at;
-    std::unordered_map<const ggml_tensor *, bool> escapes; // root is read outside its step, or outside the graph
+    std::unordered_map<const ggml_tensor *, bool> escapes; // read outside its part of the graph, or outside the graph
     std::unordered_map<const ggml_tensor *, ggml_tensor *> shadows;
     std::vector<ExpertGroup> all_groups;
     std::unordered_map<const ggml_tensor *, std::pair<size_t, size_t>>
@@ -239,19 +240,6 @@ void Compiler::cut() {
         s.node1 = i + 1;
         step_of[i] = (int)steps.size() - 1;
         closed = alone;
-    }
-    for (int i = 0; i < g->n_nodes; i++) {
-        for (int j = 0; j < GGML_MAX_SRC; j++) {
-            const ggml_tensor *src = g->nodes[i]->src[j];
-            if (!src) {
-                continue;
-            }
-            auto it = node_at.find(src);
-            if (it != node_at.end() && step_of[it->second] != step_of[i]) {
-                escapes[src] = true;
-                escapes[root_of(src)] = true;
-            }
-        }
     }
 }
 
@@ -607,6 +595,27 @@ bool Compiler::place_experts() {
     return false;
 }
 
+// What is made in one part of the graph and read in another has to be there in between, so inner devices may not fuse over
+// it. Where the same bits are promised at every budget the parts are the steps, otherwise what runs together now.
+void Compiler::mark_crossings() {
+    std::vector<int> part_of = step_of;
+    if (!d.exact) {
+        part_of.assign(g->n_nodes, -1);
+        for (size_t k = 0; k < p.segments.size(); k++) {
+            std::fill(part_of.begin() + p.segments[k].node0, part_of.begin() + p.segments[k].node1, (int)k);
+        }
+    }
+    for (int i = 0; i < g->n_nodes; i++) {
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            auto it = node_at.find(g->nodes[i]->src[j]);
+            if (it != node_at.end() && part_of[it->second] != part_of[i]) {
+                escapes[it->first] = true;
+                escapes[root_of(it->first)] = true;
+            }
+        }
+    }
+}
+
 void Compiler::lay_segments() {
     size_t group = 0;
     for (int k = 0; k < (int)steps.size(); k++) {
@@ -661,6 +670,7 @@ bool Compiler::lower(std::string &why) {
         lay_segments();
         place_experts();
     }
+    mark_crossings();
 
     // The ring's layout follows from the list of streamed steps.
     std::vector<RingSlot> slots;
@@ -686,6 +696,7 @@ bool Compiler::lower(std::string &why) {
             continue;
         }
         seg.shadow0 = p.shadow->n_nodes;
+        p.shadow->nodes[p.shadow->n_nodes++] = d.graph_key(n_tokens, (size_t)(&seg - p.segments.data()));
         if (seg.row_piece) {
             add_row_piece(steps[seg.step]);
         } else if (seg.group >= 0) {
@@ -767,6 +778,20 @@ void Device::reset_ring() {
     ring.held.clear();
     ring.slots.clear();
     ring.next_copy = ring.next_use = 0;
+}
+
+// Inner devices that capture graphs know them by their first node and hold memory for each that they know. So segments
+// begin with a node that does nothing and outlives the program: one for each place in a graph of few tokens, which is
+// captured anew when the program changes, and one for all long graphs, which then are never captured.
+ggml_tensor *Device::graph_key(int64_t n_tokens, size_t place) {
+    auto &keys = graph_keys[n_tokens == 1];
+    const size_t at = n_tokens >= kPrefillTokens ? 0 : place + 1;
+    while (keys.size() <= at) {
+        keys.push_back(std::make_unique<ggml_tensor>());
+        *keys.back() = {};
+        std::fill_n(keys.back()->ne, GGML_MAX_DIMS, 1);
+    }
+    return keys[at].get();
 }
 
 // Copies a range of a piece that lies at `at` in the ring; with its last byte goes what pads it.

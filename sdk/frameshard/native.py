@@ -414,11 +414,17 @@ class ShardDevice:
         return Pacing(**{**values, "pacing": bool(values["pacing"])})
 
     def set_plan(
-        self, tiers: Sequence[tuple[int, Sequence[int]]], ring_bytes: int, expert_stream_share: float = 0.0
+        self,
+        tiers: Sequence[tuple[int, Sequence[int]]],
+        ring_bytes: int,
+        expert_stream_share: float = 0.0,
+        *,
+        exact: bool = True,
     ) -> None:
         """``tiers``: (least tokens of a graph, placement by shard while it is not resident), in ascending order from 0
         tokens. ``ring_bytes`` of 0 leaves the ring as it is. ``expert_stream_share``: how many of the experts that are
-        asked for one at a time and would be computed on the CPU are copied instead, from 0 to 1."""
+        asked for one at a time and would be computed on the CPU are copied instead, from 0 to 1. ``exact``: the same
+        bits at every budget, if nothing is placed on the CPU; otherwise the device may fuse what runs together."""
         n_shards = len(tiers[0][1]) if tiers else 0
         if any(len(p) != n_shards for _, p in tiers):
             raise errors.BadArgument("every tier needs one placement for each shard")
@@ -433,6 +439,7 @@ class ShardDevice:
                 ctypes.c_uint32(n_shards),
                 ctypes.c_uint64(ring_bytes),
                 ctypes.c_double(expert_stream_share),
+                ctypes.c_int(exact),
             )
         )
 

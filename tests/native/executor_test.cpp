@@ -451,7 +451,8 @@ struct Session {
             batches[i] = random() % 2 ? FSD_STREAMED : FSD_CPU;
         }
         const fsd_tier tiers[] = {{0, decode.data()}, {5, batches.data()}};
-        CHECK(fsd_set_plan(tiers, 2, n_shards, (random() % 4) * kPieceBytes, (random() % 5) * 0.25) == FSD_OK);
+        CHECK(fsd_set_plan(tiers, 2, n_shards, (random() % 4) * kPieceBytes, (random() % 5) * 0.25, random() % 2) ==
+              FSD_OK);
     }
 
     HostFile file;
@@ -790,7 +791,7 @@ SCENARIO(calls_out_of_order) {
     CHECK(fsd_commit() == FSD_BAD_STATE);
     CHECK(fsd_fill(1, nullptr) == FSD_BAD_STATE);
     CHECK(fsd_set_budget(1 << 30, 0) == FSD_BAD_STATE);
-    CHECK(fsd_set_plan(&tier, 1, 1, 0, 0) == FSD_BAD_STATE);
+    CHECK(fsd_set_plan(&tier, 1, 1, 0, 0, 1) == FSD_BAD_STATE);
     CHECK(ggml_backend_dev_init(fsd::plugin_device(), nullptr) == nullptr);
 
     CHECK(fsd_configure(nullptr) == FSD_BAD_ARGUMENT);
@@ -814,7 +815,7 @@ SCENARIO(calls_out_of_order) {
     Session s(config);
     CHECK(fsd_configure(&config) == FSD_BAD_STATE);
     CHECK(fsd_fill(1, nullptr) == FSD_BAD_STATE);
-    CHECK(fsd_set_plan(&tier, 1, 1, 0, 0) == FSD_BAD_STATE);
+    CHECK(fsd_set_plan(&tier, 1, 1, 0, 0, 1) == FSD_BAD_STATE);
     std::vector<float> logits;
     CHECK(s.net->decode(s.conversation[0], logits) == GGML_STATUS_FAILED);
     s.commit();
@@ -823,10 +824,10 @@ SCENARIO(calls_out_of_order) {
     const uint8_t bad_placement[1] = {0};
     const fsd_tier bad[] = {{1, placement}, {0, nullptr}, {0, bad_placement}};
     for (const fsd_tier &t : bad) {
-        CHECK(fsd_set_plan(&t, 1, 1, 0, 0) == FSD_BAD_ARGUMENT);
+        CHECK(fsd_set_plan(&t, 1, 1, 0, 0, 1) == FSD_BAD_ARGUMENT);
     }
     const fsd_tier descending[] = {{0, placement}, {0, placement}};
-    CHECK(fsd_set_plan(descending, 2, 1, 0, 0) == FSD_BAD_ARGUMENT);
+    CHECK(fsd_set_plan(descending, 2, 1, 0, 0, 1) == FSD_BAD_ARGUMENT);
     s.check_conversation();
 }
 
@@ -873,7 +874,7 @@ int with_refused_allocation(uint64_t k) {
             CHECK(fsd_set_budget(budget, 0) == FSD_OK);
             s.net->forget();
             decode();
-            status = fsd_set_plan(&tier, 1, s.n_shards, ring, 0.5);
+            status = fsd_set_plan(&tier, 1, s.n_shards, ring, 0.5, 1);
             if (status != FSD_OK) {
                 CHECK(status == FSD_OUT_OF_MEMORY);
                 failures++;

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 BATCH = ["-b", "2048", "-ub", "2048"]
 """The size at which upstream reads prompts fastest."""
 
-_OURS = ("GGML_CUDA_DISABLE_GRAPHS", "GGML_NO_BACKTRACE")  # set for our own process, see frameshard.engine
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -40,8 +38,8 @@ class Measured:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what is set for our own process."""
-    return {key: value for key, value in os.environ.items() if key not in _OURS}
+    """Ours, without what :mod:`frameshard.engine` sets for its own process."""
+    return {key: value for key, value in os.environ.items() if key != "GGML_NO_BACKTRACE"}
 
 
 def placement(model: Model, budget_bytes: int) -> list[str]:

@@ -4,9 +4,6 @@ import os
 
 # ggml_abort otherwise runs a debugger on the process.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-# A captured CUDA graph holds VRAM that no allocation of ours accounts for, some more with each plan: a hard budget
-# cannot have that. Launches are hidden behind copies whenever anything is streamed.
-os.environ.setdefault("GGML_CUDA_DISABLE_GRAPHS", "1")
 
 # Before numpy: some numpy wheels carry a C++ runtime of their own, and libllama crashes when it is bound to that one.
 import llama_cpp as llama_cpp

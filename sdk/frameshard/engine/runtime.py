@@ -623,7 +623,12 @@ class Runtime:
             )
             try:
                 tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
-                self.device.set_plan(tiers, self.plan.ring_bytes, self.plan.expert_stream_share)
+                self.device.set_plan(
+                    tiers,
+                    self.plan.ring_bytes,
+                    self.plan.expert_stream_share,
+                    exact=self.mode == "stream_only",
+                )
             except BudgetBelowFloor:
                 if self.device.stats().budget_generation == stats.budget_generation:
                     raise
