@@ -92,6 +92,7 @@ class Compiler {
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
     void lower_cpu_steps(int step, int node0, int node1);
+    size_t read_bytes(const Step &s) const;
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
     void add_group_nodes(ExpertGroup &group);
@@ -395,6 +396,15 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
     group.result = shadow(group.products.back());
 }
 
+// Of experts only those are read that the tokens choose.
+size_t Compiler::read_bytes(const Step &s) const {
+    const ggml_tensor *n = g->nodes[s.node0];
+    if (n->op != GGML_OP_MUL_MAT_ID) {
+        return s.bytes;
+    }
+    return std::min(s.bytes, s.bytes / n->src[0]->ne[2] * n->src[2]->ne[0] * n->src[2]->ne[1]);
+}
+
 void Compiler::add_gpu(int step, int node0, int node1) {
     const Step &s = steps[step];
     bool work = s.row_piece;
@@ -410,10 +420,10 @@ void Compiler::add_gpu(int step, int node0, int node1) {
         }
     }
     // A prefill graph is not merged across steps: each is long enough to want a look at abort and budget.
-    const size_t merge_limit = n_tokens >= kPrefillTokens ? 0 : d.emulated ? (size_t)64 << 20 : (size_t)512 << 20;
+    const size_t merge_limit = n_tokens >= kPrefillTokens ? 0 : p.merge_limit;
     Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
     const bool merge = last && !last->cpu && last->entry < 0 && last->group < 0 && streamed.empty() &&
-                       last->node1 == node0 && (!work || merged_bytes + s.bytes <= merge_limit) && !s.row_piece &&
+                       last->node1 == node0 && (!work || merged_bytes + read_bytes(s) <= merge_limit) && !s.row_piece &&
                        !last->row_piece;
     if (!merge) {
         Segment seg;
@@ -426,7 +436,7 @@ void Compiler::add_gpu(int step, int node0, int node1) {
         merged_bytes = 0;
     }
     Segment &seg = p.segments.back();
-    merged_bytes += s.bytes;
+    merged_bytes += read_bytes(s);
     seg.bytes += s.bytes;
     seg.node1 = node1;
     if (!streamed.empty()) {
@@ -918,9 +928,12 @@ struct Runner {
 Program *Runner::program(int first_node, int first_piece, const Tier *tier, std::string &why) {
     static uint64_t clock = 0;
     clock++;
+    // Beside a game's frames the device is taken for short whiles only.
+    const size_t merge_limit = (d.emulated ? 64 : d.host->pacing.active() ? 512 : 2048) * (size_t)(1 << 20);
     for (auto &p : d.programs) {
         if (graph->uid != 0 && p->uid == graph->uid && p->generation == d.residency_generation &&
-            p->first_node == first_node && p->first_piece == first_piece && p->tier == tier) {
+            p->first_node == first_node && p->first_piece == first_piece && p->tier == tier &&
+            p->merge_limit == merge_limit) {
             p->used_at = clock;
             return p.get();
         }
@@ -940,6 +953,7 @@ Program *Runner::program(int first_node, int first_piece, const Tier *tier, std:
     p->first_node = first_node;
     p->first_piece = first_piece;
     p->tier = tier;
+    p->merge_limit = merge_limit;
     p->used_at = clock;
     Compiler compiler(d, graph, *p);
     if (!compiler.compile(why)) {
