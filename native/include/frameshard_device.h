@@ -129,6 +129,12 @@ FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
  * *filled gets the bytes, 0 when there is nothing to do. The next graph uses them and waits for them on the device. */
 FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
 
+/* How often a layer's router chose each expert of late; the layer is that whose experts are `shard`. *n gets how many
+ * experts there are, 0 as long as the layer was not seen: layers of which all is resident are not looked at. Between
+ * graphs. Setting tells what an earlier run has seen. */
+FSD_API fsd_status fsd_get_expert_uses(uint32_t shard, uint32_t *uses, size_t n_max, size_t *n);
+FSD_API fsd_status fsd_set_expert_uses(uint32_t shard, const uint32_t *uses, size_t n);
+
 /* [any thread] VRAM that the process holds but that no allocation of ours explains (driver context, workspaces). */
 FSD_API fsd_status fsd_set_overhead(uint64_t bytes);
 

@@ -335,6 +335,22 @@ fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
     return FSD_OK;
 }
 
+fsd_status fsd_get_expert_uses(uint32_t shard, uint32_t *uses, size_t n_max, size_t *n) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    const std::vector<uint32_t> &counted = d.experts.uses(shard);
+    std::copy_n(counted.begin(), std::min(n_max, counted.size()), uses);
+    *n = counted.size();
+    return FSD_OK;
+}
+
+fsd_status fsd_set_expert_uses(uint32_t shard, const uint32_t *uses, size_t n) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.experts.set_uses(shard, std::vector<uint32_t>(uses, uses + n));
+    return FSD_OK;
+}
+
 fsd_status fsd_set_overhead(uint64_t bytes) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);

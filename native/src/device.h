@@ -84,8 +84,7 @@ struct Tier {
 // One streamed step: the pieces that pass through the ring together.
 struct RingEntry {
     std::vector<int> pieces;
-    // One tensor of experts, of which only those in use are copied: whose (the index of the layer's first such weight),
-    // and which of the layer's products it is for.
+    // One tensor of experts, of which only those in use are copied: of which layer (its shard), for which of its products.
     int layer = -1, product = 0;
     bool operator==(const RingEntry &o) const { return pieces == o.pieces && layer == o.layer && product == o.product; }
 };

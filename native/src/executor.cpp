@@ -446,7 +446,7 @@ void Compiler::add_gpu(int step, int node0, int node1) {
         if (product != product_of.end()) {
             const ExpertGroup &group = all_groups[product->second.first];
             seg.chosen = group.ids;
-            entry.layer = group.layer(d);
+            entry.layer = (int)group.shard(d);
             entry.product = (int)product->second.second;
         }
         p.entries.push_back(std::move(entry));
@@ -559,9 +559,10 @@ bool Compiler::on_host(const Step &s) const {
 // The graph's groups of experts, and those that are computed expert by expert: of graphs with few tokens those of which
 // not all is resident.
 void Compiler::find_groups() {
+    std::set<uint32_t> shards; // a layer's experts are one shard, and known by it
     for (int i = 0; i < g->n_nodes; i++) {
         ExpertGroup group;
-        if (find_group(d, g, i, group)) {
+        if (find_group(d, g, i, group) && shards.insert(group.shard(d)).second) {
             for (size_t k = 0; k < group.products.size(); k++) {
                 product_of[group.products[k]] = {all_groups.size(), k};
             }

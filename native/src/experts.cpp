@@ -253,7 +253,7 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view) {
     d.synchronize(); // the router's choice; and no slot is being read any more
     const int64_t k = group.ids->ne[0];
-    const uint32_t layer = (uint32_t)group.layer(d);
+    const uint32_t layer = group.shard(d);
     std::vector<char> ids, input;
     read_inner(d, group.ids, ids);
     std::vector<Row> rows;

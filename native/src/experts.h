@@ -27,7 +27,7 @@ struct ExpertGroup {
 
     int64_t chosen() const { return ids->ne[0] * ids->ne[1]; }
     const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
-    int layer(const Device &d) const { return d.weight_at.at(weight(0)->data); } // the index of its first weight
+    uint32_t shard(const Device &d) const { return d.weights[d.weight_at.at(weight(0)->data)].shard; }
 };
 
 // The group that starts with `node`, if it is one that can be computed expert by expert.

@@ -457,6 +457,21 @@ class ShardDevice:
         self._check(self._lib.fsd_fill(ctypes.c_uint64(max_bytes), ctypes.byref(filled)))
         return filled.value
 
+    def expert_uses(self, shard: int, n_expert: int) -> list[int]:
+        """How often a layer's router chose each expert of late, by expert; ``shard`` are the layer's experts. Empty as
+        long as none of its choices was seen. Between decodes."""
+        uses = (ctypes.c_uint32 * n_expert)()
+        n = ctypes.c_size_t()
+        self._check(
+            self._lib.fsd_get_expert_uses(ctypes.c_uint32(shard), uses, ctypes.c_size_t(n_expert), ctypes.byref(n))
+        )
+        return list(uses) if n.value else []
+
+    def set_expert_uses(self, shard: int, uses: Sequence[int]) -> None:
+        """What an earlier run has seen of that. Between decodes."""
+        array = (ctypes.c_uint32 * len(uses))(*uses)
+        self._check(self._lib.fsd_set_expert_uses(ctypes.c_uint32(shard), array, ctypes.c_size_t(len(uses))))
+
     def set_overhead(self, overhead_bytes: int) -> None:
         """VRAM that the process holds beside the device's own allocations (driver context, library workspaces)."""
         self._check(self._lib.fsd_set_overhead(ctypes.c_uint64(overhead_bytes)))

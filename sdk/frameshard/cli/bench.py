@@ -195,6 +195,7 @@ def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
         mode=runtime.mode,
         n_ctx_used=args.prompt + args.generate // 2,
         n_ubatch=runtime.n_ubatch,
+        routing=runtime.routing,
     )
 
 
@@ -208,6 +209,10 @@ def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
             _fill(row, runtime, args)
         _read(runtime, args.parallel, tokens)
         _decode(runtime, args.parallel, tokens[0])  # compiles the decode graph and fills the ring
+        if runtime.learn():  # as the engine does: which experts this text needs shows in what was read
+            _fill(row, runtime, args)
+            _read(runtime, args.parallel, tokens)
+            _decode(runtime, args.parallel, tokens[0])
         before = device.stats().copied_bytes if device is not None else 0
         start = time.perf_counter()
         _read(runtime, args.parallel, tokens)

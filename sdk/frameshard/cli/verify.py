@@ -151,6 +151,7 @@ def _set_mode(runtime: Runtime, mode: Mode, budget: int) -> None:
     assert runtime.device is not None
     runtime.mode = mode
     runtime.device.set_budget(budget)
+    runtime.learn()
     runtime.replan()
     runtime.fill()
 

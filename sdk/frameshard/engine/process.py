@@ -50,6 +50,7 @@ FILL_S = 0.005
 """Filling may hold up the next decode by about this much."""
 
 MIN_CHUNK = 32
+LEARN_EVERY = 64  # decodes between two looks at what experts are chosen
 """Prompt tokens that are read in one go at least, also when the host's frames are short of time."""
 
 STUCK_S = 2.0
@@ -119,6 +120,7 @@ class Engine:
         self._parked = False
         self._target = 0.0  # tokens per second, 0 for no bound
         self._due = 0.0  # when the next decode may start
+        self._steps = 0
 
     # --- main thread ----------------------------------------------------------------------------------------------
 
@@ -178,6 +180,9 @@ class Engine:
         if self._page:
             self._follow_frames(runtime, batcher)
         events = batcher.step()
+        self._steps += 1
+        if self._steps % LEARN_EVERY == 0 and runtime.learn():
+            self._replan.set()
         self._send_all(events)
         # An encode has borrowed room from weights: they come back while the first tokens run.
         self._filling = self._filling or any(event["ev"] == "progress" for event in events)

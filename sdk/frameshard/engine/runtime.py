@@ -40,6 +40,7 @@ from frameshard.errors import (
     Unsupported,
 )
 from frameshard.native import default_threads
+from frameshard.plan import routing
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
@@ -57,6 +58,7 @@ STOCK = "stock:"
 # of 8K tokens were read (attention's workspaces grow with them).
 DRIVER_MARGIN = 64 << 20
 MAX_SEQUENCES = 64
+_ROUTING_CHANGED = 0.08  # share of choices
 
 
 class DecodeAborted(Exception):
@@ -159,6 +161,8 @@ class Runtime:
         """"planned" or "stream_only"; a change takes effect with the next :meth:`replan`."""
         self.gpu_busy_s = 0.0
         """How long a game keeps the device busy in each frame; a change takes effect with the next :meth:`replan`."""
+        self.routing: tuple[float, ...] = ()
+        """How the model's routers choose experts, as plans have it; see :meth:`learn`."""
         self._model: Any = None
         self._context: Any = None
         self._abort = False
@@ -228,6 +232,7 @@ class Runtime:
             self.measure_overhead()
             self.profile = self._probe(self.device)
             self.device.commit()
+            self._recall()
             self.replan()
         self._warm_up()
         if self.device is not None:
@@ -605,6 +610,32 @@ class Runtime:
             lengths[kind] = max(lengths.get(kind, 0), layer + 1)
         return {kind: "".join(letters.get((kind, i), ".") for i in range(n)) for kind, n in lengths.items()}
 
+    def _recall(self) -> None:
+        """Tells the device what experts were chosen in the last run."""
+        assert self.device is not None
+        kept = routing.load(self.model_info) if self.model_info.n_expert else {}
+        for i, shard in enumerate(self.ladder):
+            if shard.name in kept:
+                self.device.set_expert_uses(i, kept[shard.name])
+        self.routing = routing.shares(kept.values())
+
+    def learn(self) -> bool:
+        """Looks at what experts were chosen of late, and keeps that for the next run if it is much unlike what the plan
+        in force was made for; then a new plan is due. Between decodes."""
+        if self.device is None or not self.model_info.n_expert:
+            return False
+        seen = {
+            shard.name: self.device.expert_uses(i, self.model_info.n_expert)
+            for i, shard in enumerate(self.ladder)
+            if shard.kind == "experts"
+        }
+        now = routing.shares(seen.values())
+        if not now or routing.differ(now, self.routing) < _ROUTING_CHANGED:
+            return False
+        self.routing = now
+        routing.save(self.model_info, {name: counts for name, counts in seen.items() if counts})
+        return True
+
     def replan(self) -> None:
         """Makes the plan for the budget in force and gives it to the device. To be called between decodes after the
         budget changed; the device keeps within its budget before that too, by the old plan."""
@@ -620,6 +651,7 @@ class Runtime:
                 mode=self.mode,
                 n_ubatch=self.n_ubatch,
                 gpu_busy_s=self.gpu_busy_s,
+                routing=self.routing,
             )
             try:
                 tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
@@ -658,6 +690,7 @@ class Runtime:
                     mode=self.mode,
                     n_ctx_used=min(n_prompt, self.n_ctx_seq),
                     n_ubatch=self.n_ubatch,
+                    routing=self.routing,
                 )
                 row.update(
                     fits=True, ttft_s=plan.predicted_ttft(n_prompt), tokens_per_second=plan.predicted_decode_tps()

@@ -46,6 +46,8 @@ _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
 _DRIVER_UNIT = 2 * _MiB  # as the shard device counts it for real devices
 _SCRATCH = 2 * _MiB  # kScratchBytes
 _WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer tokens take experts one at a time
+_CACHES = 12  # sizes tried for the cache of experts
+_WORTH_A_CACHE = 0.98  # of the time without: what it holds is read from elsewhere first
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
@@ -397,6 +399,7 @@ def make_plan(
     n_ctx_used: int = 512,
     n_ubatch: int = 512,
     gpu_busy_s: float = 0.0,
+    routing: Sequence[float] = (),
     layout: Layout | None = None,
 ) -> Plan:
     """The plan for a budget; ``budget_bytes`` of 0 means no limit.
@@ -404,7 +407,9 @@ def make_plan(
     ``fixed_bytes`` is what VRAM holds beside arena and ring: overhead, buffers, core and scratch, from the shard device
     after commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of context. In mode
     ``stream_only`` nothing is computed on the CPU. ``gpu_busy_s`` is how long a game keeps the device busy in each
-    frame. ``layout`` is needed only for a device not configured by default. Raises :class:`BudgetBelowFloor`.
+    frame. ``routing`` is how the model's routers choose: of a layer's choices the share of the expert that is chosen
+    most, of the next, and so on (descending, sum 1); by default all are chosen alike. ``layout`` is needed only for a
+    device not configured by default. Raises :class:`BudgetBelowFloor`.
     """
     layout = layout or lay_out(model, unit_bytes=vram_unit(str(profile.fingerprint.get("device"))))
     floor = fixed_bytes + min(layout.min_ring, layout.total)
@@ -418,10 +423,17 @@ def make_plan(
             floor_bytes=floor,
         )
     # Beside a game copies go on while the device is not ours, as far as the ring holds them.
-    wanted_ring = 3 * layout.min_ring + min(round(gpu_busy_s * profile.h2d), (budget - fixed_bytes) // 8)
-    ring, n_slabs = layout.residency(budget - fixed_bytes, wanted_ring)
+    room = budget - fixed_bytes
+    least_ring = 3 * layout.min_ring + min(round(gpu_busy_s * profile.h2d), room // 8)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
-    costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used, turn_s)
+    found: list[tuple[float, _Costs]] = []
+    for wanted_ring in _rings(layout, room, least_ring, routing):
+        ring, n_slabs = layout.residency(room, wanted_ring)
+        costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used, turn_s, routing)
+        seconds = costs.at(1, n_ctx_used).seconds(costs.kind_masks["experts"] & (mode == "planned"))
+        if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
+            found.append((seconds, costs))
+    costs = found[-1][1]
     tiers = tuple(_plan_tier(costs, *tier, mode, n_ubatch) for tier in _TIERS if tier[0] <= max(n_ubatch, 1))
     whole = costs.resident_share >= 1.0
     return Plan(
@@ -429,13 +441,23 @@ def make_plan(
         fixed_bytes=fixed_bytes,
         floor_bytes=floor,
         full_bytes=full,
-        ring_bytes=ring,
+        ring_bytes=costs.ring,
         resident=len(whole) if whole.all() else int(np.argmin(whole)),
         tiers=tiers,
         mode=mode,
         n_ubatch=n_ubatch,
         _costs=costs,
     )
+
+
+def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
+    """Sizes of the ring to choose from: beside what streams it holds single experts, of all layers that are not
+    resident, up to all the room that other weights leave."""
+    yield least
+    others = sum(shard.n_bytes for shard in layout.ladder if shard.kind != "experts")
+    spare = room - least - others
+    if routing and spare > 0:
+        yield from (least + spare * i // _CACHES for i in range(1, _CACHES + 1))
 
 
 def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatch: int) -> TierPlan:
@@ -514,9 +536,16 @@ class _Costs:
     """What each shard costs on this machine with this resident set."""
 
     def __init__(
-        self, layout: Layout, profile: Profile, share: Floats, ring: int, n_ctx_used: int, turn_s: float
+        self,
+        layout: Layout,
+        profile: Profile,
+        share: Floats,
+        ring: int,
+        n_ctx_used: int,
+        turn_s: float,
+        routing: Sequence[float] = (),
     ) -> None:
-        self.turn_s = turn_s
+        self.turn_s, self.ring = turn_s, ring
         self.layout, self.profile, self.resident_share, self.n_ctx_used = layout, profile, share, n_ctx_used
         self.ladder = layout.ladder
         self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
@@ -539,6 +568,19 @@ class _Costs:
         self.kernels_s = profile.kernel_s * np.array([_KERNELS[kind] for kind in kinds], dtype=np.float64)
         self.handoffs = np.array([_HANDOFFS.get(kind, 1.0) for kind in kinds])
         self.copy_s = self.n_bytes * (1 - share) / profile.h2d
+        self.missing = self.kind_masks["experts"] & (share < 1.0)
+        n_expert = layout.model.n_expert if self.missing.any() else 0
+        # How likely a token is to choose each of a layer's experts, the likeliest first.
+        shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
+        self.likely: Floats = np.minimum(layout.model.n_expert_used * shares, 1.0)
+        # How many of them are cached of each layer that is not resident: while decoding the ring holds little else.
+        others = [
+            tensor.n_bytes for i in np.flatnonzero((share < 1.0) & ~self.missing) for tensor in self.ladder[i].tensors
+        ]
+        layers = float((1 - share)[self.missing].sum())
+        each = float(self.n_bytes[self.missing].mean()) / n_expert * layers if n_expert else 1.0
+        self.n_cached = max(ring - 3 * max(others, default=0), 0) / each
+        self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each
         # The copy engine runs ahead by what the ring holds beside the step in use.
         self.ahead_s = max(ring - layout.min_ring, 0) / profile.h2d
 
@@ -552,7 +594,7 @@ class _Costs:
         resident_s = memory_s = 0.0
         for n_tokens, n_before, n_seq in graphs:
             graph = self.at(n_tokens, n_before, n_seq)
-            copy.append(graph.touched * left_out / profile.h2d)
+            copy.append(graph.fetched * left_out / profile.h2d)
             device.append(graph.on_device * left_out)
             cpu.append(graph.on_host * left_out)
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
@@ -580,6 +622,11 @@ class _Costs:
         return _Graph(self, n_tokens, n_before, n_seq)
 
 
+def _first(values: Floats, n: float) -> float:
+    """The sum of the first ``n`` values."""
+    return float(np.interp(n, np.arange(len(values) + 1), np.concatenate(([0.0], np.cumsum(values)))))
+
+
 class _Graph:
     """Times of one graph of ``n_tokens``, shared evenly by sequences that have ``n_before`` tokens each already."""
 
@@ -587,9 +634,14 @@ class _Graph:
         profile, model = costs.profile, costs.layout.model
         # Of a layer's experts this share is used by at least one of the tokens, each by so many (columns); the output
         # head computes one row.
-        share_used = 1 - (1 - costs.active) ** n_tokens
+        used = 1 - (1 - costs.likely) ** n_tokens
+        share_used = np.where(costs.missing, used.mean() if used.size else 0.0, 1 - (1 - costs.active) ** n_tokens)
         columns = np.where(costs.kind_masks["output"], 1.0, n_tokens * costs.active / share_used)
-        self.touched = costs.n_bytes * share_used
+        one_at_a_time = n_tokens < _WHOLE_TENSORS
+        # What must come from host memory of what is not resident: experts that are used and not cached.
+        n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
+        cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
+        self.fetched = costs.n_bytes * share_used * np.where(costs.missing, 1 - cached, 1.0)
         self.on_device, self.on_host = (
             sum(
                 costs.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=on_cpu)
@@ -607,28 +659,33 @@ class _Graph:
         order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.turn_s + activations
-        device_s, cpu_s, copy_s = self.on_device + costs.kernels_s, self.on_host * (1 - share), costs.copy_s
+        missing = costs.missing
+        device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share)
+        copy_s = np.where(missing, self.fetched * (1 - share) / profile.h2d, costs.copy_s)
+        shared_s = self.on_device * share
         self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))
-        experts = costs.kind_masks["experts"]
-        if n_tokens < _WHOLE_TENSORS and (experts & (share < 1.0)).any():
+        if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer.
-            copied_s = np.where(experts, self.touched * (1 - share) / profile.h2d, 0.0)
-            on_cpu_s = float(cpu_s[experts].sum())
-            there_s = float((copied_s + self.on_device * (1 - share))[experts].sum())
-            self.expert_stream_share = on_cpu_s / (on_cpu_s + there_s)
-            device_s = device_s + copied_s + np.where(experts & (share < 1.0), costs.handoffs * self.handoff_s, 0.0)
-            copy_s = np.where(experts, 0.0, copy_s)
-            cpu_s = np.where(experts, cpu_s * (1 - self.expert_stream_share), cpu_s)
+            shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached, 0.0)
+            cpu_s = np.where(missing, cpu_s * (1 - cached), cpu_s)
+            copied_s, copy_s = np.where(missing, copy_s, 0.0), np.where(missing, 0.0, copy_s)
+            on_cpu_s = float(cpu_s[missing].sum())
+            there_s = float((copied_s + self.on_device * (1 - share) * (1 - cached))[missing].sum())
+            self.expert_stream_share = on_cpu_s / (on_cpu_s + there_s) if on_cpu_s else 0.0
+            device_s = device_s + copied_s + np.where(missing, costs.handoffs * self.handoff_s, 0.0)
+            cpu_s = np.where(missing, cpu_s * (1 - self.expert_stream_share), cpu_s)
+        else:
+            device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
-        self._shared_s = (self.on_device * share)[order]
+        self._shared_s = shared_s[order]
         self._handoffs = costs.handoffs[order]
         self._copy_s = copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
         self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
-        self.memory_s = float((self.touched * (1 - share)).sum()) / profile.memory
+        self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
 
     def seconds(self, on_cpu: Mask) -> float:
         """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream."""

@@ -1,0 +1,71 @@
+"""How the routers of a mixture of experts choose: from counts, and kept with the profiles from one run to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from frameshard.models import cache_dir
+from frameshard.plan.model import Model
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH = 16  # choices of each expert, on average, before a layer's counts say anything
+
+
+def shares(uses: Collection[Sequence[int]]) -> tuple[float, ...]:
+    """Of a layer's choices the share of the expert that is chosen most, of the next, and so on; the mean over layers.
+    ``uses`` are counts by expert, for each layer. Empty while too little was seen."""
+    found = []
+    for counts in uses:
+        each = np.array(counts, dtype=np.float64)
+        mean = float(each.mean()) if each.size else 0.0
+        if mean >= _ENOUGH:
+            # Counts differ also where all experts are alike: what chance alone makes of them (Poisson) is taken out.
+            variance = float(each.var())
+            spread = max(variance - mean, 0.0) / variance if variance else 0.0
+            found.append(np.sort(mean + spread * (each - mean))[::-1] / each.sum())
+    return tuple(np.mean(found, axis=0).tolist()) if found else ()
+
+
+def differ(one: Sequence[float], other: Sequence[float]) -> float:
+    """The share of choices that would have to go to experts of another rank, from 0 to 1."""
+    size = max(len(one), len(other))
+    pair = [np.array(each if len(each) else [1 / max(size, 1)] * size) for each in (one, other)]
+    return float(np.abs(pair[0] - pair[1]).sum()) / 2
+
+
+def load(model: Model) -> dict[str, list[int]]:
+    """The counts kept for a model, by shard; empty if there are none that fit it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        kept = json.loads(_path(model).read_text("utf-8"))
+        return {
+            str(name): [min(max(int(n), 0), 1 << 16) for n in counts]
+            for name, counts in kept.items()
+            if len(counts) == model.n_expert
+        }
+    return {}
+
+
+def save(model: Model, uses: Mapping[str, Sequence[int]]) -> None:
+    """Keeps counts for the next run."""
+    target = _path(model)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(dict(uses)), "utf-8")
+        os.replace(part, target)
+    except OSError as error:  # a read-only cache: the next run learns anew
+        logger.warning("what experts are chosen is not kept: %s", error)
+
+
+def _path(model: Model) -> Path:
+    key = [model.path.name, model.file_bytes, model.arch, model.n_layer, model.n_expert, model.n_expert_used]
+    return cache_dir() / "profiles" / f"routing-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
