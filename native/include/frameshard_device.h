@@ -89,6 +89,7 @@ typedef struct {
     uint64_t budget_generation;   /* counts budgets applied */
     double copy_busy_s;           /* time the copy stream had work (emulated device: exact; others: 0) */
     uint32_t host_weights_pinned; /* 1 when the model mapping is registered with the driver */
+    uint64_t image_floor_bytes;   /* the smallest budget for the image that came last; 0 before the first */
 } fsd_stats;
 
 /* Version of this interface, and the ggml version and commit that it was built against. */

@@ -81,6 +81,7 @@ class Compiler {
     void mark_crossings();
     void find_groups();
     bool place_experts();
+    void stage(const Segment &seg, size_t at);
     bool lower(std::string &why);
     std::vector<int> pieces_of(const ggml_tensor *node, bool &split, bool &odd_use) const;
     bool on_cpu(uint32_t shard) const {
@@ -669,6 +670,22 @@ void Compiler::lay_segments() {
     }
 }
 
+// The segment's weights are at its own place in the ring, wherever an earlier one has had them.
+void Compiler::stage(const Segment &seg, size_t at) {
+    for (int piece : p.entries[seg.entry].pieces) {
+        staged[piece] = d.ring.base + at;
+        at += d.pieces[piece].padded;
+    }
+    for (int i = seg.node0; i < seg.node1; i++) {
+        for (const ggml_tensor *src : g->nodes[i]->src) {
+            const Buffer *b = src ? buffer_of(root_of(src)) : nullptr;
+            if (b && b->weights) {
+                shadows.erase(src);
+            }
+        }
+    }
+}
+
 bool Compiler::lower(std::string &why) {
     // Segments first: the ring must be laid out before shadows can know their addresses.
     find_groups();
@@ -693,18 +710,13 @@ bool Compiler::lower(std::string &why) {
             return false;
         }
     }
-    for (size_t e = 0; e < p.entries.size(); e++) {
-        size_t at = slots[e].offset;
-        for (int piece : p.entries[e].pieces) {
-            staged[piece] = d.ring.base + at;
-            at += d.pieces[piece].padded;
-        }
-    }
-
     for (Segment &seg : p.segments) {
         if (seg.cpu) {
             finish_cpu(seg);
             continue;
+        }
+        if (seg.entry >= 0) {
+            stage(seg, slots[seg.entry].offset);
         }
         seg.shadow0 = p.shadow->n_nodes;
         p.shadow->nodes[p.shadow->n_nodes++] = d.graph_key(n_tokens, (size_t)(&seg - p.segments.data()));
@@ -1177,6 +1189,13 @@ ggml_status Device::run(ggml_cgraph *graph) {
             host->pacing.after_step(end - (uint64_t)std::chrono::nanoseconds(busy).count(), end);
             std::this_thread::sleep_for(
                 std::chrono::duration<double>(std::chrono::duration<double>(busy).count() * (1.0 / share - 1.0)));
+        }
+        if (host != this && host->budget_is_pending()) {
+            if (host->requested_budget.load() < host->used()) {
+                abort.store(true); // what is borrowed goes back first
+            } else {
+                host->apply_budget();
+            }
         }
         if (abort.load()) {
             synchronize();

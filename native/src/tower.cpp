@@ -7,6 +7,7 @@
 #include "tower.h"
 
 #include "executor.h"
+#include "tiling.h"
 
 #include <algorithm>
 #include <cstring>
@@ -18,6 +19,13 @@ namespace fsd {
 static Device &tower() {
     static Device *d = new Device; // never destroyed, as device()
     return *d;
+}
+
+// Buffers that hold no weights, which a graph gets VRAM for as far as it uses them. Guarded by the tower's graph_mutex; not
+// among its `buffers`, as commit() would take memory for all of each.
+static std::vector<Buffer *> &activations() {
+    static auto *v = new std::vector<Buffer *>;
+    return *v;
 }
 
 static void *proc(const char *name) {
@@ -43,7 +51,9 @@ static void buffer_free(ggml_backend_buffer_t b) {
         }
     }
     release_addresses(c->base, std::max<size_t>(c->size, 1));
-    t.buffers.erase(std::remove(t.buffers.begin(), t.buffers.end(), c), t.buffers.end());
+    for (std::vector<Buffer *> *of : {&t.buffers, &activations()}) {
+        of->erase(std::remove(of->begin(), of->end(), c), of->end());
+    }
     delete c;
 }
 
@@ -61,7 +71,11 @@ static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data
     }
     Device &d = tower();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    ctx(b)->weights = true;
+    if (!ctx(b)->weights) {
+        ctx(b)->weights = true;
+        activations().erase(std::remove(activations().begin(), activations().end(), ctx(b)), activations().end());
+        d.buffers.push_back(ctx(b));
+    }
     d.add_weight(t);
 }
 
@@ -100,7 +114,7 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     }
     Device &t = tower();
     std::lock_guard<std::mutex> lock(t.graph_mutex);
-    t.buffers.push_back(c.get());
+    activations().push_back(c.get());
     return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
 }
 
@@ -187,7 +201,7 @@ static void start_tower(Device &t, Device &d) {
     t.piece_bytes = d.piece_bytes; // no larger than what the language model's ring has room for
     for (Buffer *b : t.buffers) {
         // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.
-        if (b->weights && !b->pinned) {
+        if (!b->pinned) {
             auto pin = (bool (*)(void *, size_t))proc("ggml_backend_register_host_buffer");
             b->pinned = pin && pin(b->base, b->size);
         }
@@ -199,7 +213,7 @@ static void stop_tower(Device &t) {
     t.reset_ring();
     ggml_backend_synchronize(t.copy);
     t.programs.clear();
-    for (Buffer *b : t.buffers) {
+    for (Buffer *b : activations()) {
         if (b->inner) {
             InnerBuffer inner(b->inner);
             t.release(Use::buffers, inner);
@@ -240,18 +254,21 @@ static void give_back(Device &d, uint64_t bytes) {
     d.used_by[(int)Use::buffers] -= bytes;
 }
 
-static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, uint64_t &borrowed) {
-    const Traffic traffic = traffic_of(graph);
+static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffic &traffic, uint64_t &borrowed) {
     std::string why;
     t.overhead.store(0);
     t.wanted_ring = 0;
     t.budget.store(0);
     t.commit(why); // refused, but it has cut the weights into pieces and knows the floor
-    uint64_t activations = 0;
+    uint64_t least = t.floor.load();
     for (const auto &[buffer, bytes] : traffic.extent) {
-        activations += t.granular(bytes);
+        least += t.granular(bytes);
     }
-    const uint64_t least = t.floor.load() + activations;
+    {
+        const uint64_t needed = std::max(d.floor.load(), d.fixed() + least);
+        std::lock_guard<std::mutex> lock(d.state_mutex);
+        d.counters.image_floor_bytes = needed;
+    }
     borrowed = borrow(d, least, least + 2 * t.min_ring);
     if (borrowed == 0) {
         GGML_LOG_ERROR("frameshard: this image needs %llu MiB of VRAM beside the language model's %llu MiB, the budget "
@@ -295,6 +312,12 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, uint64_t &bo
 
 static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) {
     Device &d = device(), &t = tower();
+    Traffic traffic = traffic_of(graph);
+    const auto tiling = Tiling::make(graph, traffic.out, buffer_type(), (int)d.n_threads);
+    if (tiling) {
+        graph = tiling->graph;
+        traffic = traffic_of(graph);
+    }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.committed) {
         GGML_LOG_ERROR("frameshard: an image was encoded before fsd_commit\n");
@@ -311,13 +334,16 @@ static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) {
     uint64_t borrowed = 0;
     const size_t ring = d.ring.capacity;
     start_tower(t, d);
-    const ggml_status status = encode(t, d, graph, borrowed); // run() takes the tower's own mutex
+    const ggml_status status = encode(t, d, graph, traffic, borrowed); // run() takes the tower's own mutex
     stop_tower(t);
     give_back(d, borrowed);
     if (d.budget_is_pending()) {
         d.apply_budget();
     } else if (d.ring.capacity < ring && d.used() + ring <= d.budget.load() + d.ring.capacity) {
         d.resize_ring(ring); // before weights come back into its room
+    }
+    if (tiling && status == GGML_STATUS_SUCCESS) {
+        tiling->finish();
     }
     return status;
 }

@@ -86,6 +86,7 @@ class Stats:
     budget_generation: int
     copy_busy_s: float
     host_weights_pinned: bool
+    image_floor_bytes: int
 
 
 def _c_type(name: str, annotation: str) -> Any:

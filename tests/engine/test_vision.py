@@ -151,14 +151,6 @@ def test_without_a_tower_images_are_refused(model_path: Path) -> None:
         assert failure(child)["name"] == "unsupported"
 
 
-def test_an_image_that_the_budget_has_no_room_for(model_path: Path, mmproj_path: Path) -> None:
-    fields = {**FIELDS, "vram_budget": FLOOR}
-    with engine(model_path, mmproj=str(mmproj_path), **fields) as child:
-        error = failure(child)
-        assert error["name"] == "budget_below_floor"
-        assert child.run(QUESTION, params=SEEN)[-1]["ev"] == "done"
-
-
 def test_a_tower_of_another_model_is_refused(tiny_model: Any, mmproj_path: Path) -> None:
     child = EngineProcess()
     try:

@@ -238,7 +238,7 @@ class Vision:
         """Sets ``picture.embedding``, from the cache when the same image was encoded lately.
 
         :raises DecodeAborted: the runtime was aborted.
-        :raises BudgetBelowFloor: the budget has no room for an image of this size.
+        :raises BudgetBelowFloor: the budget has no room for an image of this size; detail has what it needs.
         """
         known = self._cache.pop(picture.digest, None)
         picture.embedding = self._encode(picture) if known is None else known
@@ -260,9 +260,10 @@ class Vision:
             stats = device.stats()
             if stats.budget_generation == generation:  # else a smaller budget ended the encode: begin again within it
                 raise BudgetBelowFloor(
-                    "the VRAM budget has no room for an image of this size: raise it or send a smaller one",
+                    f"an image of this size needs a VRAM budget of {-(-stats.image_floor_bytes >> 20)} MiB:"
+                    " raise it or send a smaller one",
                     budget_bytes=stats.budget_bytes,
-                    floor_bytes=stats.floor_bytes,
+                    floor_bytes=stats.image_floor_bytes,
                 )
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.model))
         return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()

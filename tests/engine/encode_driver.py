@@ -1,0 +1,63 @@
+"""Encodes one picture, for test_tiling.py: python encode_driver.py MODEL MMPROJ DEVICE OUT.npz
+
+On the shard device at several budgets, the smallest that the image allows among them. A process has one device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+from frameshard.engine import vision
+from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.errors import BudgetBelowFloor
+
+SIZE = (672, 644)
+"""2,208 patches of 14 x 14: more than a feed-forward block takes at a time."""
+MIB = 1 << 20
+
+
+def main(model: str, mmproj: str, device: str, out: str) -> None:
+    vision.CACHE_BYTES = 0  # or the second encode would be none
+    width, height = SIZE
+    pixels = np.random.default_rng(3).integers(0, 256, 3 * width * height, dtype=np.uint8).tobytes()
+    config = EngineConfig(
+        model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=2, mode="stream_only"
+    )
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    figures = []
+    with Runtime.load(config) as runtime:
+        eyes = vision.Vision(runtime, mmproj)
+
+        def encode() -> npt.NDArray[np.float32]:
+            image = vision.Image(width, height, pixels)
+            parts = eyes.tokenize(eyes.marker, [image], add_special=True)
+            picture = next(part for part in parts if isinstance(part, vision.Picture))
+            eyes.encode(picture)
+            assert picture.embedding is not None
+            return picture.embedding
+
+        found["all"] = encode()
+        shards = runtime.device
+        if shards is not None:
+            floor = shards.stats().image_floor_bytes
+            for more in (0, 1, 8):
+                shards.set_budget(floor + more * MIB, timeout_s=10)
+                shards.reset_peak()
+                found[str(more)] = encode()
+                figures.append({"budget": floor + more * MIB, "peak": shards.stats().peak_bytes})
+            shards.set_budget(floor - 1, timeout_s=10)
+            try:
+                encode()
+            except BudgetBelowFloor as error:
+                figures.append({"refused_at": floor - 1, "needs": error.detail["floor_bytes"]})
+        eyes.close()
+    np.savez(out, **found)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
