@@ -1,0 +1,127 @@
+"""What each mechanism is worth: time to first token and tokens/s with it and without it, in turn.
+
+    python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json ablation.json
+
+The plan as it is; a ring of one step (copies do not run ahead, and next to no experts are kept); nothing on the CPU;
+nothing streamed. Weights are resident as the budget leaves room for. Medians of interleaved runs. What the size of the
+ubatch is worth, for which a device is configured once, ``frameshard bench --ubatch`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from frameshard import models
+from frameshard.cli import common
+from frameshard.cli.passage import PASSAGE
+from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.plan.planner import CPU, STREAMED, lay_out, vram_unit
+
+VARIANTS = ("as planned", "ring of one step", "nothing on the CPU", "nothing streamed")
+
+
+@dataclass
+class Row:
+    budget: int
+    variant: str
+    ttft_s: list[float] = field(default_factory=list)
+    tokens_per_second: list[float] = field(default_factory=list)
+
+    def document(self) -> dict[str, object]:
+        return {
+            "budget_mb": self.budget / 2**20,
+            "variant": self.variant,
+            "ttft_s": statistics.median(self.ttft_s),
+            "tokens_per_second": statistics.median(self.tokens_per_second),
+            "runs": {"ttft_s": self.ttft_s, "tokens_per_second": self.tokens_per_second},
+        }
+
+
+def arrange(runtime: Runtime, row: Row) -> None:
+    """Budget, plan and resident weights of a row."""
+    assert runtime.device is not None
+    runtime.device.set_budget(row.budget, timeout_s=60.0)
+    runtime.replan()
+    plan = runtime.plan
+    assert plan is not None
+    ring = plan.ring_bytes
+    if row.variant == "ring of one step":
+        ring = lay_out(runtime.model_info, unit_bytes=vram_unit(runtime.device_name)).min_ring
+    tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
+    for variant, placement in (("nothing on the CPU", STREAMED), ("nothing streamed", CPU)):
+        if row.variant == variant:
+            tiers = [(least, (placement,) * len(placements)) for least, placements in tiers]
+    runtime.device.set_plan(
+        tiers, ring, plan.expert_stream_share if row.variant != "nothing streamed" else 0.0, exact=False
+    )
+    while runtime.fill():
+        pass
+
+
+def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespace) -> None:
+    prompt = (words * -(-args.prompt // len(words)))[: args.prompt]
+
+    def read() -> None:
+        runtime.clear(0)
+        runtime.decode_tokens(0, prompt)
+
+    def decode(token: int) -> None:
+        for output in runtime.decode([Rows(0, [token])]):
+            runtime.logits(output)
+
+    arrange(runtime, row)
+    read()
+    decode(words[0])
+    begin = time.perf_counter()
+    read()
+    middle = time.perf_counter()
+    for i in range(args.generate):
+        decode(words[i % len(words)])
+    end = time.perf_counter()
+    row.ttft_s.append(middle - begin)
+    row.tokens_per_second.append(args.generate / (end - middle))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
+    parser.add_argument("--vram-budget", required=True, metavar="A,B,...")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--ubatch", type=int, default=1024)
+    parser.add_argument("--generate", type=int, default=24)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    budgets = [common.parse_size(part) for part in args.vram_budget.split(",")]
+    config = EngineConfig(
+        model=str(models.resolve(args.model)),
+        device=args.device,
+        n_ctx=args.prompt + args.generate + 1,
+        n_ubatch=args.ubatch,
+        n_parallel=1,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps,
+    )
+    rows = [Row(budget, variant) for budget in budgets for variant in VARIANTS]
+    with Runtime.load(config) as runtime:
+        words = runtime.tokenize(PASSAGE)
+        for _ in range(args.repeat):
+            for row in rows:
+                measure(runtime, row, words, args)
+    documents = [row.document() for row in rows]
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"model": args.model, "device": args.device, "rows": documents}, file, indent=1)
+    for each in documents:
+        print("{budget_mb:8.0f} MiB  {variant:20} TTFT {ttft_s:8.3f} s  {tokens_per_second:8.2f} tok/s".format(**each))
+
+
+if __name__ == "__main__":
+    main()
