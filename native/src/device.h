@@ -140,7 +140,9 @@ struct Device {
     std::vector<Slab> slabs; // the resident prefix
     Ring ring;
     size_t wanted_ring = 0;
-    InnerBuffer staging; // pinned host memory that what is read from the inner device passes through
+    InnerBuffer staging;        // pinned host memory for what goes between host and device in small pieces
+    std::vector<char> unpinned; // instead, where the inner device pins none
+    size_t staged_bytes = 0;
     InnerBuffer scratch;
     char *scratch_base = nullptr;
     size_t scratch_size = 0;
@@ -191,7 +193,7 @@ struct Device {
     void update_floor();
     void update_placements();
     void synchronize();
-    char *staged(size_t bytes); // overwritten by the next call; null where the inner device pins none
+    char *staged(size_t bytes); // host memory to exchange with the inner device in small pieces; the same at every call
     bool piece_resident(int piece) const {
         const int s = pieces[piece].slab;
         return s < (int)slabs.size() && slabs[s].ready;

@@ -125,27 +125,40 @@ struct Row {
     int expert;
 };
 
-void read_inner(Device &d, const ggml_tensor *t, std::vector<char> &bytes) {
-    Buffer *b = buffer_of(root_of(t));
-    bytes.resize(ggml_nbytes(t));
-    ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)t->data - b->base), bytes.size());
-    char *pinned = d.staged(bytes.size());
-    ggml_backend_tensor_get(&raw, pinned ? pinned : bytes.data(), 0, bytes.size());
-    if (pinned) {
-        memcpy(bytes.data(), pinned, bytes.size());
-    }
+// Starts to copy what a tensor on the inner device holds.
+void fetch(Device &d, const ggml_tensor *t, char *to) {
+    const Buffer *b = buffer_of(root_of(t));
+    const size_t bytes = ggml_nbytes(t);
+    ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)t->data - b->base), bytes);
+    ggml_backend_tensor_get_async(d.compute, &raw, to, 0, bytes);
+    d.compute_pending = true;
 }
 
-int32_t expert_at(const std::vector<char> &ids, const ggml_tensor *t, int64_t j, int64_t token) {
+int32_t expert_at(const char *ids, const ggml_tensor *t, int64_t j, int64_t token) {
     int32_t expert;
-    memcpy(&expert, ids.data() + j * t->nb[0] + token * t->nb[1], sizeof(expert));
+    memcpy(&expert, ids + j * t->nb[0] + token * t->nb[1], sizeof(expert));
     return expert;
 }
 
-// Computes rows on the CPU, by the graph's own operations on tensors of one row an expert; results follow each other in
-// group.rows.
+// What goes between host and device for a group, in staging memory.
+struct Exchange {
+    char *ids, *input; // from the device
+    int32_t *slots;    // to the device
+    char *rows;        // computed by the CPU, to the device
+    Exchange(Device &d, const ExpertGroup &group) {
+        const size_t sizes[] = {align_up(ggml_nbytes(group.ids)), align_up(ggml_nbytes(group.input)),
+                                align_up(group.chosen() * sizeof(int32_t)),
+                                group.chosen() * group.products.back()->nb[1]};
+        ids = d.staged(sizes[0] + sizes[1] + sizes[2] + sizes[3]);
+        input = ids + sizes[0];
+        slots = (int32_t *)(input + sizes[1]);
+        rows = input + sizes[1] + sizes[2];
+    }
+};
+
+// Computes rows on the CPU, by the graph's own operations on tensors of one row an expert; results follow each other.
 ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph, const std::vector<Row> &rows,
-                         const std::vector<char> &input) {
+                         const Exchange &exchange) {
     const int64_t n = (int64_t)rows.size();
     const size_t n_nodes = (size_t)(group.node1 - group.node0);
     std::vector<char> meta(ggml_tensor_overhead() * (2 * n_nodes + 8) +
@@ -155,10 +168,12 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
     params.mem_buffer = meta.data();
     params.no_alloc = true;
     ggml_context *ctx = ggml_init(params);
-    std::vector<std::vector<char>> memory;
+    size_t n_placed = 0;
     const auto place = [&](ggml_tensor *t) {
-        memory.emplace_back(ggml_nbytes(t));
-        t->data = memory.back().data();
+        group.memory.resize(std::max(group.memory.size(), ++n_placed));
+        std::vector<char> &memory = group.memory[n_placed - 1];
+        memory.resize(std::max(memory.size(), ggml_nbytes(t)));
+        t->data = memory.data();
     };
     ggml_tensor *ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
     ggml_tensor *x = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, group.input->ne[0], 1, n);
@@ -167,7 +182,7 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
     for (int64_t i = 0; i < n; i++) {
         ((int32_t *)ids->data)[i] = rows[i].expert;
         const int64_t j = group.input->ne[1] == 1 ? 0 : rows[i].j;
-        memcpy((char *)x->data + i * x->nb[2], input.data() + j * group.input->nb[1] + rows[i].t * group.input->nb[2],
+        memcpy((char *)x->data + i * x->nb[2], exchange.input + j * group.input->nb[1] + rows[i].t * group.input->nb[2],
                x->nb[1]);
     }
     std::unordered_map<const ggml_tensor *, ggml_tensor *> compact = {{group.ids, ids}, {group.input, x}};
@@ -193,8 +208,7 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
         }
         compact[node] = c;
     }
-    group.rows.resize(ggml_nbytes(result));
-    result->data = group.rows.data();
+    result->data = exchange.rows;
     ggml_cgraph *cpu_graph = ggml_new_graph_custom(ctx, 4 * n_nodes + 8, false);
     ggml_build_forward_expand(cpu_graph, result);
     const ggml_status status = ggml_backend_graph_compute(d.cpu, cpu_graph);
@@ -205,9 +219,9 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
 } // namespace
 
 std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts) {
+    const char *ids = d.staged(ggml_nbytes(chosen));
+    fetch(d, chosen, (char *)ids);
     d.synchronize();
-    std::vector<char> ids;
-    read_inner(d, chosen, ids);
     std::vector<uint32_t> counts(n_experts);
     for (int64_t t = 0; t < chosen->ne[1]; t++) {
         for (int64_t j = 0; j < chosen->ne[0]; j++) {
@@ -251,16 +265,19 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
 }
 
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view) {
-    d.synchronize(); // the router's choice; and no slot is being read any more
+    const Exchange exchange(d, group);
+    fetch(d, group.ids, exchange.ids);
+    if (!group.streamed) {
+        fetch(d, group.input, exchange.input);
+    }
+    d.synchronize(); // from here on no slot is being read, and what was sent before has arrived
     const int64_t k = group.ids->ne[0];
     const uint32_t layer = group.shard(d);
-    std::vector<char> ids, input;
-    read_inner(d, group.ids, ids);
     std::vector<Row> rows;
     std::vector<int> wanted; // without repetition, in order of appearance
     for (int64_t t = 0; t < group.ids->ne[1]; t++) {
         for (int64_t j = 0; j < k; j++) {
-            const int32_t expert = expert_at(ids, group.ids, j, t);
+            const int32_t expert = expert_at(exchange.ids, group.ids, j, t);
             rows.push_back({j, t, expert});
             d.experts.count(layer, expert);
             if (std::find(wanted.begin(), wanted.end(), expert) == wanted.end()) {
@@ -294,35 +311,26 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
         copy_expert(d, group, missed[i], slot);
     }
     std::vector<Row> on_cpu;
-    group.slots.clear();
+    std::vector<int32_t> numbers((size_t)k); // of one token's experts in the arena, -1 for the CPU's
     for (size_t first = 0; first < rows.size(); first += (size_t)k) {
-        const auto number = [&](size_t row) {
-            const auto it = slot_of.find(rows[row].expert);
-            return it == slot_of.end() ? -1 : (int32_t)d.experts.arena().number(it->second);
-        };
+        for (size_t i = 0; i < (size_t)k; i++) {
+            const auto it = slot_of.find(rows[first + i].expert);
+            numbers[i] = it == slot_of.end() ? -1 : (int32_t)d.experts.arena().number(it->second);
+        }
         // Rows that the CPU computes take room in the device's product too. No two of a token may be in one slot: devices
         // sort rows by expert and count on that.
-        int32_t spare = -1;
-        const auto next_spare = [&] {
-            bool taken;
-            do {
-                spare++;
-                taken = false;
-                for (size_t row = first; row < first + (size_t)k; row++) {
-                    taken = taken || number(row) == spare;
+        int32_t spare = 0;
+        for (size_t i = 0; i < (size_t)k; i++) {
+            if (numbers[i] < 0) {
+                on_cpu.push_back(rows[first + i]);
+                while (std::find(numbers.begin(), numbers.end(), spare) != numbers.end()) {
+                    spare++;
                 }
-            } while (taken);
-            return spare;
-        };
-        for (size_t row = first; row < first + (size_t)k; row++) {
-            if (number(row) < 0) {
-                on_cpu.push_back(rows[row]);
+                exchange.slots[first + i] = spare++;
+            } else {
+                exchange.slots[first + i] = numbers[i];
             }
-            group.slots.push_back(number(row) < 0 ? next_spare() : number(row));
         }
-    }
-    if (!on_cpu.empty()) {
-        read_inner(d, group.input, input);
     }
     ggml_status status = GGML_STATUS_SUCCESS;
     d.compute_pending = true;
@@ -334,8 +342,7 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
         if (d.trace) {
             d.trace->begin(FSD_LANE_DEVICE, d.compute);
         }
-        ggml_backend_tensor_set_async(d.compute, group.numbers, group.slots.data(), 0,
-                                      group.slots.size() * sizeof(int32_t));
+        ggml_backend_tensor_set_async(d.compute, group.numbers, exchange.slots, 0, rows.size() * sizeof(int32_t));
         status = ggml_backend_graph_compute_async(d.compute, &view);
         if (d.trace) {
             uint64_t bytes = 0;
@@ -347,14 +354,17 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     }
     if (status == GGML_STATUS_SUCCESS && !on_cpu.empty()) {
         const double start = Trace::now();
-        status = compute_rows(d, group, graph, on_cpu, input);
+        status = compute_rows(d, group, graph, on_cpu, exchange);
         // Behind the device's part, in whose result these rows are only room.
         const size_t row_bytes = group.products.back()->nb[1];
-        for (size_t i = 0; i < on_cpu.size(); i++) {
-            char *target =
-                (char *)group.result->data + on_cpu[i].j * group.result->nb[1] + on_cpu[i].t * group.result->nb[2];
-            ggml_tensor row = raw_tensor(group.result->buffer, target, row_bytes);
-            ggml_backend_tensor_set_async(d.compute, &row, group.rows.data() + i * row_bytes, 0, row_bytes);
+        const auto place_of = [&](size_t i) {
+            return (char *)group.result->data + on_cpu[i].j * group.result->nb[1] + on_cpu[i].t * group.result->nb[2];
+        };
+        for (size_t i = 0, end = 0; i < on_cpu.size(); i = end) {
+            for (end = i + 1; end < on_cpu.size() && place_of(end) == place_of(end - 1) + row_bytes; end++) {
+            }
+            ggml_tensor run = raw_tensor(group.result->buffer, place_of(i), (end - i) * row_bytes);
+            ggml_backend_tensor_set_async(d.compute, &run, exchange.rows + i * row_bytes, 0, (end - i) * row_bytes);
         }
         if (d.trace) {
             uint64_t bytes = 0;

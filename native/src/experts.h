@@ -16,14 +16,12 @@ namespace fsd {
 struct ExpertGroup {
     int node0 = 0, node1 = 0;
     std::vector<const ggml_tensor *> products;
-    const ggml_tensor *ids = nullptr;   // I32 [experts chosen, tokens]
-    const ggml_tensor *input = nullptr; // of the first products
-    bool streamed = false;              // nothing is left to the CPU
-    ggml_tensor *result = nullptr;      // shadow of the last product
-    ggml_tensor *numbers = nullptr;     // device: the chosen experts' slots
-    // What copies of the present graph read until the next synchronisation.
-    std::vector<int32_t> slots;
-    std::vector<char> rows;
+    const ggml_tensor *ids = nullptr;      // I32 [experts chosen, tokens]
+    const ggml_tensor *input = nullptr;    // of the first products
+    bool streamed = false;                 // nothing is left to the CPU
+    ggml_tensor *result = nullptr;         // shadow of the last product
+    ggml_tensor *numbers = nullptr;        // device: the chosen experts' slots
+    std::vector<std::vector<char>> memory; // that the CPU's part computes in
 
     int64_t chosen() const { return ids->ne[0] * ids->ne[1]; }
     const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }

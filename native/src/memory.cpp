@@ -77,11 +77,14 @@ void Device::synchronize() {
 }
 
 char *Device::staged(size_t bytes) {
-    if (!staging || ggml_backend_buffer_get_size(staging.get()) < bytes) {
+    if (staged_bytes < bytes) {
+        synchronize(); // it may be in use
+        staged_bytes = align_up(2 * bytes);
         ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(inner);
-        staging.reset(host ? ggml_backend_buft_alloc_buffer(host, bytes) : nullptr);
+        staging.reset(host ? ggml_backend_buft_alloc_buffer(host, staged_bytes) : nullptr);
+        unpinned.resize(staging ? 0 : staged_bytes);
     }
-    return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : nullptr;
+    return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : unpinned.data();
 }
 
 // Gives up residency from the ladder's tail, then the ring's surplus, until `bytes` more fit the budget.
