@@ -93,7 +93,7 @@ class Compiler {
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
     void lower_cpu_steps(int step, int node0, int node1);
-    size_t read_bytes(const Step &s) const;
+    size_t work_of(const Step &s) const;
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int step, int node0, int node1);
     void add_group_nodes(ExpertGroup &group);
@@ -114,7 +114,7 @@ class Compiler {
         product_of;                         // node -> group, which of its products
     std::unordered_map<int, char *> staged; // piece -> address in the ring, for the segment being lowered
     int64_t n_tokens = 1;
-    size_t merged_bytes = 0;
+    size_t merged_work = 0;
 };
 
 std::vector<int> Compiler::pieces_of(const ggml_tensor *node, bool &split, bool &odd_use) const {
@@ -397,13 +397,13 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
     group.result = shadow(group.products.back());
 }
 
-// Of experts only those are read that the tokens choose.
-size_t Compiler::read_bytes(const Step &s) const {
+// What a step takes of the device's time, in bytes that it reads or, of many tokens, in such bytes times tokens. Of experts
+// only those count that the tokens choose.
+size_t Compiler::work_of(const Step &s) const {
     const ggml_tensor *n = g->nodes[s.node0];
-    if (n->op != GGML_OP_MUL_MAT_ID) {
-        return s.bytes;
-    }
-    return std::min(s.bytes, s.bytes / n->src[0]->ne[2] * n->src[2]->ne[0] * n->src[2]->ne[1]);
+    const bool experts = n->op == GGML_OP_MUL_MAT_ID;
+    const size_t all = s.bytes * (experts ? n->src[2]->ne[0] : 1) * n_tokens / (experts ? n->src[0]->ne[2] : 1);
+    return n_tokens < kPrefillTokens ? std::min(s.bytes, all) : all;
 }
 
 void Compiler::add_gpu(int step, int node0, int node1) {
@@ -420,11 +420,9 @@ void Compiler::add_gpu(int step, int node0, int node1) {
             bytes += d.pieces[k].padded;
         }
     }
-    // A prefill graph is not merged across steps: each is long enough to want a look at abort and budget.
-    const size_t merge_limit = n_tokens >= kPrefillTokens ? 0 : p.merge_limit;
     Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
     const bool merge = last && !last->cpu && last->entry < 0 && last->group < 0 && streamed.empty() &&
-                       last->node1 == node0 && (!work || merged_bytes + read_bytes(s) <= merge_limit) && !s.row_piece &&
+                       last->node1 == node0 && (!work || merged_work + work_of(s) <= p.merge_limit) && !s.row_piece &&
                        !last->row_piece;
     if (!merge) {
         Segment seg;
@@ -434,10 +432,10 @@ void Compiler::add_gpu(int step, int node0, int node1) {
         seg.piece = s.piece;
         seg.uid = (1ull << 62) + ggml_graph_next_uid();
         p.segments.push_back(seg);
-        merged_bytes = 0;
+        merged_work = 0;
     }
     Segment &seg = p.segments.back();
-    merged_bytes += read_bytes(s);
+    merged_work += work_of(s);
     seg.bytes += s.bytes;
     seg.node1 = node1;
     if (!streamed.empty()) {
@@ -938,11 +936,20 @@ struct Runner {
     void bring_experts(const Segment &s);
 };
 
+// How much neighbouring resident steps may take together, in the measure of Compiler::work_of: a segment is not
+// interrupted, so beside a game's frames the device is taken for short whiles only.
+static size_t merge_limit_of(const Device &d, int64_t n_tokens) {
+    const bool paced = d.host->pacing.active();
+    if (n_tokens >= kPrefillTokens) {
+        return d.emulated || paced ? 0 : (size_t)1 << 38; // half a millisecond of an H100, ten of a laptop
+    }
+    return (size_t)(d.emulated ? 64 : paced ? 512 : 2048) << 20;
+}
+
 Program *Runner::program(int first_node, int first_piece, const Tier *tier, std::string &why) {
     static uint64_t clock = 0;
     clock++;
-    // Beside a game's frames the device is taken for short whiles only.
-    const size_t merge_limit = (d.emulated ? 64 : d.host->pacing.active() ? 512 : 2048) * (size_t)(1 << 20);
+    const size_t merge_limit = merge_limit_of(d, tokens_of(graph, d));
     for (auto &p : d.programs) {
         if (graph->uid != 0 && p->uid == graph->uid && p->generation == d.residency_generation &&
             p->first_node == first_node && p->first_piece == first_piece && p->tier == tier &&

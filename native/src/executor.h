@@ -34,7 +34,7 @@ struct Program {
     uint64_t generation = 0;
     int first_node = 0, first_piece = 0;
     const Tier *tier = nullptr;
-    size_t merge_limit = 0; // of neighbouring resident steps, in bytes that they read
+    size_t merge_limit = 0; // of neighbouring resident steps
     uint64_t used_at = 0;
     std::vector<Segment> segments;
     std::vector<RingEntry> entries;

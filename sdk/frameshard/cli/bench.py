@@ -200,7 +200,7 @@ def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
 
 
 def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
-    words, tokens = _tokens(runtime, args.prompt)
+    words, tokens = _tokens(runtime, args.prompt, any_at_all=bool(args.vs))
     device = runtime.device
     if row.budget is not None:
         _set_budget(row, runtime)
@@ -255,10 +255,16 @@ def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> 
     )
 
 
-def _tokens(runtime: Runtime, n: int) -> tuple[list[int], list[int]]:
-    """Tokens of the passage, and a prompt of ``n`` of them."""
+def _tokens(runtime: Runtime, n: int, *, any_at_all: bool) -> tuple[list[int], list[int]]:
+    """Tokens to decode one by one, and a prompt of ``n``: of the passage, or any of the vocabulary, as
+    llama-batched-bench has them. What experts are asked for depends on it."""
+    import numpy as np
+
     from .passage import PASSAGE
 
+    if any_at_all:
+        random = np.random.default_rng(n)
+        return random.integers(0, runtime.n_vocab, 256).tolist(), random.integers(0, runtime.n_vocab, n).tolist()
     words = runtime.tokenize(PASSAGE)
     return words, (words * -(-n // len(words)))[:n]
 
@@ -292,7 +298,7 @@ def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
     from . import figures
 
     assert runtime.device is not None
-    _, tokens = _tokens(runtime, min(args.ubatch, args.prompt))
+    _, tokens = _tokens(runtime, min(args.ubatch, args.prompt), any_at_all=bool(args.vs))
     _read(runtime, args.parallel, tokens)
     _decode(runtime, args.parallel, tokens[0])
     runtime.device.start_trace()
