@@ -103,12 +103,10 @@ class Tiler {
         std::vector<QueryTile> tiles;
         std::vector<ggml_tensor *> masks;
     };
-    struct Block { // from its widening products to the narrowing one
-        std::vector<const ggml_tensor *> nodes;
-    };
 
     const ggml_tensor *mask_of(const ggml_tensor *attention) const;
-    bool plan_block(const ggml_tensor *narrow);
+    std::set<const ggml_tensor *> interior(const ggml_tensor *narrow);
+    void plan_block(const ggml_tensor *product);
     void need(const ggml_tensor *t);
 
     ggml_tensor *blank(const ggml_tensor *like);
@@ -120,14 +118,15 @@ class Tiler {
     void join(const ggml_tensor *t, ggml_tensor *whole, ggml_tensor *last);
     void push(ggml_tensor *t) { r.graph->nodes[r.graph->n_nodes++] = t; }
     void attend(const ggml_tensor *t, Attention &attention);
-    void feed(const ggml_tensor *t, const Block &block);
+    void feed(const ggml_tensor *product, std::vector<const ggml_tensor *> nodes);
 
     const ggml_cgraph *old;
     const std::set<const ggml_tensor *> &outs;
     Tiling &r;
     std::unordered_map<const ggml_tensor *, int> index, uses;
-    std::map<const ggml_tensor *, Attention> attentions;   // by mask, in the order of addresses
-    std::unordered_map<const ggml_tensor *, Block> blocks; // by narrowing product
+    std::map<const ggml_tensor *, Attention> attentions; // by mask, in the order of addresses
+    // By product: what is made some rows at a time with it.
+    std::unordered_map<const ggml_tensor *, std::vector<const ggml_tensor *>> blocks;
     std::set<const ggml_tensor *> in_block, needed;
     std::vector<std::pair<ggml_tensor *, const ggml_tensor *>> inputs;
     Made made;
@@ -146,40 +145,36 @@ const ggml_tensor *Tiler::mask_of(const ggml_tensor *t) const {
     return fits ? m : nullptr;
 }
 
-// Whether all that the narrowing product reads can be made some rows at a time.
-bool Tiler::plan_block(const ggml_tensor *narrow) {
+// What a narrowing product reads, back to the products that widened it, if all of that can be made some rows at a time.
+std::set<const ggml_tensor *> Tiler::interior(const ggml_tensor *narrow) {
     const int64_t rows = narrow->ne[1];
     const ggml_tensor *wide = narrow->src[1];
-    if (rows <= kRows || !is_weight(narrow->src[0]) || narrow->view_src || !is_matrix(narrow, rows) ||
-        wide->ne[0] <= narrow->ne[0]) {
-        return false;
-    }
-    std::set<const ggml_tensor *> nodes;
-    std::unordered_map<const ggml_tensor *, int> inside = {{wide, 1}};
-    std::vector<const ggml_tensor *> next = {wide};
     auto by_rows = [&](const ggml_tensor *t) {
         const bool known = t->op == GGML_OP_ADD || t->op == GGML_OP_MUL || t->op == GGML_OP_SCALE ||
                            t->op == GGML_OP_SQR || t->op == GGML_OP_UNARY || t->op == GGML_OP_GLU ||
                            (t->op == GGML_OP_MUL_MAT && is_weight(t->src[0]));
-        return known && index.count(t) && !t->view_src && is_matrix(t, rows) && !outs.count(t);
+        auto block = blocks.find(t);
+        return known && index.count(t) && !t->view_src && is_matrix(t, rows) && !outs.count(t) &&
+               (block == blocks.end() || block->second.empty());
     };
+    std::set<const ggml_tensor *> nodes = {wide};
+    std::unordered_map<const ggml_tensor *, int> inside = {{wide, 1}};
+    std::vector<const ggml_tensor *> next = {wide};
     while (!next.empty()) {
         const ggml_tensor *t = next.back();
         next.pop_back();
         if (!by_rows(t)) {
-            return false;
+            return {};
         }
-        nodes.insert(t);
-        for (int j = 0; j < GGML_MAX_SRC; j++) {
-            const ggml_tensor *src = t->src[j];
+        for (const ggml_tensor *src : t->src) {
             if (!src || is_weight(src)) {
                 if (src && t->op != GGML_OP_MUL_MAT && ggml_nrows(src) != 1) {
-                    return false;
+                    return {};
                 }
                 continue;
             }
             if (!is_matrix(src, rows)) {
-                return false;
+                return {};
             }
             if (t->op != GGML_OP_MUL_MAT) { // the rows that a product widens are there as a whole
                 inside[src]++;
@@ -191,15 +186,29 @@ bool Tiler::plan_block(const ggml_tensor *narrow) {
     }
     for (const ggml_tensor *t : nodes) {
         if (uses[t] != inside[t]) {
-            return false;
+            return {};
         }
     }
-    Block &block = blocks[narrow];
-    block.nodes.assign(nodes.begin(), nodes.end());
-    std::sort(block.nodes.begin(), block.nodes.end(),
+    return nodes;
+}
+
+// Every product of many rows is made some rows at a time: devices make copies of what they multiply. A narrowing one with
+// all of its block.
+void Tiler::plan_block(const ggml_tensor *product) {
+    const int64_t rows = product->ne[1];
+    if (rows <= kRows || !is_weight(product->src[0]) || product->view_src || !is_matrix(product, rows) ||
+        !is_matrix(product->src[1], rows)) {
+        return;
+    }
+    std::set<const ggml_tensor *> nodes;
+    if (product->src[1]->ne[0] > product->ne[0]) {
+        nodes = interior(product);
+    }
+    std::vector<const ggml_tensor *> &block = blocks[product];
+    block.assign(nodes.begin(), nodes.end());
+    std::sort(block.begin(), block.end(),
               [&](const ggml_tensor *a, const ggml_tensor *b) { return index[a] < index[b]; });
     in_block.insert(nodes.begin(), nodes.end());
-    return true;
 }
 
 void Tiler::need(const ggml_tensor *t) {
@@ -356,12 +365,11 @@ void Tiler::attend(const ggml_tensor *t, Attention &attention) {
     join(t, result, last);
 }
 
-void Tiler::feed(const ggml_tensor *narrow, const Block &block) {
-    ggml_tensor *result = whole(narrow), *last = nullptr;
-    std::vector<const ggml_tensor *> nodes = block.nodes;
-    nodes.push_back(narrow);
-    for (int64_t row = 0; row < narrow->ne[1]; row += kRows) {
-        const int64_t rows = std::min(kRows, narrow->ne[1] - row);
+void Tiler::feed(const ggml_tensor *product, std::vector<const ggml_tensor *> nodes) {
+    ggml_tensor *result = whole(product), *last = nullptr;
+    nodes.push_back(product);
+    for (int64_t row = 0; row < product->ne[1]; row += kRows) {
+        const int64_t rows = std::min(kRows, product->ne[1] - row);
         Made here;
         for (const ggml_tensor *t : nodes) {
             ggml_tensor *part = blank(t);
@@ -377,7 +385,7 @@ void Tiler::feed(const ggml_tensor *narrow, const Block &block) {
             }
             part->ne[1] = rows;
             part->nb[2] = part->nb[3] = part->nb[1] * rows;
-            if (t == narrow) {
+            if (t == product) {
                 place(part, result, row * result->nb[1]);
                 part->src[kAfter] = last;
                 last = part;
@@ -386,7 +394,7 @@ void Tiler::feed(const ggml_tensor *narrow, const Block &block) {
             here[t] = part;
         }
     }
-    join(narrow, result, last);
+    join(product, result, last);
 }
 
 bool Tiler::build(ggml_backend_buffer_type_t buft) {
@@ -400,7 +408,7 @@ bool Tiler::build(ggml_backend_buffer_type_t buft) {
             n += it != attentions.end() ? 5 * it->second.tiles.size() : 0;
         }
         auto block = blocks.find(t);
-        n += block != blocks.end() ? 2 * (block->second.nodes.size() + 1) * (t->ne[1] / kRows + 1) : 0;
+        n += block != blocks.end() ? 2 * (block->second.size() + 1) * (t->ne[1] / kRows + 1) : 0;
     }
     for (const auto &each : uses) {
         n += index.count(each.first) ? 0 : 1; // what is read
