@@ -1,6 +1,7 @@
 // Rewrites a vision tower's graph so that what grows with the square of an image, or is wider than the tower, is never
 // there as a whole: attention that sees a window only is computed some queries at a time, feed-forward blocks and other
-// products some rows at a time. How a graph is cut depends on the model and the image alone, so results do not depend on the budget.
+// products some rows at a time. How a graph is cut depends on the model and the image alone, so results do not depend on
+// the budget.
 #pragma once
 
 #include "device.h"
