@@ -55,9 +55,11 @@ _CPU_ORDERS = (
     ("experts", "shared", "ffn_down", "ffn", "attention", "output"),
 )
 # Per shard and graph: kernels launched, and hand-offs when it runs on the CPU: attention hands over before and after
-# the attention kernel itself, which stays where the KV cache is; experts their choice, input, slots and rows.
+# the attention kernel itself, which stays where the KV cache is; experts their choice, which also waits for the device
+# when all of them are cached, then their slots and rows.
 _KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14, "output": 2, "vision": 12, "other": 4}
-_HANDOFFS = {"attention": 2.0, "experts": 4.0}
+_HANDOFFS = {"attention": 2.0, "experts": 3.0}
+_CHOICE = 1.5
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
 _UBATCHES = (256, 512, 1024, 2048, 4096, 8192)
@@ -455,7 +457,7 @@ def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> I
     resident, up to all the room that other weights leave."""
     yield least
     others = sum(shard.n_bytes for shard in layout.ladder if shard.kind != "experts")
-    spare = room - least - others
+    spare = room - least - others - max(layout.slabs, default=0)
     if routing and spare > 0:
         yield from (least + spare * i // _CACHES for i in range(1, _CACHES + 1))
 
@@ -663,6 +665,8 @@ class _Graph:
         device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share)
         copy_s = np.where(missing, self.fetched * (1 - share) / profile.h2d, costs.copy_s)
         shared_s = self.on_device * share
+        turns = costs.handoffs
+        self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
         self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))
         if one_at_a_time and missing.any():
@@ -670,21 +674,24 @@ class _Graph:
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached, 0.0)
             cpu_s = np.where(missing, cpu_s * (1 - cached), cpu_s)
             copied_s, copy_s = np.where(missing, copy_s, 0.0), np.where(missing, 0.0, copy_s)
+            # They go on while the CPU reads its part, and each slows the other.
+            slower = 1 + self._slowdown
+            copied_s, cpu_s = copied_s * slower, np.where(missing, cpu_s * slower, cpu_s)
             on_cpu_s = float(cpu_s[missing].sum())
             there_s = float((copied_s + self.on_device * (1 - share) * (1 - cached))[missing].sum())
             self.expert_stream_share = on_cpu_s / (on_cpu_s + there_s) if on_cpu_s else 0.0
-            device_s = device_s + copied_s + np.where(missing, costs.handoffs * self.handoff_s, 0.0)
+            turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * (1 - cached), turns)
+            device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
             cpu_s = np.where(missing, cpu_s * (1 - self.expert_stream_share), cpu_s)
         else:
             device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s = shared_s[order]
-        self._handoffs = costs.handoffs[order]
+        self._handoffs = turns[order]
         self._copy_s = copy_s[order]
         self._order, self._ahead_s = order, costs.ahead_s
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
-        self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
         self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
 
     def seconds(self, on_cpu: Mask) -> float:

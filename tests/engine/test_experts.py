@@ -1,0 +1,80 @@
+"""Experts on the emulated device: which are copied, what is cached, and what one run tells the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = """
+import json, sys
+from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.plan.planner import estimate_fixed, lay_out
+from frameshard.plan.model import read_model
+
+path = sys.argv[1]
+model = read_model(path)
+budget = estimate_fixed(model, 256, 64, 1) + 3 * lay_out(model).min_ring + (12 << 20)
+config = EngineConfig(
+    model=path, device="emulated", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget=budget,
+    link_gbps=20.0, mode="stream_only",
+)
+with Runtime.load(config) as runtime:
+    recalled = runtime.routing
+    words = runtime.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
+    copied, hits = [], []
+    for tokens in ([words[0]] * 64, words[:64], words[:64]):
+        runtime.clear(0)
+        before = runtime.device.stats()
+        runtime.decode_tokens(0, tokens)
+        copied.append(runtime.device.stats().copied_bytes - before.copied_bytes)
+    logits = runtime.decode_tokens(0, [words[65]])[0].tolist()
+    for word in words[66:90]:
+        before = runtime.device.stats()
+        runtime.decode_tokens(0, [word])
+        now = runtime.device.stats()
+        hits.append(now.expert_hits - before.expert_hits)
+    learned = runtime.learn()
+    again = runtime.learn()
+    experts = [shard for shard in runtime.ladder if shard.kind == "experts"]
+    print(json.dumps({
+        "recalled": recalled, "routing": runtime.routing, "learned": learned, "again": again, "copied": copied,
+        "hits": hits, "logits": logits[:16], "experts": sum(shard.n_bytes for shard in experts),
+        "resident": runtime.device.stats().resident_bytes, "ring": runtime.device.stats().ring_bytes,
+    }))
+"""
+
+
+def run(model: Path, cache: Path) -> dict[str, object]:
+    result = subprocess.run(
+        [sys.executable, "-c", RUN, str(model)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    assert result.returncode == 0, result.stderr
+    figures: dict[str, object] = json.loads(result.stdout)
+    return figures
+
+
+def test_only_what_is_chosen_is_copied_and_the_next_run_knows(moe_path: Path, tmp_path: Path) -> None:
+    first = run(moe_path, tmp_path)
+    one, many, same = first["copied"]  # type: ignore[misc]
+    # A prompt of one word 64 times chooses a few experts of each layer, one of many words chooses nearly all.
+    assert one < 0.6 * many
+    assert same <= many
+    assert sum(first["hits"]) > 0  # type: ignore[arg-type]
+    assert first["recalled"] == []
+    assert first["learned"]
+    assert not first["again"]
+    routing = first["routing"]
+    assert isinstance(routing, list)
+    assert len(routing) == 8
+    assert routing == sorted(routing, reverse=True)
+    assert abs(sum(routing) - 1) < 1e-6
+    second = run(moe_path, tmp_path)
+    assert second["recalled"] == routing
+    assert second["logits"] == first["logits"]
