@@ -73,6 +73,8 @@ typedef struct {
     uint64_t peak_bytes;     /* highest used_bytes since the last fsd_reset_peak, taken at every allocation */
     uint64_t overhead_bytes; /* driver context and library workspaces, from fsd_set_overhead */
     uint64_t buffers_bytes;  /* KV and compute buffers that llama.cpp asked for */
+    uint64_t kv_bytes;       /* of them for KV caches and recurrent state: what is in use, not what was asked for */
+    uint64_t kv_host_bytes;  /* KV that has no room in VRAM and passes through it */
     uint64_t core_bytes;     /* norms, biases and other small weights, always resident */
     uint64_t arena_bytes;    /* slabs held */
     uint64_t ring_bytes;
@@ -83,7 +85,8 @@ typedef struct {
     uint64_t resident_bytes, streamed_bytes, cpu_bytes;
     uint32_t resident_shards, streamed_shards, cpu_shards;
     /* counters since load */
-    uint64_t graphs, steps, copies, copied_bytes, cpu_segments, evicted_slabs, filled_slabs, recompiles;
+    uint64_t graphs, steps, copies, copied_bytes, kv_copied_bytes, cpu_segments, evicted_slabs, filled_slabs,
+        recompiles;
     uint64_t expert_hits, experts_streamed,
         experts_on_cpu;           /* experts asked for one at a time, by what became of them */
     uint64_t budget_generation;   /* counts budgets applied */
@@ -125,6 +128,11 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
 /* [any thread] Ask for a new budget; acts at the next step boundary of a running graph, at once otherwise. Waits until
  * used_bytes <= bytes, at most timeout_s. A budget below the floor is refused with FSD_BELOW_FLOOR and changes nothing. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
+
+/* A sequence (llama.cpp's, each with cells of its own) has so many tokens or soon will: room for them is taken at once, what
+ * is no longer in use is given back by fsd_fill or the next graph. Without this the KV cache grows with what graphs touch,
+ * and never shrinks. FSD_OUT_OF_MEMORY: neither VRAM nor the host has so much. */
+FSD_API fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells);
 
 /* Starts copies of weights into free budget until the resident set is as large as it may be, at most about max_bytes;
  * *filled gets the bytes, 0 when there is nothing to do. The next graph uses them and waits for them on the device. */

@@ -214,6 +214,7 @@ fsd_status fsd_unpark(void) {
         return fail(status, why);
     }
     d.parked = false;
+    d.pin_caches();
     return FSD_OK;
 }
 
@@ -316,6 +317,23 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
     if (d.used() > wanted) {
         return fail(FSD_TIMEOUT, "more is in use than the budget allows; it stays in force");
     }
+    return FSD_OK;
+}
+
+fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed) {
+        return fail(FSD_BAD_STATE, "fsd_use_kv comes after fsd_commit");
+    }
+    if (d.budget_is_pending()) {
+        d.apply_budget();
+    }
+    d.use_cells(sequence, cells);
+    if (!d.settle_caches(false)) {
+        return fail(FSD_OUT_OF_MEMORY, "no memory for so long a context");
+    }
+    d.update_placements(); // slabs may have made room
     return FSD_OK;
 }
 
@@ -467,7 +485,9 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
         *stats = d.counters;
         stats->struct_size = sizeof(fsd_stats);
         stats->overhead_bytes = d.overhead.load();
-        stats->buffers_bytes = d.used_by[(int)Use::buffers];
+        stats->buffers_bytes = d.used_by[(int)Use::buffers] + d.used_by[(int)Use::cache];
+        stats->kv_bytes = d.used_by[(int)Use::cache];
+        stats->kv_host_bytes = d.cache_on_host.load();
         stats->core_bytes = d.used_by[(int)Use::core];
         stats->arena_bytes = d.used_by[(int)Use::arena];
         stats->ring_bytes = d.used_by[(int)Use::ring];

@@ -73,6 +73,9 @@ static void buffer_free(ggml_backend_buffer_t b) {
         InnerBuffer inner(c->inner);
         d.release(Use::buffers, inner);
     }
+    if (c->cache) {
+        d.release_caches(c);
+    }
     if (c->pinned) {
         auto unregister = (void (*)(void *))ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(d.inner),
                                                                               "ggml_backend_unregister_host_buffer");
@@ -94,18 +97,24 @@ static void *buffer_base(ggml_backend_buffer_t b) { return ctx(b)->base; }
 
 static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     Buffer *c = ctx(b);
-    if (!c->weights || t->view_src) {
+    if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
         return GGML_STATUS_SUCCESS;
     }
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    d.add_weight(t);
+    if (c->weights) {
+        d.add_weight(t);
+    } else if (!c->inner) { // a cache; of a context made after commit, all of it is in VRAM
+        c->cache = c->cache ? std::move(c->cache) : std::make_unique<Cache>();
+        c->cache->add(t, (size_t)((char *)t->data - c->base));
+    }
     return GGML_STATUS_SUCCESS;
 }
 
-// Runs `use` on the inner bytes of [offset, offset + size) of a tensor. Weights are read-only windows on the file.
+// Runs `use` on the inner bytes of [offset, offset + size) of a tensor, a part at a time; null stands for a part of a cache
+// that was never written, which reads as zeros. Weights are read-only windows on the file.
 template <typename F>
-static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, F use) {
+static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, bool writes, F use) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
@@ -113,20 +122,42 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     if (d.parked) {
         GGML_ABORT("frameshard: a buffer is used while the device is parked");
     }
+    const size_t begin = (size_t)((char *)t->data - c->base) + offset;
+    if (c->cache) {
+        if (writes && !d.hold_range(c, begin, size)) {
+            GGML_ABORT("frameshard: no memory for %zu bytes of a cache", size);
+        }
+        d.synchronize();
+        for (const CacheRun &run : c->cache->runs(begin, size)) {
+            ggml_tensor raw =
+                run.address ? raw_tensor(run.block->storage.get(), run.address, run.bytes) : ggml_tensor();
+            use(run.address ? &raw : nullptr, run.from, run.bytes);
+        }
+        return;
+    }
     if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
     }
     d.synchronize();
-    ggml_tensor raw = raw_tensor(c->inner, c->inner_base + ((char *)t->data - c->base) + offset, size);
-    use(&raw);
+    ggml_tensor raw = raw_tensor(c->inner, c->inner_base + begin, size);
+    use(&raw, 0, size);
 }
 
 static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value, size_t offset, size_t size) {
-    with_inner(b, t, offset, size, [&](ggml_tensor *raw) { ggml_backend_tensor_memset(raw, value, 0, size); });
+    with_inner(b, t, offset, size, value != 0, [&](ggml_tensor *raw, size_t, size_t n) {
+        if (raw) {
+            ggml_backend_tensor_memset(raw, value, 0, n);
+        }
+    });
 }
 
 static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
-    with_inner(b, t, offset, size, [&](ggml_tensor *raw) { ggml_backend_tensor_set(raw, data, 0, size); });
+    with_inner(b, t, offset, size, true, [&](ggml_tensor *raw, size_t from, size_t n) {
+        ggml_backend_tensor_set(raw, (const char *)data + from, 0, n);
+    });
+    if (t->type == GGML_TYPE_I64) { // numbers of a cache's rows: the device gets others, the host goes by these
+        memcpy((char *)t->data + offset, data, size);
+    }
 }
 
 static void buffer_get(ggml_backend_buffer_t b, const ggml_tensor *t, void *data, size_t offset, size_t size) {
@@ -134,13 +165,22 @@ static void buffer_get(ggml_backend_buffer_t b, const ggml_tensor *t, void *data
         memcpy(data, (const char *)t->data + offset, size);
         return;
     }
-    with_inner(b, t, offset, size, [&](ggml_tensor *raw) { ggml_backend_tensor_get(raw, data, 0, size); });
+    with_inner(b, t, offset, size, false, [&](ggml_tensor *raw, size_t from, size_t n) {
+        if (raw) {
+            ggml_backend_tensor_get(raw, (char *)data + from, 0, n);
+        } else {
+            memset((char *)data + from, 0, n);
+        }
+    });
 }
 
 static void buffer_clear(ggml_backend_buffer_t b, uint8_t value) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
+    if (c->cache) {
+        d.clear_caches(c, value);
+    }
     if (c->inner) { // otherwise it is cleared when it gets its memory
         d.synchronize();
         ggml_backend_buffer_clear(c->inner, value);

@@ -9,6 +9,7 @@
 // the figures that other threads read. Order: graph_mutex, then state_mutex.
 #pragma once
 
+#include "cache.h"
 #include "emulated.h"
 #include "expert_cache.h"
 #include "frameshard_device.h"
@@ -57,17 +58,13 @@ struct Buffer {
     size_t size = 0;
     bool weights = false; // a window on the model file: no inner buffer, base is the mapping
     bool pinned = false;
-    bool parked = false; // its bytes wait in the reserved range for a new inner buffer
+    bool parked = false;          // its bytes wait in the reserved range for a new inner buffer
+    std::unique_ptr<Cache> cache; // has storage of its own instead of `inner`
     ggml_backend_buffer_t inner = nullptr;
     char *inner_base = nullptr;
 };
 
-struct BufferDeleter {
-    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
-};
-using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
-
-enum class Use { buffers, core, arena, ring, scratch, count };
+enum class Use { buffers, cache, core, arena, ring, scratch, count };
 
 struct Slab {
     InnerBuffer buffer;
@@ -137,7 +134,10 @@ struct Device {
     // guarded by graph_mutex
     std::mutex graph_mutex;
     std::vector<Buffer *> buffers;
-    std::vector<Slab> slabs; // the resident prefix
+    InnerBuffer window; // that blocks of caches on the host pass through
+    char *window_base = nullptr;
+    std::deque<std::pair<uint64_t, CacheAccess>> accesses; // by graph
+    std::vector<Slab> slabs;                               // the resident prefix
     Ring ring;
     size_t wanted_ring = 0;
     InnerBuffer staging;        // pinned host memory for what goes between host and device in small pieces
@@ -171,18 +171,20 @@ struct Device {
     std::atomic<uint64_t> page_generation{0}; // of a budget in the frame block that is not answered yet
     std::mutex state_mutex;
     std::condition_variable applied;
+    std::atomic<uint64_t> cache_on_host{0};
     size_t used_by[(int)Use::count] = {};
     uint64_t peak = 0;
     fsd_stats counters = {};
 
     // --- memory (memory.cpp); all need graph_mutex
     size_t granular(size_t bytes) const;
-    InnerBuffer allocate(Use use, size_t bytes); // null when it cannot fit the budget or the inner device refuses
+    // Null when it cannot fit the budget or the inner device refuses. Caches go to the host only if they may.
+    InnerBuffer allocate(Use use, size_t bytes, bool may_spill = true);
     void release(Use use, InnerBuffer &buffer);
-    bool make_room(size_t bytes);
+    bool make_room(size_t bytes, bool may_spill = true);
     bool materialise(Buffer *b);
     uint64_t used();
-    uint64_t fixed(); // overhead, buffers, core, scratch
+    uint64_t fixed(); // overhead, buffers, caches, core, scratch
     void apply_budget();
     bool budget_is_pending() const { return requested_generation.load() != applied_generation.load(); }
     void pop_slab();
@@ -206,6 +208,29 @@ struct Device {
     void read_page_budget(); // [any thread] what the frame block asks for becomes the requested budget
     void answer_page();      // [any thread]
 
+    // --- cache.cpp; all need graph_mutex
+    template <typename F> void each_block(F use);
+    size_t lay_out_block(const CacheBlock &b, int64_t cells, int64_t streams, std::vector<size_t> &at) const;
+    bool relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_host);
+    void release_block(CacheBlock &b);
+    size_t window_lacks();
+    bool cache_fits(int64_t more);
+    bool spill_block();
+    bool ensure_window();
+    void release_window();
+    bool hold_caches();
+    size_t fetch_blocks();
+    bool settle_caches(bool may_shrink);
+    bool hold_range(Buffer *buffer, size_t offset, size_t bytes);
+    void clear_caches(Buffer *buffer, uint8_t value);
+    void release_caches(Buffer *buffer);
+    void caches_to_host();
+    void pin_caches();
+    void cache_limits(uint64_t &least, uint64_t &most);
+    void use_cells(uint32_t stream, uint64_t cells);
+    const CacheAccess *access(const ggml_cgraph *graph);
+    bool prepare_caches(const CacheAccess &a);
+
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
     void reset_ring();
@@ -227,6 +252,10 @@ Device &device();
 
 // The context of one of our ggml buffers, or null for a foreign buffer.
 Buffer *buffer_of(const ggml_tensor *t);
+
+// What a tensor or the one that it is a view of is in a cache, or null.
+CacheTensor *cached(const ggml_tensor *t);
+bool writes_rows(const ggml_tensor *node, const CacheTensor &c);
 
 // A tensor of `bytes` raw bytes at an address of an inner buffer, for ggml's copy functions.
 ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes);

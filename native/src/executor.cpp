@@ -19,18 +19,22 @@
 namespace fsd {
 
 static constexpr int kRunAhead = 2;
-static constexpr size_t kMaxPrograms = 6;
 static constexpr int kPrefillTokens = 32;
-
-static bool is_noop(const ggml_tensor *t) {
-    return ggml_op_is_empty(t->op) || ggml_is_empty(t) || (t->flags & GGML_TENSOR_FLAG_COMPUTE) == 0;
-}
 
 // KV caches and recurrent state: buffers that outlive the graph.
 static bool is_persistent(const ggml_tensor *t) {
     const ggml_tensor *root = root_of(t);
     const Buffer *b = buffer_of(root);
     return b && !b->weights && root->buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+}
+
+// The layer's caches that a node touches, or null.
+static CacheBlock *block_of(const ggml_tensor *node) {
+    CacheTensor *c = is_noop(node) ? nullptr : cached(node);
+    for (int j = 0; j < GGML_MAX_SRC && !c && !is_noop(node); j++) {
+        c = node->src[j] ? cached(node->src[j]) : nullptr;
+    }
+    return c ? c->block : nullptr;
 }
 
 static int64_t tokens_of(const ggml_cgraph *graph, Device &d) {
@@ -73,6 +77,7 @@ class Compiler {
         std::vector<int> pieces; // weights needed, in order of use
         size_t bytes = 0;
         uint32_t shard = 0;
+        CacheBlock *block = nullptr; // at most one, so that one at a time comes into the window
     };
 
     void survey();
@@ -89,6 +94,7 @@ class Compiler {
     }
     bool on_host(const Step &s) const;
     ggml_tensor *shadow(const ggml_tensor *t);
+    void place_in_cache(ggml_tensor *s, const ggml_tensor *t);
     void add_shadow_node(const ggml_tensor *node);
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
@@ -215,7 +221,8 @@ void Compiler::cut() {
         }
         // A product with experts' weights stands alone, so that it may be computed expert by expert.
         const bool alone = n->op == GGML_OP_MUL_MAT_ID && !need.empty();
-        closed = closed || alone;
+        CacheBlock *block = block_of(n);
+        closed = closed || alone || (block && steps.back().block && steps.back().block != block);
         if (!closed && !need.empty() && !steps.back().pieces.empty()) {
             Step &s = steps.back();
             size_t more = 0;
@@ -230,6 +237,7 @@ void Compiler::cut() {
             closed = false;
         }
         Step &s = steps.back();
+        s.block = block ? block : s.block;
         for (int k : need) {
             if (std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end()) {
                 if (s.pieces.empty()) {
@@ -276,6 +284,8 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
             }
         }
         s->data = at ? at + ((const char *)t->data - (const char *)root->data) : nullptr;
+    } else if (b && b->cache) {
+        place_in_cache(s, t);
     } else if (b) {
         s->buffer = b->inner;
         s->data = t->data ? b->inner_base + ((char *)t->data - b->base) : nullptr;
@@ -285,6 +295,39 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
         s->src[j] = shadow(t->src[j]);
     }
     return s;
+}
+
+// Where a cached tensor, or a view of one, lies in the storage of its block.
+void Compiler::place_in_cache(ggml_tensor *s, const ggml_tensor *t) {
+    const CacheTensor *c = cached(t);
+    if (!c) {
+        return;
+    }
+    const CacheBlock &b = *c->block;
+    char *base = b.on_host ? d.window_base : b.base;
+    s->buffer = b.on_host ? d.window.get() : b.storage.get();
+    if (!base) {
+        s->data = nullptr; // no node of this graph computes with it
+        return;
+    }
+    const Reach r = reach_of(*c, t);
+    const bool all = b.cells == c->cells && b.streams == c->streams;
+    if (!all && (r.whole || r.cells > b.cells || r.stream0 + r.streams > b.streams)) {
+        // A node writes rows into it by number: so many there are.
+        s->data = base + c->at;
+        s->ne[1] = b.cells * b.streams;
+        s->ne[2] = s->ne[3] = 1;
+        s->nb[2] = s->nb[3] = s->nb[1] * s->ne[1];
+    } else if (r.whole) {
+        s->data = base + c->at + r.rest;
+    } else {
+        s->data = c->place(base, r.stream0, 0) + r.rest;
+        for (int i = 1; i < GGML_MAX_DIMS; i++) {
+            if (t->nb[i] >= c->stream_bytes() && t->nb[i] % c->stream_bytes() == 0) {
+                s->nb[i] = t->nb[i] / c->stream_bytes() * c->row * (size_t)b.cells;
+            }
+        }
+    }
 }
 
 void Compiler::push_shadow(ggml_tensor *t) {
@@ -420,10 +463,15 @@ void Compiler::add_gpu(int step, int node0, int node1) {
             bytes += d.pieces[k].padded;
         }
     }
+    CacheBlock *block = nullptr;
+    for (int i = node0; i < node1 && !block; i++) {
+        block = block_of(g->nodes[i]);
+        block = block && block->on_host ? block : nullptr;
+    }
     Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
     const bool merge = last && !last->cpu && last->entry < 0 && last->group < 0 && streamed.empty() &&
                        last->node1 == node0 && (!work || merged_work + work_of(s) <= p.merge_limit) && !s.row_piece &&
-                       !last->row_piece;
+                       !last->row_piece && !block && !last->block;
     if (!merge) {
         Segment seg;
         seg.step = step;
@@ -438,6 +486,7 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     merged_work += work_of(s);
     seg.bytes += s.bytes;
     seg.node1 = node1;
+    seg.block = block;
     if (!streamed.empty()) {
         seg.entry = (int)p.entries.size();
         RingEntry entry = {streamed};
@@ -476,6 +525,9 @@ void Compiler::finish_cpu(Segment &seg) {
         Buffer *b = buffer_of(root);
         if (!b || b->weights || !t->data || made.count(root) || ggml_nbytes(t) == 0) {
             return;
+        }
+        if (root->type == GGML_TYPE_I64 && root->op == GGML_OP_NONE) {
+            return; // numbers of rows: the host has its own
         }
         if (seen.insert({t->data, ggml_nbytes(t)}).second) {
             seg.in.push_back({b, (size_t)((char *)t->data - b->base), ggml_nbytes(t)});
@@ -518,6 +570,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
     std::set<const ggml_tensor *> on_host;
     int run0 = node0;
     bool run_cpu = false;
+    CacheBlock *block = nullptr;
     auto close = [&](int end) {
         if (end > run0) {
             run_cpu ? add_cpu(step, run0, end) : add_gpu(step, run0, end);
@@ -541,10 +594,13 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
         if (cpu) {
             on_host.insert(root_of(n));
         }
-        if (cpu != run_cpu) {
+        CacheBlock *touched = block_of(n);
+        if (cpu != run_cpu || (touched && block && touched != block)) {
             close(i);
             run_cpu = cpu;
+            block = nullptr;
         }
+        block = touched ? touched : block;
     }
     close(node1);
 }
@@ -918,6 +974,7 @@ struct Runner {
     Device &d;
     ggml_cgraph *graph;
     const ggml_tensor *known_choice = nullptr; // of experts, which all products of a layer share
+    const CacheAccess *access = nullptr;
     ggml_backend_event_t ahead[kRunAhead] = {};
     uint64_t queued = 0;
 
@@ -932,6 +989,7 @@ struct Runner {
 
     Program *program(int first_node, int first_piece, const Tier *tier, std::string &why);
     ggml_status gpu(Program &p, const Segment &s);
+    void through_window(const Segment &s, bool back);
     ggml_status cpu(const Segment &s);
     void bring_experts(const Segment &s);
 };
@@ -1024,8 +1082,14 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     if (d.trace) {
         d.trace->begin(FSD_LANE_DEVICE, d.compute);
     }
+    if (s.block) {
+        through_window(s, false);
+    }
     const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
     d.compute_pending = true;
+    if (s.block) {
+        through_window(s, true);
+    }
     if (d.trace) {
         d.trace->end(FSD_LANE_DEVICE, d.compute, s.bytes);
     }
@@ -1036,10 +1100,66 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     return status;
 }
 
+// Copies on the compute stream what the graph needs of a block on the host into the window, or what the segment has
+// written `back`.
+void Runner::through_window(const Segment &s, bool back) {
+    uint64_t bytes = 0;
+    const auto copy = [&](const CacheTensor &t, int64_t stream, int64_t cell, int64_t n) {
+        char *host = t.place(s.block->base, stream, cell);
+        ggml_tensor raw = raw_tensor(d.window.get(), t.place(d.window_base, stream, cell), t.row * (size_t)n);
+        if (back) {
+            ggml_backend_tensor_get_async(d.compute, &raw, host, 0, ggml_nbytes(&raw));
+        } else {
+            ggml_backend_tensor_set_async(d.compute, &raw, host, 0, ggml_nbytes(&raw));
+        }
+        bytes += ggml_nbytes(&raw);
+    };
+    const auto copy_wanted = [&](const CacheTensor &t) {
+        for (const auto &w : access->wants) {
+            for (int64_t i = 0; w.group == s.block->group && i < w.streams; i++) {
+                copy(t, w.stream0 + i, 0, std::min(w.cells, s.block->cells));
+            }
+        }
+    };
+    for (const CacheTensor *t : s.block->tensors) {
+        if (!back) {
+            copy_wanted(*t);
+        }
+    }
+    for (int i = s.node0; i < s.node1 && back; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        const CacheTensor *t = is_noop(n) ? nullptr : cached(n);
+        if (!t) {
+            continue;
+        }
+        if (!writes_rows(n, *t)) {
+            copy_wanted(*t);
+            continue;
+        }
+        const int64_t *numbers = (const int64_t *)n->src[1]->data, count = n->src[1]->ne[0];
+        for (int64_t from = 0, to; from < count; from = to) { // neighbours in one go
+            for (to = from + 1; to < count && numbers[to] == numbers[to - 1] + 1 && numbers[to] % t->cells != 0; to++) {
+            }
+            copy(*t, numbers[from] / t->cells, numbers[from] % t->cells, to - from);
+        }
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.kv_copied_bytes += bytes;
+}
+
 ggml_status Runner::cpu(const Segment &s) {
     d.synchronize();
     const double start = Trace::now();
     for (const Span &in : s.in) {
+        if (in.buffer->cache) {
+            for (const CacheRun &run : in.buffer->cache->runs(in.offset, in.bytes)) {
+                if (run.address) {
+                    ggml_tensor t = raw_tensor(run.block->storage.get(), run.address, run.bytes);
+                    ggml_backend_tensor_get(&t, in.buffer->base + in.offset + run.from, 0, run.bytes);
+                }
+            }
+            continue;
+        }
         ggml_tensor t = raw_tensor(in.buffer->inner, in.buffer->inner_base + in.offset, in.bytes);
         ggml_backend_tensor_get(&t, in.buffer->base + in.offset, 0, in.bytes);
     }
@@ -1051,6 +1171,15 @@ ggml_status Runner::cpu(const Segment &s) {
     view.uid = 0;
     const ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
     for (const Span &out : s.out) {
+        if (out.buffer->cache) {
+            for (const CacheRun &run : out.buffer->cache->runs(out.offset, out.bytes)) {
+                if (run.address) {
+                    ggml_tensor t = raw_tensor(run.block->storage.get(), run.address, run.bytes);
+                    ggml_backend_tensor_set(&t, out.buffer->base + out.offset + run.from, 0, run.bytes);
+                }
+            }
+            continue;
+        }
         ggml_tensor t = raw_tensor(out.buffer->inner, out.buffer->inner_base + out.offset, out.bytes);
         ggml_backend_tensor_set_async(d.compute, &t, out.buffer->base + out.offset, 0, out.bytes);
     }
@@ -1110,6 +1239,11 @@ ggml_status Device::run(ggml_cgraph *graph) {
     }
     const Tier *tier = tier_for(tokens_of(graph, *this));
     Runner runner(*this, graph);
+    runner.access = access(graph);
+    if (!prepare_caches(*runner.access)) {
+        GGML_LOG_ERROR("frameshard: no memory for so long a context\n");
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     std::string why;
     int node = 0, piece = 0;
     Program *p = nullptr;
@@ -1124,10 +1258,12 @@ ggml_status Device::run(ggml_cgraph *graph) {
             return GGML_STATUS_ABORTED;
         }
         if (!p || compiled_for != residency_generation) {
-            if (!ensure_ring()) {
-                GGML_LOG_ERROR("frameshard: the device refused memory for the ring\n");
-                return GGML_STATUS_ALLOC_FAILED;
-            }
+            do {
+                if (!ensure_ring() || !ensure_window()) {
+                    GGML_LOG_ERROR("frameshard: the device refused memory for the ring or the window\n");
+                    return GGML_STATUS_ALLOC_FAILED;
+                }
+            } while (ring.capacity == 0 && slabs.size() < slab_sizes.size()); // the window may have taken slabs
             p = runner.program(node, piece, tier, why);
             if (!p) {
                 GGML_LOG_ERROR("frameshard: %s\n", why.c_str());

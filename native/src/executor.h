@@ -7,6 +7,12 @@
 
 namespace fsd {
 
+constexpr size_t kMaxPrograms = 6;
+
+inline bool is_noop(const ggml_tensor *t) {
+    return ggml_op_is_empty(t->op) || ggml_is_empty(t) || (t->flags & GGML_TENSOR_FLAG_COMPUTE) == 0;
+}
+
 struct Span {
     Buffer *buffer;
     size_t offset, bytes;
@@ -24,6 +30,7 @@ struct Segment {
     int entry = -1;               // index into the ring's entries, if streamed
     int group = -1;               // index into the program's groups of experts
     const ggml_tensor *chosen = nullptr; // experts, where the entry is a tensor of them
+    CacheBlock *block = nullptr;         // comes into the window before, and what was written goes back after
     uint64_t uid = 0;
     uint64_t bytes = 0;        // of weights
     std::vector<Span> in, out; // CPU: activations to fetch before and to put back after

@@ -31,7 +31,8 @@ uint64_t Device::used() {
 
 uint64_t Device::fixed() {
     std::lock_guard<std::mutex> lock(state_mutex);
-    return overhead.load() + used_by[(int)Use::buffers] + used_by[(int)Use::core] + used_by[(int)Use::scratch];
+    return overhead.load() + used_by[(int)Use::buffers] + used_by[(int)Use::cache] + used_by[(int)Use::core] +
+           used_by[(int)Use::scratch];
 }
 
 // Drivers hand out VRAM in units of 2 MiB: the ledger counts what really goes.
@@ -40,9 +41,9 @@ size_t Device::granular(size_t bytes) const {
     return emulated ? bytes : (bytes + unit - 1) / unit * unit;
 }
 
-InnerBuffer Device::allocate(Use use, size_t bytes) {
+InnerBuffer Device::allocate(Use use, size_t bytes, bool may_spill) {
     bytes = granular(bytes);
-    if (!make_room(bytes)) {
+    if (!make_room(bytes, may_spill)) {
         return nullptr;
     }
     InnerBuffer b(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(inner), bytes));
@@ -87,8 +88,8 @@ char *Device::staged(size_t bytes) {
     return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : unpinned.data();
 }
 
-// Gives up residency from the ladder's tail, then the ring's surplus, until `bytes` more fit the budget.
-bool Device::make_room(size_t bytes) {
+// Gives up residency from the ladder's tail, then the ring's surplus, then the caches', until `bytes` more fit the budget.
+bool Device::make_room(size_t bytes, bool may_spill) {
     const uint64_t limit = budget.load();
     while (used() + bytes > limit) {
         if (!slabs.empty()) {
@@ -97,7 +98,7 @@ bool Device::make_room(size_t bytes) {
             if (!resize_ring(min_ring)) {
                 return false;
             }
-        } else {
+        } else if (!may_spill || !spill_block()) {
             return false;
         }
     }
@@ -164,7 +165,7 @@ bool Device::ensure_ring() {
 }
 
 bool Device::materialise(Buffer *b) {
-    if (b->inner || b->weights || b->size == 0) {
+    if (b->inner || b->weights || b->cache || b->size == 0) {
         return true;
     }
     if (committed && floor.load() + granular(b->size) > budget.load()) {
@@ -202,6 +203,11 @@ void Device::park() {
     }
     resize_ring(0);
     programs.clear();
+    parked = true;
+    caches_to_host();
+    if (window) {
+        release_window();
+    }
     for (Buffer *b : buffers) {
         if (b->inner) {
             ggml_tensor raw = raw_tensor(b->inner, b->inner_base, b->size);
@@ -220,15 +226,20 @@ void Device::park() {
     ggml_backend_free(copy);
     ggml_backend_free(compute);
     copy = compute = nullptr;
-    parked = true;
     committed = false;
     update_placements();
 }
 
 void Device::update_floor() {
+    uint64_t least, most, held;
+    cache_limits(least, most);
+    {
+        std::lock_guard<std::mutex> lock(state_mutex);
+        held = used_by[(int)Use::cache];
+    }
     // A model smaller than one step is simply resident.
-    floor.store(fixed() + std::min(min_ring, slabs_total));
-    full.store(fixed() + slabs_total);
+    floor.store(fixed() - held + least + std::min(min_ring, slabs_total));
+    full.store(fixed() - held + most + slabs_total);
 }
 
 // A new budget takes effect: slabs go at once, growth is filled in later by fill().
@@ -237,7 +248,9 @@ void Device::apply_budget() {
     const uint64_t bytes = requested_budget.load();
     budget.store(bytes);
     if (committed) {
-        const Residency r = residency(bytes, fixed(), min_ring, wanted_ring, slab_sizes);
+        while (!cache_fits((int64_t)window_lacks()) && spill_block()) {
+        }
+        const Residency r = residency(bytes, fixed() + window_lacks(), min_ring, wanted_ring, slab_sizes);
         while (slabs.size() > r.slabs) {
             pop_slab();
         }
@@ -247,6 +260,7 @@ void Device::apply_budget() {
             resize_ring(r.ring);
         }
         make_room(0);
+        ensure_window();
         update_placements();
     }
     {
@@ -263,8 +277,9 @@ size_t Device::fill(size_t max_bytes) {
     if (!committed) {
         return 0;
     }
+    settle_caches(true);
+    size_t done = fetch_blocks();
     const Residency want = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);
-    size_t done = 0;
     if (want.fits && want.ring == 0 && ring.capacity > 0) {
         synchronize();
         resize_ring(0);
@@ -466,10 +481,13 @@ fsd_status Device::commit(std::string &why) {
     min_ring = granular(min_ring);
     uint64_t need = overhead.load() + granular(core_size) + granular(scratch_size) + std::min(min_ring, slabs_total);
     for (Buffer *b : buffers) {
-        need += b->weights ? 0 : granular(b->size);
+        need += b->weights || b->cache ? 0 : granular(b->size);
     }
+    uint64_t least, most;
+    cache_limits(least, most);
+    full.store(need - std::min(min_ring, slabs_total) + slabs_total + most);
+    need += least;
     floor.store(need);
-    full.store(need - std::min(min_ring, slabs_total) + slabs_total);
     if (need > budget.load()) {
         why = "a VRAM budget of " + std::to_string(budget.load() >> 20) +
               " MiB is below the floor: this model and context need at least " +
@@ -506,6 +524,7 @@ fsd_status Device::commit(std::string &why) {
         }
         scratch_base = (char *)ggml_backend_buffer_get_base(scratch.get());
     }
+    fetch_blocks();
     committed = true;
     const Residency r = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);
     if (!r.fits || !resize_ring(r.ring)) {

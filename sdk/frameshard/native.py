@@ -60,6 +60,8 @@ class Stats:
     peak_bytes: int
     overhead_bytes: int
     buffers_bytes: int
+    kv_bytes: int
+    kv_host_bytes: int
     core_bytes: int
     arena_bytes: int
     ring_bytes: int
@@ -76,6 +78,7 @@ class Stats:
     steps: int
     copies: int
     copied_bytes: int
+    kv_copied_bytes: int
     cpu_segments: int
     evicted_slabs: int
     filled_slabs: int
@@ -451,6 +454,11 @@ class ShardDevice:
         status = self._lib.fsd_set_budget(ctypes.c_uint64(budget_bytes), ctypes.c_double(timeout_s))
         self._check(status, budget_bytes)
         self._budget = budget_bytes
+
+    def use_kv(self, sequence: int, cells: int) -> None:
+        """A sequence has so many tokens or soon will: takes room for them. What is no longer in use is given back by
+        :meth:`fill` or the next decode. Raises OutOfMemory."""
+        self._check(self._lib.fsd_use_kv(ctypes.c_uint32(sequence), ctypes.c_uint64(cells)))
 
     def fill(self, max_bytes: int = 2**63) -> int:
         """Starts copies of weights into free budget, about ``max_bytes`` at most; returns bytes. Between decodes."""

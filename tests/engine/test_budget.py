@@ -60,11 +60,11 @@ def test_loads_at_the_floor_and_not_below(model_path: Path) -> None:
     fields: dict[str, object] = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
     child = EngineProcess()
     try:
-        event = child.load(model_path, **fields, vram_budget=20 * MIB)
+        event = child.load(model_path, **fields, vram_budget=4 * MIB)
         assert event["ev"] == "fatal"
         assert event["error"]["name"] == "budget_below_floor"
         floor = event["error"]["detail"]["floor_bytes"]
-        assert floor > 20 * MIB
+        assert floor > 4 * MIB
     finally:
         child.close()
     with engine(model_path, **fields, vram_budget=floor) as child:

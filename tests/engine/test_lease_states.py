@@ -53,9 +53,9 @@ def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> No
     assert all(len(text) > 40 for text in told[0])
 
 
-async def filled(client: frameshard.Client, n_bytes: int) -> None:
-    """Until so much is held: a growth fills up while nothing waits for it."""
-    while (await client.budget()).used_bytes < n_bytes:
+async def filled(client: frameshard.Client) -> None:
+    """Until all weights are held: a growth fills up while nothing waits for it."""
+    while (await client.stats()).engine["streamed_bytes"]:
         await trio.sleep(0.02)
 
 
@@ -72,12 +72,12 @@ def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.Monk
     async def main(client: frameshard.Client) -> None:
         notices = client.notices()
         caps = await client.caps_and_requirements()
-        await filled(client, caps.full_bytes)
+        await filled(client)
         low = caps.floor_bytes / MIB + 8
         first = await client.set_budget(low, timeout_s=10)  # nothing was measured before
         assert (first.grant.decision, first.grant.seconds) == ("granted", 0)
         await client.set_budget(0)
-        await filled(client, caps.full_bytes)
+        await filled(client)
         grants: list[frameshard.BudgetGrant] = []
         second = await client.set_budget(low, timeout_s=0.05, on_lease=grants.append)
         (grant,) = grants
@@ -97,7 +97,7 @@ def test_a_release_that_lags_behind_is_told_half_way(model_path: Path, monkeypat
     async def main(client: frameshard.Client) -> None:
         notices = client.notices()
         caps = await client.caps_and_requirements()
-        await filled(client, caps.full_bytes)
+        await filled(client)
         result = await client.set_budget(caps.floor_bytes / MIB + 1, timeout_s=0.2)
         assert result.grant.decision == "granted"  # nothing was measured before
         late = await next_of(notices, "late")
@@ -119,7 +119,7 @@ def test_another_process_on_the_card(model_path: Path, monkeypatch: pytest.Monke
         notices = client.notices()
         caps = await client.caps_and_requirements()
         assert caps.total_bytes == 8192 * MIB
-        await filled(client, caps.full_bytes)
+        await filled(client)
         text = (await client.complete("Once upon a time", sampling=GREEDY).completed()).text
         async with trio.open_nursery() as nursery:
 

@@ -1,7 +1,5 @@
 // The shard device through ggml's public API, as llama.cpp drives it, against ggml-cpu bit for bit.
-//
-// There is one shard device per process, so each scenario runs in a child process of its own. The parent never touches ggml:
-// a child forked from a process with threads would inherit locks that nobody releases.
+#include "apart.h"
 #include "check.h"
 #include "device.h"
 
@@ -9,7 +7,6 @@
 #include "ggml-impl.h"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -24,32 +21,6 @@ namespace {
 
 // What a child says beside 0 (passed) and 1 (CHECK failed).
 constexpr int kFaultNotReached = 3;
-
-int run_apart(const std::function<int()> &scenario) {
-    std::fflush(nullptr);
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        std::exit(scenario());
-    }
-    int status = 0;
-    CHECK(waitpid(child, &status, 0) == child);
-    if (WIFSIGNALED(status)) {
-        std::fprintf(stderr, "ended by signal %d\n", WTERMSIG(status));
-    }
-    CHECK(WIFEXITED(status));
-    return WEXITSTATUS(status);
-}
-
-#define SCENARIO(name)                                                                                                 \
-    static void scenario_##name();                                                                                     \
-    TEST(name) {                                                                                                       \
-        CHECK(run_apart([] {                                                                                           \
-                  scenario_##name();                                                                                   \
-                  return 0;                                                                                            \
-              }) == 0);                                                                                                \
-    }                                                                                                                  \
-    static void scenario_##name()
 
 // ---------------------------------------------------------------------------------------------------------------- model
 
@@ -471,7 +442,9 @@ SCENARIO(stream_only_is_the_cpu_backends_result_at_any_budget) {
     s.commit();
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     fsd_stats st = stats();
-    CHECK(st.streamed_bytes == 0 && st.ring_bytes == 0 && st.used_bytes == s.full);
+    CHECK(st.streamed_bytes == 0 && st.ring_bytes == 0 && st.kv_bytes == 0);
+    s.check_conversation();
+    CHECK(stats().kv_bytes > 0 && stats().used_bytes == s.full);
     std::mt19937 random(1);
     std::vector<uint64_t> budgets = {s.full, s.floor, s.floor + 1, s.full - 1, s.full, s.full + 1, s.floor};
     for (int i = 0; i < 20; i++) {

@@ -21,10 +21,12 @@ from frameshard.plan.model import Model, Shard, Tensor, read_model
 from frameshard.plan.planner import (
     CPU,
     STREAMED,
+    Context,
     Layout,
     Mode,
     Plan,
     choose_ubatch,
+    estimate_context,
     estimate_fixed,
     lay_out,
     make_plan,
@@ -334,9 +336,36 @@ def test_summary_is_plain(model_path: Path) -> None:
         assert isinstance(summary[key], float)
 
 
+def test_a_context_without_room_waits_on_the_host() -> None:
+    """An 8B model reads 32K tokens in 2 GiB: keys and values of most layers are copied for each graph."""
+    model = dense()
+    whole = estimate_context(model, 1 << 15, 1 << 15)
+    assert whole.used == whole.whole > 3 << 30
+    assert whole.window * model.n_layer == whole.whole
+
+    def plan(budget_bytes: int, n_used: int) -> Plan:
+        context = estimate_context(model, 1 << 15, n_used)
+        fixed = {"fixed_bytes": 900 << 20, "context": context}
+        return make_plan(model, H100, budget_bytes=budget_bytes, n_ctx_used=n_used, n_ubatch=2048, **fixed)
+
+    small, large = plan(2 << 30, 1 << 15), plan(8 << 30, 1 << 15)
+    assert small.floor_bytes == large.floor_bytes == plan(2 << 30, 256).floor_bytes <= 2 << 30
+    assert small.fixed_bytes + min(lay_out(model).min_ring, lay_out(model).total) == 2 << 30
+    # At least what has no room passes over the link for each token, beside the weights.
+    missing = whole.used - (2 << 30)
+    assert 1 / small.predicted_decode_tps() > 1 / large.predicted_decode_tps() + missing / H100.h2d
+    assert small.predicted_ttft(1 << 15) > large.predicted_ttft(1 << 15)
+    assert plan(2 << 30, 256).resident > 0 == small.resident
+
+
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)
         sizes = [estimate_fixed(model, n_ctx, 256, 4) for n_ctx in (1024, 2048, 4096)]
         assert sizes == sorted(set(sizes))
+        contexts = [estimate_context(model, n_ctx, 100, 4) for n_ctx in (1024, 2048, 4096)]
+        assert len({context.used for context in contexts}) == 1
+        for less, more in itertools.pairwise([Context(), *contexts]):
+            assert (less.whole, less.window) <= (more.whole, more.window)
+            assert more.window <= more.whole
         assert estimate_fixed(model, 1024, 256, 4, overhead_bytes=7) == sizes[0] + 7

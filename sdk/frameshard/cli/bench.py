@@ -178,25 +178,14 @@ def _set_budget(row: _Row, runtime: Runtime) -> None:
 
 
 def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
-    from frameshard.plan.planner import make_plan
-
     assert runtime.device is not None
     assert runtime.profile is not None
     assert row.budget is not None
     runtime.replan()
     while runtime.fill():
         pass
-    stats = runtime.device.stats()
-    row.plan = make_plan(  # the engine's own, but for the context that is decoded at
-        runtime.model_info,
-        runtime.profile,
-        budget_bytes=row.budget,
-        fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
-        mode=runtime.mode,
-        n_ctx_used=args.prompt + args.generate // 2,
-        n_ubatch=runtime.n_ubatch,
-        routing=runtime.routing,
-    )
+    # The engine's own, but for the context that is decoded at.
+    row.plan = runtime.plan_for(row.budget, args.prompt + args.generate // 2, args.parallel)
 
 
 def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:

@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     fixed = planner.estimate_fixed(
         model, args.ctx, args.ubatch, args.parallel, overhead_bytes=overhead, unit_bytes=unit
     )
+    n_used = min(args.prompt, args.ctx)
+    context = planner.estimate_context(model, args.ctx, n_used, args.parallel, unit_bytes=unit)
 
     def plan(budget_bytes: int) -> Plan:
         return planner.make_plan(
@@ -76,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             profile,
             budget_bytes=budget_bytes,
             fixed_bytes=fixed,
-            n_ctx_used=min(args.prompt, args.ctx),
+            context=context,
+            n_ctx_used=n_used,
             n_ubatch=args.ubatch,
         )
 
@@ -99,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {where}\n"
         f"floor {-(-full.floor_bytes // _MiB)} MiB, everything resident from {-(-full.full_bytes // _MiB)} MiB "
-        f"({fixed // _MiB} MiB of it for a context of {args.ctx} tokens and buffers, estimated), "
+        f"({fixed // _MiB} MiB of it for buffers and {context.whole // _MiB} MiB for a full context of {args.ctx} "
+        f"tokens, estimated; {context.used // _MiB} MiB for {n_used} of them), "
         f"prompts by {args.ubatch} tokens"
     )
     print("".join(f"{column:>10}" for column in _COLUMNS))

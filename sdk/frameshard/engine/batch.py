@@ -316,6 +316,7 @@ class Batcher:
         position = slot.positions(keep)
         slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
         kept = len(slot.tokens)
+        self._runtime.expect(slot.seq, len(job.prompt))
         slot.conversation, slot.job = job.conversation, job
         job.slot = slot
         job.shapes.extend(job.history)

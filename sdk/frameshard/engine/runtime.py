@@ -7,7 +7,7 @@ after an aborted one.
 Each sequence has key-value cells of its own (``kv_unified`` off). A unified cache would let one conversation use the
 room of all, but then the cells a sequence gets, and with them the order in which attention adds up, depend on what
 other sequences do: the same text could not be promised. So ``n_ctx`` is shared out evenly: each sequence has
-``n_ctx_seq``.
+``n_ctx_seq``. VRAM is taken for the cells in use alone, so that a large ``n_ctx`` costs nothing until it is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from frameshard.plan import routing
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.planner import CPU, Mode, Plan, make_plan
+from frameshard.plan.planner import CPU, Context, Mode, Plan, estimate_context, lay_out, make_plan, vram_unit
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice
@@ -59,6 +59,8 @@ STOCK = "stock:"
 DRIVER_MARGIN = 64 << 20
 MAX_SEQUENCES = 64
 _ROUTING_CHANGED = 0.08  # share of choices
+KV_PAGE = 256
+"""Cells in which room for keys and values is asked for; llama.cpp reads them in steps of as many."""
 
 
 class DecodeAborted(Exception):
@@ -297,6 +299,8 @@ class Runtime:
         self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))
         self.n_outputs_max = int(params.n_outputs_max)
         self._lengths = [0] * config.n_parallel
+        self._expected = [0] * config.n_parallel
+        self._kv_planned = 0
 
     def _make_batch(self) -> None:
         n = self.n_ubatch
@@ -456,12 +460,38 @@ class Runtime:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             length = 0
         self._lengths[seq] = length
+        self._forget(seq)
         return length
 
     def clear(self, seq: int) -> None:
         """Empties sequence ``seq``."""
         llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
         self._lengths[seq] = 0
+        self._forget(seq)
+
+    def expect(self, seq: int, length: int) -> None:
+        """Sequence ``seq`` will soon hold so many tokens: takes room for all of them at once, and plans for what is
+        left of the budget.
+
+        :raises OutOfMemory: neither VRAM nor the host has room.
+        """
+        if self.device is None or length <= self._expected[seq]:
+            return
+        self._expected[seq] = -(-length // KV_PAGE) * KV_PAGE
+        self.device.use_kv(seq, self._expected[seq])
+        self._replan_for_kv()
+
+    def _forget(self, seq: int) -> None:
+        expected = -(-self._lengths[seq] // KV_PAGE) * KV_PAGE
+        if self.device is not None and expected < self._expected[seq]:
+            self._expected[seq] = expected
+            self.device.use_kv(seq, expected)
+
+    def _replan_for_kv(self) -> None:
+        assert self.device is not None
+        stats = self.device.stats()
+        if self.plan is not None and stats.kv_bytes + stats.kv_host_bytes != self._kv_planned:
+            self.replan()
 
     def decode(self, batch: Sequence[Rows]) -> list[int]:
         """Runs one batch of at most ``n_ubatch`` tokens; returns the rows for :meth:`logits` in the order of the batch.
@@ -481,6 +511,7 @@ class Runtime:
             end = n + count
             if end > self.n_ubatch:
                 raise BadArgument(f"a batch has at most {self.n_ubatch} tokens")
+            self.expect(rows.seq, start + count)
             self._tokens[n:end] = rows.tokens
             self._positions[n:end] = np.arange(start, start + count)
             self._seqs[n:end] = rows.seq
@@ -524,6 +555,7 @@ class Runtime:
         "all" needs a configuration with ``n_outputs_max`` of ``n_ubatch``. Raises like :meth:`decode`.
         """
         out = []
+        self.expect(seq, min(self._lengths[seq] + len(tokens), self.n_ctx_seq))
         for at in range(0, len(tokens), self.n_ubatch):
             chunk = tokens[at : at + self.n_ubatch]
             last = at + len(chunk) == len(tokens)
@@ -643,16 +675,8 @@ class Runtime:
         assert self.profile is not None
         while True:
             stats = self.device.stats()
-            self.plan = make_plan(
-                self.model_info,
-                self.profile,
-                budget_bytes=_limit(stats.budget_bytes),
-                fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
-                mode=self.mode,
-                n_ubatch=self.n_ubatch,
-                gpu_busy_s=self.gpu_busy_s,
-                routing=self.routing,
-            )
+            self._kv_planned = stats.kv_bytes + stats.kv_host_bytes
+            self.plan = self.plan_for(_limit(stats.budget_bytes), max(512, *self._lengths), gpu_busy_s=self.gpu_busy_s)
             try:
                 tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
                 self.device.set_plan(
@@ -667,11 +691,43 @@ class Runtime:
             else:
                 return
 
+    def plan_for(self, budget_bytes: int, n_ctx_used: int, n_parallel: int = 0, *, gpu_busy_s: float = 0.0) -> Plan:
+        """[any thread] The plan for a budget when each token sees ``n_ctx_used`` others, and the context is what it is
+        now, or that of ``n_parallel`` sequences as long if that is more; changes nothing.
+
+        :raises BudgetBelowFloor: the budget is below the floor.
+        """
+        assert self.device is not None
+        assert self.profile is not None
+        stats, unit = self.device.stats(), vram_unit(self.device_name)
+        model, layout = self.model_info, lay_out(self.model_info, unit_bytes=unit)
+        fixed = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
+        used = stats.kv_bytes + stats.kv_host_bytes
+        if n_parallel:
+            used = max(used, estimate_context(model, self.n_ctx, n_ctx_used, n_parallel, unit_bytes=unit).used)
+        context = Context(
+            used=used,
+            whole=stats.full_bytes - fixed - layout.total,
+            window=stats.floor_bytes - fixed - min(layout.min_ring, layout.total),
+        )
+        return make_plan(
+            model,
+            self.profile,
+            budget_bytes=budget_bytes,
+            fixed_bytes=fixed,
+            context=context,
+            mode=self.mode,
+            n_ctx_used=n_ctx_used,
+            n_ubatch=self.n_ubatch,
+            gpu_busy_s=gpu_busy_s,
+            routing=self.routing,
+            layout=layout,
+        )
+
     def what_if(self, budgets: Sequence[int], n_prompt: int) -> list[dict[str, object]]:
         """[any thread] Of each budget, whether it fits, what would be where, and predicted times; changes nothing."""
         assert self.device is not None
         assert self.profile is not None
-        stats = self.device.stats()
         rows: list[dict[str, object]] = []
         for budget in budgets:
             row: dict[str, object] = {
@@ -682,16 +738,7 @@ class Runtime:
             }
             sizes = {"resident_bytes": 0, "streamed_bytes": 0, "cpu_bytes": 0}
             with contextlib.suppress(BudgetBelowFloor):
-                plan = make_plan(
-                    self.model_info,
-                    self.profile,
-                    budget_bytes=budget,
-                    fixed_bytes=stats.overhead_bytes + stats.buffers_bytes + stats.core_bytes + stats.scratch_bytes,
-                    mode=self.mode,
-                    n_ctx_used=min(n_prompt, self.n_ctx_seq),
-                    n_ubatch=self.n_ubatch,
-                    routing=self.routing,
-                )
+                plan = self.plan_for(budget, min(n_prompt, self.n_ctx_seq), 1)
                 row.update(
                     fits=True, ttft_s=plan.predicted_ttft(n_prompt), tokens_per_second=plan.predicted_decode_tps()
                 )
@@ -713,8 +760,12 @@ class Runtime:
     def fill(self, max_bytes: int = 2**63) -> int:
         """Copies up to about ``max_bytes`` of weights into free budget; returns the bytes copied, 0 when there is no
         more to do, also because another program holds memory that the budget allows."""
+        if self.device is None:
+            return 0
         try:
-            return 0 if self.device is None else self.device.fill(max_bytes)
+            filled = self.device.fill(max_bytes)
+            self._replan_for_kv()
+            return filled
         except OutOfMemory as error:
             logger.warning("fewer weights are resident than the budget allows: %s", error)
             return 0

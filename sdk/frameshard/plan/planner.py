@@ -182,8 +182,15 @@ def vram_unit(device: str) -> int:
     return 1 if device == "emulated" else _DRIVER_UNIT
 
 
-def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, *, bytes_per_value: float = 2.0) -> int:
-    """KV cache and recurrent state. An upper bound: sliding windows and layers that share a cache count in full."""
+def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1) -> int:
+    """KV cache (16 bits a value) and recurrent state. An upper bound: sliding windows and layers that share a cache
+    count in full."""
+    cells = -(-n_ctx // 256) * 256
+    return int(sum(_kv_values(model)) * cells * 2) + 4 * _recurrent_values(model) * n_seq
+
+
+def _kv_values(model: Model) -> list[int]:
+    """Keys and values of a token, by layer."""
     heads = model.by_layer("attention.head_count")
     kv_heads = model.by_layer("attention.head_count_kv", -1)
     kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
@@ -192,9 +199,7 @@ def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, *, bytes_per_value: float
     values = max(model.integer(f"attention.value_length{suffix}", head_dim) for suffix in ("", "_swa"))
     if model.integer("attention.key_length_mla"):
         values = 0  # latent attention reads its values out of the keys
-    cells = -(-n_ctx // 256) * 256
-    cache = sum(kv_heads) * (keys + values) * cells * bytes_per_value
-    return int(cache) + 4 * _recurrent_values(model) * n_seq
+    return [heads * (keys + values) for heads in kv_heads]
 
 
 def _recurrent_values(model: Model) -> int:
@@ -217,13 +222,12 @@ def estimate_fixed(
     n_ubatch: int = 512,
     n_seq: int = 1,
     *,
-    bytes_per_value: float = 2.0,
     overhead_bytes: int = 0,
     unit_bytes: int = 1,
 ) -> int:
-    """VRAM that does not depend on placement, for planning without loading: core, scratch, KV cache, compute buffer
-    and ``overhead_bytes`` (driver context), each in units of ``unit_bytes``. Once a model is loaded, the device's
-    statistics give the exact figure."""
+    """VRAM that depends neither on placement nor on the context in use, for planning without loading: core, scratch,
+    compute buffer and ``overhead_bytes`` (driver context), each in units of ``unit_bytes``. Once a model is loaded, the
+    device's statistics give the exact figure."""
     n_ff = model.integer("feed_forward_length")
     if model.n_expert_used:
         n_ff = max(n_ff, model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd))
@@ -234,9 +238,34 @@ def estimate_fixed(
     mask = 6 * n_tokens * (-(-n_ctx // (256 * n_seq)) * 256)  # 32-bit, and the 16-bit copy for flash attention
     logits = 4 * model.n_vocab * n_seq
     core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
-    kv = kv_bytes(model, n_ctx, n_seq, bytes_per_value=bytes_per_value)
-    parts = (core, lay_out(model).scratch, kv, activations + mask + logits)
+    parts = (core, lay_out(model).scratch, activations + mask + logits)
     return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Bytes of keys and values (and recurrent states): those ``used``, all that there may ever be, and the largest
+    layer's share of these (``window``). What is used is in VRAM as far as it fits beside the ring; the rest waits in
+    host memory and passes through the window in every graph."""
+
+    used: int = 0
+    whole: int = 0
+    window: int = 0
+
+
+def estimate_context(model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, unit_bytes: int = 1) -> Context:
+    """The context of ``n_seq`` sequences that share ``n_ctx`` tokens and hold ``n_used`` each."""
+    each = -(-n_ctx // (256 * n_seq)) * 256
+    step = 256
+    while 16 * step <= n_used:  # as cells_to_hold of the shard device
+        step *= 2
+    held = min(-(-n_used // step) * step, each)
+    layers = max(model.n_layer, 1)
+    used, whole = (
+        layers * _rounded(-(-kv_bytes(model, cells * n_seq, n_seq) // layers), unit_bytes) for cells in (held, each)
+    )
+    largest = max(2 * max(_kv_values(model), default=0) * each, 4 * _recurrent_values(model) // layers) * n_seq
+    return Context(used, whole, _rounded(largest, unit_bytes))
 
 
 def choose_ubatch(
@@ -258,9 +287,18 @@ def choose_ubatch(
         if found and n_ubatch >= 2 * n_prompt * n_parallel:
             break
         fixed = estimate_fixed(model, n_ctx, n_ubatch, n_parallel, overhead_bytes=overhead_bytes, unit_bytes=unit)
+        context = estimate_context(model, n_ctx, n_prompt, n_parallel, unit_bytes=unit)
         try:
             plans = [
-                make_plan(model, profile, budget_bytes=b, fixed_bytes=fixed, n_ctx_used=n_prompt, n_ubatch=n_ubatch)
+                make_plan(
+                    model,
+                    profile,
+                    budget_bytes=b,
+                    fixed_bytes=fixed,
+                    context=context,
+                    n_ctx_used=n_prompt,
+                    n_ubatch=n_ubatch,
+                )
                 for b in budgets
             ]
         except BudgetBelowFloor:
@@ -397,6 +435,7 @@ def make_plan(
     *,
     budget_bytes: int,
     fixed_bytes: int,
+    context: Context = Context(),
     mode: Mode = "planned",
     n_ctx_used: int = 512,
     n_ubatch: int = 512,
@@ -406,16 +445,17 @@ def make_plan(
 ) -> Plan:
     """The plan for a budget; ``budget_bytes`` of 0 means no limit.
 
-    ``fixed_bytes`` is what VRAM holds beside arena and ring: overhead, buffers, core and scratch, from the shard device
-    after commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of context. In mode
-    ``stream_only`` nothing is computed on the CPU. ``gpu_busy_s`` is how long a game keeps the device busy in each
-    frame. ``routing`` is how the model's routers choose: of a layer's choices the share of the expert that is chosen
-    most, of the next, and so on (descending, sum 1); by default all are chosen alike. ``layout`` is needed only for a
-    device not configured by default. Raises :class:`BudgetBelowFloor`.
+    ``fixed_bytes`` is what VRAM holds beside arena, ring and ``context``: overhead, compute buffers, core and scratch,
+    from the shard device after commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of
+    context. In mode ``stream_only`` nothing is computed on the CPU. ``gpu_busy_s`` is how long a game keeps the device
+    busy in each frame. ``routing`` is how the model's routers choose: of a layer's choices the share of the expert that
+    is chosen most, of the next, and so on (descending, sum 1); by default all are chosen alike. ``layout`` is needed
+    only for a device not configured by default. Raises :class:`BudgetBelowFloor`.
     """
     layout = layout or lay_out(model, unit_bytes=vram_unit(str(profile.fingerprint.get("device"))))
-    floor = fixed_bytes + min(layout.min_ring, layout.total)
-    full = fixed_bytes + layout.total
+    least = min(layout.min_ring, layout.total)
+    floor = fixed_bytes + context.window + least
+    full = fixed_bytes + context.whole + layout.total
     budget = budget_bytes or full
     if budget < floor:
         floor_mib = -(-floor // _MiB)
@@ -424,6 +464,10 @@ def make_plan(
             budget_bytes=budget,
             floor_bytes=floor,
         )
+    # What of the context fits beside the least ring. The others pass through a window, which has room there too.
+    room = budget - fixed_bytes - least
+    kv_room = float("inf") if context.used <= room else max(room - context.window, 0)
+    fixed_bytes += min(context.used, room)
     # Beside a game copies go on while the device is not ours, as far as the ring holds them.
     room = budget - fixed_bytes
     least_ring = 3 * layout.min_ring + min(round(gpu_busy_s * profile.h2d), room // 8)
@@ -431,7 +475,7 @@ def make_plan(
     found: list[tuple[float, _Costs]] = []
     for wanted_ring in _rings(layout, room, least_ring, routing):
         ring, n_slabs = layout.residency(room, wanted_ring)
-        costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used, turn_s, routing)
+        costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used, turn_s, kv_room, routing)
         seconds = costs.at(1, n_ctx_used).seconds(costs.kind_masks["experts"] & (mode == "planned"))
         if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
             found.append((seconds, costs))
@@ -545,9 +589,10 @@ class _Costs:
         ring: int,
         n_ctx_used: int,
         turn_s: float,
+        kv_room: float,
         routing: Sequence[float] = (),
     ) -> None:
-        self.turn_s, self.ring = turn_s, ring
+        self.turn_s, self.ring, self.kv_room = turn_s, ring, kv_room
         self.layout, self.profile, self.resident_share, self.n_ctx_used = layout, profile, share, n_ctx_used
         self.ladder = layout.ladder
         self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
@@ -657,7 +702,7 @@ class _Graph:
         kv_rate, flops_rate = profile.attention_rates(heads_name(heads), n_before + each / 2)
         flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
         kv_read = kv_bytes(model, 256) / 256 * (n_before + each) * n_seq
-        self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
+        self.attention_s = max(flops / flops_rate, kv_read / kv_rate) + max(kv_read - costs.kv_room, 0.0) / profile.h2d
         order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.turn_s + activations

@@ -1,0 +1,121 @@
+// What outlives graphs (keys and values, recurrent state), in no more VRAM than is in use of it.
+//
+// llama.cpp sees every tensor of a cache whole: rows of so many cells, stream after stream (a stream is a sequence's own
+// cells). Behind that a block, a layer's tensors, has storage for the first cells of the first streams only, grown when a
+// graph reaches further. Shapes that kernels see stay as they are, addresses and the stride from stream to stream differ.
+// A block that has no room in VRAM lies in host memory and passes through the window for the nodes that touch it.
+#pragma once
+
+#include "layout.h"
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fsd {
+
+struct BufferDeleter {
+    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+};
+using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
+
+constexpr int64_t kCellPage = 256; // the least that grows; llama.cpp pads what attention reads to as much
+
+struct CacheGroup;
+struct CacheTensor;
+
+// A layer's tensors.
+struct CacheBlock {
+    CacheGroup *group = nullptr;
+    std::string key; // what the names of its tensors have in common
+    InnerBuffer storage;
+    char *base = nullptr;
+    size_t bytes = 0;
+    int64_t cells = 0, streams = 0; // held of each tensor
+    bool on_host = false;
+    bool stays = false; // one node needs it beside another block: not for the window
+    std::vector<CacheTensor *> tensors;
+};
+
+struct CacheTensor {
+    CacheBlock *block = nullptr;
+    ggml_tensor shape = {};
+    size_t offset = 0; // in the buffer's reserved addresses
+    size_t row = 0;    // bytes of a cell
+    int64_t cells = 0, streams = 0;
+    size_t at = 0; // in the block's storage
+
+    size_t stream_bytes() const { return row * (size_t)cells; }
+    size_t bytes() const { return stream_bytes() * (size_t)streams; }
+    char *place(char *base, int64_t stream, int64_t cell) const {
+        return base + at + row * (size_t)(stream * block->cells + cell);
+    }
+};
+
+// Tensors with as many cells and streams, which grow together: one list of row numbers serves them all.
+struct CacheGroup {
+    int64_t cells = 0, streams = 0;
+    std::vector<int64_t> used;  // cells by stream, as graphs have shown them
+    std::vector<int64_t> asked; // what the engine says is in use or soon will be; -1: nothing yet
+    bool by_rows = false;       // written by row number: a stream's cells have an end, known from what is read
+    std::vector<CacheBlock *> blocks;
+};
+
+// Which part of a cached tensor a view of it covers.
+struct Reach {
+    bool whole = true; // not a run of cells in each of neighbouring streams
+    int64_t stream0 = 0, streams = 0, cells = 0;
+    size_t rest = 0; // bytes from the first stream's begin
+};
+
+// Bytes of a buffer that lie together in a block's storage, or in none.
+struct CacheRun {
+    CacheBlock *block;
+    char *address;
+    size_t from, bytes; // from the begin of what was asked for
+};
+
+class Cache {
+  public:
+    void add(const ggml_tensor *t, size_t offset);
+    CacheTensor *at(size_t offset); // null between tensors
+    std::vector<CacheRun> runs(size_t offset, size_t bytes);
+    std::deque<CacheGroup> groups;
+    std::deque<CacheBlock> blocks;
+    std::deque<CacheTensor> tensors; // in ascending order of offset
+};
+
+Reach reach_of(const CacheTensor &c, const ggml_tensor *t);
+
+// What a graph needs of the caches.
+struct CacheAccess {
+    struct Want {
+        CacheGroup *group;
+        int64_t stream0, streams, cells;
+    };
+    struct Rows {
+        const ggml_tensor *numbers; // a graph's input: in the buffer they count inside what is held, on the host in all
+        CacheGroup *group;
+    };
+    std::vector<Want> wants; // one for a group
+    std::vector<Rows> rows;
+    std::vector<CacheBlock *> together; // needed by one node beside another block
+};
+
+// Cells to hold for so many in use: at most an eighth more, so that growth is rare.
+inline int64_t cells_to_hold(int64_t used, int64_t cells) {
+    int64_t step = kCellPage;
+    while (16 * step <= used) {
+        step *= 2;
+    }
+    return std::min(cells, (used + step - 1) / step * step);
+}
+
+} // namespace fsd

@@ -1,0 +1,36 @@
+// Scenarios in child processes of their own: there is one shard device per process. The parent never touches ggml: a child
+// forked from a process with threads would inherit locks that nobody releases.
+#pragma once
+
+#include "check.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+
+inline int run_apart(const std::function<int()> &scenario) {
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        std::exit(scenario());
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    if (WIFSIGNALED(status)) {
+        std::fprintf(stderr, "ended by signal %d\n", WTERMSIG(status));
+    }
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+#define SCENARIO(name)                                                                                                 \
+    static void scenario_##name();                                                                                     \
+    TEST(name) {                                                                                                       \
+        CHECK(run_apart([] {                                                                                           \
+                  scenario_##name();                                                                                   \
+                  return 0;                                                                                            \
+              }) == 0);                                                                                                \
+    }                                                                                                                  \
+    static void scenario_##name()
