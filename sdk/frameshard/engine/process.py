@@ -173,7 +173,7 @@ class Engine:
             self._filling = True
         if self._batcher.busy and time.monotonic() >= self._due:
             self._step(self._runtime, self._batcher)
-        if self._filling:
+        if self._filling or self._runtime.unfilled:
             self._filling = self._runtime.fill(self._fill_bytes) > 0
 
     def _step(self, runtime: Runtime, batcher: Batcher) -> None:

@@ -61,6 +61,8 @@ MAX_SEQUENCES = 64
 _ROUTING_CHANGED = 0.08  # share of choices
 KV_PAGE = 256
 """Cells in which room for keys and values is asked for; llama.cpp reads them in steps of as many."""
+REPLAN_SHARE = 16
+"""A new plan is made when keys and values have grown or shrunk by more than one in so many bytes of the budget."""
 
 
 class DecodeAborted(Exception):
@@ -165,6 +167,8 @@ class Runtime:
         """How long a game keeps the device busy in each frame; a change takes effect with the next :meth:`replan`."""
         self.routing: tuple[float, ...] = ()
         """How the model's routers choose experts, as plans have it; see :meth:`learn`."""
+        self.unfilled = False
+        """Keys and values were given up: :meth:`fill` finds room for weights."""
         self._model: Any = None
         self._context: Any = None
         self._abort = False
@@ -479,18 +483,21 @@ class Runtime:
             return
         self._expected[seq] = -(-length // KV_PAGE) * KV_PAGE
         self.device.use_kv(seq, self._expected[seq])
-        self._replan_for_kv()
+        self._replan_for_context()
 
     def _forget(self, seq: int) -> None:
         expected = -(-self._lengths[seq] // KV_PAGE) * KV_PAGE
         if self.device is not None and expected < self._expected[seq]:
             self._expected[seq] = expected
             self.device.use_kv(seq, expected)
+            self.unfilled = True
 
-    def _replan_for_kv(self) -> None:
+    def _replan_for_context(self) -> None:
+        """A plan takes tens of milliseconds: a little more or less context does with the one there is."""
         assert self.device is not None
         stats = self.device.stats()
-        if self.plan is not None and stats.kv_bytes + stats.kv_host_bytes != self._kv_planned:
+        changed = abs(stats.kv_bytes + stats.kv_host_bytes - self._kv_planned)
+        if self.plan is not None and changed * REPLAN_SHARE > stats.budget_bytes:
             self.replan()
 
     def decode(self, batch: Sequence[Rows]) -> list[int]:
@@ -676,7 +683,8 @@ class Runtime:
         while True:
             stats = self.device.stats()
             self._kv_planned = stats.kv_bytes + stats.kv_host_bytes
-            self.plan = self.plan_for(_limit(stats.budget_bytes), max(512, *self._lengths), gpu_busy_s=self.gpu_busy_s)
+            n_ctx_used = max(512, *self._lengths)
+            self.plan = self.plan_for(_limit(stats.budget_bytes), n_ctx_used, gpu_busy_s=self.gpu_busy_s)
             try:
                 tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
                 self.device.set_plan(
@@ -763,8 +771,9 @@ class Runtime:
         if self.device is None:
             return 0
         try:
+            self.unfilled = False
             filled = self.device.fill(max_bytes)
-            self._replan_for_kv()
+            self._replan_for_context()
             return filled
         except OutOfMemory as error:
             logger.warning("fewer weights are resident than the budget allows: %s", error)
