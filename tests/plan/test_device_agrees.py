@@ -64,9 +64,12 @@ def check(figures: dict[str, int]) -> None:
         assert 0 < figures[name] <= figures[f"estimated_{name}"] <= 3 * figures[name]
     assert figures["kv"] <= figures["whole"]
     assert figures["used"] <= figures["budget"]
-    # Tensors of one shard may lie in another order, so that the last slab held ends elsewhere.
+    # Tensors of one shard may lie in another order, so that the last slab held ends elsewhere; and a plan is not made
+    # anew for a little less context, as after the warm-up.
     assert figures["planned_shards"] == pytest.approx(figures["resident_shards"], abs=1)
-    assert figures["planned_bytes"] == pytest.approx(figures["resident_bytes"], abs=figures["slab"])
+    assert figures["planned_bytes"] == pytest.approx(
+        figures["resident_bytes"], abs=figures["slab"] + figures["budget"] // 16
+    )
     # An estimate may be above the truth, since a budget made from it must do, but not by much.
     true, estimated = figures["fixed"] + figures["whole"], figures["estimated"] + figures["estimated_whole"]
     assert 0.95 * true <= estimated <= 1.5 * true
