@@ -390,6 +390,7 @@ void Compiler::add_row_piece(const Step &st) {
                                i3 * full->nb[3];
                 part->data = direct ? target : d.scratch_base;
                 part->buffer = direct ? full->buffer : d.scratch.get();
+                part->view_src = direct ? full->view_src : nullptr;
                 push_shadow(part);
                 if (direct) {
                     continue;

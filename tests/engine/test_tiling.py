@@ -18,7 +18,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """In the shapes of Qwen2.5-VL, but small: a tower of which one layer's feed-forward block is more than a step."""
+    """In the shapes of Qwen2.5-VL, but small: a tower of one layer, whose feed-forward block is more than a step and made
+    of matrices that are streamed in pieces."""
     tool = HERE.parent.parent / "profiles" / "tools" / "synth_vlm.py"
     spec = importlib.util.spec_from_file_location("synth_vlm", tool)
     assert spec is not None
@@ -26,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     synth: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = synth
     spec.loader.exec_module(synth)
-    shape = synth.Shape(1, 256, 2, 1, 256, 512, 2, 320, 4, 1712)
+    shape = synth.Shape(1, 256, 2, 1, 256, 512, 1, 320, 4, 6784)
     folder = tmp_path_factory.mktemp("vlm")
     model, mmproj = folder / "model.gguf", folder / "mmproj.gguf"
     synth.model(shape, str(model))
@@ -47,11 +48,11 @@ def test_tiles_change_nothing_but_the_vram(pair: tuple[Path, Path], tmp_path: Pa
     found, figures = encoded(pair, "emulated", tmp_path / "emulated.npz")
     scale = np.linalg.norm(expected["all"])
     assert np.linalg.norm(found["all"] - expected["all"]) < 1e-3 * scale
-    for budget in ("0", "1", "8"):
+    for budget in ("0", "8"):
         assert np.array_equal(found[budget], found["all"]), budget
-    for each in figures[:3]:
+    for each in figures[:2]:
         assert each["peak"] <= each["budget"]
     # The budget that the error names is the smallest at which the image goes.
-    assert figures[3] == {"refused_at": figures[0]["budget"] - 1, "needs": figures[0]["budget"]}
-    # A mask of 2,208 x 2,208 values alone would take 19 MiB as F32 and 9 as F16, and the block 58 MiB at once.
-    assert figures[0]["budget"] < 64 * MIB
+    assert figures[2] == {"refused_at": figures[0]["budget"] - 1, "needs": figures[0]["budget"]}
+    # A mask of 2,208 x 2,208 values, as F32 and F16, would be 28 MiB more.
+    assert figures[0]["budget"] < 184 * MIB, figures
