@@ -18,8 +18,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """In the shapes of Qwen2.5-VL, but small: a tower of one layer, whose feed-forward block is more than a step and made
-    of matrices that are streamed in pieces."""
+    """In the shapes of Qwen2.5-VL, but small: a tower of one layer. Its feed-forward block is more than a step, and its
+    matrices are streamed in pieces."""
     tool = HERE.parent.parent / "profiles" / "tools" / "synth_vlm.py"
     spec = importlib.util.spec_from_file_location("synth_vlm", tool)
     assert spec is not None
