@@ -151,7 +151,7 @@ bool Device::ensure_ring() {
     }
     const uint64_t limit = budget.load(), held = used();
     const uint64_t room = std::max<uint64_t>(min_ring, limit > held ? limit - held : 0);
-    if (resize_ring(std::min(room, (uint64_t)wanted_ring))) {
+    if (resize_ring(std::min<uint64_t>(room, std::max(wanted_ring, min_ring)))) {
         return true;
     }
     // The device has less than the budget allows: another program holds the rest. Slabs give way to the smallest ring.
