@@ -345,6 +345,7 @@ class Server:
             "n_threads": config.n_threads,
             "link_gbps": config.link_gbps,
             "mode": config.mode,
+            "speculate": config.speculate,
             "mmproj": config.mmproj,
         }
 

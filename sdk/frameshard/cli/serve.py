@@ -47,6 +47,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="planned",
         help="stream_only: the same bits at any budget, at the cost of speed (planned)",
     )
+    parser.add_argument(
+        "--speculate",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto: guess tokens of answers that repeat themselves or their prompt, where that pays (auto)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -67,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         n_threads=args.threads,
         link_gbps=args.link_gbps or 0.0,
         mode=args.mode,
+        speculate=args.speculate,
         endpoint=args.endpoint,
         connect_file=args.connect_file and str(Path(args.connect_file).absolute()),
     )

@@ -1,13 +1,20 @@
 """Which tokens to decode next, for whom, and what comes of them.
 
-A job has one sequence while it runs. Decode steps take one token of every job that is speaking; prompts are read one
-job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, so that a long prompt stops nobody. An image
-in a prompt is two such turns: it is encoded, then read whole.
+A job has one sequence while it runs. Decode steps take the last token of every job that is speaking; prompts are read
+one job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, so that a long prompt stops nobody. An
+image in a prompt is two such turns: it is encoded, then read whole.
+
+Guesses: where a text repeats itself or its prompt, a decode step also takes the tokens that will probably follow, if by
+the plan's times more tokens a second come of it. Each row of logits goes through the job's sampler as if it had been
+computed alone, for as long as what is drawn is what was guessed; the rest is taken back. So guesses change how fast a
+text comes, and nothing else. All sequences of a step get the same length: llama.cpp would compute what sticks out as a
+graph of its own, and copy all weights again for that.
 
 Same text again: on one device, which kernels run, and so the last bits of the logits, depend on the *shapes* in which
 a sequence was decoded. A resumed job therefore repeats them: its prompt in the chunks of the first time (``history``,
-from its "started" event), then its own tokens one at a time. Rejected: reading those tokens as one chunk, which is
-faster and now and then ends in another text.
+from its "started" event), then its own tokens one at a time, or with the guesses of the first time. These follow from
+the text alone, and their number does too in stream-only mode; in planned mode it follows the plan. Rejected: reading
+the tokens as one chunk, which is faster and now and then ends in another text.
 
 Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker.
 """
@@ -25,6 +32,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.engine.sampling import Sampler, SamplingParams, make_grammar
 from frameshard.engine.text import TextStream
@@ -39,11 +47,15 @@ from frameshard.errors import (
 )
 
 Event = dict[str, Any]
+Shape = tuple[int, int]
+"""Tokens of a sequence that were decoded together: how many of them it kept, and how many they were."""
 
 MAX_PROMPT_BYTES = 1 << 20
 MAX_MESSAGES = 1024
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
+_LENGTHS = (2, 4, 8, 16)  # of a step with guesses; few, for a graph of a new length is built and planned anew
+_LEAST_GAIN = 1.03
 
 
 @dataclass(eq=False)
@@ -58,15 +70,23 @@ class Job:
     max_new: int
     conversation: str | None
     resume: list[int]
-    history: list[int]
+    history: list[Shape]
     text: TextStream
     slot: Slot | None = None
     sampler: Sampler | None = None
-    shapes: collections.deque[int] = field(default_factory=collections.deque)
+    shapes: collections.deque[Shape] = field(default_factory=collections.deque)
     produced: list[int] = field(default_factory=list)
     started_at: float = 0.0
     first_token_at: float = 0.0
     pictures: dict[int, Picture] = field(default_factory=dict)
+    lookup: Lookup | None = None
+
+    def next_tokens(self, n: int) -> list[int]:
+        """The token that was drawn last and ``n - 1`` guesses, some of them wild."""
+        tokens = self.produced[-1:]
+        if self.lookup is not None:
+            tokens += self.lookup.guess(n - 1)
+        return tokens + tokens[-1:] * (n - len(tokens))
 
     @property
     def reading(self) -> bool:
@@ -81,7 +101,7 @@ class Slot:
 
     seq: int
     tokens: list[int] = field(default_factory=list)
-    shapes: list[int] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
     conversation: str | None = None
     job: Job | None = None
     used_at: int = 0
@@ -100,11 +120,11 @@ class Slot:
         del self.tokens[length:]
         self.pictures = [picture for picture in self.pictures if picture[0] < length]
         left, kept = length, []
-        for shape in self.shapes:
+        for n_kept, n_decoded in self.shapes:
             if left <= 0:
                 break
-            kept.append(min(shape, left))
-            left -= shape
+            kept.append((min(n_kept, left), n_decoded))
+            left -= n_kept
         self.shapes = kept
 
 
@@ -123,6 +143,8 @@ class Batcher:
         self._interrupted: set[int] = set()
         self._in_flight: frozenset[int] = frozenset()
         self._prompt_tokens = 0
+        self._guessed = self._guessed_right = 0
+        self._costs: tuple[object, dict[tuple[int, int], float]] = (None, {})
         self.chunk = runtime.n_ubatch
         """Prompt tokens that jobs which start from now on read in one go."""
 
@@ -140,7 +162,7 @@ class Batcher:
 
     def statistics(self) -> dict[str, object]:
         """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and
-        tokens of prompts read since the load."""
+        since the load tokens of prompts read, guesses decoded and those of them that were right."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
@@ -150,6 +172,8 @@ class Batcher:
             "conversations": sum(slot.conversation is not None for slot in self._slots),
             "tokens_per_second": rate,
             "prompt_tokens": self._prompt_tokens,
+            "guessed_tokens": self._guessed,
+            "guessed_right": self._guessed_right,
         }
 
     def submit(self, message: Mapping[str, object]) -> None:
@@ -209,7 +233,8 @@ class Batcher:
         encoded = False
         try:
             if picture is None:
-                outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens) for job, tokens in batch])
+                rows = "last" if reading.reading else "all"
+                outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, rows) for job, tokens in batch])
             else:
                 encoded = self._see(picture, job_slot(reading), at)
                 outputs = [-1]  # text follows an image
@@ -235,17 +260,18 @@ class Batcher:
             done = sum(each.embedding is not None for each in reading.pictures.values())
             return [_progress(reading, "encode", done, len(reading.pictures))]
         now = time.monotonic()
-        for (job, tokens), row in zip(batch, outputs, strict=True):
-            slot = job_slot(job)
-            slot.tokens += tokens
-            slot.shapes.append(len(tokens))
-            if job.reading:
-                job.shapes.popleft()
-                self._prompt_tokens += len(tokens)
-                if job.pictures:
-                    events.append(_progress(job, "prefill", len(slot.tokens), len(job.prompt)))
-            if not job.reading:
-                events += self._next_token(job, row, now)
+        if reading.reading:
+            kept, _ = reading.shapes.popleft()
+            self._keep(job_slot(reading), batch[0][1], kept)
+            self._prompt_tokens += kept
+            if reading.pictures:
+                events.append(_progress(reading, "prefill", len(job_slot(reading).tokens), len(reading.prompt)))
+            if not reading.reading:
+                events += self._speak(reading, [], outputs, now)
+            return events
+        each = len(outputs) // len(batch)
+        for i, (job, tokens) in enumerate(batch):
+            events += self._speak(job, tokens, outputs[i * each : (i + 1) * each], now)
         return events
 
     def _see(self, picture: Picture, slot: Slot, at: int) -> bool:
@@ -280,9 +306,40 @@ class Batcher:
         if reading is not None and not (speaking and self._read_last):
             self._read_last = True
             at = len(job_slot(reading).tokens)
-            return [(reading, reading.prompt[at : at + reading.shapes[0]])]
+            kept, decoded = reading.shapes[0]
+            tokens = reading.prompt[at : at + kept]
+            # Of what was decoded behind them and taken back only the length has left a trace.
+            return [(reading, tokens + tokens[-1:] * (decoded - kept))]
         self._read_last = False
-        return [(job, job.produced[-1:]) for job in speaking]
+        length = self._length(speaking)
+        return [(job, job.next_tokens(length)) for job in speaking]
+
+    def _length(self, speaking: Sequence[Job]) -> int:
+        """How many tokens of each job to decode: as many as yield the most tokens a second, by what guesses were worth
+        so far."""
+        n, lookups = len(speaking), [job.lookup for job in speaking if job.lookup is not None]
+        if not any(lookup.matched for lookup in lookups):
+            return 1
+        runtime = self._runtime
+        left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in speaking)
+        room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
+        best, most = 1, _LEAST_GAIN * n / self._seconds(n, 1)
+        for length in _LENGTHS:
+            if length > room:
+                break
+            rate = sum(lookup.expected(length - 1) for lookup in lookups) / self._seconds(n, length)
+            if rate > most:
+                best, most = length, rate
+        return best
+
+    def _seconds(self, n_seq: int, n_each: int) -> float:
+        plan, known = self._costs
+        if plan is not self._runtime.plan:
+            known = {}
+            self._costs = (self._runtime.plan, known)
+        if (n_seq, n_each) not in known:
+            known[n_seq, n_each] = self._runtime.guess_seconds(n_seq, n_each)
+        return known[n_seq, n_each]
 
     def _start_queued(self) -> list[Event]:
         events: list[Event] = []
@@ -320,15 +377,17 @@ class Batcher:
         slot.conversation, slot.job = job.conversation, job
         job.slot = slot
         job.shapes.extend(job.history)
-        at = kept + sum(job.history)
+        at = kept + sum(n_kept for n_kept, _ in job.history)
         while at < len(job.prompt):
             if at in job.pictures:
                 shape = job.pictures[at].n_tokens
             else:
                 shape = min([begin for begin in job.pictures if begin > at] + [len(job.prompt), at + self.chunk]) - at
-            job.shapes.append(shape)
+            job.shapes.append((shape, shape))
             at += shape
         job.started_at = time.monotonic()
+        if self._runtime.guesses:
+            job.lookup = Lookup(job.prompt)
         job.sampler = Sampler(
             job.params, job.seed, self._runtime.vocab, self._runtime.n_vocab, [t for t in job.prompt if t >= 0]
         )
@@ -343,7 +402,39 @@ class Batcher:
 
     # --- what comes of it -----------------------------------------------------------------------------------------
 
-    def _next_token(self, job: Job, row: int, now: float) -> list[Event]:
+    def _keep(self, slot: Slot, tokens: list[int], kept: int) -> None:
+        """Of the tokens just decoded the sequence keeps so many."""
+        slot.tokens += tokens[:kept]
+        slot.shapes.append((kept, len(tokens)))
+        if kept < len(tokens):
+            self._runtime.trim(slot.seq, self._runtime.length(slot.seq) - (len(tokens) - kept))
+
+    def _speak(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[Event]:
+        """A token from each row, as long as it is the one that was decoded for the next row."""
+        events: list[Event] = []
+        for kept, row in enumerate(rows, 1):
+            reason = self._next_token(job, row, now, events)
+            if reason is not None or tokens[kept : kept + 1] != job.produced[-1:]:
+                break
+        if tokens:
+            self._keep(job_slot(job), tokens, kept)
+            self._guessed += len(tokens) - 1
+            self._guessed_right += kept - 1
+        if reason is not None:
+            done = {
+                "ev": "done",
+                "job": job.id,
+                "reason": reason,
+                "n_prompt": len(job.prompt),
+                "n_generated": len(job.produced),
+                "prefill_s": job.first_token_at - job.started_at,
+                "decode_s": now - job.first_token_at,
+            }
+            events.append(self._end(job, done))
+        return events
+
+    def _next_token(self, job: Job, row: int, now: float, events: list[Event]) -> str | None:
+        """Draws a token and adds its event; returns why it is the last, if it is."""
         assert job.sampler is not None
         if not np.isfinite(self._runtime.logits(row).max()):
             raise FrameshardError("the device computes values that are no numbers")
@@ -357,6 +448,8 @@ class Batcher:
         else:
             token = job.sampler.sample(self._runtime.context, row, index)
         job.produced.append(token)
+        if job.lookup is not None:
+            job.lookup.add(token)
         self._count(now)
         reason = None
         if self._runtime.is_end(token):
@@ -367,21 +460,9 @@ class Batcher:
                 reason = "stop"
             elif index + 1 == job.max_new:
                 text, reason = text + job.text.finish(), "length"
-        events: list[Event] = []
         if not resumed:
             events.append({"ev": "token", "job": job.id, "n": index, "id": token, "text": text})
-        if reason is not None:
-            done = {
-                "ev": "done",
-                "job": job.id,
-                "reason": reason,
-                "n_prompt": len(job.prompt),
-                "n_generated": len(job.produced),
-                "prefill_s": job.first_token_at - job.started_at,
-                "decode_s": now - job.first_token_at,
-            }
-            events.append(self._end(job, done))
-        return events
+        return reason
 
     def _count(self, now: float) -> None:
         if self._rate and self._rate[-1][0] == now:
@@ -549,26 +630,32 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-def _pack_shapes(shapes: Iterable[int]) -> list[list[int]]:
-    """[3, 1, 1] -> [[3, 1], [1, 2]]: batch length and how often in a row."""
+def _pack_shapes(shapes: Iterable[Shape]) -> list[list[int]]:
+    """[(3, 8), (1, 1), (1, 1)] -> [[3, 8, 1], [1, 1, 2]]: tokens kept, tokens decoded and how often in a row."""
     packed: list[list[int]] = []
-    for shape in shapes:
-        if packed and packed[-1][0] == shape:
-            packed[-1][1] += 1
+    for kept, decoded in shapes:
+        if packed and packed[-1][:2] == [kept, decoded]:
+            packed[-1][2] += 1
         else:
-            packed.append([shape, 1])
+            packed.append([kept, decoded, 1])
     return packed
 
 
-def _unpack_shapes(packed: object, n_prompt: int, n_ubatch: int) -> list[int]:
+def _unpack_shapes(packed: object, n_prompt: int, n_ubatch: int) -> list[Shape]:
     if not isinstance(packed, list):
         raise BadArgument("history must be a list", field="history")
-    shapes: list[int] = []
-    for pair in packed:
-        length, count = pair if isinstance(pair, list) and len(pair) == 2 else (0, 0)
-        if _whole("history", length, n_ubatch) == 0 or _whole("history", count, n_prompt) == 0:
-            raise BadArgument("history must be pairs of batch length and count", field="history")
-        shapes += [length] * count
-        if sum(shapes) > n_prompt:
+    shapes: list[Shape] = []
+    total, kept, decoded = 0, 0, 0
+    for row in packed:
+        kept, decoded, count = row if isinstance(row, list) and len(row) == 3 else (0, 0, 0)
+        if not (
+            _whole("history", count, n_prompt) and _whole("history", kept, _whole("history", decoded, n_ubatch)) > 0
+        ):
+            raise BadArgument("history must have tokens kept, tokens decoded, and how often", field="history")
+        shapes += [(kept, decoded)] * count
+        total += kept * count
+        if total > n_prompt:
             raise BadArgument("history is longer than the prompt", field="history")
+    if total == n_prompt and kept < decoded:
+        raise BadArgument("the prompt's last tokens cannot have been cut", field="history")
     return shapes

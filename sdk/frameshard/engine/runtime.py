@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import llama_cpp
 import numpy as np
@@ -44,7 +44,17 @@ from frameshard.plan import routing
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.planner import CPU, Context, Mode, Plan, estimate_context, lay_out, make_plan, vram_unit
+from frameshard.plan.planner import (
+    CPU,
+    Context,
+    Mode,
+    Plan,
+    estimate_context,
+    lay_out,
+    logits_rows,
+    make_plan,
+    vram_unit,
+)
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice
@@ -63,6 +73,8 @@ KV_PAGE = 256
 """Cells in which room for keys and values is asked for; llama.cpp reads them in steps of as many."""
 REPLAN_SHARE = 16
 """A new plan is made when keys and values have grown or shrunk by more than one in so many bytes of the budget."""
+# Of a token's time, what another one in the same decode costs while weights are streamed.
+_GUESS_COST = 0.04
 
 
 class DecodeAborted(Exception):
@@ -78,8 +90,9 @@ class EngineConfig:
     the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` tokens are shared evenly by ``n_parallel`` sequences.
     ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
-    have the same bits at any budget. ``n_outputs_max`` 0 means ``n_parallel``: how many rows of logits one decode may
-    ask for. ``mmproj`` is the GGUF file that reads images for this model, "" for none.
+    have the same bits at any budget. ``speculate`` "off" decodes no guessed tokens. ``n_outputs_max`` is how many rows
+    of logits one decode may ask for; 0 means as many as the others need. ``mmproj`` is the GGUF file that reads images
+    for this model, "" for none.
 
     :raises BadArgument: a value is of the wrong type or out of range.
     """
@@ -93,6 +106,7 @@ class EngineConfig:
     n_threads: int = 0
     link_gbps: float = 0.0
     mode: Mode = "planned"
+    speculate: Literal["auto", "off"] = "auto"
     n_outputs_max: int = 0
     mmproj: str = ""
 
@@ -119,6 +133,8 @@ class EngineConfig:
             raise BadArgument("link_gbps must be a number from 0 to 1e6", field="link_gbps")
         if self.mode not in get_args(Mode):
             raise BadArgument(f"mode must be one of {', '.join(get_args(Mode))}", field="mode")
+        if self.speculate not in ("auto", "off"):
+            raise BadArgument("speculate must be auto or off", field="speculate")
         if min(self.n_ubatch, self.n_ctx) < self.n_parallel:
             raise BadArgument("n_ubatch and n_ctx must be at least n_parallel", field="n_parallel")
 
@@ -283,7 +299,8 @@ class Runtime:
         params.n_batch = config.n_ubatch
         params.n_ubatch = config.n_ubatch
         params.n_seq_max = config.n_parallel
-        params.n_outputs_max = config.n_outputs_max or config.n_parallel
+        rows = logits_rows(config.n_parallel, config.n_ubatch, may_guess=self._may_guess())
+        params.n_outputs_max = config.n_outputs_max or rows
         params.n_threads = self.n_threads
         params.n_threads_batch = self.n_threads
         params.kv_unified = False
@@ -305,6 +322,12 @@ class Runtime:
         self._lengths = [0] * config.n_parallel
         self._expected = [0] * config.n_parallel
         self._kv_planned = 0
+
+    def _may_guess(self) -> bool:
+        """Guessed tokens may be decoded: a wrong one can be taken back, which a recurrent state cannot, and there is a
+        shard device, whose plan says what it costs."""
+        recurrent = llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
+        return self.config.speculate == "auto" and self.device is not None and not recurrent
 
     def _make_batch(self) -> None:
         n = self.n_ubatch
@@ -454,6 +477,20 @@ class Runtime:
     def length(self, seq: int) -> int:
         """Tokens that sequence ``seq`` holds."""
         return self._lengths[seq]
+
+    @property
+    def guesses(self) -> bool:
+        """Guessed tokens are worth a look. In stream-only mode nothing but the text may decide how many, and of a
+        mixture of experts each would have to copy experts of its own."""
+        return self._may_guess() and (self.mode == "planned" or not self.model_info.n_expert_used)
+
+    def guess_seconds(self, n_seq: int, n_each: int) -> float:
+        """Predicted time of a decode of ``n_each`` tokens of each of ``n_seq`` sequences; in stream-only mode as a
+        multiple of one token's, the same at any budget."""
+        assert self.plan is not None
+        if self.plan.mode == "stream_only":
+            return 1.0 + _GUESS_COST * (n_each - 1)
+        return self.plan.predicted_decode_s(n_seq, n_each)
 
     def trim(self, seq: int, length: int) -> int:
         """Cuts sequence ``seq`` to its first ``length`` tokens and returns how many it has then: ``length``, or 0 where

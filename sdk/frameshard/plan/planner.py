@@ -62,6 +62,7 @@ _HANDOFFS = {"attention": 2.0, "experts": 3.0}
 _CHOICE = 1.5
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
+_CHECKED = 32  # rows in which guessed tokens are checked, of all sequences together
 _UBATCHES = (256, 512, 1024, 2048, 4096, 8192)
 _DECODE_KEPT = 0.95
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
@@ -236,7 +237,7 @@ def estimate_fixed(
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     activations = 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
     mask = 6 * n_tokens * (-(-n_ctx // (256 * n_seq)) * 256)  # 32-bit, and the 16-bit copy for flash attention
-    logits = 4 * model.n_vocab * n_seq
+    logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, may_guess=not _recurrent_values(model))
     core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
     parts = (core, lay_out(model).scratch, activations + mask + logits)
     return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
@@ -266,6 +267,11 @@ def estimate_context(model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, u
     )
     largest = max(2 * max(_kv_values(model), default=0) * each, 4 * _recurrent_values(model) // layers) * n_seq
     return Context(used, whole, _rounded(largest, unit_bytes))
+
+
+def logits_rows(n_parallel: int, n_ubatch: int, *, may_guess: bool) -> int:
+    """Rows of logits that one graph may yield: one for each sequence, or more where guesses are checked."""
+    return max(n_parallel, min(_CHECKED, n_ubatch)) if may_guess else n_parallel
 
 
 def choose_ubatch(
@@ -368,9 +374,14 @@ class Plan:
         """Least seconds for that with this resident set and size of graphs."""
         return self._costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
 
+    def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
+        """Seconds of a graph of ``n_each`` tokens of each of ``n_parallel`` sequences, with the logits of all."""
+        n_tokens = n_parallel * n_each
+        return self._graph_seconds(n_tokens, self._costs.n_ctx_used, n_parallel, n_tokens)
+
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Tokens per second of ``n_parallel`` sequences together, one token each in a graph."""
-        return n_parallel / self._graph_seconds(n_parallel, self._costs.n_ctx_used, n_parallel)
+        return n_parallel / self.predicted_decode_s(n_parallel)
 
     def bound_decode_tps(self, n_parallel: int = 1) -> float:
         """Most tokens per second of ``n_parallel`` sequences that any placement of the rest gives with this resident
@@ -423,10 +434,10 @@ class Plan:
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
         return [(n * n_tokens, 0, n) for n in groups]
 
-    def _graph_seconds(self, n_tokens: int, n_before: int, n_seq: int) -> float:
+    def _graph_seconds(self, n_tokens: int, n_before: int, n_seq: int, n_rows: int = 0) -> float:
         tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
         on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
-        return self._costs.at(n_tokens, n_before, n_seq).seconds(on_cpu)
+        return self._costs.at(n_tokens, n_before, n_seq, n_rows).seconds(on_cpu)
 
 
 def make_plan(
@@ -665,8 +676,8 @@ class _Costs:
         computed = graph.on_device * self.resident_share + graph.on_host * left_out
         return always + float(computed.sum()) + experts * graph.handoff_s
 
-    def at(self, n_tokens: int, n_before: int, n_seq: int = 1) -> _Graph:
-        return _Graph(self, n_tokens, n_before, n_seq)
+    def at(self, n_tokens: int, n_before: int, n_seq: int = 1, n_rows: int = 0) -> _Graph:
+        return _Graph(self, n_tokens, n_before, n_seq, n_rows or n_seq)
 
 
 def _first(values: Floats, n: float) -> float:
@@ -675,15 +686,15 @@ def _first(values: Floats, n: float) -> float:
 
 
 class _Graph:
-    """Times of one graph of ``n_tokens``, shared evenly by sequences that have ``n_before`` tokens each already."""
+    """Times of one graph of ``n_tokens``, shared evenly by sequences that have ``n_before`` tokens each already, and
+    ``n_rows`` of logits."""
 
-    def __init__(self, costs: _Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
+    def __init__(self, costs: _Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int) -> None:
         profile, model = costs.profile, costs.layout.model
-        # Of a layer's experts this share is used by at least one of the tokens, each by so many (columns); the output
-        # head computes one row.
+        # Of a layer's experts this share is used by at least one of the tokens, each by so many (columns).
         used = 1 - (1 - costs.likely) ** n_tokens
         share_used = np.where(costs.missing, used.mean() if used.size else 0.0, 1 - (1 - costs.active) ** n_tokens)
-        columns = np.where(costs.kind_masks["output"], 1.0, n_tokens * costs.active / share_used)
+        columns = np.where(costs.kind_masks["output"], n_rows, n_tokens * costs.active / share_used)
         one_at_a_time = n_tokens < _WHOLE_TENSORS
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts

@@ -19,6 +19,7 @@ from frameshard.wire import messages
 T = TypeVar("T")
 
 MODES = ("planned", "stream_only")
+SPECULATE = ("auto", "off")
 TRANSPORTS = ("ipc", "tcp")
 
 
@@ -34,6 +35,8 @@ class ServeConfig:
     :param n_threads: 0 is half of the CPUs.
     :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
     :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
+    :param speculate: ``auto`` guesses tokens of an answer that repeats itself or its prompt, and computes several in
+        the time of one where that pays; ``off`` never does.
     :param transport: ``ipc`` or ``tcp`` on the loopback; both carry CURVE.
     :param endpoint: where to listen, such as ``ipc:///run/game/npc.sock`` or ``tcp://127.0.0.1:5555``; by default a
         fresh place.
@@ -59,6 +62,7 @@ class ServeConfig:
     n_threads: int = 0
     link_gbps: float = 0.0
     mode: str = "planned"
+    speculate: str = "auto"
     transport: str = "tcp" if sys.platform == "win32" else "ipc"
     endpoint: str | None = None
     connect_file: str | None = None
@@ -82,6 +86,8 @@ class ServeConfig:
             raise BadArgument("device must be a name", field="device")
         if self.mode not in MODES:
             raise BadArgument(f"mode must be one of {', '.join(MODES)}", field="mode")
+        if self.speculate not in SPECULATE:
+            raise BadArgument(f"speculate must be one of {', '.join(SPECULATE)}", field="speculate")
         if self.transport not in TRANSPORTS:
             raise BadArgument(f"transport must be one of {', '.join(TRANSPORTS)}", field="transport")
         for name in ("endpoint", "connect_file"):
