@@ -1,8 +1,9 @@
 """``frameshard bench --image``: how long a model takes to look at a picture and answer, at several budgets.
 
-Each run sees a picture that it has not seen before. ``--vs`` runs upstream's ``llama-mtmd-cli`` in turn: the vision
-tower is on the GPU where the budget holds it and as much again for its activations, else on the CPU, and of the model's
-layers as many are on the GPU as fit into the rest.
+Each run sees a picture that it has not seen before. Latency runs from when its pixels are as the tower wants them, for
+which both programs have the same code, to the last token. ``--vs`` runs upstream's ``llama-mtmd-cli`` in turn: the
+vision tower is on the GPU where the budget holds it and as much again for its activations, else on the CPU, and of the
+model's layers as many are on the GPU as fit into the rest.
 """
 
 from __future__ import annotations
@@ -66,15 +67,19 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
     from frameshard.engine.vision import Vision
 
-    from .bench import _budgets
+    from .bench import _budgets, _choose_ubatch
 
     mmproj = args.mmproj or models.mmproj_of(args.model)
     if mmproj is None:
         raise errors.BadArgument("--image needs --mmproj, the file with which this model reads images")
+    device = resolve_device(args.device)
+    if not args.ubatch:
+        args.prompt = CONTEXT
+        args.ubatch = 512 if device == "cpu" else _choose_ubatch(args, device)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         mmproj=str(models.resolve(mmproj)),
-        device=resolve_device(args.device),
+        device=device,
         n_ctx=CONTEXT + args.generate,
         n_ubatch=args.ubatch,
         n_parallel=1,
@@ -129,11 +134,12 @@ def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], 
     image = noise(next(seeds), *row.image)
     runtime.clear(0)
     with Sampler(runtime.observer) as nvml:
-        start = time.perf_counter()
+        parts = vision.tokenize(vision.marker + PROMPT, [image], add_special=True)
+        start = at = time.perf_counter()
         encode = prefill = 0.0
-        row.image_tokens, at, last = 0, start, -1
+        row.image_tokens, last = 0, -1
         try:
-            for part in vision.tokenize(vision.marker + PROMPT, [image], add_special=True):
+            for part in parts:
                 if isinstance(part, Picture):
                     vision.encode(part)
                     encode += time.perf_counter() - at
@@ -162,7 +168,7 @@ def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], 
 
 
 def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[int], args: argparse.Namespace) -> None:
-    """What upstream itself times: from the start of the encode to the last token, without loading and preprocessing."""
+    """What upstream itself times, without loading and preprocessing."""
     from frameshard.engine.nvml import Observer
     from frameshard.errors import FrameshardError
 
@@ -199,11 +205,12 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
                 code = process.wait()
         words = log.read_text(errors="replace")
     encode = [int(ms) for ms in re.findall(r"(?:encoding done|slice encoded) in (\d+) ms", words)]
-    decode = [int(ms) for ms in re.findall(r"decoded \(batch \d+/\d+\) in (\d+) ms", words)]
+    # Upstream's clock of the prompt runs through the encode, as the text before the image is not waited for.
+    prompt = re.findall(r"prompt eval time = +([0-9.]+) ms", words)
     speech = re.findall(r" eval time = +([0-9.]+) ms", words)
-    if code != 0 or not encode or not decode or not speech:
+    if code != 0 or not encode or not prompt or float(prompt[-1]) < sum(encode):
         raise FrameshardError(f"{' '.join(command)} failed: {'; '.join(words.splitlines()[-3:])}")
-    latency = (sum(encode) + sum(decode) + float(speech[-1])) / 1e3
+    latency = (float(prompt[-1]) + float(speech[-1])) / 1e3
     row.upstream.append((sum(encode) / 1e3, latency, nvml.peak_bytes))
 
 
