@@ -80,6 +80,7 @@ class _Row:
     ledger_peak: int = 0
     nvml_peak: int | None = None
     copied: int = 0
+    experts: dict[str, float] = field(default_factory=dict)
     plan: Any = None
     placement: list[str] = field(default_factory=list)
     upstream: list[Measured] = field(default_factory=list)
@@ -197,19 +198,25 @@ def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
         if row.budget is not None:
             _fill(row, runtime, args)
         _read(runtime, args.parallel, tokens)
-        _decode(runtime, args.parallel, tokens[0])  # compiles the decode graph and fills the ring
+        _decode(runtime, args.parallel, tokens)  # compiles the decode graph and fills the ring
         if runtime.learn():  # as the engine does: which experts this text needs shows in what was read
             _fill(row, runtime, args)
             _read(runtime, args.parallel, tokens)
-            _decode(runtime, args.parallel, tokens[0])
-        before = device.stats().copied_bytes if device is not None else 0
+            _decode(runtime, args.parallel, tokens)
+        before = device.stats() if device is not None else None
         start = time.perf_counter()
         _read(runtime, args.parallel, tokens)
         middle = time.perf_counter()
-        row.copied = device.stats().copied_bytes - before if device is not None else 0
+        between = device.stats() if device is not None else None
         for i in range(args.generate):
-            _decode(runtime, args.parallel, words[i % len(words)])
+            _decode(runtime, args.parallel, words, i)
         end = time.perf_counter()
+    if device is not None and before is not None and between is not None:
+        row.copied = between.copied_bytes - before.copied_bytes
+        row.experts = {
+            what: (getattr(device.stats(), name) - getattr(between, name)) / args.generate
+            for what, name in (("cached", "expert_hits"), ("copied", "experts_streamed"), ("cpu", "experts_on_cpu"))
+        }
     row.ttft.append(middle - start)
     row.decode_tps.append(args.parallel * args.generate / (end - middle))
     if device is not None:
@@ -268,18 +275,24 @@ def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
     for first in range(0, parallel, together):
         seqs = range(first, min(first + together, parallel))
         if len(seqs) == 1:
-            runtime.decode_tokens(first, tokens)
+            runtime.decode_tokens(first, _turned(tokens, first))
         else:
-            runtime.decode([Rows(seq, tokens) for seq in seqs])
+            runtime.decode([Rows(seq, _turned(tokens, seq)) for seq in seqs])
             runtime.logits(len(seqs) * len(tokens) - 1)
 
 
-def _decode(runtime: Runtime, parallel: int, token: int) -> None:
+def _decode(runtime: Runtime, parallel: int, words: list[int], i: int = 0) -> None:
     """One token of every sequence; reading a row of logits waits for the result, as sampling would."""
     from frameshard.engine.runtime import Rows
 
-    for row in runtime.decode([Rows(seq, [token]) for seq in range(parallel)]):
+    for row in runtime.decode([Rows(seq, [_turned(words, seq)[i % len(words)]]) for seq in range(parallel)]):
         runtime.logits(row)
+
+
+def _turned(words: list[int], seq: int) -> list[int]:
+    """The words of a sequence, which are not those of the others at the same time: alike, they would share experts."""
+    at = 61 * seq % len(words)
+    return words[at:] + words[:at]
 
 
 def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
@@ -289,11 +302,11 @@ def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
     assert runtime.device is not None
     _, tokens = _tokens(runtime, min(args.ubatch, args.prompt), any_at_all=bool(args.vs))
     _read(runtime, args.parallel, tokens)
-    _decode(runtime, args.parallel, tokens[0])
+    _decode(runtime, args.parallel, tokens)
     runtime.device.start_trace()
     at = [time.perf_counter()]
     for _ in range(3):
-        _decode(runtime, args.parallel, tokens[0])
+        _decode(runtime, args.parallel, tokens)
         at.append(time.perf_counter())
     what = "one token" if args.parallel == 1 else f"one token of each of {args.parallel} sequences"
     decode = figures.Window(what, runtime.device.stop_trace(), at[1], at[2])
@@ -324,6 +337,7 @@ def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
     if row.plan is not None:
         document |= {
             "prefill_copied_mb": round(row.copied / MIB, 3),
+            "experts_a_step": row.experts,  # of decoding: those of layers that are not resident, by where they were
             "predicted_ttft_s": row.plan.predicted_ttft(args.prompt, args.parallel),
             "predicted_decode_tps": row.plan.predicted_decode_tps(args.parallel),
             "bound_ttft_s": row.plan.bound_ttft(args.prompt, args.parallel),
