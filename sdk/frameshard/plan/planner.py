@@ -46,7 +46,9 @@ _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
 _DRIVER_UNIT = 2 * _MiB  # as the shard device counts it for real devices
 _SCRATCH = 2 * _MiB  # kScratchBytes
 _WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer tokens take experts one at a time
-_CACHES = 12  # sizes tried for the cache of experts
+# Sizes tried for the cache of experts, in 64ths of all experts: few, so that the ring stays as it is when a budget or a
+# context changes a little.
+_CACHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _WORTH_A_CACHE = 0.98  # of the time without: what it holds is read from elsewhere first
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (
@@ -511,10 +513,11 @@ def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> I
     """Sizes of the ring to choose from: beside what streams it holds single experts, of all layers that are not
     resident, up to all the room that other weights leave."""
     yield least
-    others = sum(shard.n_bytes for shard in layout.ladder if shard.kind != "experts")
+    experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
+    others = sum(shard.n_bytes for shard in layout.ladder) - experts
     spare = room - least - others - max(layout.slabs, default=0)
-    if routing and spare > 0:
-        yield from (least + spare * i // _CACHES for i in range(1, _CACHES + 1))
+    if routing:
+        yield from (least + experts * n // 64 for n in _CACHES if experts * n // 64 <= spare)
 
 
 def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatch: int) -> TierPlan:
