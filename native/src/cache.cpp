@@ -162,6 +162,7 @@ void Device::release_block(CacheBlock &b) {
 // was.
 bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_host) {
     synchronize();
+    ggml_backend_synchronize(copy); // may be reading it into the window
     std::vector<size_t> at;
     const size_t bytes = lay_out_block(b, cells, streams, at);
     InnerBuffer storage;
@@ -206,12 +207,16 @@ bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_hos
     return true;
 }
 
-// What the window lacks of the room that the largest block on the host needs.
+// What the window lacks of the room that blocks on the host need: for two of them, if there are so many.
 size_t Device::window_lacks() {
-    size_t largest = 0;
-    each_block([&](const CacheBlock &b) { largest = std::max(largest, b.on_host ? granular(b.bytes) : 0); });
+    size_t largest = 0, n = 0;
+    each_block([&](const CacheBlock &b) {
+        largest = std::max(largest, b.on_host ? b.bytes : 0);
+        n += b.on_host;
+    });
     const size_t held = window ? ggml_backend_buffer_get_size(window.get()) : 0;
-    return largest > held ? largest - held : 0;
+    const size_t needed = granular(std::min<size_t>(n, 2) * largest);
+    return needed > held ? needed - held : 0;
 }
 
 // The smallest ring must have room beside the caches, also while everything is resident and there is none.
@@ -227,30 +232,44 @@ bool Device::spill_block() {
 }
 
 bool Device::ensure_window() {
-    const auto largest = [this] {
-        size_t bytes = 0;
-        each_block([&](const CacheBlock &b) { bytes = std::max(bytes, b.on_host ? b.bytes : 0); });
-        return bytes;
-    };
-    if (window && (largest() == 0 || window_lacks() > 0)) {
-        release_window();
-    }
-    while (largest() > 0 && !window) {
-        window = allocate(Use::cache, largest(), false);
-        if (window) {
-            window_base = (char *)ggml_backend_buffer_get_base(window.get());
-            residency_generation++;
-        } else if (!spill_block()) {
-            return false;
+    for (;;) {
+        size_t largest = 0, n = 0;
+        each_block([&](CacheBlock &b) {
+            largest = std::max(largest, b.on_host ? b.bytes : 0);
+            b.pane = b.on_host ? n++ % 2 : 0;
+        });
+        const size_t held = window ? ggml_backend_buffer_get_size(window.get()) : 0;
+        const bool two = n > 1 && cache_fits((int64_t)granular(2 * largest) - (int64_t)held);
+        if (window && (n == 0 || pane_bytes < largest || (two && n_panes < 2))) {
+            release_window();
         }
+        if (n > 0 && !window) {
+            for (n_panes = two ? 2 : 1; n_panes > 0 && !window; n_panes -= window ? 0 : 1) {
+                window = allocate(Use::cache, n_panes * largest, false);
+            }
+            if (!window) {
+                if (!spill_block()) {
+                    return false;
+                }
+                continue;
+            }
+            window_base = (char *)ggml_backend_buffer_get_base(window.get());
+            pane_bytes = largest;
+            residency_generation++;
+        }
+        if (n_panes < 2) {
+            each_block([](CacheBlock &b) { b.pane = 0; });
+        }
+        return true;
     }
-    return true;
 }
 
 void Device::release_window() {
     synchronize();
+    ggml_backend_synchronize(copy);
     release(Use::cache, window);
     window_base = nullptr;
+    n_panes = pane_bytes = 0;
     residency_generation++;
 }
 

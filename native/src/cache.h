@@ -40,6 +40,7 @@ struct CacheBlock {
     size_t bytes = 0;
     int64_t cells = 0, streams = 0; // held of each tensor
     bool on_host = false;
+    size_t pane = 0;    // of the window, while it is on the host
     bool stays = false; // one node needs it beside another block: not for the window
     std::vector<CacheTensor *> tensors;
 };

@@ -136,6 +136,7 @@ struct Device {
     std::vector<Buffer *> buffers;
     InnerBuffer window; // that blocks of caches on the host pass through
     char *window_base = nullptr;
+    size_t n_panes = 0, pane_bytes = 0; // two, so that one is filled while the other is in use, or else one
     std::deque<std::pair<uint64_t, CacheAccess>> accesses; // by graph
     std::vector<Slab> slabs;                               // the resident prefix
     Ring ring;
@@ -218,6 +219,7 @@ struct Device {
     bool spill_block();
     bool ensure_window();
     void release_window();
+    char *pane_of(const CacheBlock &b) const { return window_base + b.pane * pane_bytes; }
     bool hold_caches();
     size_t fetch_blocks();
     bool settle_caches(bool may_shrink);

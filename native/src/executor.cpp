@@ -304,7 +304,7 @@ void Compiler::place_in_cache(ggml_tensor *s, const ggml_tensor *t) {
         return;
     }
     const CacheBlock &b = *c->block;
-    char *base = b.on_host ? d.window_base : b.base;
+    char *base = b.on_host ? d.pane_of(b) : b.base;
     s->buffer = b.on_host ? d.window.get() : b.storage.get();
     if (!base) {
         s->data = nullptr; // no node of this graph computes with it
@@ -978,10 +978,16 @@ struct Runner {
     const CacheAccess *access = nullptr;
     ggml_backend_event_t ahead[kRunAhead] = {};
     uint64_t queued = 0;
+    std::vector<size_t> passes; // segments whose block comes through the window
+    size_t filled = 0, passed = 0;
+    ggml_backend_event_t full[2] = {}, free[2] = {}; // by pane
 
     Runner(Device &device, ggml_cgraph *g) : d(device), graph(g) {}
     ~Runner() {
-        for (ggml_backend_event_t e : ahead) {
+        if (filled > passed) {
+            ggml_backend_synchronize(d.copy); // an abort has left copies under way
+        }
+        for (ggml_backend_event_t e : {ahead[0], ahead[1], full[0], full[1], free[0], free[1]}) {
             if (e) {
                 ggml_backend_event_free(e);
             }
@@ -990,7 +996,8 @@ struct Runner {
 
     Program *program(int first_node, int first_piece, const Tier *tier, std::string &why);
     ggml_status gpu(Program &p, const Segment &s);
-    void through_window(const Segment &s, bool back);
+    void through_window(const Segment &s, ggml_backend_t stream, bool back);
+    void fill_panes(const Program &p, size_t at);
     ggml_status cpu(const Segment &s);
     void bring_experts(const Segment &s);
 };
@@ -1083,13 +1090,21 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     if (d.trace) {
         d.trace->begin(FSD_LANE_DEVICE, d.compute);
     }
-    if (s.block) {
-        through_window(s, false);
+    if (s.block && d.n_panes == 2) {
+        ggml_backend_event_wait(d.compute, full[s.block->pane]);
+    } else if (s.block) {
+        through_window(s, d.compute, false);
     }
     const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
     d.compute_pending = true;
     if (s.block) {
-        through_window(s, true);
+        through_window(s, d.compute, true);
+        passed++;
+    }
+    if (s.block && d.n_panes == 2) {
+        ggml_backend_event_t &e = free[s.block->pane];
+        e = e ? e : ggml_backend_event_new(d.inner);
+        ggml_backend_event_record(e, d.compute);
     }
     if (d.trace) {
         d.trace->end(FSD_LANE_DEVICE, d.compute, s.bytes);
@@ -1101,17 +1116,48 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     return status;
 }
 
-// Copies on the compute stream what the graph needs of a block on the host into the window, or what the segment has
-// written `back`.
-void Runner::through_window(const Segment &s, bool back) {
+// Starts copies into panes that are free, or will be once queued work is done, for the segments from `at` on.
+void Runner::fill_panes(const Program &p, size_t at) {
+    for (; d.n_panes == 2 && filled < passes.size(); filled++) {
+        const Segment &s = p.segments[passes[filled]];
+        for (size_t i = passed; i < filled; i++) {
+            if (p.segments[passes[i]].block->pane == s.block->pane) {
+                return; // still to be used
+            }
+        }
+        for (size_t i = at; i < passes[filled]; i++) {
+            const auto writes = [](const Span &span) { return span.buffer->cache != nullptr; };
+            if (std::any_of(p.segments[i].out.begin(), p.segments[i].out.end(), writes)) {
+                return; // the CPU may write what would be copied
+            }
+        }
+        const size_t pane = s.block->pane;
+        if (free[pane]) {
+            ggml_backend_event_wait(d.copy, free[pane]);
+        }
+        if (d.trace) {
+            d.trace->begin(FSD_LANE_COPY, d.copy);
+        }
+        const uint64_t before = d.counters.kv_copied_bytes;
+        through_window(s, d.copy, false);
+        if (d.trace) {
+            d.trace->end(FSD_LANE_COPY, d.copy, d.counters.kv_copied_bytes - before);
+        }
+        full[pane] = full[pane] ? full[pane] : ggml_backend_event_new(d.inner);
+        ggml_backend_event_record(full[pane], d.copy);
+    }
+}
+
+// Copies what the graph needs of a block on the host into its pane, or what the segment has written `back`.
+void Runner::through_window(const Segment &s, ggml_backend_t stream, bool back) {
     uint64_t bytes = 0;
-    const auto copy = [&](const CacheTensor &t, int64_t stream, int64_t cell, int64_t n) {
-        char *host = t.place(s.block->base, stream, cell);
-        ggml_tensor raw = raw_tensor(d.window.get(), t.place(d.window_base, stream, cell), t.row * (size_t)n);
+    const auto copy = [&](const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n) {
+        char *host = t.place(s.block->base, sequence, cell);
+        ggml_tensor raw = raw_tensor(d.window.get(), t.place(d.pane_of(*s.block), sequence, cell), t.row * (size_t)n);
         if (back) {
-            ggml_backend_tensor_get_async(d.compute, &raw, host, 0, ggml_nbytes(&raw));
+            ggml_backend_tensor_get_async(stream, &raw, host, 0, ggml_nbytes(&raw));
         } else {
-            ggml_backend_tensor_set_async(d.compute, &raw, host, 0, ggml_nbytes(&raw));
+            ggml_backend_tensor_set_async(stream, &raw, host, 0, ggml_nbytes(&raw));
         }
         bytes += ggml_nbytes(&raw);
     };
@@ -1293,6 +1339,14 @@ ggml_status Device::run(ggml_cgraph *graph) {
             if (cached && !experts_ready) {
                 experts_ready = ggml_backend_event_new(inner);
             }
+            runner.passes.clear();
+            for (size_t i = 0; i < p->segments.size(); i++) {
+                if (p->segments[i].block) {
+                    runner.passes.push_back(i);
+                }
+            }
+            runner.filled = runner.passed = 0; // a change of residency has waited for all copies
+            runner.fill_panes(*p, at);
             pump_copies();
         }
         const Segment &s = p->segments[at];
@@ -1303,6 +1357,7 @@ ggml_status Device::run(ggml_cgraph *graph) {
             reset_ring();
             return status;
         }
+        runner.fill_panes(*p, at + 1);
         pump_copies();
         {
             std::lock_guard<std::mutex> lock(state_mutex);

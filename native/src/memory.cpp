@@ -98,8 +98,13 @@ bool Device::make_room(size_t bytes, bool may_spill) {
             if (!resize_ring(min_ring)) {
                 return false;
             }
-        } else if (!may_spill || !spill_block()) {
+        } else if (!may_spill) {
             return false;
+        } else if (!spill_block()) {
+            if (n_panes < 2) {
+                return false;
+            }
+            release_window(); // with one pane it does too
         }
     }
     return true;
