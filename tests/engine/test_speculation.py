@@ -169,6 +169,13 @@ def test_up_to_the_end_of_the_context(model_path: Path) -> None:
         assert guessed(child)[1] > 50
 
 
+def test_planned_mode_says_the_same(model_path: Path, plain: EngineProcess) -> None:
+    with engine(model_path, device="emulated", link_gbps=1.0, n_ctx=512, n_parallel=1) as child:
+        child.budget(child.stats()["floor_bytes"])
+        for prompt in (REPEATING, "Count: 1 2 3 1 2 3 1 2 3"):
+            assert ids(child.run(prompt, params=WARM)) == ids(plain.run(prompt, params=WARM))
+
+
 # --- when not to ------------------------------------------------------------------------------------------------------
 
 

@@ -368,3 +368,21 @@ def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[
             assert (less.whole, less.window) <= (more.whole, more.window)
             assert more.window <= more.whole
         assert estimate_fixed(model, 1024, 256, 4, overhead_bytes=7) == sizes[0] + 7
+
+
+def test_checking_guesses_costs_little_without_experts_and_much_with_cold_ones() -> None:
+    """Eight tokens of one sequence in one step read weights outside VRAM once, but each token experts of its own."""
+
+    def eight(model: Model) -> float:
+        layout = lay_out(model, unit_bytes=vram_unit("CUDA0"))
+        budget = min(layout.min_ring, layout.total) + layout.total // 16
+        plan = make_plan(model, H100, budget_bytes=budget, fixed_bytes=0)
+        return plan.predicted_decode_s(1, 8) / plan.predicted_decode_s(1, 1)
+
+    cols, attention = 1024, [(1024, 1024), (1024, 256), (1024, 256), (1024, 1024)]
+    heads = [shard("core", "core", None, [(cols, 1)])]
+    heads += [shard(f"blk.{i}.attention", "attention", i, attention) for i in range(16)]
+    ffn = [shard(f"blk.{i}.ffn", "ffn", i, [(cols, 60_000)] * 3) for i in range(16)]
+    experts = [shard(f"blk.{i}.experts", "experts", i, [(cols, 64 * 1024)] * 3, 4 / 64) for i in range(16)]
+    assert eight(model_of(heads + ffn, 16)) < 2
+    assert eight(model_of(heads + experts, 16, 64, 4)) > 3

@@ -144,6 +144,7 @@ class Batcher:
         self._in_flight: frozenset[int] = frozenset()
         self._prompt_tokens = 0
         self._guessed = self._guessed_right = 0
+        self._stepped: tuple[int, int] | None = None  # sequences and tokens of each, if the last decode was a step
         self._costs: tuple[object, dict[tuple[int, int], float]] = (None, {})
         self.chunk = runtime.n_ubatch
         """Prompt tokens that jobs which start from now on read in one go."""
@@ -305,6 +306,7 @@ class Batcher:
         reading = min((job for job in running if job.reading), key=lambda job: job.started_at, default=None)
         if reading is not None and not (speaking and self._read_last):
             self._read_last = True
+            self._stepped = None
             at = len(job_slot(reading).tokens)
             kept, decoded = reading.shapes[0]
             tokens = reading.prompt[at : at + kept]
@@ -312,6 +314,7 @@ class Batcher:
             return [(reading, tokens + tokens[-1:] * (decoded - kept))]
         self._read_last = False
         length = self._length(speaking)
+        self._stepped = len(speaking), length
         return [(job, job.next_tokens(length)) for job in speaking]
 
     def _length(self, speaking: Sequence[Job]) -> int:
@@ -337,9 +340,10 @@ class Batcher:
         if plan is not self._runtime.plan:
             known = {}
             self._costs = (self._runtime.plan, known)
-        if (n_seq, n_each) not in known:
-            known[n_seq, n_each] = self._runtime.guess_seconds(n_seq, n_each)
-        return known[n_seq, n_each]
+        shape = n_seq, n_each
+        if shape not in known:
+            known[shape] = self._runtime.guess_seconds(n_seq, n_each)
+        return known[shape] + (self._runtime.rebuild_seconds if shape != self._stepped else 0.0)
 
     def _start_queued(self) -> list[Event]:
         events: list[Event] = []

@@ -1,0 +1,147 @@
+"""Tokens per second without and with guessed tokens, at several budgets, on a text that repeats its context.
+
+    python profiles/tools/speculation.py M.gguf --device CUDA0 --threads 14 --vram-budget 2GiB,4GiB,8GiB,12GiB --json
+
+A model with random weights repeats nothing, and speed does not depend on values. So what is said is given: answers that
+SmolLM2-135M-Instruct gave as an innkeeper over a page of lore (dialogue.json, made at temperature 0 and, less
+repetitive, at 0.7). The model reads the lore and is led along those answers, as an answer is that goes on after a
+crash: every token is decoded, guesses are made, checked and taken back as ever, and only the draw is given. A larger
+model quotes more exactly and repeats itself less than this one; tokens_per_step says what the text gave.
+
+Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which guesses are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from frameshard.cli import common
+from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.models import resolve
+
+MIB = 1 << 20
+DIALOGUE = Path(__file__).parent / "dialogue.json"
+SETS = ("greedy", "drawn")
+WAYS = ("off", "auto")
+LENGTHS = (1, 2, 4, 8, 16)
+
+
+def say(runtime: Runtime, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
+    """Leads the model along an answer: tokens, steps and seconds after the first token."""
+    runtime.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
+    batcher = Batcher(runtime)
+    params = {"temperature": 0.0, "max_tokens": len(answer)}
+    batcher.submit({"job": 1, "kind": "completion", "prompt": "", "params": params, "resume": answer})
+    events: list[Event] = []
+    while batcher.busy:
+        events = batcher.step() or events
+    done, right = events[-1], batcher.statistics()["guessed_right"]
+    assert isinstance(right, int)
+    n = done["n_generated"] - 1
+    return n, n - right, done["decode_s"]
+
+
+def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]:
+    """Milliseconds of steps of so many tokens, measured and predicted."""
+    assert runtime.plan is not None
+    runtime.clear(0)
+    runtime.decode_tokens(0, tokens)
+    rows = {}
+    for n in LENGTHS:
+        took = []
+        for _ in range(5):
+            start = time.perf_counter()
+            runtime.logits(runtime.decode([Rows(0, tokens[:n], "all")])[-1])
+            took.append(time.perf_counter() - start)
+            runtime.trim(0, len(tokens))
+        predicted = runtime.plan.predicted_decode_s(1, n)
+        rows[str(n)] = {"ms": round(1e3 * statistics.median(took[1:]), 2), "predicted_ms": round(1e3 * predicted, 2)}
+    runtime.clear(0)
+    return rows
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    dialogue = json.loads(DIALOGUE.read_text())
+    config = EngineConfig(
+        model=str(resolve(args.model)),
+        device=args.device,
+        n_ctx=1024,
+        n_ubatch=args.ubatch,
+        n_parallel=1,
+        n_threads=args.threads,
+        link_gbps=args.link_gbps or 0.0,
+        mode="stream_only" if args.stream_only else "planned",
+    )
+    with Runtime.load(config) as runtime:
+        assert runtime.device is not None
+        if runtime.n_vocab <= max(dialogue["prefix"]):
+            raise SystemExit("the model's vocabulary is smaller than that of the dialogue")
+        budgets = []
+        for budget in args.vram_budget:
+            runtime.device.set_budget(budget, timeout_s=60.0)
+            runtime.replan()
+            while runtime.fill():
+                pass
+            steps = checking(runtime, dialogue["prefix"])
+            runs: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
+            for _ in range(args.repeat):
+                for each in SETS:
+                    for way in WAYS:
+                        runtime.config = dataclasses.replace(config, speculate=way)
+                        said = [
+                            say(runtime, dialogue["prefix"] + one["rest"], one["answer"][: args.tokens])
+                            for one in dialogue[each][: args.answers]
+                        ]
+                        n, decodes, seconds = (sum(column) for column in zip(*said, strict=True))
+                        runs.setdefault((each, way), []).append((n, decodes, seconds))
+            row: dict[str, Any] = {"budget_mb": round(budget / MIB), "steps": steps}
+            for each in SETS:
+                off, auto = ([n / seconds for n, _, seconds in runs[each, way]] for way in WAYS)
+                row[each] = {
+                    "off_tps": round(statistics.median(off), 2),
+                    "auto_tps": round(statistics.median(auto), 2),
+                    "ratio": round(statistics.median(auto) / statistics.median(off), 3),
+                    "tokens_per_step": round(runs[each, "auto"][0][0] / runs[each, "auto"][0][1], 3),
+                    "runs": {"off_tps": off, "auto_tps": auto},
+                }
+            budgets.append(row)
+        return {"model": args.model, "device": runtime.device_name, "mode": runtime.mode, "budgets": budgets}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=common.positive, default=0, metavar="N")
+    parser.add_argument("--ubatch", type=common.positive, default=512, metavar="N")
+    parser.add_argument("--link-gbps", type=common.rate, metavar="G")
+    parser.add_argument("--stream-only", action="store_true")
+    parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
+    parser.add_argument("--answers", type=common.positive, default=4, metavar="N", help="of each set (4)")
+    parser.add_argument("--tokens", type=common.positive, default=64, metavar="N", help="of each answer (64)")
+    parser.add_argument("--repeat", type=common.positive, default=3, metavar="N")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    report = measure(args)
+    if args.json:
+        common.emit_json(report)
+        return
+    for row in report["budgets"]:
+        steps = ", ".join(f"{n}: {each['ms']} ({each['predicted_ms']})" for n, each in row["steps"].items())
+        print(f"{row['budget_mb']} MiB; ms a step by its tokens, measured (predicted): {steps}")
+        for each in SETS:
+            print(
+                f"  {each:6} {row[each]['off_tps']} tokens/s without, {row[each]['auto_tps']} with guesses: "
+                f"{row[each]['ratio']} times, {row[each]['tokens_per_step']} tokens a step"
+            )
+
+
+if __name__ == "__main__":
+    main()
