@@ -130,8 +130,8 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
 
 /* A sequence (llama.cpp's, each with cells of its own) has so many tokens or soon will: room for them is taken at once, what
- * is no longer in use is given back by fsd_fill or the next graph. Without this the KV cache grows with what graphs touch,
- * and never shrinks. FSD_OUT_OF_MEMORY: neither VRAM nor the host has so much. */
+ * is no longer in use is given back by fsd_fill; of a sequence that was cut, once a graph has shown where its cells lie.
+ * Without this the KV cache grows with what graphs touch, and never shrinks. FSD_OUT_OF_MEMORY: neither VRAM nor the host has so much. */
 FSD_API fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells);
 
 /* Starts copies of weights into free budget until the resident set is as large as it may be, at most about max_bytes;

@@ -518,7 +518,7 @@ bool Device::prepare_caches(const CacheAccess &a) {
             used = std::max(used, numbers[i] % r.group->cells + 1);
         }
     }
-    if (!settle_caches(true)) {
+    if (!settle_caches(false)) {
         return false;
     }
     for (CacheBlock *b : a.together) {

@@ -457,7 +457,7 @@ class ShardDevice:
 
     def use_kv(self, sequence: int, cells: int) -> None:
         """A sequence has so many tokens or soon will: takes room for them. What is no longer in use is given back by
-        :meth:`fill` or the next decode. Raises OutOfMemory."""
+        :meth:`fill`. Raises OutOfMemory."""
         self._check(self._lib.fsd_use_kv(ctypes.c_uint32(sequence), ctypes.c_uint64(cells)))
 
     def fill(self, max_bytes: int = 2**63) -> int:

@@ -271,6 +271,7 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     s.cut(1, 100);
     CHECK(stats().kv_bytes == 3 * 1024 * kCellBytes);
     s.check({1, 1, 1});
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     CHECK(stats().kv_bytes == 3 * 512 * kCellBytes);
     s.cut(1, 0);
     s.cut(2, 0);

@@ -322,6 +322,7 @@ class Runtime:
         self.n_outputs_max = int(params.n_outputs_max)
         self._lengths = [0] * config.n_parallel
         self._expected = [0] * config.n_parallel
+        self._cut = False
         self._kv_planned = 0
 
     def _may_guess(self) -> bool:
@@ -534,7 +535,7 @@ class Runtime:
         if self.device is not None and expected < self._expected[seq]:
             self._expected[seq] = expected
             self.device.use_kv(seq, expected)
-            self.unfilled = True
+            self.unfilled = self._cut = True
 
     def _replan_for_context(self) -> None:
         """A plan takes tens of milliseconds: a little more or less context does with the one there is."""
@@ -580,6 +581,8 @@ class Runtime:
         self._batch.n_tokens = n
         code = llama_cpp.llama_decode(self._context, self._batch)
         if code == 0:
+            # Only now is it known where the cells of a sequence that was cut lie, and so which can be given up.
+            self.unfilled, self._cut = self.unfilled or self._cut, False
             for rows in batch:
                 self._lengths[rows.seq] += len(rows.tokens)
             return outputs
