@@ -350,11 +350,18 @@ def test_a_context_without_room_waits_on_the_host() -> None:
 
     small, large = plan(3 << 29, 1 << 15), plan(8 << 30, 1 << 15)
     assert small.floor_bytes == large.floor_bytes == plan(3 << 29, 256).floor_bytes <= 3 << 29
-    # What has no room passes over the link for each token, beside the weights.
+    # What has no room passes over the link for each token, beside weights.
     missing = whole.used - (3 << 29) + (900 << 20)
-    assert 1 / small.predicted_decode_tps() > 1 / large.predicted_decode_tps() + missing / H100.h2d
+    assert small.predicted_decode_tps() < large.predicted_decode_tps()
+    streamed = plan(3 << 29, 256)
+    alone = make_plan(
+        model, H100, budget_bytes=3 << 29, fixed_bytes=900 << 20, n_ctx_used=256, mode="stream_only", n_ubatch=2048
+    )
+    context = {"fixed_bytes": 900 << 20, "context": whole, "n_ctx_used": 1 << 15, "n_ubatch": 2048}
+    both = make_plan(model, H100, budget_bytes=3 << 29, mode="stream_only", **context)
+    assert 1 / both.predicted_decode_tps() > 1 / alone.predicted_decode_tps() + missing / H100.h2d
     assert small.predicted_ttft(1 << 15) > large.predicted_ttft(1 << 15)
-    assert plan(3 << 29, 256).tiers[0].resident_bytes > small.tiers[0].resident_bytes
+    assert streamed.tiers[0].resident_bytes > small.tiers[0].resident_bytes
 
 
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:

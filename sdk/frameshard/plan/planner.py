@@ -716,7 +716,8 @@ class _Graph:
         kv_rate, flops_rate = profile.attention_rates(heads_name(heads), n_before + each / 2)
         flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
         kv_read = kv_bytes(model, 256) / 256 * (n_before + each) * n_seq
-        self.attention_s = max(flops / flops_rate, kv_read / kv_rate) + max(kv_read - costs.kv_room, 0.0) / profile.h2d
+        self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
+        self._kv_copy_s = max(kv_read - costs.kv_room, 0.0) / profile.h2d
         order, share = costs.layout.use_order, costs.resident_share
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.turn_s + activations
@@ -757,7 +758,7 @@ class _Graph:
         """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream."""
         cpu = on_cpu[self._order] & self._left_out
         streamed = self._left_out & ~cpu
-        copy = float(self._copy_s[streamed].sum())
+        copy = float(self._copy_s[streamed].sum()) + self._kv_copy_s
         host = float(self._cpu_s[cpu].sum())
         # Neighbours on the CPU are computed in one go.
         handoffs = self._handoffs - np.concatenate(([False], cpu[:-1]))
@@ -770,7 +771,7 @@ class _Graph:
         chain = device + host * host_slower
         expert_copies = np.where(streamed, 1.0, np.where(cpu, self.expert_stream_share, 0.0)) * self._expert_copy_s
         least = max(chain, copy + float(expert_copies.sum()), self.memory_s)
-        if copy == 0.0:
+        if not streamed.any():
             return least
         # Between two streamed shards the copy engine gets ahead by the ring at most; then it waits.
         starts = np.flatnonzero(streamed)
