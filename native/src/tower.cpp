@@ -13,6 +13,11 @@
 #include <cstring>
 #include <memory>
 #include <set>
+#include <thread>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace fsd {
 
@@ -63,9 +68,24 @@ static void buffer_memset(ggml_backend_buffer_t, ggml_tensor *t, uint8_t value, 
     memset((char *)t->data + offset, value, size);
 }
 
+// A large image's mask has a GiB.
+static void copy_with_threads(char *to, const char *from, size_t size) {
+    constexpr size_t least = (size_t)32 << 20;
+    const size_t n = std::max<size_t>(1, std::min<size_t>(device().n_threads, size / least));
+    const size_t each = (size + n - 1) / n;
+    std::vector<std::thread> threads;
+    for (size_t at = each; at < size; at += each) {
+        threads.emplace_back([=] { memcpy(to + at, from + at, std::min(each, size - at)); });
+    }
+    memcpy(to, from, std::min(each, size));
+    for (std::thread &t : threads) {
+        t.join();
+    }
+}
+
 // Only now does a buffer's usage show that it holds weights: ggml sets it after the buffer is made.
 static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
-    memcpy((char *)t->data + offset, data, size);
+    copy_with_threads((char *)t->data + offset, (const char *)data, size);
     if (b->usage != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
         return;
     }
@@ -112,6 +132,9 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     if (!c->base) {
         return nullptr;
     }
+#if defined(__linux__)
+    madvise(c->base, size, MADV_HUGEPAGE); // most of the time of a large copy went into its pages
+#endif
     Device &t = tower();
     std::lock_guard<std::mutex> lock(t.graph_mutex);
     activations().push_back(c.get());
@@ -230,9 +253,10 @@ static void stop_tower(Device &t) {
     t.committed = false;
 }
 
-// Takes from the language model's budget, the ladder's tail first, then its ring, which comes back with its next graph.
+// Takes from the language model's budget: the ladder's tail first, then its ring, which comes back with its next graph, at
+// last keys and values, which wait on the host.
 static uint64_t borrow(Device &d, uint64_t least, uint64_t wanted) {
-    if (!d.make_room(least)) {
+    if (!d.make_room(least, false)) {
         d.resize_ring(0);
         if (!d.make_room(least)) {
             return 0;
@@ -265,9 +289,10 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
         least += t.granular(bytes);
     }
     {
-        const uint64_t needed = std::max(d.floor.load(), d.fixed() + least);
+        const uint64_t fixed = d.fixed(), window = d.window ? ggml_backend_buffer_get_size(d.window.get()) : 0;
         std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.counters.image_floor_bytes = needed;
+        const uint64_t blocks = d.used_by[(int)Use::cache] - window; // can go to the host
+        d.counters.image_floor_bytes = std::max(d.floor.load(), fixed - blocks + least);
     }
     borrowed = borrow(d, least, least + 2 * t.min_ring);
     if (borrowed == 0) {

@@ -120,14 +120,14 @@ class Run:
         picture = frameshard.Pixels(self.random.randbytes(3 * width * height), width, height)
         sampling = frameshard.Sampling(max_tokens=1, temperature=0.0)
         stream = self.client.complete("What is this?", images=[picture], sampling=sampling)
-        progress: list[float] = []  # the first is of the encode's end
-        stream.on_progress = lambda _: progress.append(time.monotonic())
+        encoded: list[float] = []
+        stream.on_progress = lambda event: encoded.append(time.monotonic()) if event.phase == "encode" else None
         async with stream:
             start = time.monotonic()
             if heard is not None:
                 heard.set()
             await stream.completed()
-        self.looks.append((start, progress[0]))
+        self.looks.append((start, encoded[0]))
 
     async def looking(self) -> None:
         for _ in range(3):

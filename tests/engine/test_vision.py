@@ -42,6 +42,11 @@ def answers(child: EngineProcess, *seeds: int) -> list[list[int]]:
     return [ids(child.run(QUESTION, images=[picture(seed)], params=SEEN)) for seed in seeds]
 
 
+def held(stats: dict[str, int]) -> int:
+    """Buffers other than keys and values, which come and go with the context in use."""
+    return stats["buffers_bytes"] - stats["kv_bytes"]
+
+
 @pytest.fixture(scope="module")
 def resident(model_path: Path, mmproj_path: Path) -> Iterator[EngineProcess]:
     with engine(model_path, mmproj=str(mmproj_path), **FIELDS) as child:
@@ -175,7 +180,7 @@ def test_shrinks_and_cancels_in_the_middle_of_encodes(
     model_path: Path, mmproj_path: Path, expected: list[list[int]]
 ) -> None:
     with engine(model_path, mmproj=str(mmproj_path), vram_budget=96 * MIB, link_gbps=0.5, **FIELDS) as child:
-        before = child.stats()["buffers_bytes"]
+        before = held(child.stats())
         for seed, budget in ((1, 44 * MIB), (2, 96 * MIB)):
             job = child.submit(QUESTION, images=[picture(seed)], params=SEEN)
             child.wait_for("started", job=job)
@@ -201,5 +206,5 @@ def test_shrinks_and_cancels_in_the_middle_of_encodes(
         child.wait_for("started", job=job)
         child.send(op="cancel", job=job)
         assert child.finish(job)[job][-1]["ev"] == "cancelled"
-        assert child.stats()["buffers_bytes"] == before
+        assert held(child.stats()) == before
         assert answers(child, 1) == expected[:1]
