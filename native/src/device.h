@@ -152,6 +152,7 @@ struct Device {
     ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
     std::unordered_map<int, std::vector<uint32_t>> chosen_experts; // by layer: how often, in the latest such graph
     double expert_stream_share = 0; // of missing experts that the plan computes on the CPU otherwise
+    double experts_to_stream = 0;   // of that share, less than one so far
     bool exact = true;              // the same bits at every budget, at the price of fused kernels
     std::vector<std::unique_ptr<ggml_tensor>> graph_keys[2]; // of graphs of several tokens, and of one
     uint64_t residency_generation = 1;                       // changes when compiled programs are no longer right

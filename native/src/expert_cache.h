@@ -42,6 +42,7 @@ class ExpertCache {
     // A slot for an expert that has none: -1 when all are in use, or hold experts that are hotter unless it must be.
     int take(uint32_t layer, int expert, bool must);
     void begin_use() { use_++; }
+    size_t n_empty() const { return empty_.size(); } // slots of those that are to stay
 
     // That an expert was chosen so many times.
     void count(uint32_t layer, int expert, uint32_t times = 1);

@@ -300,7 +300,13 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     // The hottest of those that are missing are worth a copy, because they will be asked for again.
     std::stable_sort(missed.begin(), missed.end(),
                      [&](int a, int b) { return d.experts.heat(layer, a) > d.experts.heat(layer, b); });
-    size_t n_copies = group.streamed ? missed.size() : (size_t)std::lround(missed.size() * d.expert_stream_share);
+    size_t n_copies = missed.size();
+    if (!group.streamed) {
+        // What rounding leaves is made up for by later layers; an empty slot is filled whatever the share.
+        d.experts_to_stream += (double)missed.size() * d.expert_stream_share;
+        n_copies = std::max((size_t)d.experts_to_stream, std::min(missed.size(), d.experts.n_empty()));
+        d.experts_to_stream = std::max(d.experts_to_stream - (double)n_copies, 0.0);
+    }
     for (size_t i = 0; i < n_copies; i++) {
         const int slot = d.experts.take(layer, missed[i], group.streamed);
         if (slot < 0) {

@@ -657,7 +657,7 @@ class _Costs:
             graph = self.at(n_tokens, n_before, n_seq)
             copy.append(graph.fetched * left_out / profile.h2d)
             device.append(graph.on_device * left_out)
-            cpu.append(graph.on_host * left_out)
+            cpu.append(graph.on_host * left_out * graph.uncached)
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
             memory_s += graph.memory_s
         return bounds.least_seconds(
@@ -702,7 +702,9 @@ class _Graph:
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
-        self.fetched = costs.n_bytes * share_used * np.where(costs.missing, 1 - cached, 1.0)
+        touched = costs.n_bytes * share_used
+        self.uncached = np.where(costs.missing, 1 - cached, 1.0)
+        self.fetched = touched * self.uncached
         self.on_device, self.on_host = (
             sum(
                 costs.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=on_cpu)
@@ -730,19 +732,18 @@ class _Graph:
         self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))
         if one_at_a_time and missing.any():
-            # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer.
-            shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached, 0.0)
-            cpu_s = np.where(missing, cpu_s * (1 - cached), cpu_s)
-            copied_s, copy_s = np.where(missing, copy_s, 0.0), np.where(missing, 0.0, copy_s)
-            # They go on while the CPU reads its part, and each slows the other.
+            # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
+            # each slows the other.
             slower = 1 + self._slowdown
-            copied_s, cpu_s = copied_s * slower, np.where(missing, cpu_s * slower, cpu_s)
-            on_cpu_s = float(cpu_s[missing].sum())
-            there_s = float((copied_s + self.on_device * (1 - share) * (1 - cached))[missing].sum())
-            self.expert_stream_share = on_cpu_s / (on_cpu_s + there_s) if on_cpu_s else 0.0
+            there_s = (slower * touched / profile.h2d + self.on_device) * (1 - share)
+            here_s = slower * self.on_host * (1 - share)
+            self.expert_stream_share = float(here_s[missing].sum() / (here_s + there_s)[missing].sum())
+            shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
+            copied_s = np.where(missing, slower * self.fetched * (1 - share) / profile.h2d, 0.0)
+            copy_s = np.where(missing, 0.0, copy_s)
             turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * (1 - cached), turns)
             device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
-            cpu_s = np.where(missing, cpu_s * (1 - self.expert_stream_share), cpu_s)
+            cpu_s = np.where(missing, here_s * (1 - cached) * (1 - self.expert_stream_share), cpu_s)
         else:
             device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
