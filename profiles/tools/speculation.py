@@ -8,7 +8,8 @@ repetitive, at 0.7). The model reads the lore and is led along those answers, as
 crash: every token is decoded, guesses are made, checked and taken back as ever, and only the draw is given. A larger
 model quotes more exactly and repeats itself less than this one; tokens_per_step says what the text gave.
 
-Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which guesses are made.
+Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which guesses are made. With
+--profile nothing is measured: the same by the plans for that machine, for which the model's header is enough.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from typing import Any
 
 from frameshard.cli import common
 from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.models import resolve
+from frameshard.plan.machine import Profile
+from frameshard.plan.model import read_model
+from frameshard.plan.planner import estimate_fixed, make_plan, vram_unit
 
 MIB = 1 << 20
 DIALOGUE = Path(__file__).parent / "dialogue.json"
@@ -65,6 +70,41 @@ def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]
         rows[str(n)] = {"ms": round(1e3 * statistics.median(took[1:]), 2), "predicted_ms": round(1e3 * predicted, 2)}
     runtime.clear(0)
     return rows
+
+
+def predict(args: argparse.Namespace) -> None:
+    """What guesses are worth by a profile: the sum of both sets, and of the answer that gains least."""
+    dialogue = json.loads(DIALOGUE.read_text())
+    model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
+    fixed = estimate_fixed(
+        model,
+        1024,
+        args.ubatch,
+        overhead_bytes=common.DRIVER_BYTES,
+        unit_bytes=vram_unit(str(profile.fingerprint["device"])),
+    )
+    for budget in args.vram_budget:
+        plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, n_ubatch=args.ubatch)
+        took = {n: plan.predicted_decode_s(1, n) for n in LENGTHS}
+        print(
+            f"{budget // MIB} MiB; ms a step by its tokens: {', '.join(f'{n}: {1e3 * s:.1f}' for n, s in took.items())}"
+        )
+        for each in SETS:
+            gains = []
+            for one in dialogue[each]:
+                seconds, left, lookup = 0.0, one["answer"], Lookup(dialogue["prefix"] + one["rest"])
+                while left:
+                    length = best_length([lookup], took.__getitem__, LENGTHS[-1])
+                    guess = lookup.guess(length - 1)
+                    n = 1
+                    while n <= len(guess) and n < len(left) and guess[n - 1] == left[n - 1]:
+                        n += 1
+                    for token in left[:n]:
+                        lookup.add(token)
+                    left, seconds = left[n:], seconds + took[length]
+                gains.append((len(one["answer"]) * took[1], seconds))
+            total = sum(alone for alone, _ in gains) / sum(seconds for _, seconds in gains)
+            print(f"  {each:6} {total:.2f} times, least of one answer {min(a / s for a, s in gains):.2f}")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,11 +164,15 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=common.rate, metavar="G")
     parser.add_argument("--stream-only", action="store_true")
     parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
+    parser.add_argument("--profile", metavar="FILE", help="predict for this machine instead")
     parser.add_argument("--answers", type=common.positive, default=4, metavar="N", help="of each set (4)")
     parser.add_argument("--tokens", type=common.positive, default=64, metavar="N", help="of each answer (64)")
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.profile:
+        predict(args)
+        return
     report = measure(args)
     if args.json:
         common.emit_json(report)

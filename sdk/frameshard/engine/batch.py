@@ -32,7 +32,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from frameshard.engine.lookup import Lookup
+from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.engine.sampling import Sampler, SamplingParams, make_grammar
 from frameshard.engine.text import TextStream
@@ -54,8 +54,6 @@ MAX_PROMPT_BYTES = 1 << 20
 MAX_MESSAGES = 1024
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
-_LENGTHS = (2, 4, 8, 16)  # of a step with guesses; few, for a graph of a new length is built and planned anew
-_LEAST_GAIN = 1.03
 
 
 @dataclass(eq=False)
@@ -318,22 +316,14 @@ class Batcher:
         return [(job, job.next_tokens(length)) for job in speaking]
 
     def _length(self, speaking: Sequence[Job]) -> int:
-        """How many tokens of each job to decode: as many as yield the most tokens a second, by what guesses were worth
-        so far."""
+        """How many tokens of each job to decode."""
         n, lookups = len(speaking), [job.lookup for job in speaking if job.lookup is not None]
         if not any(lookup.matched for lookup in lookups):
             return 1
         runtime = self._runtime
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in speaking)
         room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
-        best, most = 1, _LEAST_GAIN * n / self._seconds(n, 1)
-        for length in _LENGTHS:
-            if length > room:
-                break
-            rate = sum(lookup.expected(length - 1) for lookup in lookups) / self._seconds(n, length)
-            if rate > most:
-                best, most = length, rate
-        return best
+        return best_length(lookups, lambda length: self._seconds(n, length), room)
 
     def _seconds(self, n_seq: int, n_each: int) -> float:
         plan, known = self._costs

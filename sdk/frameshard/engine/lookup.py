@@ -10,12 +10,14 @@ All this depends on the tokens alone: the same text makes the same guesses, also
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 SHORTEST = 2
 LONGEST = 16
 """Tokens that a match is at least and that are counted at most."""
 
+_LENGTHS = (2, 4, 8, 16)  # of a step with guesses; few, for a graph of a new length is built and planned anew
+_LEAST_GAIN = 1.03
 _PLACES = 16  # earlier places that are compared, the latest first
 _MEMORY = 0.95  # what an older guess weighs beside the next one
 _DOUBT = 4.0  # guesses that it takes to be half as sure of the text's own rate as of the usual one
@@ -92,3 +94,16 @@ class Lookup:
                 self._match, self._at = match, at
                 if match == LONGEST:
                     return
+
+
+def best_length(lookups: Sequence[Lookup], seconds: Callable[[int], float], room: int) -> int:
+    """How many tokens of each sequence to decode, at most ``room``: as many as yield the most tokens a second, by what
+    guesses were worth so far, when a step of ``n`` tokens each takes ``seconds(n)``."""
+    best, most = 1, _LEAST_GAIN * len(lookups) / seconds(1)
+    for length in _LENGTHS:
+        if length > room:
+            break
+        rate = sum(lookup.expected(length - 1) for lookup in lookups) / seconds(length)
+        if rate > most:
+            best, most = length, rate
+    return best
