@@ -323,7 +323,7 @@ class Runtime:
         self._lengths = [0] * config.n_parallel
         self._expected = [0] * config.n_parallel
         self._cut = False
-        self._kv_planned = 0
+        self._kv_planned = self._ring_planned = 0
 
     def _may_guess(self) -> bool:
         """Guessed tokens may be decoded: a wrong one can be taken back, which a recurrent state cannot, and there is a
@@ -542,8 +542,13 @@ class Runtime:
         assert self.device is not None
         stats = self.device.stats()
         changed = abs(stats.kv_bytes + stats.kv_host_bytes - self._kv_planned)
-        if self.plan is not None and changed * REPLAN_SHARE > stats.budget_bytes:
-            self.replan()
+        # A ring that gave way has no room for the experts that it kept.
+        gave_way = stats.ring_bytes < self._ring_planned
+        if self.plan is not None and (gave_way or changed * REPLAN_SHARE > stats.budget_bytes):
+            try:
+                self.replan()
+            except BudgetBelowFloor as error:  # the driver took more meanwhile: the plan there is still does
+                logger.warning("%s", error)
 
     def decode(self, batch: Sequence[Rows]) -> list[int]:
         """Runs one batch of at most ``n_ubatch`` tokens; returns the rows for :meth:`logits` in the order of the batch.
@@ -744,6 +749,7 @@ class Runtime:
                 if self.device.stats().budget_generation == stats.budget_generation:
                     raise
             else:
+                self._ring_planned = self.device.stats().ring_bytes
                 return
 
     def plan_for(self, budget_bytes: int, n_ctx_used: int, n_parallel: int = 0, *, gpu_busy_s: float = 0.0) -> Plan:
