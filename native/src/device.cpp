@@ -318,6 +318,12 @@ static void dev_memory(ggml_backend_dev_t, size_t *free, size_t *total) {
 
 static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
+// Pinned, where the inner device has such memory: inputs and results cross the link at its rate.
+static ggml_backend_buffer_type_t dev_host_buffer_type(ggml_backend_dev_t) {
+    ggml_backend_dev_t inner = device().inner;
+    return inner ? ggml_backend_dev_host_buffer_type(inner) : nullptr;
+}
+
 static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props *props) {
     *props = {};
     props->name = dev_name(dev);
@@ -389,6 +395,7 @@ ggml_backend_dev_t plugin_device() {
         x.iface.get_props = dev_props;
         x.iface.init_backend = dev_init;
         x.iface.get_buffer_type = dev_buffer_type;
+        x.iface.get_host_buffer_type = dev_host_buffer_type;
         x.iface.buffer_from_host_ptr = dev_from_host_ptr;
         x.iface.supports_op = dev_supports_op;
         x.iface.supports_buft = dev_supports_buft;
