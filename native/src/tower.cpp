@@ -184,7 +184,7 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
             if (const ggml_tensor *src = n->src[j]) {
                 uses[src]++;
                 uses[root_of(src)] += src->view_src ? 1 : 0;
-                if (touch(src) && !made.count(root_of(src))) {
+                if (src != n && touch(src) && !made.count(root_of(src))) { // a cast names itself as what it writes to
                     touch(root_of(src));
                     r.in.insert(root_of(src));
                 }
