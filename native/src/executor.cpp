@@ -860,10 +860,11 @@ void Device::reset_ring() {
 
 // Inner devices that capture graphs know them by their first node and hold memory for each that they know. So segments
 // begin with a node that does nothing and outlives the program: one for each place in a graph of few tokens, which is
-// captured anew when the program changes, and one for all long graphs, which then are never captured.
+// captured anew when the program changes, and one for all long graphs, which then are never captured. Nor is anything
+// beside a game's frames: capturing holds a step up for longer than the gaps between them.
 ggml_tensor *Device::graph_key(int64_t n_tokens, size_t place) {
     auto &keys = graph_keys[n_tokens == 1];
-    const size_t at = n_tokens >= kPrefillTokens ? 0 : place + 1;
+    const size_t at = n_tokens >= kPrefillTokens || host->pacing.active() ? 0 : place + 1;
     while (keys.size() <= at) {
         keys.push_back(std::make_unique<ggml_tensor>());
         *keys.back() = {};

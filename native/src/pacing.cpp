@@ -122,7 +122,8 @@ void FramePacer::ran(uint64_t start, uint64_t end) {
     if (free_time != measured_free_) {
         longest_ = free_time || longest_ == 0 ? took : longest_;
     } else {
-        longest_ = std::max<uint64_t>(took, longest_ - longest_ / 64);
+        // A single step that something held up is no measure of others.
+        longest_ = std::max(std::min(took, 2 * longest_), longest_ - longest_ / 64);
     }
     measured_free_ = measured_free_ || free_time;
     took = std::min(took, longest_);

@@ -103,6 +103,22 @@ Frame first_frame() {
     return f;
 }
 
+TEST(a_step_that_was_held_up_does_not_keep_others_from_the_gaps) {
+    FramePacer pacer;
+    pacer.set_mode(Mode::graphics);
+    Frame f = first_frame();
+    const uint64_t gap = f.start + f.gpu_busy;
+    pacer.see(f, gap);
+    for (uint64_t took : {kMs, kMs, 50 * kMs}) {
+        pacer.ran(gap, gap + took);
+    }
+    CHECK(pacer.start_at(gap) <= gap);
+    for (int i = 0; i < 8; i++) {
+        pacer.ran(gap, gap + 8 * kMs); // but if they go on to be long, they are
+    }
+    CHECK(pacer.start_at(gap) > gap);
+}
+
 TEST(compute_first_does_not_wait) {
     FramePacer pacer;
     pacer.set_mode(Mode::compute);
