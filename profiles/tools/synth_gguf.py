@@ -1,0 +1,169 @@
+"""A GGUF with the published shapes of a language model and random weights, for the machine that has no model hub.
+
+    python profiles/tools/synth_gguf.py minitron-8b-f16 minitron-8b-f16.gguf
+
+Speed and memory depend on shapes and types and not on values, but for one thing: which experts are chosen. Plain random
+4-bit weights have a mean, so that hidden states share a direction and nearly all tokens choose the same experts of a
+layer. ``-even`` has weights without a mean and layers that add little to a token's own embedding: there all experts are
+chosen alike. Real models lie between the two. ``tiny-`` is for a look at whether everything runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+TILE = 32 << 20
+"""Values; one tile of random ones is written again and again."""
+BLOCK, BLOCK_BYTES = 32, 18  # Q4_0: a scale in F16 and 32 values of 4 bits
+SCALE, SMALL = 0.004, 1e-6
+
+
+@dataclass(frozen=True)
+class Shape:
+    arch: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head: int
+    ff: int
+    vocab: int
+    kind: str  # "F16" | "Q4_0"
+    experts: int = 0
+    experts_used: int = 0
+    expert_ff: int = 0
+    even: bool = False
+
+
+SHAPES = {
+    "minitron-8b-f16": Shape("llama", 40, 4096, 32, 8, 128, 11520, 131072, "F16"),
+    "minitron-8b-q4_0": Shape("llama", 40, 4096, 32, 8, 128, 11520, 131072, "Q4_0"),
+    "qwen3-30b-a3b-q4_0": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, "Q4_0", 128, 8, 768),
+    "qwen3-30b-a3b-q4_0-even": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, "Q4_0", 128, 8, 768, even=True),
+    "tiny-f16": Shape("llama", 4, 256, 4, 2, 64, 512, 1024, "F16"),
+    "tiny-moe-q4_0": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q4_0", 16, 4, 128),
+}
+
+
+class Writer:
+    def __init__(self, path: str, shape: Shape) -> None:
+        self.shape = shape
+        self.file = gguf.GGUFWriter(path, shape.arch)
+        self.random = np.random.default_rng(7)
+        self.tiles: dict[tuple[str, float], npt.NDArray[np.uint8]] = {}
+        self.tensors: list[tuple[str, str, int]] = []
+
+    def add(self, name: str, kind: str, *ne: int) -> None:
+        """``ne`` in ggml's order."""
+        count = int(np.prod(ne, dtype=np.int64))
+        shape = list(reversed(ne))
+        if kind == "Q4_0":
+            shape[-1] = shape[-1] // BLOCK * BLOCK_BYTES
+            q4_0 = gguf.GGMLQuantizationType.Q4_0
+            self.file.add_tensor_info(name, shape, np.dtype(np.uint8), count // BLOCK * BLOCK_BYTES, raw_dtype=q4_0)
+        else:
+            self.file.add_tensor_info(name, shape, np.dtype(kind), count * np.dtype(kind).itemsize)
+        self.tensors.append((name, kind, count))
+
+    def weight(self, name: str, *ne: int) -> None:
+        self.add(name, "Q4_0" if self.shape.kind == "Q4_0" else "float16", *ne)
+
+    def tile(self, kind: str, scale: float) -> npt.NDArray[np.uint8]:
+        if (kind, scale) not in self.tiles:
+            if kind == "float16":
+                made = (self.random.standard_normal(TILE, dtype=np.float32) * 0.02).astype(np.float16).view(np.uint8)
+            else:
+                low = 1 if self.shape.even else 0  # 4 bits stand for -8 to 7
+                blocks = np.empty((TILE // BLOCK, BLOCK_BYTES), np.uint8)
+                blocks[:, :2] = np.array([scale], np.float16).view(np.uint8)
+                halves = self.random.integers(low, 16, (2, len(blocks), BLOCK // 2), dtype=np.uint8)
+                blocks[:, 2:] = halves[0] | halves[1] << 4
+                made = blocks.reshape(-1)
+            self.tiles[kind, scale] = made
+        return self.tiles[kind, scale]
+
+    def data(self, name: str, kind: str, count: int) -> npt.NDArray[np.uint8]:
+        if kind == "float32":
+            router = "gate_inp" in name
+            values = (
+                self.random.standard_normal(count, dtype=np.float32) * 0.05 if router else np.ones(count, np.float32)
+            )
+            return values.view(np.uint8)
+        small = self.shape.even and ("attn_output" in name or "down" in name)
+        n_bytes = count // BLOCK * BLOCK_BYTES if kind == "Q4_0" else count * 2
+        return np.resize(self.tile(kind, SMALL if small else SCALE), n_bytes)
+
+    def close(self) -> None:
+        self.file.write_header_to_file()
+        self.file.write_kv_data_to_file()
+        self.file.write_ti_data_to_file()
+        for name, kind, count in self.tensors:
+            self.file.write_tensor_data(self.data(name, kind, count))
+        self.file.close()
+
+
+def write(shape: Shape, path: str) -> None:
+    writer = Writer(path, shape)
+    file = writer.file
+    file.add_name("random weights")
+    file.add_block_count(shape.layers)
+    file.add_context_length(131072)
+    file.add_embedding_length(shape.width)
+    file.add_feed_forward_length(shape.ff)
+    file.add_head_count(shape.heads)
+    file.add_head_count_kv(shape.kv_heads)
+    file.add_key_length(shape.head)
+    file.add_value_length(shape.head)
+    file.add_rope_dimension_count(shape.head)
+    file.add_layer_norm_rms_eps(1e-6)
+    file.add_rope_freq_base(1e6)
+    file.add_vocab_size(shape.vocab)
+    if shape.experts:
+        file.add_expert_count(shape.experts)
+        file.add_expert_used_count(shape.experts_used)
+        file.add_expert_feed_forward_length(shape.expert_ff)
+    tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % i for i in range(256))]
+    tokens += [b"\xe2\x96\x81w%d" % i for i in range(shape.vocab - len(tokens))]
+    file.add_tokenizer_model("llama")
+    file.add_token_list(tokens)
+    file.add_token_scores([-float(i) for i in range(shape.vocab)])
+    file.add_token_types([2, 3, 3] + [6] * 256 + [1] * (shape.vocab - 259))
+    file.add_bos_token_id(1)
+    file.add_eos_token_id(2)
+    file.add_unk_token_id(0)
+    file.add_add_bos_token(False)
+    width, query, kv = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
+    writer.weight("token_embd.weight", width, shape.vocab)
+    writer.add("output_norm.weight", "float32", width)
+    writer.weight("output.weight", width, shape.vocab)
+    for i in range(shape.layers):
+        block = f"blk.{i}"
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add(f"{block}.{name}.weight", "float32", width)
+        writer.weight(f"{block}.attn_q.weight", width, query)
+        writer.weight(f"{block}.attn_k.weight", width, kv)
+        writer.weight(f"{block}.attn_v.weight", width, kv)
+        writer.weight(f"{block}.attn_output.weight", query, width)
+        if shape.experts:
+            for name in ("attn_q_norm", "attn_k_norm"):
+                writer.add(f"{block}.{name}.weight", "float32", shape.head)
+            writer.add(f"{block}.ffn_gate_inp.weight", "float32", width, shape.experts)
+            writer.weight(f"{block}.ffn_gate_exps.weight", width, shape.expert_ff, shape.experts)
+            writer.weight(f"{block}.ffn_up_exps.weight", width, shape.expert_ff, shape.experts)
+            writer.weight(f"{block}.ffn_down_exps.weight", shape.expert_ff, width, shape.experts)
+        else:
+            writer.weight(f"{block}.ffn_gate.weight", width, shape.ff)
+            writer.weight(f"{block}.ffn_up.weight", width, shape.ff)
+            writer.weight(f"{block}.ffn_down.weight", shape.ff, width)
+    writer.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
+        sys.exit(f"usage: synth_gguf.py {'|'.join(SHAPES)} OUT.gguf")
+    write(SHAPES[sys.argv[1]], sys.argv[2])
