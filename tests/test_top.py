@@ -29,7 +29,7 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
         nobody = await run_top("--once")
         assert nobody.returncode == 2
         assert b"no sidecar serves" in nobody.stderr
-        async with frameshard.launch(model_path, device="emulated", n_ctx=512, vram_budget_mb=112) as client:
+        async with frameshard.launch(model_path, device="emulated", n_ctx=512, vram_budget_mb=90) as client:
             with await client.frame_block() as frames:
                 frames.begin()
                 await client.complete("Once upon a time", sampling=frameshard.Sampling(max_tokens=4)).completed()
