@@ -41,9 +41,9 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
                 assert counted[letter] == document["engine"][f"{name}_shards"]
             assert counted["R"] < sum(counted.values())
             assert len(placement["attention"]) == document["model"]["n_layer"]
-            assert document["budget"]["budget_bytes"] == 112 << 20
+            assert document["budget"]["budget_bytes"] == 90 << 20
             assert screen.returncode == 0, screen.stderr
-            for word in ("112 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):
+            for word in ("90 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):
                 assert word in screen.stdout.decode()
             async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
                 second = await run_top()
