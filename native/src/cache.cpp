@@ -214,8 +214,7 @@ size_t Device::window_lacks() {
         largest = std::max(largest, b.on_host ? b.bytes : 0);
         n += b.on_host;
     });
-    const size_t held = window ? ggml_backend_buffer_get_size(window.get()) : 0;
-    const size_t needed = granular(std::min<size_t>(n, 2) * largest);
+    const size_t held = window_bytes(), needed = granular(std::min<size_t>(n, 2) * largest);
     return needed > held ? needed - held : 0;
 }
 
@@ -238,8 +237,7 @@ bool Device::ensure_window() {
             largest = std::max(largest, b.on_host ? b.bytes : 0);
             b.pane = b.on_host ? n++ % 2 : 0;
         });
-        const size_t held = window ? ggml_backend_buffer_get_size(window.get()) : 0;
-        const bool two = n > 1 && cache_fits((int64_t)granular(2 * largest) - (int64_t)held);
+        const bool two = n > 1 && cache_fits((int64_t)granular(2 * largest) - (int64_t)window_bytes());
         if (window && (n == 0 || pane_bytes < largest || (two && n_panes < 2))) {
             release_window();
         }
@@ -274,17 +272,16 @@ void Device::release_window() {
 }
 
 // Blocks go to the host until the others fit the budget.
-bool Device::hold_caches() {
+void Device::spill_surplus() {
     while (!cache_fits((int64_t)window_lacks()) && spill_block()) {
     }
-    return ensure_window();
 }
 
 // Back into VRAM with what has room there; returns bytes.
 size_t Device::fetch_blocks() {
     size_t all = 0, done = 0;
     each_block([&](const CacheBlock &b) { all += b.on_host ? granular(b.bytes) : 0; });
-    const bool fits = cache_fits((int64_t)all - (int64_t)(window ? ggml_backend_buffer_get_size(window.get()) : 0));
+    const bool fits = cache_fits((int64_t)all - (int64_t)window_bytes());
     if (window && fits) {
         release_window();
     }
@@ -337,7 +334,8 @@ bool Device::settle_caches(bool may_shrink) {
             }
         }
     }
-    return hold_caches();
+    spill_surplus();
+    return ensure_window();
 }
 
 // Room for bytes that are written from outside a graph.

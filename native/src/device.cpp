@@ -111,8 +111,7 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     return GGML_STATUS_SUCCESS;
 }
 
-// Runs `use` on the inner bytes of [offset, offset + size) of a tensor, a part at a time; null stands for a part of a cache
-// that was never written, which reads as zeros. Weights are read-only windows on the file.
+// each_inner for a part of a tensor, for which room is made first. Weights are read-only windows on the file.
 template <typename F>
 static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, bool writes, F use) {
     Device &d = device();
@@ -127,20 +126,11 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
         if (writes && !d.hold_range(c, begin, size)) {
             GGML_ABORT("frameshard: no memory for %zu bytes of a cache", size);
         }
-        d.synchronize();
-        for (const CacheRun &run : c->cache->runs(begin, size)) {
-            ggml_tensor raw =
-                run.address ? raw_tensor(run.block->storage.get(), run.address, run.bytes) : ggml_tensor();
-            use(run.address ? &raw : nullptr, run.from, run.bytes);
-        }
-        return;
-    }
-    if (!d.materialise(c)) {
+    } else if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
     }
     d.synchronize();
-    ggml_tensor raw = raw_tensor(c->inner, c->inner_base + begin, size);
-    use(&raw, 0, size);
+    each_inner(*c, begin, size, use);
 }
 
 static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value, size_t offset, size_t size) {

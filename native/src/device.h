@@ -215,13 +215,14 @@ struct Device {
     size_t lay_out_block(const CacheBlock &b, int64_t cells, int64_t streams, std::vector<size_t> &at) const;
     bool relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_host);
     void release_block(CacheBlock &b);
+    size_t window_bytes() const { return window ? ggml_backend_buffer_get_size(window.get()) : 0; }
     size_t window_lacks();
     bool cache_fits(int64_t more);
     bool spill_block();
+    void spill_surplus();
     bool ensure_window();
     void release_window();
     char *pane_of(const CacheBlock &b) const { return window_base + b.pane * pane_bytes; }
-    bool hold_caches();
     size_t fetch_blocks();
     bool settle_caches(bool may_shrink);
     bool hold_range(Buffer *buffer, size_t offset, size_t bytes);
@@ -262,6 +263,20 @@ bool writes_rows(const ggml_tensor *node, const CacheTensor &c);
 
 // A tensor of `bytes` raw bytes at an address of an inner buffer, for ggml's copy functions.
 ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes);
+
+// Runs `use` on the inner bytes of [offset, offset + size) of a buffer, a part at a time; null stands for a part of a cache
+// that was never written, which reads as zeros.
+template <typename F> void each_inner(const Buffer &b, size_t offset, size_t size, F use) {
+    if (!b.cache) {
+        ggml_tensor raw = raw_tensor(b.inner, b.inner_base + offset, size);
+        use(&raw, (size_t)0, size);
+        return;
+    }
+    for (const CacheRun &run : b.cache->runs(offset, size)) {
+        ggml_tensor raw = run.address ? raw_tensor(run.block->storage.get(), run.address, run.bytes) : ggml_tensor();
+        use(run.address ? &raw : nullptr, run.from, run.bytes);
+    }
+}
 
 // Zeroed memory of which pages that nothing touches cost nothing.
 char *reserve_addresses(size_t size);

@@ -1199,17 +1199,11 @@ ggml_status Runner::cpu(const Segment &s) {
     d.synchronize();
     const double start = Trace::now();
     for (const Span &in : s.in) {
-        if (in.buffer->cache) {
-            for (const CacheRun &run : in.buffer->cache->runs(in.offset, in.bytes)) {
-                if (run.address) {
-                    ggml_tensor t = raw_tensor(run.block->storage.get(), run.address, run.bytes);
-                    ggml_backend_tensor_get(&t, in.buffer->base + in.offset + run.from, 0, run.bytes);
-                }
+        each_inner(*in.buffer, in.offset, in.bytes, [&](const ggml_tensor *raw, size_t from, size_t n) {
+            if (raw) {
+                ggml_backend_tensor_get(raw, in.buffer->base + in.offset + from, 0, n);
             }
-            continue;
-        }
-        ggml_tensor t = raw_tensor(in.buffer->inner, in.buffer->inner_base + in.offset, in.bytes);
-        ggml_backend_tensor_get(&t, in.buffer->base + in.offset, 0, in.bytes);
+        });
     }
     ggml_cgraph view = *graph;
     view.nodes += s.node0;
@@ -1219,17 +1213,14 @@ ggml_status Runner::cpu(const Segment &s) {
     view.uid = 0;
     const ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
     for (const Span &out : s.out) {
-        if (out.buffer->cache) {
-            for (const CacheRun &run : out.buffer->cache->runs(out.offset, out.bytes)) {
-                if (run.address) {
-                    ggml_tensor t = raw_tensor(run.block->storage.get(), run.address, run.bytes);
-                    ggml_backend_tensor_set(&t, out.buffer->base + out.offset + run.from, 0, run.bytes);
-                }
+        each_inner(*out.buffer, out.offset, out.bytes, [&](ggml_tensor *raw, size_t from, size_t n) {
+            const char *made = out.buffer->base + out.offset + from;
+            if (out.buffer->cache && raw) {
+                ggml_backend_tensor_set(raw, made, 0, n); // may lie on the host
+            } else if (raw) {
+                ggml_backend_tensor_set_async(d.compute, raw, made, 0, n);
             }
-            continue;
-        }
-        ggml_tensor t = raw_tensor(out.buffer->inner, out.buffer->inner_base + out.offset, out.bytes);
-        ggml_backend_tensor_set_async(d.compute, &t, out.buffer->base + out.offset, 0, out.bytes);
+        });
     }
     d.compute_pending = d.compute_pending || !s.out.empty();
     if (d.trace) {

@@ -253,8 +253,7 @@ void Device::apply_budget() {
     const uint64_t bytes = requested_budget.load();
     budget.store(bytes);
     if (committed) {
-        while (!cache_fits((int64_t)window_lacks()) && spill_block()) {
-        }
+        spill_surplus();
         const Residency r = residency(bytes, fixed() + window_lacks(), min_ring, wanted_ring, slab_sizes);
         while (slabs.size() > r.slabs) {
             pop_slab();

@@ -289,9 +289,9 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
         least += t.granular(bytes);
     }
     {
-        const uint64_t fixed = d.fixed(), window = d.window ? ggml_backend_buffer_get_size(d.window.get()) : 0;
+        const uint64_t fixed = d.fixed();
         std::lock_guard<std::mutex> lock(d.state_mutex);
-        const uint64_t blocks = d.used_by[(int)Use::cache] - window; // can go to the host
+        const uint64_t blocks = d.used_by[(int)Use::cache] - d.window_bytes(); // can go to the host
         d.counters.image_floor_bytes = std::max(d.floor.load(), fixed - blocks + least);
     }
     borrowed = borrow(d, least, least + 2 * t.min_ring);
