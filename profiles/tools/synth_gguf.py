@@ -107,36 +107,49 @@ class Writer:
         self.file.close()
 
 
-def write(shape: Shape, path: str) -> None:
-    writer = Writer(path, shape)
-    file = writer.file
+def describe(file: gguf.GGUFWriter, *, layers: int, width: int, heads: int, kv_heads: int, ff: int, vocab: int) -> None:
+    """What every language model's file says of itself, and a vocabulary of bytes and made-up words."""
     file.add_name("random weights")
-    file.add_block_count(shape.layers)
+    file.add_block_count(layers)
     file.add_context_length(131072)
-    file.add_embedding_length(shape.width)
-    file.add_feed_forward_length(shape.ff)
-    file.add_head_count(shape.heads)
-    file.add_head_count_kv(shape.kv_heads)
-    file.add_key_length(shape.head)
-    file.add_value_length(shape.head)
-    file.add_rope_dimension_count(shape.head)
+    file.add_embedding_length(width)
+    file.add_feed_forward_length(ff)
+    file.add_head_count(heads)
+    file.add_head_count_kv(kv_heads)
     file.add_layer_norm_rms_eps(1e-6)
     file.add_rope_freq_base(1e6)
-    file.add_vocab_size(shape.vocab)
-    if shape.experts:
-        file.add_expert_count(shape.experts)
-        file.add_expert_used_count(shape.experts_used)
-        file.add_expert_feed_forward_length(shape.expert_ff)
+    file.add_vocab_size(vocab)
     tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % i for i in range(256))]
-    tokens += [b"\xe2\x96\x81w%d" % i for i in range(shape.vocab - len(tokens))]
+    tokens += [b"\xe2\x96\x81w%d" % i for i in range(vocab - len(tokens))]
     file.add_tokenizer_model("llama")
     file.add_token_list(tokens)
-    file.add_token_scores([-float(i) for i in range(shape.vocab)])
-    file.add_token_types([2, 3, 3] + [6] * 256 + [1] * (shape.vocab - 259))
+    file.add_token_scores([-float(i) for i in range(vocab)])
+    file.add_token_types([2, 3, 3] + [6] * 256 + [1] * (vocab - 259))
     file.add_bos_token_id(1)
     file.add_eos_token_id(2)
     file.add_unk_token_id(0)
     file.add_add_bos_token(False)
+
+
+def write(shape: Shape, path: str) -> None:
+    writer = Writer(path, shape)
+    file = writer.file
+    describe(
+        file,
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ff=shape.ff,
+        vocab=shape.vocab,
+    )
+    file.add_key_length(shape.head)
+    file.add_value_length(shape.head)
+    file.add_rope_dimension_count(shape.head)
+    if shape.experts:
+        file.add_expert_count(shape.experts)
+        file.add_expert_used_count(shape.experts_used)
+        file.add_expert_feed_forward_length(shape.expert_ff)
     width, query, kv = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
     writer.weight("token_embd.weight", width, shape.vocab)
     writer.add("output_norm.weight", "float32", width)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import gguf
 import numpy as np
+from synth_gguf import describe
 
 SECTIONS = [16, 24, 24, 0]
 
@@ -74,27 +75,16 @@ class Writer:
 def model(shape: Shape, path: str) -> None:
     writer = Writer(path, "qwen2vl")
     file = writer.file
-    file.add_name("random weights")
-    file.add_block_count(shape.layers)
-    file.add_context_length(131072)
-    file.add_embedding_length(shape.width)
-    file.add_feed_forward_length(shape.ff)
-    file.add_head_count(shape.heads)
-    file.add_head_count_kv(shape.kv_heads)
-    file.add_layer_norm_rms_eps(1e-6)
-    file.add_rope_freq_base(1e6)
+    describe(
+        file,
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ff=shape.ff,
+        vocab=shape.vocab,
+    )
     file.add_rope_dimension_sections(SECTIONS)
-    file.add_vocab_size(shape.vocab)
-    file.add_tokenizer_model("llama")
-    tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % i for i in range(256))]
-    tokens += [b"\xe2\x96\x81w%d" % i for i in range(shape.vocab - len(tokens))]
-    file.add_token_list(tokens)
-    file.add_token_scores([-float(i) for i in range(shape.vocab)])
-    file.add_token_types([2, 3, 3] + [6] * 256 + [1] * (shape.vocab - 259))
-    file.add_bos_token_id(1)
-    file.add_eos_token_id(2)
-    file.add_unk_token_id(0)
-    file.add_add_bos_token(False)
     writer.add("token_embd.weight", shape.width, shape.vocab)
     writer.add("output_norm.weight", shape.width, half=False)
     writer.add("output.weight", shape.width, shape.vocab)

@@ -26,7 +26,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assert spec.loader is not None
     synth: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = synth
-    spec.loader.exec_module(synth)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tool.parent)  # as where the tool is run
+        spec.loader.exec_module(synth)
     shape = synth.Shape(1, 256, 2, 1, 256, 512, 1, 320, 4, 6784)
     folder = tmp_path_factory.mktemp("vlm")
     model, mmproj = folder / "model.gguf", folder / "mmproj.gguf"

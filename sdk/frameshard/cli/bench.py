@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from frameshard.engine.runtime import Runtime
 
 MIB = 2**20
+_START = 61  # words from where one sequence begins to where the next does: alike, they would share experts
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -285,13 +286,13 @@ def _decode(runtime: Runtime, parallel: int, words: list[int], i: int = 0) -> No
     """One token of every sequence; reading a row of logits waits for the result, as sampling would."""
     from frameshard.engine.runtime import Rows
 
-    for row in runtime.decode([Rows(seq, [_turned(words, seq)[i % len(words)]]) for seq in range(parallel)]):
+    for row in runtime.decode([Rows(seq, [words[(_START * seq + i) % len(words)]]) for seq in range(parallel)]):
         runtime.logits(row)
 
 
 def _turned(words: list[int], seq: int) -> list[int]:
-    """The words of a sequence, which are not those of the others at the same time: alike, they would share experts."""
-    at = 61 * seq % len(words)
+    """The words from where a sequence begins."""
+    at = _START * seq % len(words)
     return words[at:] + words[:at]
 
 
