@@ -29,7 +29,7 @@ from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.models import resolve
 from frameshard.plan.machine import Profile
 from frameshard.plan.model import read_model
-from frameshard.plan.planner import estimate_fixed, make_plan, vram_unit
+from frameshard.plan.planner import DRIVER_BYTES, estimate_fixed, make_plan, vram_unit
 
 MIB = 1 << 20
 DIALOGUE = Path(__file__).parent / "dialogue.json"
@@ -80,7 +80,7 @@ def predict(args: argparse.Namespace) -> None:
         model,
         1024,
         args.ubatch,
-        overhead_bytes=common.DRIVER_BYTES,
+        overhead_bytes=DRIVER_BYTES,
         unit_bytes=vram_unit(str(profile.fingerprint["device"])),
     )
     for budget in args.vram_budget:

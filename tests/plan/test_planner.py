@@ -25,6 +25,7 @@ from frameshard.plan.planner import (
     Layout,
     Mode,
     Plan,
+    choose_launch_ubatch,
     choose_ubatch,
     estimate_context,
     estimate_fixed,
@@ -311,6 +312,26 @@ def test_the_ubatch_grows_with_prompt_and_budget_but_not_at_the_cost_of_decoding
     assert choose_ubatch(model, H100, [2 << 30, 8 << 30], n_ctx=8256, n_prompt=8192) == 2048
     with pytest.raises(BudgetBelowFloor):
         choose_ubatch(model, H100, [64 << 20], n_ctx=8256, n_prompt=8192)
+
+
+def test_at_launch_the_floor_stays_below_half_of_the_budget() -> None:
+    model = dense()
+
+    def launched(budget_bytes: int, n_ctx: int = 16384) -> tuple[int, int]:
+        n_ubatch = choose_launch_ubatch(model, H100, budget_bytes, n_ctx=n_ctx, n_seq=1)
+        fixed, context = estimate_fixed(model, n_ctx, n_ubatch), estimate_context(model, n_ctx, 512)
+        return n_ubatch, make_plan(model, H100, budget_bytes=0, fixed_bytes=fixed, context=context).floor_bytes
+
+    assert launched(0)[0] == 512
+    assert launched(8 << 30, n_ctx=256)[0] == 256
+    (less, low), (more, high) = launched(1 << 30), launched(4 << 30)
+    assert 256 < less < more
+    plain = launched(0)[1]
+    assert low <= max(1 << 29, plain)
+    assert high <= 2 << 30
+    # The least there is where even that does not fit, or hardly.
+    assert launched(plain)[0] <= 512
+    assert launched(plain - (1 << 20))[0] == 256
 
 
 def test_a_plan_is_quick() -> None:

@@ -122,7 +122,7 @@ typedef struct fs_launch_options {
     uint64_t vram_budget_bytes; /* all that the sidecar may hold in VRAM. Default 0: no limit */
     uint32_t n_ctx;             /* tokens of context, shared evenly by n_parallel conversations. Default 4096 */
     uint32_t n_parallel;        /* jobs that run at a time. Default 4 */
-    uint32_t n_ubatch;          /* tokens that are read in one go. Default 512 */
+    uint32_t n_ubatch;          /* tokens that are read in one go; 0: by vram_budget_bytes. Default 512 */
     uint32_t n_threads;         /* CPU threads. Default 0: chosen by the engine */
     double link_gbps;           /* copy rate of the emulated device, 1e9 bytes/s. Default 0: unlimited */
     double silent_s;            /* a client that says nothing for so long loses its jobs. Default 600: a game that loads

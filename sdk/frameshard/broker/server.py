@@ -70,6 +70,7 @@ class Server:
         self._lease = Lease(config.vram_budget_bytes, epoch)
         self._supervisor = Supervisor(config, self, self._load_op)
         self._model: m.ModelInfo | None = None
+        self._n_ubatch = config.n_ubatch
         self._asked: dict[int, tuple[Session, m.StatsGet | m.PlanGet]] = {}
         self._page = Page()
         self._settings: dict[str, dict[str, Any]] = {}  # what an engine is told when it is ready, by op
@@ -276,6 +277,8 @@ class Server:
             )
         except m.Refused as refused:
             raise BadMessage(f"the engine's info is wrong: {refused}") from None
+        # What the first engine chose is the next one's too: conversations are read again in the same steps.
+        self._n_ubatch = self._n_ubatch or int(info.get("n_ubatch", 0))
         budget_bytes = info.get("budget_bytes")
         in_force = budget_bytes if type(budget_bytes) is int else self._lease.engine_load_bytes()
         self._lease.load_s = self._supervisor.load_s
@@ -340,7 +343,7 @@ class Server:
             "device": config.device,
             "vram_budget": self._lease.engine_load_bytes(),
             "n_ctx": config.n_ctx,
-            "n_ubatch": config.n_ubatch,
+            "n_ubatch": self._n_ubatch,
             "n_parallel": config.n_parallel,
             "n_threads": config.n_threads,
             "link_gbps": config.link_gbps,

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens decoded (64)")
     parser.add_argument("--parallel", type=common.positive, default=1, metavar="N", help="sequences at once (1)")
-    common.add_ubatch_arg(parser, auto=True)
+    common.add_ubatch_arg(parser)
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
     parser.add_argument(
@@ -103,21 +101,20 @@ def run(args: argparse.Namespace) -> int:
         from . import figures
 
         figures.check(args.timeline)
-    if not args.ubatch:
-        args.ubatch = 512 if device == "cpu" else _choose_ubatch(args, device)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=device,
         n_ctx=(args.prompt + args.generate + 1) * args.parallel,
-        n_ubatch=max(args.ubatch, args.parallel),
+        n_ubatch=args.ubatch and max(args.ubatch, args.parallel),
         n_parallel=args.parallel,
         n_threads=args.threads,
         link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
     )
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
-    result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, budgets=sizes(args.vram_budget), n_prompt=args.prompt) as runtime:
+        args.ubatch = runtime.config.n_ubatch
+        result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
         rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
         for _ in range(args.repeat):
             for row in rows:
@@ -136,30 +133,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_ubatch(args: argparse.Namespace, device: str) -> int:
-    """By the profile of this machine, measured if need be in a process of its own: a process has one device."""
-    from frameshard import errors, models
-    from frameshard.plan.machine import Profile
-    from frameshard.plan.model import read_model
-    from frameshard.plan.planner import choose_ubatch
-
-    model = str(models.resolve(args.model))
-    command = ["profile", "--model", model, "--device", device, "--threads", str(args.threads), "--json"]
-    command += ["--link-gbps", str(args.link_gbps)] if args.link_gbps else []
-    result = subprocess.run([sys.executable, "-m", "frameshard", *command], stdout=subprocess.PIPE, text=True)
-    if result.returncode:
-        raise errors.FrameshardError("the machine could not be measured, which --ubatch auto needs")
-    named = ("floor", "full")
-    sizes = [common.parse_size(part) for part in args.vram_budget.split(",") if part.strip() not in named]
-    return choose_ubatch(
-        read_model(model),
-        Profile.from_json(result.stdout),
-        sizes or [0],
-        n_ctx=(args.prompt + args.generate + 1) * args.parallel,
-        n_prompt=args.prompt,
-        n_parallel=args.parallel,
-        overhead_bytes=0 if device == "emulated" else common.DRIVER_BYTES,
-    )
+def sizes(text: str) -> list[int]:
+    """The budgets of a list that are not named; no limit, where all are."""
+    words = (part.strip() for part in text.split(","))
+    return [common.parse_size(word) for word in words if word not in ("floor", "full")] or [0]
 
 
 def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:

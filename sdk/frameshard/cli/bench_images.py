@@ -67,15 +67,12 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
     from frameshard.engine.vision import Vision
 
-    from .bench import _budgets, _choose_ubatch
+    from .bench import _budgets, sizes
 
     mmproj = args.mmproj or models.mmproj_of(args.model)
     if mmproj is None:
         raise errors.BadArgument("--image needs --mmproj, the file with which this model reads images")
     device = resolve_device(args.device)
-    if not args.ubatch:
-        args.prompt = CONTEXT
-        args.ubatch = 512 if device == "cpu" else _choose_ubatch(args, device)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         mmproj=str(models.resolve(mmproj)),
@@ -88,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
         mode="stream_only" if args.stream_only else "planned",
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
-    result |= {"generate": args.generate, "ubatch": args.ubatch, "repeat": args.repeat}
     seeds = iter(range(10**6))
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, budgets=sizes(args.vram_budget), n_prompt=CONTEXT) as runtime:
+        result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)
         rows = [_Row(image, budget) for image in args.image for budget in _budgets(args.vram_budget, runtime)]
         for _ in range(args.repeat):

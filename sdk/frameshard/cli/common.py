@@ -65,10 +65,6 @@ def ubatch(text: str) -> int:
     return 0 if text == "auto" else positive(text)
 
 
-DRIVER_BYTES = 512 << 20
-"""What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
-
-
 def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """``--model --device --link-gbps --threads --json``."""
     parser.add_argument(
@@ -94,18 +90,23 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
-def add_context_args(parser: argparse.ArgumentParser, *, auto_ubatch: bool = False) -> None:
-    """``--ctx --parallel --ubatch``; with ``auto_ubatch`` the last may be ``auto``."""
+def add_context_args(parser: argparse.ArgumentParser) -> None:
+    """``--ctx --parallel --ubatch``."""
     parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context in tokens, all jobs (4096)")
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
-    add_ubatch_arg(parser, auto=auto_ubatch)
+    add_ubatch_arg(parser)
 
 
-def add_ubatch_arg(parser: argparse.ArgumentParser, *, auto: bool = False) -> None:
+def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
     """``--ubatch``, which is 0 for ``auto``."""
-    what = "prompt tokens computed at once (512)" + ("; auto: what reads the prompt soonest" if auto else "")
-    metavar = "N|auto" if auto else "N"
-    parser.add_argument("--ubatch", type=ubatch if auto else positive, default=512, metavar=metavar, help=what)
+    parser.add_argument(
+        "--ubatch",
+        type=ubatch,
+        default=512,
+        metavar="N|auto",
+        help="prompt tokens computed at once (512); auto: what reads prompts soonest at the budget given, with a floor "
+        "of up to half of it",
+    )
 
 
 def to_json(document: Mapping[str, object]) -> str:

@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "decoding, and the predicted time to the first token and decode rate beside their bounds.",
     )
     common.add_model_args(parser)
-    common.add_context_args(parser, auto_ubatch=True)
+    common.add_context_args(parser)
     parser.add_argument(
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
@@ -59,11 +59,17 @@ def run(args: argparse.Namespace) -> int:
     model = read_model(models.resolve(args.model))
     profile = machine.load(args.profile).seen_by(model) if args.profile else measure(args, model)
     device = str(profile.fingerprint.get("device", ""))
-    overhead = 0 if device == "emulated" else common.DRIVER_BYTES
+    overhead = 0 if device == "emulated" else planner.DRIVER_BYTES
     if not args.ubatch:
         sizes = [size for size in budgets if size is not None]
         args.ubatch = planner.choose_ubatch(
-            model, profile, sizes or [0], n_ctx=args.ctx, n_prompt=args.prompt, overhead_bytes=overhead
+            model,
+            profile,
+            sizes or [0],
+            n_ctx=args.ctx,
+            n_prompt=args.prompt,
+            n_seq=args.parallel,
+            overhead_bytes=overhead,
         )
     unit = planner.vram_unit(device)
     fixed = planner.estimate_fixed(

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -46,9 +46,14 @@ from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.planner import (
     CPU,
+    DRIVER_BYTES,
+    LEAST_UBATCH,
+    PLAIN_UBATCH,
     Context,
     Mode,
     Plan,
+    choose_launch_ubatch,
+    choose_ubatch,
     estimate_context,
     lay_out,
     logits_rows,
@@ -89,6 +94,7 @@ class EngineConfig:
 
     ``device``: "cpu" (stock llama.cpp), "emulated", a ggml device name such as "CUDA0", or "auto" (the first GPU, else
     the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` tokens are shared evenly by ``n_parallel`` sequences.
+    ``n_ubatch`` is how many tokens of a prompt are computed at once; 0 is for a plan to choose, at load.
     ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
     have the same bits at any budget. ``speculate`` "off" decodes no guessed tokens. ``n_outputs_max`` is how many rows
@@ -120,7 +126,7 @@ class EngineConfig:
         limits = {
             "vram_budget": (0, 2**53),
             "n_ctx": (1, 2**24),
-            "n_ubatch": (1, 2**16),
+            "n_ubatch": (0, 2**16),
             "n_parallel": (1, MAX_SEQUENCES),
             "n_threads": (0, 1024),
             "n_outputs_max": (0, 2**16),
@@ -136,7 +142,7 @@ class EngineConfig:
             raise BadArgument(f"mode must be one of {', '.join(get_args(Mode))}", field="mode")
         if self.speculate not in ("auto", "off"):
             raise BadArgument("speculate must be auto or off", field="speculate")
-        if min(self.n_ubatch, self.n_ctx) < self.n_parallel:
+        if min(self.n_ubatch or PLAIN_UBATCH, self.n_ctx) < self.n_parallel:
             raise BadArgument("n_ubatch and n_ctx must be at least n_parallel", field="n_parallel")
 
     @classmethod
@@ -192,8 +198,11 @@ class Runtime:
         self._nodes = 0
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Runtime:
+    def load(cls, config: EngineConfig, *, budgets: Sequence[int] = (), n_prompt: int = 0) -> Runtime:
         """Checks the file, loads the model, makes the context, takes the VRAM and runs one token through it.
+
+        Where ``config.n_ubatch`` is 0, that is chosen for a prompt of ``n_prompt`` tokens in each sequence at each of
+        ``budgets``; without these, for ``config.vram_budget`` and what it may shrink to.
 
         :raises ModelNotFound: no such file.
         :raises BadModel: not a GGUF that can be served.
@@ -204,13 +213,13 @@ class Runtime:
         """
         runtime = cls(config)
         try:
-            runtime._load()
+            runtime._load(budgets, n_prompt)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _load(self) -> None:
+    def _load(self, budgets: Sequence[int], n_prompt: int) -> None:
         config = self.config
         _install_log()
         self.model_info: Model = read_model(config.model)
@@ -247,13 +256,15 @@ class Runtime:
             raise Unsupported("this model does not generate text token by token", arch=self.model_info.arch)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        if not config.n_ubatch:
+            self.config = replace(config, n_ubatch=max(self._choose_ubatch(budgets, n_prompt), config.n_parallel))
         self._make_context()
         self._make_batch()
         self.chat = self._make_chat()
         self._control_tokens = self._find_control_tokens()
         if self.device is not None:
             self.measure_overhead()
-            self.profile = self._probe(self.device)
+            self.profile = self.profile or self._probe(self.device)
             self.device.commit()
             self._recall()
             self.replan()
@@ -282,16 +293,33 @@ class Runtime:
 
     def _probe(self, device: ShardDevice) -> Profile:
         try:
-            return load_or_probe(
-                device,
-                self.model_info,
-                inner=self.device_name,
-                n_threads=self.n_threads,
-                link_gbps=self.config.link_gbps,
-            )
+            return self._measure(device)
         except OutOfMemory:
             device.commit()  # a budget that has no room for the probe is below the floor, and this says so
             raise
+
+    def _measure(self, device: ShardDevice) -> Profile:
+        return load_or_probe(
+            device,
+            self.model_info,
+            inner=self.device_name,
+            n_threads=self.n_threads,
+            link_gbps=self.config.link_gbps,
+        )
+
+    def _choose_ubatch(self, budgets: Sequence[int], n_prompt: int) -> int:
+        if self.device is None:
+            return PLAIN_UBATCH
+        config, overhead = self.config, 0 if self.device_name == "emulated" else DRIVER_BYTES
+        shared = {"n_ctx": config.n_ctx, "n_seq": config.n_parallel, "overhead_bytes": overhead}
+        try:
+            profile = self.profile = self._measure(self.device)
+            if not budgets:
+                return choose_launch_ubatch(self.model_info, profile, config.vram_budget, **shared)
+            together = config.n_parallel
+            return choose_ubatch(self.model_info, profile, budgets, n_prompt=n_prompt, n_together=together, **shared)
+        except (BudgetBelowFloor, OutOfMemory):  # by an estimate: the device has the true floor, and names it
+            return LEAST_UBATCH
 
     def _make_context(self) -> None:
         config = self.config

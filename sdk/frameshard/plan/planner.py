@@ -65,7 +65,13 @@ _CHOICE = 1.5
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
 _CHECKED = 32  # rows in which guessed tokens are checked, of all sequences together
-_UBATCHES = (256, 512, 1024, 2048, 4096, 8192)
+LEAST_UBATCH = 256
+PLAIN_UBATCH = 512
+"""Prompt tokens computed at once where nothing is known of budgets."""
+_UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
+_LONG_PROMPT = 8192
+DRIVER_BYTES = 512 << 20
+"""What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
 _DECODE_KEPT = 0.95
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
@@ -283,19 +289,21 @@ def choose_ubatch(
     *,
     n_ctx: int,
     n_prompt: int,
-    n_parallel: int = 1,
+    n_seq: int = 1,
+    n_together: int = 1,
     overhead_bytes: int = 0,
 ) -> int:
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
-    displace weights: of the sizes that cost decoding no more than 5 % at any of ``budgets`` the one that reads prompts
-    of ``n_prompt`` tokens soonest. Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
+    displace weights: of the sizes that cost decoding no more than 5 % at any of ``budgets`` the one that reads
+    ``n_together`` prompts of ``n_prompt`` tokens each soonest, when ``n_seq`` sequences share ``n_ctx`` tokens. Raises
+    :class:`BudgetBelowFloor` if even the smallest leaves no room."""
     unit = vram_unit(str(profile.fingerprint.get("device")))
     found: list[tuple[int, list[float], list[float]]] = []
     for n_ubatch in _UBATCHES:
-        if found and n_ubatch >= 2 * n_prompt * n_parallel:
+        if found and n_ubatch >= 2 * n_prompt * n_together:
             break
-        fixed = estimate_fixed(model, n_ctx, n_ubatch, n_parallel, overhead_bytes=overhead_bytes, unit_bytes=unit)
-        context = estimate_context(model, n_ctx, n_prompt, n_parallel, unit_bytes=unit)
+        fixed = estimate_fixed(model, n_ctx, n_ubatch, n_seq, overhead_bytes=overhead_bytes, unit_bytes=unit)
+        context = estimate_context(model, n_ctx, n_prompt, n_seq, unit_bytes=unit)
         try:
             plans = [
                 make_plan(
@@ -313,8 +321,8 @@ def choose_ubatch(
             if not found:
                 raise
             break
-        ttft = [plan.predicted_ttft(n_prompt, n_parallel) for plan in plans]
-        found.append((n_ubatch, ttft, [plan.predicted_decode_tps(n_parallel) for plan in plans]))
+        ttft = [plan.predicted_ttft(n_prompt, n_together) for plan in plans]
+        found.append((n_ubatch, ttft, [plan.predicted_decode_tps(n_together) for plan in plans]))
     fastest = [max(rates) for rates in zip(*(tps for _, _, tps in found), strict=True)]
     able = [
         (float(np.log(ttft).sum()), n_ubatch)
@@ -322,6 +330,30 @@ def choose_ubatch(
         if all(rate >= _DECODE_KEPT * best for rate, best in zip(tps, fastest, strict=True))
     ]
     return min(able)[1] if able else found[0][0]
+
+
+def choose_launch_ubatch(
+    model: Model, profile: Profile, budget_bytes: int, *, n_ctx: int, n_seq: int, overhead_bytes: int = 0
+) -> int:
+    """The same for a sidecar that is launched with a budget, and prompts that fill a conversation (8192 tokens at
+    most). Larger buffers are a higher floor, and the budget will shrink: so this is chosen for half of the budget too,
+    and the floor stays at or below that, or is that of :data:`PLAIN_UBATCH`. Without a budget (0) it is that size."""
+    if not budget_bytes:
+        return PLAIN_UBATCH
+    unit, n_prompt = vram_unit(str(profile.fingerprint.get("device"))), min(n_ctx // n_seq, _LONG_PROMPT)
+    fixed = estimate_fixed(model, n_ctx, PLAIN_UBATCH, n_seq, overhead_bytes=overhead_bytes, unit_bytes=unit)
+    context = estimate_context(model, n_ctx, n_prompt, n_seq, unit_bytes=unit)
+    plain = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed, context=context, n_ubatch=PLAIN_UBATCH)
+    lowest = max(budget_bytes // 2, plain.floor_bytes)
+    return choose_ubatch(
+        model,
+        profile,
+        [budget_bytes, lowest] if lowest < budget_bytes else [budget_bytes],
+        n_ctx=n_ctx,
+        n_prompt=n_prompt,
+        n_seq=n_seq,
+        overhead_bytes=overhead_bytes,
+    )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ class ServeConfig:
     :param device: ``cpu``, ``emulated``, a ggml device such as ``CUDA0``, or ``auto``.
     :param vram_budget_bytes: all that the sidecar may hold in VRAM; 0 is no limit.
     :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
+    :param n_ubatch: tokens of a prompt that are computed at once. Weights that are streamed are read once for each so
+        many, and the buffers for them are part of the floor: 512 keeps that low. 0 chooses by plan, at launch, what
+        reads long prompts soonest with a floor of at most half of the budget (or that of 512, if it is higher): for a
+        game that will not take more than half of the budget back. Without a budget it is 512.
     :param n_threads: 0 is half of the CPUs.
     :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
     :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
@@ -111,7 +115,7 @@ class ServeConfig:
 _INTEGERS = {
     "vram_budget_bytes": (0, 2**53 - 1),
     "n_ctx": (1, 2**24),
-    "n_ubatch": (1, 2**16),
+    "n_ubatch": (0, 2**16),
     "n_parallel": (1, 64),
     "n_threads": (0, 1024),
     "max_jobs": (1, 1024),
