@@ -122,8 +122,10 @@ void FramePacer::ran(uint64_t start, uint64_t end) {
     if (free_time != measured_free_) {
         longest_ = free_time || longest_ == 0 ? took : longest_;
     } else {
-        // A single step that something held up is no measure of others.
-        longest_ = std::max(std::min(took, 2 * longest_), longest_ - longest_ / 64);
+        // A single step that something held up is no measure of others. What no gap holds is soon forgotten, because until
+        // then there is one step a frame.
+        const uint64_t gap = frame_.target - std::min(frame_.gpu_busy, frame_.target);
+        longest_ = std::max(std::min(took, 2 * longest_), longest_ - longest_ / (longest_ > gap ? 8 : 64));
     }
     measured_free_ = measured_free_ || free_time;
     took = std::min(took, longest_);

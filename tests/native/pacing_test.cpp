@@ -119,6 +119,19 @@ TEST(a_step_that_was_held_up_does_not_keep_others_from_the_gaps) {
     CHECK(pacer.start_at(gap) > gap);
 }
 
+TEST(a_first_step_that_was_held_up_is_forgotten_in_half_a_second) {
+    FramePacer pacer;
+    pacer.set_mode(Mode::graphics);
+    Frame f = first_frame();
+    const uint64_t gap = f.start + f.gpu_busy;
+    pacer.see(f, gap);
+    pacer.ran(gap, gap + 60 * kMs);
+    for (int i = 0; i < 30; i++) { // one a frame
+        pacer.ran(gap, gap + kMs);
+    }
+    CHECK(pacer.start_at(gap) <= gap);
+}
+
 TEST(compute_first_does_not_wait) {
     FramePacer pacer;
     pacer.set_mode(Mode::compute);
