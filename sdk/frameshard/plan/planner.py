@@ -62,6 +62,10 @@ _CPU_ORDERS = (
 _KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14, "output": 2, "vision": 12, "other": 4}
 _HANDOFFS = {"attention": 2.0, "experts": 3.0}
 _CHOICE = 1.5
+# What the CPU takes for a layer's experts however few they are: its threads meet after each of six operations (14 of
+# the H100 machine).
+_EXPERTS_S = 70e-6
+_PASSING = 32  # kPassing of the shard device: slots of the cache that keep nothing
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
 _CHECKED = 32  # rows in which guessed tokens are checked, of all sequences together
@@ -670,10 +674,11 @@ class _Costs:
         others = [
             tensor.n_bytes for i in np.flatnonzero((share < 1.0) & ~self.missing) for tensor in self.ladder[i].tensors
         ]
-        layers = float((1 - share)[self.missing].sum())
-        each = float(self.n_bytes[self.missing].mean()) / n_expert * layers if n_expert else 1.0
-        self.n_cached = max(ring - 3 * max(others, default=0), 0) / each
-        self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each
+        layers = max(float((1 - share)[self.missing].sum()), 1.0)
+        each = float(self.n_bytes[self.missing].mean()) / n_expert if n_expert else 1.0
+        n_slots = max(ring - 3 * max(others, default=0), 0) / each
+        self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
+        self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers
         # The copy engine runs ahead by what the ring holds beside the step in use.
         self.ahead_s = max(ring - layout.min_ring, 0) / profile.h2d
 
@@ -766,16 +771,20 @@ class _Graph:
         if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
             # each slows the other.
-            slower = 1 + self._slowdown
-            there_s = (slower * touched / profile.h2d + self.on_device) * (1 - share)
-            here_s = slower * self.on_host * (1 - share)
-            self.expert_stream_share = float(here_s[missing].sum() / (here_s + there_s)[missing].sum())
+            slower, uncached = 1 + self._slowdown, 1 - cached
+            there_s = (slower * touched / profile.h2d + self.on_device) * (1 - share) * uncached
+            here_s = slower * self.on_host * (1 - share) * uncached
+            any_s = np.where(missing, _EXPERTS_S * (1 - share), 0.0)
+            both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
+            self.expert_stream_share = min(float((here_s + any_s)[missing].sum()) / both_s, 1.0)
+            on_host = 1 - self.expert_stream_share
+            any_s = any_s * min(float(used.sum()) * uncached * on_host, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
             copied_s = np.where(missing, slower * self.fetched * (1 - share) / profile.h2d, 0.0)
             copy_s = np.where(missing, 0.0, copy_s)
-            turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * (1 - cached), turns)
+            turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * uncached, turns)
             device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
-            cpu_s = np.where(missing, here_s * (1 - cached) * (1 - self.expert_stream_share), cpu_s)
+            cpu_s = np.where(missing, any_s + here_s * on_host, cpu_s)
         else:
             device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
