@@ -1,13 +1,19 @@
-"""Models for the tests: fetched or made once a machine and kept in frameshard's cache directory."""
+"""Models for the tests: fetched or made once a machine and kept in frameshard's cache directory.
+
+`make test` runs two tests at a time, each in a process of its own.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import make_moe
@@ -15,24 +21,47 @@ import tiny_models
 import tiny_vision
 from frameshard import models
 
+# The machine may be busy with other tests.
+hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("tests")
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """For what two processes of tests would else fetch or make twice."""
+    models.cache_dir().mkdir(parents=True, exist_ok=True)
+    with open(models.cache_dir() / "tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_directory() -> Iterator[None]:
+    """Sidecars of this process of tests only: a launch sweeps what dead ones left, also those of other tests."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_RUNTIME_DIR", directory)
+        yield
+
 
 def made(name: str, maker: Path, write: Callable[[Path], None]) -> Path:
     """A file in the cache that ``write`` makes; it is made again when the source of ``maker`` changes."""
     version = hashlib.sha256(maker.read_bytes()).hexdigest()[:12]
     path = models.cache_dir() / "tests" / f"{name}-{version}.gguf"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            part = Path(scratch) / path.name
-            write(part)
-            os.replace(part, path)
+    with one_at_a_time():
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                part = Path(scratch) / path.name
+                write(part)
+                os.replace(part, path)
     return path
 
 
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     """SmolLM2-135M-Instruct Q4_1."""
-    return models.resolve("smollm2-135m")
+    with one_at_a_time():
+        return models.resolve("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -67,10 +68,14 @@ def alive(pid: int) -> bool:
 def gone_after(pids: list[int], timeout_s: float) -> float:
     """Seconds until none of the processes is left. Fails after `timeout_s`."""
     started = time.monotonic()
-    while any(alive(pid) for pid in pids):
-        passed = time.monotonic() - started
-        assert passed < timeout_s, [pid for pid in pids if alive(pid)]
-        os.sched_yield()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            try:
+                ended, _, _ = select.select([fd], [], [], max(0.0, started + timeout_s - time.monotonic()))
+            finally:
+                os.close(fd)
+            assert ended, [pid for pid in pids if alive(pid)]
     return time.monotonic() - started
 
 

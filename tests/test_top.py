@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,32 +23,30 @@ async def run_top(*args: str) -> subprocess.CompletedProcess[bytes]:
 
 @in_trio
 async def test_one_screen_and_its_figures(model_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as runtime, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("XDG_RUNTIME_DIR", runtime)  # no other sidecar of this user is seen
-        nobody = await run_top("--once")
-        assert nobody.returncode == 2
-        assert b"no sidecar serves" in nobody.stderr
-        async with frameshard.launch(model_path, device="emulated", n_ctx=512, vram_budget_mb=90) as client:
-            with await client.frame_block() as frames:
-                frames.begin()
-                await client.complete("Once upon a time", sampling=frameshard.Sampling(max_tokens=4)).completed()
-                document = json.loads((await run_top("--json")).stdout)
-                screen = await run_top("--once")
-            placement = document["engine"]["placement"]
-            counted = {letter: sum(row.count(letter) for row in placement.values()) for letter in "RSC"}
-            for letter, name in (("R", "resident"), ("S", "streamed"), ("C", "cpu")):
-                assert counted[letter] == document["engine"][f"{name}_shards"]
-            assert counted["R"] < sum(counted.values())
-            assert len(placement["attention"]) == document["model"]["n_layer"]
-            assert document["budget"]["budget_bytes"] == 90 << 20
-            assert screen.returncode == 0, screen.stderr
-            for word in ("90 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):
-                assert word in screen.stdout.decode()
-            async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
-                second = await run_top()
-                assert second.returncode == 2
-                assert b"2 sidecars serve" in second.stderr
-                assert other.info.pid
+    nobody = await run_top("--once")
+    assert nobody.returncode == 2
+    assert b"no sidecar serves" in nobody.stderr
+    async with frameshard.launch(model_path, device="emulated", n_ctx=512, vram_budget_mb=90) as client:
+        with await client.frame_block() as frames:
+            frames.begin()
+            await client.complete("Once upon a time", sampling=frameshard.Sampling(max_tokens=4)).completed()
+            document = json.loads((await run_top("--json")).stdout)
+            screen = await run_top("--once")
+        placement = document["engine"]["placement"]
+        counted = {letter: sum(row.count(letter) for row in placement.values()) for letter in "RSC"}
+        for letter, name in (("R", "resident"), ("S", "streamed"), ("C", "cpu")):
+            assert counted[letter] == document["engine"][f"{name}_shards"]
+        assert counted["R"] < sum(counted.values())
+        assert len(placement["attention"]) == document["model"]["n_layer"]
+        assert document["budget"]["budget_bytes"] == 90 << 20
+        assert screen.returncode == 0, screen.stderr
+        for word in ("90 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):
+            assert word in screen.stdout.decode()
+        async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
+            second = await run_top()
+            assert second.returncode == 2
+            assert b"2 sidecars serve" in second.stderr
+            assert other.info.pid
 
 
 def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

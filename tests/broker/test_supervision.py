@@ -48,14 +48,13 @@ async def engine_pid(client: frameshard.Client) -> int:
             await trio.sleep(0.01)
 
 
-async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, after: int) -> None:
-    """Reads `after` tokens, kills the engine, and reads on to the end."""
+async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, *after: int) -> None:
+    """Reads to the end, and kills the engine after each of these numbers of tokens."""
     count = 0
-    async for delta in stream:
-        count += delta.tokens
-        if count >= after:
-            break
-    os.kill(await engine_pid(client), signal.SIGKILL)
+    for number in after:
+        while count < number:
+            count += (await stream.__anext__()).tokens
+        os.kill(await engine_pid(client), signal.SIGKILL)
     await stream.completed()
 
 
@@ -99,24 +98,20 @@ async def test_all_jobs_survive_an_engine() -> None:
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, temperature: float) -> None:
-    """Five times in each of four settings: the text is that of an undisturbed run."""
+    """Once in an answer and four times in another, in each of four settings: the text is that of an undisturbed run."""
 
     async def main() -> None:
         options = {"device": device, "n_parallel": 2, "n_ctx": 1024, "n_ubatch": 64, "n_threads": 1}
         rng = random.Random(f"{device}{temperature}")
         async with frameshard.launch(model_path, log=subprocess.DEVNULL, **options) as client:
-            sampling = frameshard.Sampling(max_tokens=40, temperature=temperature, seed=5)
+            sampling = frameshard.Sampling(max_tokens=24, temperature=temperature, seed=5)
             prompt = "Tell me about the old lighthouse at the end of the bay, and who keeps it."
 
-            async def undisturbed() -> str:
-                return (await client.ask(prompt, sampling=sampling).completed()).text
-
-            expected = await undisturbed()
+            expected = (await client.ask(prompt, sampling=sampling).completed()).text
             assert len(expected) > 40
-            assert await undisturbed() == expected
-            for _ in range(5):
+            for deaths in (1, 4):
                 async with client.ask(prompt, sampling=sampling) as stream:
-                    await kill_engine_in_mid_stream(client, stream, rng.randint(1, 35))
+                    await kill_engine_in_mid_stream(client, stream, *sorted(rng.sample(range(1, 22), deaths)))
                 assert stream.text == expected
             assert (await client.stats()).broker.engine_restarts == 5
 
@@ -302,6 +297,8 @@ def test_nothing_outlives_a_host_killed_while_the_model_loads() -> None:
         deadline = time.monotonic() + 20
         while len(pids := descendants(process.pid)) < 2:
             assert time.monotonic() < deadline
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.01)
         process.kill()
         gone_after(pids, 2.0)
 

@@ -94,7 +94,7 @@ def test_links_inside_the_document_lead_somewhere() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", document.DOCUMENT)) <= anchors
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=3000)
 @given(st.data())
 def test_two_readers_of_frames_agree(data: st.DataObject) -> None:
     """The document's reader and the code's, on vectors with bytes changed, cut out and put in."""

@@ -35,7 +35,7 @@ from frameshard.plan.planner import (
 )
 
 F16 = 1
-patient = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 MODES: tuple[Mode, ...] = ("planned", "stream_only")
 # Rates of a machine with an H100 and 16 cores: bytes and operations per second.
 H100 = Profile({"device": "CUDA0"}, 55e9, 50e9, 119e9, 112e9, 2.9e12, 1.2e12, 400e12, 17e-6)

@@ -115,13 +115,12 @@ def test_sends_nothing_that_the_other_side_refuses(message: dict[str, object]) -
         codec.encode(message)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), values, max_size=5))
 def test_round_trip(message: dict[str, object]) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(st.binary(max_size=200))
 def test_any_bytes(frame: bytes) -> None:
     try:
@@ -131,7 +130,7 @@ def test_any_bytes(frame: bytes) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(st.data())
 def test_damaged_messages(data: st.DataObject) -> None:
     """Every valid message with bytes changed, dropped or doubled is a message or BadMessage, never another error."""
