@@ -94,7 +94,7 @@ def predict(args: argparse.Namespace) -> None:
             for one in dialogue[each]:
                 seconds, left, lookup = 0.0, one["answer"], Lookup(dialogue["prefix"] + one["rest"])
                 while left:
-                    length = best_length([lookup], took.__getitem__, LENGTHS[-1])
+                    length, _ = best_length(lookup.expected, took.__getitem__, LENGTHS[-1])
                     guess = lookup.guess(length - 1)
                     n = 1
                     while n <= len(guess) and n < len(left) and guess[n - 1] == left[n - 1]:

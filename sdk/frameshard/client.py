@@ -864,6 +864,7 @@ def launch(
     vram_budget_mb: float = 0,
     device: str = "auto",
     mmproj: str | os.PathLike[str] | None = None,
+    draft_model: str | os.PathLike[str] | None = None,
     n_ctx: int = 4096,
     n_parallel: int = 4,
     name: str = "python",
@@ -878,6 +879,7 @@ def launch(
     :param vram_budget_mb: MiB of VRAM for everything that the sidecar does; 0 is no limit.
     :param device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``emulated``, or a device's name such as ``CUDA0``.
     :param mmproj: path of the GGUF file that reads images for this model.
+    :param draft_model: path of a GGUF file, a small model with the same vocabulary that guesses for this one.
     :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
     :param name: of this client, for the sidecar's log.
     :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
@@ -892,6 +894,7 @@ def launch(
             vram_budget_bytes=mebibytes(vram_budget_mb),
             device=device,
             mmproj=os.path.abspath(mmproj) if mmproj else "",
+            draft_model=os.path.abspath(draft_model) if draft_model else "",
             n_ctx=n_ctx,
             n_parallel=n_parallel,
             **options,

@@ -1,4 +1,4 @@
-"""Guessed tokens change how fast a text comes and nothing else, on the real model.
+"""Guessed tokens change how fast a text comes and nothing else, on the real model; so do a draft model's.
 
 llama.cpp's CPU kernels give a token the same bits in a batch of any length, as long as its sequence has fewer than 512
 cells: there the text must be that of an engine that never guesses. With more, attention adds up in another order for a
@@ -7,6 +7,7 @@ single token, so a text is repeated only if its batches are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
-from frameshard.engine.lookup import Lookup
+from frameshard.engine.draft import CHUNK, Draft, Guesses
+from frameshard.engine.lookup import Lookup, best_length
+from frameshard.engine.runtime import DecodeAborted, EngineConfig, Rows, Runtime
 
 RULES = (
     "Rules of the Red Dragon Inn: no weapons at the table, no magic indoors, no talk of the drowned bell after dark, "
@@ -38,6 +41,20 @@ def guessing(model_path: Path) -> Iterator[EngineProcess]:
 def plain(model_path: Path) -> Iterator[EngineProcess]:
     with engine(model_path, **STREAMING, n_ctx=4096, speculate="off") as child:
         yield child
+
+
+@pytest.fixture(scope="module")
+def drafting(model_path: Path) -> Iterator[EngineProcess]:
+    """The model is its own draft: nearly all that it guesses of a greedy answer is right, and of a drawn one much is
+    not."""
+    with engine(model_path, **STREAMING, n_ctx=4096, draft_model=str(model_path)) as child:
+        yield child
+
+
+def drafted(child: EngineProcess) -> tuple[int, int]:
+    """The draft model's guesses decoded so far, and those of them that were right."""
+    stats = child.stats()
+    return stats["drafted_tokens"], stats["drafted_right"]
 
 
 def guessed(child: EngineProcess) -> tuple[int, int]:
@@ -199,6 +216,119 @@ def test_experts_are_not_guessed_for_in_stream_only_mode(moe_path: Path) -> None
         assert guessed(child) == (0, 0)
 
 
+# --- a draft model ----------------------------------------------------------------------------------------------------
+
+TALE = user("Tell me a tale of a fox and a clock.")
+
+
+def test_a_draft_does_not_change_the_text(drafting: EngineProcess, plain: EngineProcess) -> None:
+    answer = ids(drafting.run(TALE, params={"max_tokens": 40}))
+    assert answer == ids(plain.run(TALE, params={"max_tokens": 40}))
+    made, right = drafted(drafting)
+    assert right > 0.8 * made
+    assert right > 0.3 * len(answer)  # 1.4 tokens a step and more
+    params = {**WARM, "max_tokens": 40}
+    whole = drafting.run(TALE, params=params)
+    assert ids(whole) == ids(plain.run(TALE, params=params))
+    drawn = drafted(drafting)
+    assert right < drawn[1] < drawn[0]
+    assert drafted(plain) == (0, 0)
+    said = ids(whole)[:11]  # and another engine ends it
+    rest = drafting.run(TALE, params=params, resume=said, history=whole[0]["history"])
+    assert said + ids(rest) == ids(whole)
+
+
+def test_a_draft_beside_an_answer_of_a_given_form(drafting: EngineProcess, plain: EngineProcess) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    params = {"json_schema": json.dumps({**schema, "required": ["name", "age"]}), "max_tokens": 40}
+    before = drafted(drafting)
+    answer = text(drafting.run(user("Who are you?"), params=params))
+    assert set(json.loads(answer)) == {"name", "age"}
+    assert answer == text(plain.run(user("Who are you?"), params=params))
+    assert drafted(drafting)[0] > before[0]
+
+
+def test_a_draft_for_jobs_together_and_one_that_is_cancelled(drafting: EngineProcess) -> None:
+    params = {"max_tokens": 12}
+    before = drafted(drafting)
+    alone = [ids(drafting.run(prompt, params=params)) for prompt in (TALE, REPEATING)]
+    stopped = drafting.submit(REPEATING, conversation="inn", params={"max_tokens": 400})
+    jobs = [drafting.submit(prompt, params=params) for prompt in (TALE, REPEATING)]
+    drafting.wait_for("token", job=stopped)
+    drafting.send(op="cancel", job=stopped)
+    events = drafting.finish(stopped, *jobs)
+    assert events[stopped][-1]["ev"] == "cancelled"
+    assert [ids(events[job]) for job in jobs] == alone
+    again = drafting.run(REPEATING, conversation="inn", params=params)
+    assert again[0]["n_reused"] > 40
+    assert ids(again) == alone[1]
+    assert drafted(drafting)[1] > before[1]
+
+
+def test_a_draft_is_not_asked_where_it_does_not_pay(model_path: Path, plain: EngineProcess) -> None:
+    """By the plan a token takes about as long as one of the draft does."""
+    with engine(model_path, device="emulated", n_ctx=4096, draft_model=str(model_path)) as child:
+        assert ids(child.run(TALE, params={"max_tokens": 12})) == ids(plain.run(TALE, params={"max_tokens": 12}))
+        assert drafted(child) == (0, 0)
+
+
+def test_what_a_draft_says(model_path: Path) -> None:
+    config = EngineConfig(str(model_path), device="emulated", n_ctx=2048, n_parallel=2, n_threads=1)
+    with Runtime.load(config) as runtime, contextlib.closing(Draft(runtime, str(model_path))) as draft:
+        assert runtime.device is not None
+        before = runtime.device.stats()
+        texts = {0: runtime.tokenize(REPEATING), 1: runtime.tokenize("Once upon a")}
+        guesses = draft.guess(texts, 6)
+        assert draft.guess({1: texts[1]}, 6) == {1: guesses[1]}
+        assert draft.unread(0, texts[0] + guesses[0][:3] + [1]) == 1  # the first three were right
+        other = texts[0][:20] + texts[1]
+        assert draft.unread(0, other) == len(texts[1])
+        assert draft.guess({0: other}, 2) != {0: guesses[0][:2]}
+        assert draft.guess({0: texts[0]}, 6) == {0: guesses[0]}
+        long = texts[1] * 100
+        steps = 0
+        while not (guess := draft.guess({1: long}, 1)):
+            steps += 1
+        assert steps == (len(long) - 1) // CHUNK
+        assert draft.unread(1, long + guess[1]) == 1
+        assert 0 < draft.seconds(1, 1, 0) < draft.seconds(1, 4, 0) < draft.seconds(1, 4, 100)
+        after = runtime.device.stats()
+        assert (after.used_bytes, after.buffers_bytes) == (before.used_bytes, before.buffers_bytes)
+        for seq, tokens in texts.items():
+            runtime.decode([Rows(seq, tokens[:-1], "none")])
+            rows = runtime.decode([Rows(seq, tokens[-1:] + guesses[seq][:-1], "all")])
+            assert [int(runtime.logits(row).argmax()) for row in rows] == guesses[seq]
+        runtime.abort()
+        with pytest.raises(DecodeAborted):
+            draft.guess({0: other}, 2)
+        runtime.resume()
+        assert draft.guess({0: texts[0]}, 6) == {0: guesses[0]}
+
+
+@pytest.mark.parametrize("other", ["size", "piece", "state"])
+def test_a_draft_that_cannot_guess_is_refused(
+    other: str, model_path: Path, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, draft = tiny_model("llama"), tmp_path / "draft.gguf"
+    if other == "piece":
+        draft.write_bytes(model.read_bytes().replace("▁w700".encode(), "▁x700".encode()))
+    else:
+        draft = model_path if other == "size" else tiny_model("rwkv7")
+    child = EngineProcess()
+    try:
+        event = child.load(model, device="emulated", n_ctx=256, n_parallel=1, n_threads=1, draft_model=str(draft))
+        assert event["ev"] == "fatal"
+        expected = {
+            "size": ("bad_model", "its vocabulary has 49152 tokens, not 1024"),
+            "piece": ("bad_model", "token 959 is '▁x700'"),
+            "state": ("unsupported", "choose another"),
+        }
+        assert event["error"]["name"] == expected[other][0]
+        assert expected[other][1] in event["error"]["message"]
+    finally:
+        child.close()
+
+
 # --- the guesses themselves -------------------------------------------------------------------------------------------
 
 
@@ -236,3 +366,30 @@ def test_what_a_guess_is_worth_is_learned() -> None:
     for token in [3, 4, 5, 6, 7, 8, 1, 2] * 6:
         lookup.add(token)
     assert lookup.expected(8) > 6
+
+
+def test_what_a_draft_is_worth_is_learned() -> None:
+    guesses = Guesses()
+    usual = guesses.expected(1)
+    for token in range(40):
+        guesses.next = [token] if token % 2 else []
+        guesses.add(token)
+    assert guesses.expected(1) > usual + 0.1
+    for token in range(40):
+        guesses.next = [token + 1, token + 1]
+        guesses.add(token)
+        assert not guesses.next  # what follows a wrong one is no guess any more
+    assert guesses.expected(8) < 1.2
+    for token in range(100):
+        guesses.add(token)
+    assert guesses.expected(1) == pytest.approx(usual, abs=0.02)  # worth a try again
+
+
+def test_as_many_guesses_as_pay() -> None:
+    def expected(n_guesses: int) -> float:
+        return sum(0.8**i for i in range(n_guesses + 1))
+
+    assert best_length(expected, lambda n: 1.0, 16)[0] == 16
+    assert best_length(expected, lambda n: 1.0, 7)[0] == 4
+    assert best_length(expected, lambda n: 1.0 + 0.2 * (n - 1), 16)[0] == 4
+    assert best_length(expected, lambda n: float(n), 16)[0] == 1

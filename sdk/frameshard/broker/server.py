@@ -349,6 +349,7 @@ class Server:
             "link_gbps": config.link_gbps,
             "mode": config.mode,
             "speculate": config.speculate,
+            "draft_model": config.draft_model,
             "mmproj": config.mmproj,
         }
 

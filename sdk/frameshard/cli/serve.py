@@ -53,6 +53,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="auto",
         help="auto: guess tokens of answers that repeat themselves or their prompt, where that pays (auto)",
     )
+    parser.add_argument(
+        "--draft-model",
+        metavar="PATH|NAME",
+        help="a small model with the same vocabulary, which guesses what does not repeat, on the CPU (none)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -74,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         link_gbps=args.link_gbps or 0.0,
         mode=args.mode,
         speculate=args.speculate,
+        draft_model=str(models.resolve(args.draft_model).absolute()) if args.draft_model else "",
         endpoint=args.endpoint,
         connect_file=args.connect_file and str(Path(args.connect_file).absolute()),
     )

@@ -32,6 +32,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from frameshard.engine.draft import SPREAD, Draft, Guesses, common_prefix
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.engine.sampling import Sampler, SamplingParams, make_grammar
@@ -78,13 +79,29 @@ class Job:
     first_token_at: float = 0.0
     pictures: dict[int, Picture] = field(default_factory=dict)
     lookup: Lookup | None = None
+    drafted: Guesses | None = None
 
     def next_tokens(self, n: int) -> list[int]:
         """The token that was drawn last and ``n - 1`` guesses, some of them wild."""
         tokens = self.produced[-1:]
-        if self.lookup is not None:
+        if self.drafted is not None and self.drafted.next:
+            tokens += self.drafted.next
+        elif self.lookup is not None:
             tokens += self.lookup.guess(n - 1)
         return tokens + tokens[-1:] * (n - len(tokens))
+
+    def expected(self, n_guesses: int, *, with_draft: bool = False) -> float:
+        """How many tokens a decode with so many guesses will yield on average."""
+        if self.lookup is None:
+            return 1.0
+        looked_up = self.lookup.expected(n_guesses)
+        if with_draft and self.drafted is not None:
+            return max(looked_up, self.drafted.expected(n_guesses))
+        return looked_up
+
+    def would_draft(self, n_guesses: int) -> bool:
+        """The draft's guesses promise more than those that are looked up."""
+        return self.expected(n_guesses, with_draft=True) > self.expected(n_guesses)
 
     @property
     def reading(self) -> bool:
@@ -129,9 +146,10 @@ class Slot:
 class Batcher:
     """The jobs of one :class:`Runtime`. Belongs to the runtime's thread, except for what says [any thread]."""
 
-    def __init__(self, runtime: Runtime, vision: Vision | None = None) -> None:
+    def __init__(self, runtime: Runtime, vision: Vision | None = None, draft: Draft | None = None) -> None:
         self._runtime = runtime
         self._vision = vision
+        self._draft = draft
         self._slots = [Slot(seq) for seq in range(runtime.config.n_parallel)]
         self._queued: collections.deque[Job] = collections.deque()
         self._turns = 0
@@ -142,6 +160,7 @@ class Batcher:
         self._in_flight: frozenset[int] = frozenset()
         self._prompt_tokens = 0
         self._guessed = self._guessed_right = 0
+        self._drafted = self._drafted_right = 0
         self._stepped: tuple[int, int] | None = None  # sequences and tokens of each, if the last decode was a step
         self._costs: tuple[object, dict[tuple[int, int], float]] = (None, {})
         self.chunk = runtime.n_ubatch
@@ -161,7 +180,8 @@ class Batcher:
 
     def statistics(self) -> dict[str, object]:
         """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and
-        since the load tokens of prompts read, guesses decoded and those of them that were right."""
+        since the load tokens of prompts read, guesses decoded and those of them that were right; of both, those that a
+        draft model made."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
@@ -173,6 +193,8 @@ class Batcher:
             "prompt_tokens": self._prompt_tokens,
             "guessed_tokens": self._guessed,
             "guessed_right": self._guessed_right,
+            "drafted_tokens": self._drafted,
+            "drafted_right": self._drafted_right,
         }
 
     def submit(self, message: Mapping[str, object]) -> None:
@@ -217,21 +239,24 @@ class Batcher:
         events = self._start_queued()
         if events:
             return events  # to be sent before a decode that may take long
-        batch = self._choose()
-        if not batch:
+        jobs = self._choose()
+        if not jobs:
             return events
-        reading, at = batch[0][0], len(job_slot(batch[0][0]).tokens)
+        reading, at = jobs[0], len(job_slot(jobs[0]).tokens)
         picture = reading.pictures.get(at) if reading.reading else None
         with self._lock:
-            self._in_flight = frozenset(job.id for job, _ in batch)
+            self._in_flight = frozenset(job.id for job in jobs)
             if self._in_flight <= self._interrupted:
                 self._in_flight = frozenset()
                 return events
+        part = self._part(reading) if reading.reading else []
+        batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
         failure: DecodeAborted | FrameshardError | None = None
         encoded = False
         try:
             if picture is None:
+                batch = [(reading, part)] if reading.reading else self._guessed_batch(jobs)
                 rows = "last" if reading.reading else "all"
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, rows) for job, tokens in batch])
             else:
@@ -247,7 +272,7 @@ class Batcher:
             self._in_flight = frozenset()
             self._runtime.resume()
         if failure is not None:
-            for job, _ in batch:
+            for job in jobs:
                 slot = job_slot(job)
                 if self._runtime.length(slot.seq) == 0:
                     slot.cut(0)
@@ -261,7 +286,7 @@ class Batcher:
         now = time.monotonic()
         if reading.reading:
             kept, _ = reading.shapes.popleft()
-            self._keep(job_slot(reading), batch[0][1], kept)
+            self._keep(job_slot(reading), part, kept)
             self._prompt_tokens += kept
             if reading.pictures:
                 events.append(_progress(reading, "prefill", len(job_slot(reading).tokens), len(reading.prompt)))
@@ -284,12 +309,14 @@ class Batcher:
         return False
 
     def close(self) -> None:
-        """Frees the samplers of jobs that still run, and the vision tower."""
+        """Frees the samplers of jobs that still run, the vision tower and the draft model."""
         for job in self._jobs():
             if job.sampler is not None:
                 job.sampler.close()
         if self._vision is not None:
             self._vision.close()
+        if self._draft is not None:
+            self._draft.close()
 
     # --- deciding -------------------------------------------------------------------------------------------------
 
@@ -297,33 +324,70 @@ class Batcher:
         yield from self._queued
         yield from (slot.job for slot in self._slots if slot.job is not None)
 
-    def _choose(self) -> list[tuple[Job, list[int]]]:
-        """The next batch, sequences in ascending order."""
+    def _choose(self) -> list[Job]:
+        """Whose tokens to decode next, sequences in ascending order: one that reads, or all that speak."""
         running = [slot.job for slot in self._slots if slot.job is not None]
         speaking = [job for job in running if not job.reading]
         reading = min((job for job in running if job.reading), key=lambda job: job.started_at, default=None)
         if reading is not None and not (speaking and self._read_last):
             self._read_last = True
             self._stepped = None
-            at = len(job_slot(reading).tokens)
-            kept, decoded = reading.shapes[0]
-            tokens = reading.prompt[at : at + kept]
-            # Of what was decoded behind them and taken back only the length has left a trace.
-            return [(reading, tokens + tokens[-1:] * (decoded - kept))]
+            return [reading]
         self._read_last = False
-        length = self._length(speaking)
-        self._stepped = len(speaking), length
-        return [(job, job.next_tokens(length)) for job in speaking]
+        return speaking
 
-    def _length(self, speaking: Sequence[Job]) -> int:
-        """How many tokens of each job to decode."""
-        n, lookups = len(speaking), [job.lookup for job in speaking if job.lookup is not None]
-        if not any(lookup.matched for lookup in lookups):
-            return 1
-        runtime = self._runtime
+    def _part(self, reading: Job) -> list[int]:
+        """The next tokens of a prompt."""
+        at = len(job_slot(reading).tokens)
+        kept, decoded = reading.shapes[0]
+        tokens = reading.prompt[at : at + kept]
+        # Of what was decoded behind them and taken back only the length has left a trace.
+        return tokens + tokens[-1:] * (decoded - kept)
+
+    def _guessed_batch(self, speaking: Sequence[Job]) -> list[tuple[Job, list[int]]]:
+        """The last token of each job, and as many guesses as should pay."""
+        n, runtime = len(speaking), self._runtime
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in speaking)
         room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
-        return best_length(lookups, lambda length: self._seconds(n, length), room)
+        length = 1
+        if any(job.lookup is not None for job in speaking):
+            length, rate = best_length(
+                lambda n_guesses: sum(job.expected(n_guesses) for job in speaking),
+                lambda n_each: self._seconds(n, n_each),
+                room,
+            )
+            if self._draft is not None:
+                length = self._ask_draft(self._draft, speaking, room, rate) or length
+        self._stepped = n, length
+        return [(job, job.next_tokens(length)) for job in speaking]
+
+    def _ask_draft(self, draft: Draft, speaking: Sequence[Job], room: int, rate: float) -> int:
+        """If with the draft's guesses more than ``rate`` tokens a second should come, has them made, and returns how
+        many tokens of each job to decode; else, or while the draft still reads, 0."""
+        drafting = {job_slot(job).seq: job for job in speaking if job.drafted is not None}
+        texts = {seq: job_slot(job).tokens + job.produced[-1:] for seq, job in drafting.items()}
+        unread = {seq: draft.unread(seq, text) for seq, text in texts.items()}
+        # Reading has to be made up for by what is left of the answers.
+        spread = min([SPREAD, *(job.max_new - len(job.produced) for job in drafting.values())])
+
+        def expected(n_guesses: int) -> float:
+            return sum(job.expected(n_guesses, with_draft=True) for job in speaking)
+
+        def seconds(n_each: int) -> float:
+            seqs = [seq for seq, job in drafting.items() if job.would_draft(n_each - 1)]
+            late = sum(unread[seq] - 1 for seq in seqs) / spread
+            return self._seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late)
+
+        length, rate_with_draft = best_length(expected, seconds, room)
+        if rate_with_draft <= rate:
+            return 0
+        asked = {seq: texts[seq] for seq, job in drafting.items() if job.would_draft(length - 1)}
+        guesses = draft.guess(asked, length - 1)
+        for seq, tokens in guesses.items():
+            drafted = drafting[seq].drafted
+            assert drafted is not None
+            drafted.next = tokens
+        return length if guesses else 0
 
     def _seconds(self, n_seq: int, n_each: int) -> float:
         plan, known = self._costs
@@ -363,7 +427,7 @@ class Batcher:
         keep = 0
         if slot.conversation == job.conversation and job.conversation is not None and not (job.resume or job.history):
             # At least one prompt token is decoded: its logits are what the answer starts from.
-            keep = slot.whole(min(_common(slot.tokens, job.prompt), len(job.prompt) - 1))
+            keep = slot.whole(min(common_prefix(slot.tokens, job.prompt), len(job.prompt) - 1))
         position = slot.positions(keep)
         slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
         kept = len(slot.tokens)
@@ -382,6 +446,11 @@ class Batcher:
         job.started_at = time.monotonic()
         if self._runtime.guesses:
             job.lookup = Lookup(job.prompt)
+            if self._draft is not None and not job.pictures:  # a draft reads text alone
+                self._draft.check_file()
+                job.drafted = Guesses()
+                if self._runtime.mode == "stream_only":
+                    self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
         job.sampler = Sampler(
             job.params, job.seed, self._runtime.vocab, self._runtime.n_vocab, [t for t in job.prompt if t >= 0]
         )
@@ -406,6 +475,7 @@ class Batcher:
     def _speak(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[Event]:
         """A token from each row, as long as it is the one that was decoded for the next row."""
         events: list[Event] = []
+        drafted = job.drafted is not None and bool(job.drafted.next)
         for kept, row in enumerate(rows, 1):
             reason = self._next_token(job, row, now, events)
             if reason is not None or tokens[kept : kept + 1] != job.produced[-1:]:
@@ -414,6 +484,9 @@ class Batcher:
             self._keep(job_slot(job), tokens, kept)
             self._guessed += len(tokens) - 1
             self._guessed_right += kept - 1
+            if drafted:
+                self._drafted += len(tokens) - 1
+                self._drafted_right += kept - 1
         if reason is not None:
             done = {
                 "ev": "done",
@@ -444,6 +517,8 @@ class Batcher:
         job.produced.append(token)
         if job.lookup is not None:
             job.lookup.add(token)
+        if job.drafted is not None:
+            job.drafted.add(token)
         self._count(now)
         reason = None
         if self._runtime.is_end(token):
@@ -613,15 +688,6 @@ def _whole_list(name: str, value: object, high: int) -> list[int]:
     if not isinstance(value, list):
         raise BadArgument(f"{name} must be a list", field=name)
     return [_whole(name, item, high) for item in value]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
 
 
 def _pack_shapes(shapes: Iterable[Shape]) -> list[list[int]]:

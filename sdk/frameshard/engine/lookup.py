@@ -96,14 +96,15 @@ class Lookup:
                     return
 
 
-def best_length(lookups: Sequence[Lookup], seconds: Callable[[int], float], room: int) -> int:
-    """How many tokens of each sequence to decode, at most ``room``: as many as yield the most tokens a second, by what
-    guesses were worth so far, when a step of ``n`` tokens each takes ``seconds(n)``."""
-    best, most = 1, _LEAST_GAIN * len(lookups) / seconds(1)
+def best_length(expected: Callable[[int], float], seconds: Callable[[int], float], room: int) -> tuple[int, float]:
+    """How many tokens of each sequence to decode, at most ``room``, and how many tokens a second come of it: as many as
+    yield the most, when ``n`` guesses for each yield ``expected(n)`` tokens and a step of ``n`` tokens each takes
+    ``seconds(n)``."""
+    best, most = 1, _LEAST_GAIN * expected(0) / seconds(1)
     for length in _LENGTHS:
         if length > room:
             break
-        rate = sum(lookup.expected(length - 1) for lookup in lookups) / seconds(length)
+        rate = expected(length - 1) / seconds(length)
         if rate > most:
             best, most = length, rate
-    return best
+    return best, most

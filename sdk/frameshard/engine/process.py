@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.draft import Draft
 from frameshard.engine.runtime import EngineConfig, Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
@@ -218,13 +219,21 @@ class Engine:
         self._runtime = Runtime.load(EngineConfig.from_wire(message))
         mmproj = self._runtime.config.mmproj
         self._vision = Vision(self._runtime, mmproj) if mmproj else None
-        self._batcher = Batcher(self._runtime, self._vision)
+        self._batcher = Batcher(self._runtime, self._vision, self._make_draft(self._runtime))
         self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
         self._budget_known = self._runtime.budget_bytes
         self._watcher = Watcher(self._runtime)
         self._channel.send(self._watcher.look(parked=False))
         self._loaded.set()
         self._channel.send({"ev": "ready", "info": {**self._info(), "load_s": time.monotonic() - started}})
+
+    def _make_draft(self, runtime: Runtime) -> Draft | None:
+        if not runtime.config.draft_model:
+            return None
+        if not runtime.may_guess:
+            logger.warning("the draft model is not loaded: nothing is guessed (speculate off, CPU or recurrent model)")
+            return None
+        return Draft(runtime, runtime.config.draft_model)
 
     def _submit(self, message: Message) -> None:
         if self._batcher is None:

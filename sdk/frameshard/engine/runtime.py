@@ -99,7 +99,7 @@ class EngineConfig:
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
     have the same bits at any budget. ``speculate`` "off" decodes no guessed tokens. ``n_outputs_max`` is how many rows
     of logits one decode may ask for; 0 means as many as the others need. ``mmproj`` is the GGUF file that reads images
-    for this model, "" for none.
+    for this model, "" for none; ``draft_model`` a GGUF file whose model guesses for this one, "" for none.
 
     :raises BadArgument: a value is of the wrong type or out of range.
     """
@@ -116,13 +116,15 @@ class EngineConfig:
     speculate: Literal["auto", "off"] = "auto"
     n_outputs_max: int = 0
     mmproj: str = ""
+    draft_model: str = ""
 
     def __post_init__(self) -> None:
         for name in ("model", "device", "mode"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise BadArgument(f"{name} must be a non-empty string", field=name)
-        if not isinstance(self.mmproj, str):
-            raise BadArgument("mmproj must be a string", field="mmproj")
+        for name in ("mmproj", "draft_model"):
+            if not isinstance(getattr(self, name), str):
+                raise BadArgument(f"{name} must be a string", field=name)
         limits = {
             "vram_budget": (0, 2**53),
             "n_ctx": (1, 2**24),
@@ -328,7 +330,7 @@ class Runtime:
         params.n_batch = config.n_ubatch
         params.n_ubatch = config.n_ubatch
         params.n_seq_max = config.n_parallel
-        rows = logits_rows(config.n_parallel, config.n_ubatch, may_guess=self._may_guess())
+        rows = logits_rows(config.n_parallel, config.n_ubatch, may_guess=self.may_guess)
         params.n_outputs_max = config.n_outputs_max or rows
         params.n_threads = self.n_threads
         params.n_threads_batch = self.n_threads
@@ -353,11 +355,16 @@ class Runtime:
         self._cut = False
         self._kv_planned = self._ring_planned = 0
 
-    def _may_guess(self) -> bool:
-        """Guessed tokens may be decoded: a wrong one can be taken back, which a recurrent state cannot, and there is a
-        shard device, whose plan says what it costs."""
-        recurrent = llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
-        return self.config.speculate == "auto" and self.device is not None and not recurrent
+    @property
+    def can_go_back(self) -> bool:
+        """Tokens can be taken back, which a recurrent state cannot."""
+        return not (llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model))
+
+    @property
+    def may_guess(self) -> bool:
+        """Guessed tokens may be decoded: a wrong one can be taken back, and there is a shard device, whose plan says
+        what it costs."""
+        return self.config.speculate == "auto" and self.device is not None and self.can_go_back
 
     def _make_batch(self) -> None:
         n = self.n_ubatch
@@ -512,7 +519,7 @@ class Runtime:
     def guesses(self) -> bool:
         """Guessed tokens are worth a look. In stream-only mode nothing but the text may decide how many, and of a
         mixture of experts each would have to copy experts of its own."""
-        return self._may_guess() and (self.mode == "planned" or not self.model_info.n_expert_used)
+        return self.may_guess and (self.mode == "planned" or not self.model_info.n_expert_used)
 
     def guess_seconds(self, n_seq: int, n_each: int) -> float:
         """Predicted time of a decode of ``n_each`` tokens of each of ``n_seq`` sequences; in stream-only mode as a
@@ -697,7 +704,7 @@ class Runtime:
     @property
     def progress(self) -> int:
         """[any thread] A number that changes while a decode gets on. If it stands still in a decode, that is stuck."""
-        return self._nodes if self.device is None else self.device.stats().steps
+        return self._nodes + (0 if self.device is None else self.device.stats().steps)
 
     def _on_node(self, _data: object) -> bool:
         return self.on_node()

@@ -41,6 +41,8 @@ class ServeConfig:
     :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
     :param speculate: ``auto`` guesses tokens of an answer that repeats itself or its prompt, and computes several in
         the time of one where that pays; ``off`` never does.
+    :param draft_model: path of a GGUF file, a small model with the same vocabulary: on the CPU and in host memory alone
+        it guesses what does not repeat, where that pays; "" for none.
     :param transport: ``ipc`` or ``tcp`` on the loopback; both carry CURVE.
     :param endpoint: where to listen, such as ``ipc:///run/game/npc.sock`` or ``tcp://127.0.0.1:5555``; by default a
         fresh place.
@@ -67,6 +69,7 @@ class ServeConfig:
     link_gbps: float = 0.0
     mode: str = "planned"
     speculate: str = "auto"
+    draft_model: str = ""
     transport: str = "tcp" if sys.platform == "win32" else "ipc"
     endpoint: str | None = None
     connect_file: str | None = None
@@ -84,8 +87,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise BadArgument("model must be the path of a GGUF file", field="model")
-        if not isinstance(self.mmproj, str):
-            raise BadArgument("mmproj must be the path of a GGUF file", field="mmproj")
+        for name in ("mmproj", "draft_model"):
+            if not isinstance(getattr(self, name), str):
+                raise BadArgument(f"{name} must be the path of a GGUF file", field=name)
         if not isinstance(self.device, str) or not self.device:
             raise BadArgument("device must be a name", field="device")
         if self.mode not in MODES:
