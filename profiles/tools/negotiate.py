@@ -5,6 +5,7 @@
 200 changes of 256 MiB to 2 GiB while an answer is written and 50 in the middle of reading a prompt of 8,192 tokens, in
 stream-only mode: the text must be the one of an undisturbed run. On a machine with NVML the use of the card is sampled
 all along; no sample may lie above the budget once the deadline of 50 ms has passed. Needs a card that nobody else uses.
+With --refill weights come back while an answer is written, and with --cancel answers and prompts end half way.
 
     python profiles/tools/negotiate.py MODEL.gguf --mmproj MMPROJ.gguf --image 1920x1080 --decode 0 --prefill 0
 
@@ -88,6 +89,8 @@ class Run:
         self.looks: list[tuple[float, float]] = []
         self.wrong_texts = 0
         self.texts = 0
+        self.refills: list[dict[str, float]] = []
+        self.cancels: dict[str, list[float]] = {"decode": [], "prefill": []}
 
     async def set(self, budget_bytes: int, phase: str, shrink: bool) -> None:
         change = Change(time.monotonic(), budget_bytes, shrink, phase)
@@ -164,6 +167,55 @@ class Run:
                 await trio.sleep(0.05)
             nursery.cancel_scope.cancel()
 
+    async def refilling(self) -> None:
+        """Notes how fast weights come back after a shrink by 4 GiB, and how many tokens are written meanwhile."""
+        count = 0
+
+        async def speak() -> None:
+            nonlocal count
+            sampling = frameshard.Sampling(max_tokens=self.args.tokens, temperature=0.0)
+            while True:
+                async with self.client.complete("Once upon a time", sampling=sampling) as stream:
+                    async for delta in stream:
+                        count += delta.tokens
+
+        async def resident() -> int:
+            return int(((await self.client.stats()).engine or {})["resident_bytes"])
+
+        whole = await resident()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(speak)
+            for _ in range(self.args.refill):
+                room = self.bounds.full_bytes - self.bounds.floor_bytes
+                await self.set(self.bounds.full_bytes - min(4096 * MIB, room // 2), "refill", True)
+                await trio.sleep(0.5)
+                missing, before, begin = whole - await resident(), count, time.monotonic()
+                await self.set(self.bounds.full_bytes, "refill", False)
+                while await resident() < whole:
+                    await trio.sleep(0.001)
+                seconds = time.monotonic() - begin
+                self.refills.append({"gb_per_s": missing / seconds / 1e9, "tokens_per_s": (count - before) / seconds})
+            nursery.cancel_scope.cancel()
+
+    async def cancelling(self) -> None:
+        """Notes the time from a cancel to the job's last event, in the midst of answers and of prompts."""
+        short = await self.answer(WORDS * 10, 1)
+        prompt = WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
+        usual = (await self.answer(prompt, 2)).prefill_s
+        for phase, text in (("decode", "Once upon a time"), ("prefill", prompt)):
+            for _ in range(self.args.cancel):
+                sampling = frameshard.Sampling(max_tokens=self.args.tokens, temperature=0.0)
+                async with self.client.complete(text, sampling=sampling) as stream:
+                    if phase == "decode":
+                        await anext(stream)
+                    await trio.sleep((usual if phase == "prefill" else 0.5) * self.random.uniform(0.2, 0.8))
+                    begin = time.monotonic()
+                    await stream.cancel()
+                    try:
+                        await stream.completed()
+                    except frameshard.errors.JobCancelled:
+                        self.cancels[phase].append(1000 * (time.monotonic() - begin))
+
     async def reading(self) -> None:
         short = await self.answer(WORDS * 10, 1)
         prompt = WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
@@ -195,7 +247,11 @@ def above_budget(samples: list[tuple[float, int]], changes: list[Change]) -> tup
 
 
 def row(changes: list[Change], value: str) -> dict[str, float]:
-    figures = sorted(1000 * found for change in changes if (found := getattr(change, value)) is not None)
+    return spread([1000 * found for change in changes if (found := getattr(change, value)) is not None])
+
+
+def spread(figures: list[float]) -> dict[str, float]:
+    figures = sorted(figures)
     if not figures:
         return {}
     return {
@@ -233,18 +289,23 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
             await run.decoding()
         if args.prefill:
             await run.reading()
+        if args.refill:
+            await run.refilling()
+        if args.cancel:
+            await run.cancelling()
         if args.mmproj:
             await run.looking()
         stats = (await client.stats()).engine or {}
         model = await client.model_info()
     card.stop()
     rows = {}
-    for phase in ("decode", "prefill", "encode", "after an encode"):
+    for phase in ("decode", "prefill", "refill", "encode", "after an encode"):
         for shrink, word in ((True, "shrink"), (False, "grow")):
             of = [change for change in run.changes if change.phase == phase and change.shrink is shrink]
             for value in ("released_s", "round_trip_s", "observed_s"):
                 if figures := row(of, value):
                     rows[f"{phase} {word} {value.removesuffix('_s')}"] = figures
+    rows |= {f"cancel in {phase}": spread(found) for phase, found in run.cancels.items() if found}
     above, worst = above_budget(card.samples, run.changes)
     return {
         "model": model.name,
@@ -254,6 +315,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "texts": run.texts,
         "texts_that_differ": run.wrong_texts,
+        "refills": run.refills,
         "nvml_samples": len(card.samples) if sampled else None,
         "nvml_samples_above_budget": above if sampled else None,
         "nvml_worst_excess_mb": worst / MIB if sampled else None,
@@ -270,6 +332,8 @@ if __name__ == "__main__":
     parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
     parser.add_argument("--decode", type=int, default=200, help="changes while an answer is written (200)")
     parser.add_argument("--prefill", type=int, default=50, help="shrinks in mid-prompt (50)")
+    parser.add_argument("--refill", type=int, default=0, help="grows by 4 GiB while an answer is written (0)")
+    parser.add_argument("--cancel", type=int, default=0, help="cancelled answers, and prompts (0)")
     parser.add_argument("--mmproj", help="what reads images for this model")
     parser.add_argument("--image", default="1920x1080", help="size of the pictures (1920x1080)")
     parser.add_argument("--encode", type=int, default=50, help="with --mmproj: shrinks in mid-encode (50)")
@@ -288,4 +352,6 @@ if __name__ == "__main__":
         print(f"{name:28}{figures['n']:6}{figures['p50_ms']:10.2f}{figures['p99_ms']:10.2f}{figures['max_ms']:10.2f}")
     for name in ("texts", "texts_that_differ", "nvml_samples", "nvml_samples_above_budget", "nvml_worst_excess_mb"):
         print(f"{name}: {document[name]}")
+    for refill in document["refills"]:
+        print(f"weights came back at {refill['gb_per_s']:.1f} GB/s, beside {refill['tokens_per_s']:.0f} tokens/s")
     print(f"in {document['seconds']:.0f} s")
