@@ -61,6 +61,7 @@ async def echo_load(kind: type[Socket], count: int) -> int:
             while received < count:
                 assert await client.receive() == [b"%d" % received]
                 received += 1
+            nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)

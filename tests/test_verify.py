@@ -16,11 +16,11 @@ import tiny_models
 QUANTISED = {"qwen3moe"}  # llama.cpp's own CPU path repacks Q4_0, so its rounding differs from any device's
 
 
-def verify(model: Path, budgets: str, *extra: str) -> subprocess.CompletedProcess[str]:
+def verify(model: Path, budgets: str, *extra: str, threads: int = 1) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             *(sys.executable, "-m", "frameshard", "verify", "--model", str(model), "--device", "emulated"),
-            *("--threads", "2", "--vram-budget", budgets, "--json", *extra),
+            *("--threads", str(threads), "--generate", "32", "--vram-budget", budgets, "--json", *extra),
         ],
         capture_output=True,
         text=True,
@@ -55,17 +55,24 @@ def test_smollm2_at_five_budgets(model_path: Path) -> None:
 
 
 def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(model_path: Path) -> None:
-    result = verify(model_path, "floor,60", "--link-gbps", "0.5", "--generate", "32")
+    result = verify(model_path, "floor,60", "--link-gbps", "0.5")
     check(rows_of(result))
     assert result.returncode == 0, result.stderr
 
 
 def test_mixture_of_experts_at_five_budgets(moe_path: Path) -> None:
-    result = verify(moe_path, "floor,100,200,300,full", "--prompt", "64", "--generate", "32")
+    result = verify(moe_path, "floor,100,200,300,full", "--prompt", "64")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
     assert len(rows) == 10
     check(rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_two_threads(tiny_model: Callable[[str], Path], name: str) -> None:
+    """On a small model, since ggml's threads spin where others need the cores."""
+    rows = rows_of(verify(tiny_model(name), "floor", "--link-gbps", "0.5", threads=2))
+    check(rows, agrees_with_stock=name not in QUANTISED)
 
 
 @pytest.mark.parametrize("name", tiny_models.ARCHS)
@@ -76,7 +83,7 @@ def test_every_kind_of_architecture(tiny_model: Callable[[str], Path], name: str
 
 
 def test_a_budget_below_the_floor_names_the_floor(model_path: Path) -> None:
-    result = verify(model_path, "1")
+    result = verify(model_path, "1", "--prompt", "16")
     assert result.returncode == 2
     error = json.loads(result.stdout)["error"]
     assert error["name"] == "budget_below_floor"
@@ -87,16 +94,8 @@ def test_a_budget_below_the_floor_names_the_floor(model_path: Path) -> None:
 def test_the_cpu_is_no_shard_device(model_path: Path) -> None:
     result = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "frameshard",
-            "verify",
-            "--model",
-            str(model_path),
-            "--device",
-            "cpu",
-            "--vram-budget",
-            "9",
+            *(sys.executable, "-m", "frameshard", "verify", "--model", str(model_path)),
+            *("--device", "cpu", "--vram-budget", "9"),
         ],
         capture_output=True,
         text=True,

@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 import runners
+import trio
 import zmq
 
 import frameshard
@@ -254,7 +255,7 @@ class Play:
                     return broker.jobs_queued + broker.jobs_running
 
                 while await busy():
-                    pass
+                    await trio.sleep(0.01)
 
         idle()
 

@@ -25,7 +25,7 @@ def main(model: str, mmproj: str, device: str, out: str) -> None:
     width, height = SIZE
     pixels = np.random.default_rng(3).integers(0, 256, 3 * width * height, dtype=np.uint8).tobytes()
     config = EngineConfig(
-        model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=2, mode="stream_only"
+        model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=1, mode="stream_only"
     )
     found: dict[str, npt.NDArray[np.float32]] = {}
     figures = []
