@@ -224,10 +224,11 @@ FSD_API fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, doubl
 
 typedef struct {
     uint32_t struct_size;
-    double kv_bytes; /* one token: 16-bit keys and values read */
+    int32_t type;    /* set by the caller: of keys and values, a ggml type */
+    double kv_bytes; /* one token: bytes of keys and values read */
     double flops;    /* a prompt */
 } fsd_attention_rates;
-/* Flash attention on the inner device over n_kv cells. */
+/* Flash attention on the inner device over n_kv cells. Both rates are 0 where it has none for that type. */
 FSD_API fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
                                        double seconds, fsd_attention_rates *rates);
 

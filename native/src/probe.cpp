@@ -239,8 +239,8 @@ struct Copying {
 };
 
 // Attention of n_q queries over one of several caches, so that they are read from memory.
-static double attention_seconds(Device &d, int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
-                                int64_t n_q, int count, double budget_s) {
+static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int64_t n_head, int64_t n_head_kv,
+                                int64_t n_kv, int64_t n_q, int count, double budget_s) {
     const int n_tensors = 5 * count + 8;
     ggml_init_params params = {};
     params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false);
@@ -251,8 +251,8 @@ static double attention_seconds(Device &d, int64_t head_dim, int64_t n_head, int
     ggml_tensor *mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, n_q);
     bool supported = true;
     for (int i = 0; i < count; i++) {
-        ggml_tensor *k = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, head_dim, n_kv, n_head_kv);
-        ggml_tensor *v = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, head_dim, n_kv, n_head_kv);
+        ggml_tensor *k = ggml_new_tensor_3d(ctx, type, head_dim, n_kv, n_head_kv);
+        ggml_tensor *v = ggml_new_tensor_3d(ctx, type, head_dim, n_kv, n_head_kv);
         ggml_tensor *y = ggml_flash_attn_ext(ctx, q, k, v, mask, 1.0f / std::sqrt((float)head_dim), 0.0f, 0.0f);
         supported = supported && ggml_backend_supports_op(d.compute, y);
         ggml_build_forward_expand(graph, y);
@@ -381,7 +381,9 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
                                           double seconds, fsd_attention_rates *r) {
     Device &d = device();
     if (!r || r->struct_size != sizeof(*r) || head_dim <= 0 || n_head_kv <= 0 || n_head % n_head_kv != 0 ||
-        n_head <= 0 || n_kv <= 0 || n_kv % 256 != 0 || !(seconds > 0)) {
+        n_head <= 0 || n_kv <= 0 || n_kv % 256 != 0 || r->type < 0 || r->type >= GGML_TYPE_COUNT ||
+        ggml_blck_size((ggml_type)r->type) == 0 || head_dim % ggml_blck_size((ggml_type)r->type) != 0 ||
+        !(seconds > 0)) {
         return FSD_BAD_ARGUMENT;
     }
     if (!d.configured.load()) {
@@ -389,11 +391,12 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.synchronize();
-    const double bytes = 4.0 * (double)(n_kv * n_head_kv * head_dim);
+    const ggml_type type = (ggml_type)r->type;
+    const double bytes = 2.0 * (double)((size_t)(n_kv * n_head_kv) * ggml_row_size(type, head_dim));
     const int count = std::max(1, std::min(32, (int)((double)(128 << 20) / bytes)));
-    const double one = attention_seconds(d, head_dim, n_head, n_head_kv, n_kv, 1, count, seconds / 2);
+    const double one = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, 1, count, seconds / 2);
     const int64_t n_q = d.emulated ? 64 : 512;
-    const double many = attention_seconds(d, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
+    const double many = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
     r->kv_bytes = one > 0 ? bytes / one : 0;
     r->flops = many > 0 ? 4.0 * (double)(head_dim * n_head * n_q * n_kv) / many : 0;
     return FSD_OK;

@@ -194,7 +194,12 @@ class _ProductRates(ctypes.Structure):
 
 
 class _AttentionRates(ctypes.Structure):
-    _fields_ = (("struct_size", ctypes.c_uint32), ("kv_bytes", ctypes.c_double), ("flops", ctypes.c_double))
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("type", ctypes.c_int32),
+        ("kv_bytes", ctypes.c_double),
+        ("flops", ctypes.c_double),
+    )
 
 
 def _values(raw: ctypes.Structure) -> dict[str, Any]:
@@ -531,13 +536,14 @@ class ShardDevice:
         return ProductRates(**_values(raw))
 
     def probe_attention(
-        self, head_dim: int, n_head: int, n_head_kv: int, n_cells: int, seconds: float
+        self, head_dim: int, n_head: int, n_head_kv: int, ggml_type: int, n_cells: int, seconds: float
     ) -> AttentionRates:
-        """Measures attention over ``n_cells`` (a multiple of 256) on the inner device. Raises BadArgument."""
-        raw = _AttentionRates(struct_size=ctypes.sizeof(_AttentionRates))
+        """Measures attention over ``n_cells`` (a multiple of 256) of keys and values of one type on the inner device.
+        Raises BadArgument."""
+        raw = _AttentionRates(struct_size=ctypes.sizeof(_AttentionRates), type=ggml_type)
         shape = (ctypes.c_int64(n) for n in (head_dim, n_head, n_head_kv, n_cells))
         self._probed(self._lib.fsd_probe_attention(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
-        return AttentionRates(**_values(raw))
+        return AttentionRates(raw.kv_bytes, raw.flops)
 
     def _probed(self, status: int) -> None:
         if status == 6:

@@ -1,4 +1,5 @@
-"""reference_loop.py MODEL QUESTION N: a greedy chat answer of N tokens by llama.cpp's C interface alone, on stdout."""
+"""reference_loop.py MODEL QUESTION N [KV]: a greedy chat answer of N tokens by llama.cpp's C interface alone, with keys
+and values of type KV (F16), on stdout."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SYSTEM = b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 QUIET = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
 
 
-def main(model_path: str, question: str, n: int) -> None:
+def main(model_path: str, question: str, n: int, kv_type: str = "f16") -> None:
     llama_cpp.llama_log_set(QUIET, None)
     model_params = llama_cpp.llama_model_default_params()
     model_params.n_gpu_layers = 0
@@ -21,6 +22,7 @@ def main(model_path: str, question: str, n: int) -> None:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 512
     params.n_threads = params.n_threads_batch = 1
+    params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{kv_type.upper()}")
     context = llama_cpp.llama_init_from_model(model, params)
     vocab = llama_cpp.llama_model_get_vocab(model)
 
@@ -47,4 +49,4 @@ def main(model_path: str, question: str, n: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

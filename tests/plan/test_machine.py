@@ -125,9 +125,9 @@ def test_a_model_sees_the_rates_of_its_weights(model_path: Path) -> None:
     assert seen.cpu_gemv == pytest.approx(1e9 / 2 * 18 / 32)  # as Q4_0, which was measured: 18 bytes for 32 weights
     assert (seen.cpu_flops, seen.gpu_flops) == (1e11, 1e13)
     assert seen.memory == 7.8e9  # both at once
-    assert PROFILE.attention_rates("64 x 8:2", 1024) == pytest.approx((1e9, 1e12))
-    assert PROFILE.attention_rates("64 x 8:2", 2896.3) == pytest.approx((2e9, 2e12**0.5 * 1e12**0.5), rel=1e-3)
-    assert PROFILE.attention_rates("128 x 8:2", 1024) == (PROFILE.gpu_gemv, PROFILE.gpu_flops)
+    assert PROFILE.attention_rates((64, 8, 2), 1024) == pytest.approx((1e9, 1e12))
+    assert PROFILE.attention_rates((64, 8, 2), 2896.3) == pytest.approx((2e9, 2e12**0.5 * 1e12**0.5), rel=1e-3)
+    assert PROFILE.attention_rates((128, 8, 2), 1024) == (PROFILE.gpu_gemv, PROFILE.gpu_flops)
 
 
 def test_memory_serves_both_but_not_less_than_one() -> None:

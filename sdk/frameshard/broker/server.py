@@ -350,6 +350,7 @@ class Server:
             "mode": config.mode,
             "speculate": config.speculate,
             "draft_model": config.draft_model,
+            "kv_type": config.kv_type,
             "mmproj": config.mmproj,
         }
 

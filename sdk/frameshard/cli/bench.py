@@ -44,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens decoded (64)")
     parser.add_argument("--parallel", type=common.positive, default=1, metavar="N", help="sequences at once (1)")
     common.add_ubatch_arg(parser)
+    common.add_kv_type_arg(parser)
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
     parser.add_argument(
@@ -110,8 +111,10 @@ def run(args: argparse.Namespace) -> int:
         n_threads=args.threads,
         link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
+        kv_type=args.kv_type,
     )
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
+    result["kv_type"] = args.kv_type
     with Runtime.load(config, budgets=sizes(args.vram_budget), n_prompt=args.prompt) as runtime:
         args.ubatch = runtime.config.n_ubatch
         result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
@@ -219,7 +222,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> 
         upstream.measure(
             args.vs,
             runtime.model_info,
-            device + row.placement,
+            [*device, *row.placement, *upstream.kv_type(args.kv_type)],
             None if emulated else Observer(),
             prompt=args.prompt,
             generate=args.generate,

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         n_threads=args.threads,
         link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
+        kv_type=args.kv_type,
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
     seeds = iter(range(10**6))
@@ -189,7 +190,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
         command = [args.vs, "-m", runtime.config.model, "--mmproj", mmproj, "--image", str(file), "-p", PROMPT.strip()]
         command += ["-n", str(args.generate), "-c", str(runtime.n_ctx), "-t", str(args.vs_threads or args.threads)]
         command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
-        command += ["-lv", "4", *upstream.BATCH]  # its times are not told otherwise
+        command += ["-lv", "4", *upstream.BATCH, *upstream.kv_type(args.kv_type)]  # its times are not told otherwise
         observer = None if emulated else Observer()
         log = Path(scratch) / "log"
         with open(log, "wb") as out:

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         n_ctx=args.ctx,
         n_parallel=args.parallel,
         n_ubatch=args.ubatch,
+        kv_type=args.kv_type,
         n_threads=args.threads,
         link_gbps=args.link_gbps or 0.0,
         name="chat",

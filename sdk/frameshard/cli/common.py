@@ -91,10 +91,11 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
 
 
 def add_context_args(parser: argparse.ArgumentParser) -> None:
-    """``--ctx --parallel --ubatch``."""
+    """``--ctx --parallel --ubatch --kv-type``."""
     parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context in tokens, all jobs (4096)")
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
     add_ubatch_arg(parser)
+    add_kv_type_arg(parser)
 
 
 def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +107,16 @@ def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
         metavar="N|auto",
         help="prompt tokens computed at once (512); auto: what reads prompts soonest at the budget given, with a floor "
         "of up to half of it",
+    )
+
+
+def add_kv_type_arg(parser: argparse.ArgumentParser) -> None:
+    """``--kv-type``."""
+    parser.add_argument(
+        "--kv-type",
+        choices=("f16", "q8_0", "q4_0"),
+        default="f16",
+        help="how keys and values are kept (f16); q8_0 takes half as much, q4_0 little more than a quarter",
     )
 
 

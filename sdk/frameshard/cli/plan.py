@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     words = [word.strip() for word in args.vram_budget.split(",")]
     budgets = [None if word in ("floor", "full") else common.parse_size(word) for word in words]
     model = read_model(models.resolve(args.model))
+    planner.check_kv_type(model, args.kv_type)
     profile = machine.load(args.profile).seen_by(model) if args.profile else measure(args, model)
     device = str(profile.fingerprint.get("device", ""))
     overhead = 0 if device == "emulated" else planner.DRIVER_BYTES
@@ -69,14 +70,21 @@ def run(args: argparse.Namespace) -> int:
             n_ctx=args.ctx,
             n_prompt=args.prompt,
             n_seq=args.parallel,
+            kv_type=args.kv_type,
             overhead_bytes=overhead,
         )
     unit = planner.vram_unit(device)
     fixed = planner.estimate_fixed(
-        model, args.ctx, args.ubatch, args.parallel, overhead_bytes=overhead, unit_bytes=unit
+        model,
+        args.ctx,
+        args.ubatch,
+        args.parallel,
+        kv_type=args.kv_type,
+        overhead_bytes=overhead,
+        unit_bytes=unit,
     )
     n_used = min(args.prompt, args.ctx)
-    context = planner.estimate_context(model, args.ctx, n_used, args.parallel, unit_bytes=unit)
+    context = planner.estimate_context(model, args.ctx, n_used, args.parallel, kv_type=args.kv_type, unit_bytes=unit)
 
     def plan(budget_bytes: int) -> Plan:
         return planner.make_plan(

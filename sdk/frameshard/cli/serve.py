@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         vram_budget_bytes=args.vram_budget,
         n_ctx=args.ctx,
         n_ubatch=args.ubatch,
+        kv_type=args.kv_type,
         n_parallel=args.parallel,
         n_threads=args.threads,
         link_gbps=args.link_gbps or 0.0,

@@ -73,6 +73,11 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
     return ["-ngl", str(n)]
 
 
+def kv_type(name: str) -> list[str]:
+    """Upstream's arguments for keys and values of a type."""
+    return ["-ctk", name, "-ctv", name]
+
+
 def measure(
     binary: str,
     model: Model,

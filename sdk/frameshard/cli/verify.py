@@ -52,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens one by one (64)")
     parser.add_argument("--ctx", type=common.positive, default=512, metavar="N", help="context in tokens (512)")
     parser.add_argument("--ubatch", type=common.positive, default=64, metavar="N", help="prompt tokens at once (64)")
+    common.add_kv_type_arg(parser)
     parser.set_defaults(run=run)
 
 
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             n_threads=args.threads,
             link_gbps=args.link_gbps or 0.0,
             n_outputs_max=_LOGITS_OF_PROMPT,
+            kv_type=args.kv_type,
         )
 
     reference_device = "cpu" if device == "emulated" else f"stock:{device}"

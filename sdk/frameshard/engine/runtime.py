@@ -42,7 +42,7 @@ from frameshard.errors import (
 from frameshard.native import default_threads
 from frameshard.plan import routing
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.machine import Profile, load_or_probe
+from frameshard.plan.machine import KvType, Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.planner import (
     CPU,
@@ -52,6 +52,7 @@ from frameshard.plan.planner import (
     Context,
     Mode,
     Plan,
+    check_kv_type,
     choose_launch_ubatch,
     choose_ubatch,
     estimate_context,
@@ -73,6 +74,11 @@ STOCK = "stock:"
 # of 8K tokens were read (attention's workspaces grow with them).
 DRIVER_MARGIN = 64 << 20
 MAX_SEQUENCES = 64
+KV_TYPES = {
+    "f16": llama_cpp.GGML_TYPE_F16,
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+    "q4_0": llama_cpp.GGML_TYPE_Q4_0,
+}
 _ROUTING_CHANGED = 0.08  # share of choices
 KV_PAGE = 256
 """Cells in which room for keys and values is asked for; llama.cpp reads them in steps of as many."""
@@ -94,7 +100,8 @@ class EngineConfig:
 
     ``device``: "cpu" (stock llama.cpp), "emulated", a ggml device name such as "CUDA0", or "auto" (the first GPU, else
     the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` tokens are shared evenly by ``n_parallel`` sequences.
-    ``n_ubatch`` is how many tokens of a prompt are computed at once; 0 is for a plan to choose, at load.
+    ``n_ubatch`` is how many tokens of a prompt are computed at once; 0 is for a plan to choose, at load. ``kv_type`` is
+    how keys and values are kept.
     ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
     have the same bits at any budget. ``speculate`` "off" decodes no guessed tokens. ``n_outputs_max`` is how many rows
@@ -117,6 +124,7 @@ class EngineConfig:
     n_outputs_max: int = 0
     mmproj: str = ""
     draft_model: str = ""
+    kv_type: KvType = "f16"
 
     def __post_init__(self) -> None:
         for name in ("model", "device", "mode"):
@@ -142,6 +150,8 @@ class EngineConfig:
             raise BadArgument("link_gbps must be a number from 0 to 1e6", field="link_gbps")
         if self.mode not in get_args(Mode):
             raise BadArgument(f"mode must be one of {', '.join(get_args(Mode))}", field="mode")
+        if self.kv_type not in KV_TYPES:
+            raise BadArgument(f"kv_type must be one of {', '.join(KV_TYPES)}", field="kv_type")
         if self.speculate not in ("auto", "off"):
             raise BadArgument("speculate must be auto or off", field="speculate")
         if min(self.n_ubatch or PLAIN_UBATCH, self.n_ctx) < self.n_parallel:
@@ -208,7 +218,8 @@ class Runtime:
 
         :raises ModelNotFound: no such file.
         :raises BadModel: not a GGUF that can be served.
-        :raises Unsupported: a model of a kind that cannot chat or complete (encoder, diffusion).
+        :raises Unsupported: a model of a kind that cannot chat or complete (encoder, diffusion), or whose keys and
+            values cannot be kept as ``config.kv_type``.
         :raises UnknownDevice: no such device.
         :raises BudgetBelowFloor: the budget is too small for this model and context; the error names the floor.
         :raises OutOfMemory: the device or the host refuses the memory.
@@ -225,6 +236,7 @@ class Runtime:
         config = self.config
         _install_log()
         self.model_info: Model = read_model(config.model)
+        check_kv_type(self.model_info, config.kv_type)
         # What was checked must be what is served: the file is held open and compared before each job.
         self._file = open(config.model, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
@@ -307,13 +319,15 @@ class Runtime:
             inner=self.device_name,
             n_threads=self.n_threads,
             link_gbps=self.config.link_gbps,
+            kv_type=self.config.kv_type,
         )
 
     def _choose_ubatch(self, budgets: Sequence[int], n_prompt: int) -> int:
         if self.device is None:
             return PLAIN_UBATCH
         config, overhead = self.config, 0 if self.device_name == "emulated" else DRIVER_BYTES
-        shared = {"n_ctx": config.n_ctx, "n_seq": config.n_parallel, "overhead_bytes": overhead}
+        shared: dict[str, Any] = {"n_ctx": config.n_ctx, "n_seq": config.n_parallel, "kv_type": config.kv_type}
+        shared["overhead_bytes"] = overhead
         try:
             profile = self.profile = self._measure(self.device)
             if not budgets:
@@ -330,6 +344,7 @@ class Runtime:
         params.n_batch = config.n_ubatch
         params.n_ubatch = config.n_ubatch
         params.n_seq_max = config.n_parallel
+        params.type_k = params.type_v = KV_TYPES[config.kv_type]
         rows = logits_rows(config.n_parallel, config.n_ubatch, may_guess=self.may_guess)
         params.n_outputs_max = config.n_outputs_max or rows
         params.n_threads = self.n_threads
@@ -800,11 +815,14 @@ class Runtime:
         fixed = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
-            used = max(used, estimate_context(model, self.n_ctx, n_ctx_used, n_parallel, unit_bytes=unit).used)
+            kv_type = self.config.kv_type
+            held = estimate_context(model, self.n_ctx, n_ctx_used, n_parallel, kv_type=kv_type, unit_bytes=unit)
+            used = max(used, held.used)
         context = Context(
             used=used,
             whole=stats.full_bytes - fixed - layout.total,
             window=stats.floor_bytes - fixed - min(layout.min_ring, layout.total),
+            kv_type=self.config.kv_type,
         )
         return make_plan(
             model,

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pynvml
@@ -40,6 +40,8 @@ SCHEMA_VERSION = 2
 Floats = NDArray[np.float64]
 Kind = tuple[str, int, int]
 """A kind of weights: ggml type, rows and columns of the matrix that one product reads."""
+KvType = Literal["f16", "q8_0", "q4_0"]
+"""How keys and values are kept: 16 bits each, or in blocks of 32 with a scale, 8.5 or 4.5 bits each."""
 BYTES_PER_WEIGHT = {name: n_bytes / block for name, block, n_bytes in GGML_TYPES.values()}
 
 # Host memory serves CPU and copies together at more than a read loop alone reaches: 97 + 52 GB/s beside 119 GB/s on the
@@ -133,13 +135,19 @@ class Profile:
         gemv, most = (plain.cpu_gemv, plain.cpu_flops) if on_cpu else (plain.gpu_gemv, plain.gpu_flops)
         return np.maximum(BYTES_PER_WEIGHT[kind[0]] / gemv, 2 * tokens / most)
 
-    def attention_rates(self, heads: str, cells: float) -> tuple[float, float]:
-        """(bytes/s of keys and values for a token, FLOP/s for a prompt) at ``cells`` of context."""
-        known = self.attention.get(heads)
+    def attention_rates(
+        self, heads: tuple[int, int, int], cells: float, kv_type: KvType = "f16"
+    ) -> tuple[float, float]:
+        """(bytes/s of keys and values for a token, FLOP/s for a prompt) at ``cells`` of context. Where a quantised type
+        was not measured, it takes as long as 16 bits do."""
+        known, of_16_bits = self.attention.get(heads_name(heads, kv_type)), 1.0
         if known is None:
-            return self.gpu_gemv, self.gpu_flops
+            known, of_16_bits = self.attention.get(heads_name(heads)), kv_value_bytes(kv_type) / 2
+        if known is None:
+            return self.gpu_gemv * of_16_bits, self.gpu_flops
         at = np.array([max(cells, 1.0)])
-        return float(_at(at, known.cells, known.kv_bytes)[0]), float(_at(at, known.cells, known.flops)[0])
+        kv_bytes, flops = _at(at, known.cells, known.kv_bytes), _at(at, known.cells, known.flops)
+        return float(kv_bytes[0]) * of_16_bits, float(flops[0])
 
     def seen_by(self, model: Model) -> Profile:
         """The same profile with plain rates that are those of the weights most of the model consists of."""
@@ -255,9 +263,14 @@ def heads_of(model: Model) -> tuple[int, int, int]:
     return (model.integer("attention.key_length") or model.n_embd // heads, heads, kv_heads) if heads else (0, 0, 0)
 
 
-def heads_name(heads: tuple[int, int, int]) -> str:
+def heads_name(heads: tuple[int, int, int], kv_type: KvType = "f16") -> str:
     """As in a profile's ``attention``."""
-    return f"{heads[0]} x {heads[1]}:{heads[2]}"
+    return f"{heads[0]} x {heads[1]}:{heads[2]}" + ("" if kv_type == "f16" else f" {kv_type}")
+
+
+def kv_value_bytes(kv_type: KvType) -> float:
+    """Bytes of a key's or value's number."""
+    return BYTES_PER_WEIGHT[kv_type.upper()]
 
 
 def load(name_or_path: str | os.PathLike[str]) -> Profile:
@@ -320,11 +333,13 @@ def load_or_probe(
     inner: str,
     n_threads: int,
     link_gbps: float = 0.0,
+    kv_type: KvType = "f16",
     refresh: bool = False,
     seconds: float = 5.0,
 ) -> Profile:
-    """The profile kept for this machine and device, as this model sees it. What is not in it yet is measured, in about
-    ``seconds`` if that is all of it, and kept; with ``refresh`` everything is."""
+    """The profile kept for this machine and device, as this model sees it with keys and values kept as ``kv_type``.
+    What is not in it yet is measured, in about ``seconds`` if that is all of it, and kept; with ``refresh`` everything
+    is."""
     key = fingerprint(inner=inner, n_threads=n_threads, link_gbps=link_gbps)
     path = cached_path(key)
     kept = None
@@ -333,7 +348,7 @@ def load_or_probe(
             kept = load(path)
         if kept is not None and dict(kept.fingerprint) != key:
             kept = None
-    profile = _measure(device, model, kept, key, seconds)
+    profile = _measure(device, model, kv_type, kept, key, seconds)
     if profile is not kept:
         try:
             save(profile, path)
@@ -343,7 +358,12 @@ def load_or_probe(
 
 
 def _measure(
-    device: ShardDevice, model: Model, kept: Profile | None, key: Mapping[str, str | int | float], seconds: float
+    device: ShardDevice,
+    model: Model,
+    kv_type: KvType,
+    kept: Profile | None,
+    key: Mapping[str, str | int | float],
+    seconds: float,
 ) -> Profile:
     """``kept`` with what this model needs and is not in it; ``kept`` itself if nothing is missing."""
     known = kept.products if kept else {}
@@ -366,11 +386,12 @@ def _measure(
             )
     attention = {}
     heads = heads_of(model)
-    if all(heads) and heads[1] % heads[2] == 0 and (kept is None or heads_name(heads) not in kept.attention):
-        each = {n: device.probe_attention(*heads, n, 0.1 * seconds / len(_CELLS)) for n in _CELLS}
+    name, number = heads_name(heads, kv_type), numbers[kv_type.upper()]
+    if all(heads) and heads[1] % heads[2] == 0 and (kept is None or name not in kept.attention):
+        each = {n: device.probe_attention(*heads, number, n, 0.1 * seconds / len(_CELLS)) for n in _CELLS}
         each = {n: rates for n, rates in each.items() if min(rates.kv_bytes, rates.flops) > 0}
         if each:
-            attention[heads_name(heads)] = Attention(
+            attention[name] = Attention(
                 tuple(each),
                 tuple(rates.kv_bytes for rates in each.values()),
                 tuple(rates.flops for rates in each.values()),

@@ -24,10 +24,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from frameshard.errors import BudgetBelowFloor
+from frameshard.errors import BudgetBelowFloor, Unsupported
 from frameshard.plan import bounds
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.machine import Kind, Profile, heads_name, heads_of, kind_of
+from frameshard.plan.machine import Kind, KvType, Profile, heads_of, kind_of, kv_value_bytes
 from frameshard.plan.model import GGML_TYPES, Model, Shard, Tensor
 
 STREAMED, CPU = 1, 2
@@ -68,6 +68,7 @@ _EXPERTS_S = 70e-6
 _PASSING = 32  # kPassing of the shard device: slots of the cache that keep nothing
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
+_KV_BLOCK = 32  # values that share a scale in both quantised types
 _CHECKED = 32  # rows in which guessed tokens are checked, of all sequences together
 LEAST_UBATCH = 256
 PLAIN_UBATCH = 512
@@ -195,11 +196,34 @@ def vram_unit(device: str) -> int:
     return 1 if device == "emulated" else _DRIVER_UNIT
 
 
-def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1) -> int:
-    """KV cache (16 bits a value) and recurrent state. An upper bound: sliding windows and layers that share a cache
-    count in full."""
+def check_kv_type(model: Model, kv_type: KvType) -> None:
+    """:raises Unsupported: llama.cpp cannot keep this model's keys and values so."""
+    if kv_type == "f16":
+        return
+    n_head, sizes = model.integer("attention.head_count"), []
+    for name in ("key_length", "value_length"):
+        sizes.append(model.integer(f"attention.{name}", model.n_embd // max(n_head, 1)))
+        sizes.append(model.integer(f"attention.{name}_swa", sizes[-1]))
+    odd = next((size for size in sizes if size % _KV_BLOCK), 0)
+    if n_head and odd:
+        raise Unsupported(
+            f"{kv_type} keeps keys and values in blocks of {_KV_BLOCK}, which heads of {odd} are no multiple of: load "
+            "this model with kv_type f16",
+            kv_type=kv_type,
+            head_size=odd,
+        )
+    if model.arch == "grok":
+        raise Unsupported(
+            f"{kv_type} needs flash attention, which {model.arch} models do without: load this one with kv_type f16",
+            kv_type=kv_type,
+            arch=model.arch,
+        )
+
+
+def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
+    """KV cache and recurrent state. An upper bound: sliding windows and layers that share a cache count in full."""
     cells = -(-n_ctx // 256) * 256
-    return int(sum(_kv_values(model)) * cells * 2) + 4 * _recurrent_values(model) * n_seq
+    return int(sum(_kv_values(model)) * cells * kv_value_bytes(kv_type)) + 4 * _recurrent_values(model) * n_seq
 
 
 def _kv_values(model: Model) -> list[int]:
@@ -235,6 +259,7 @@ def estimate_fixed(
     n_ubatch: int = 512,
     n_seq: int = 1,
     *,
+    kv_type: KvType = "f16",
     overhead_bytes: int = 0,
     unit_bytes: int = 1,
 ) -> int:
@@ -251,7 +276,9 @@ def estimate_fixed(
     mask = 6 * n_tokens * (-(-n_ctx // (256 * n_seq)) * 256)  # 32-bit, and the 16-bit copy for flash attention
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, may_guess=not _recurrent_values(model))
     core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
-    parts = (core, lay_out(model).scratch, activations + mask + logits)
+    # For prompts ggml-cuda writes out a layer's quantised keys and values in 16 bits.
+    written_out = 2 * max(_kv_values(model), default=0) * n_ctx if kv_type != "f16" and unit_bytes > 1 else 0
+    parts = (core, lay_out(model).scratch, activations + mask + logits + written_out)
     return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
 
 
@@ -264,9 +291,12 @@ class Context:
     used: int = 0
     whole: int = 0
     window: int = 0
+    kv_type: KvType = "f16"
 
 
-def estimate_context(model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, unit_bytes: int = 1) -> Context:
+def estimate_context(
+    model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, kv_type: KvType = "f16", unit_bytes: int = 1
+) -> Context:
     """The context of ``n_seq`` sequences that share ``n_ctx`` tokens and hold ``n_used`` each."""
     each = -(-n_ctx // (256 * n_seq)) * 256
     step = 256
@@ -275,10 +305,12 @@ def estimate_context(model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, u
     held = min(-(-n_used // step) * step, each)
     layers = max(model.n_layer, 1)
     used, whole = (
-        layers * _rounded(-(-kv_bytes(model, cells * n_seq, n_seq) // layers), unit_bytes) for cells in (held, each)
+        layers * _rounded(-(-kv_bytes(model, cells * n_seq, n_seq, kv_type) // layers), unit_bytes)
+        for cells in (held, each)
     )
-    largest = max(2 * max(_kv_values(model), default=0) * each, 4 * _recurrent_values(model) // layers) * n_seq
-    return Context(used, whole, _rounded(largest, unit_bytes))
+    keys_and_values = int(max(_kv_values(model), default=0) * each * kv_value_bytes(kv_type))
+    largest = max(keys_and_values, 4 * _recurrent_values(model) // layers) * n_seq
+    return Context(used, whole, _rounded(largest, unit_bytes), kv_type)
 
 
 def logits_rows(n_parallel: int, n_ubatch: int, *, may_guess: bool) -> int:
@@ -295,6 +327,7 @@ def choose_ubatch(
     n_prompt: int,
     n_seq: int = 1,
     n_together: int = 1,
+    kv_type: KvType = "f16",
     overhead_bytes: int = 0,
 ) -> int:
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
@@ -306,8 +339,10 @@ def choose_ubatch(
     for n_ubatch in _UBATCHES:
         if found and n_ubatch >= 2 * n_prompt * n_together:
             break
-        fixed = estimate_fixed(model, n_ctx, n_ubatch, n_seq, overhead_bytes=overhead_bytes, unit_bytes=unit)
-        context = estimate_context(model, n_ctx, n_prompt, n_seq, unit_bytes=unit)
+        fixed = estimate_fixed(
+            model, n_ctx, n_ubatch, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes, unit_bytes=unit
+        )
+        context = estimate_context(model, n_ctx, n_prompt, n_seq, kv_type=kv_type, unit_bytes=unit)
         try:
             plans = [
                 make_plan(
@@ -337,7 +372,14 @@ def choose_ubatch(
 
 
 def choose_launch_ubatch(
-    model: Model, profile: Profile, budget_bytes: int, *, n_ctx: int, n_seq: int, overhead_bytes: int = 0
+    model: Model,
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    n_ctx: int,
+    n_seq: int,
+    kv_type: KvType = "f16",
+    overhead_bytes: int = 0,
 ) -> int:
     """The same for a sidecar that is launched with a budget, and prompts that fill a conversation (8192 tokens at
     most). Larger buffers are a higher floor, and the budget will shrink: so this is chosen for half of the budget too,
@@ -345,8 +387,10 @@ def choose_launch_ubatch(
     if not budget_bytes:
         return PLAIN_UBATCH
     unit, n_prompt = vram_unit(str(profile.fingerprint.get("device"))), min(n_ctx // n_seq, _LONG_PROMPT)
-    fixed = estimate_fixed(model, n_ctx, PLAIN_UBATCH, n_seq, overhead_bytes=overhead_bytes, unit_bytes=unit)
-    context = estimate_context(model, n_ctx, n_prompt, n_seq, unit_bytes=unit)
+    fixed = estimate_fixed(
+        model, n_ctx, PLAIN_UBATCH, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes, unit_bytes=unit
+    )
+    context = estimate_context(model, n_ctx, n_prompt, n_seq, kv_type=kv_type, unit_bytes=unit)
     plain = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed, context=context, n_ubatch=PLAIN_UBATCH)
     lowest = max(budget_bytes // 2, plain.floor_bytes)
     return choose_ubatch(
@@ -356,6 +400,7 @@ def choose_launch_ubatch(
         n_ctx=n_ctx,
         n_prompt=n_prompt,
         n_seq=n_seq,
+        kv_type=kv_type,
         overhead_bytes=overhead_bytes,
     )
 
@@ -524,7 +569,8 @@ def make_plan(
     found: list[tuple[float, _Costs]] = []
     for wanted_ring in _rings(layout, room, least_ring, routing):
         ring, n_slabs = layout.residency(room, wanted_ring)
-        costs = _Costs(layout, profile, layout.resident_share(n_slabs), ring, n_ctx_used, turn_s, kv_room, routing)
+        share = layout.resident_share(n_slabs)
+        costs = _Costs(layout, profile, share, ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type)
         seconds = costs.at(1, n_ctx_used).seconds(costs.kind_masks["experts"] & (mode == "planned"))
         if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
             found.append((seconds, costs))
@@ -641,8 +687,9 @@ class _Costs:
         turn_s: float,
         kv_room: float,
         routing: Sequence[float] = (),
+        kv_type: KvType = "f16",
     ) -> None:
-        self.turn_s, self.ring, self.kv_room = turn_s, ring, kv_room
+        self.turn_s, self.ring, self.kv_room, self.kv_type = turn_s, ring, kv_room, kv_type
         self.layout, self.profile, self.resident_share, self.n_ctx_used = layout, profile, share, n_ctx_used
         self.ladder = layout.ladder
         self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
@@ -752,9 +799,9 @@ class _Graph:
         )
         head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
-        kv_rate, flops_rate = profile.attention_rates(heads_name(heads), n_before + each / 2)
+        kv_rate, flops_rate = profile.attention_rates(heads, n_before + each / 2, costs.kv_type)
         flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
-        kv_read = kv_bytes(model, 256) / 256 * (n_before + each) * n_seq
+        kv_read = kv_bytes(model, 256, kv_type=costs.kv_type) / 256 * (n_before + each) * n_seq
         self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
         self._kv_copy_s = max(kv_read - costs.kv_room, 0.0) / profile.h2d
         order, share = costs.layout.use_order, costs.resident_share
