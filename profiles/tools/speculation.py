@@ -8,6 +8,10 @@ repetitive, at 0.7). The model reads the lore and is led along those answers, as
 crash: every token is decoded, guesses are made, checked and taken back as ever, and only the draw is given. A larger
 model quotes more exactly and repeats itself less than this one; tokens_per_step says what the text gave.
 
+With --draft-model a third way is measured, "draft". It takes SmolLM2 (smollm2-135m), in whose tokens the answers are,
+whatever the vocabulary of the model that is led along. Nobody guesses the greedy set better than the model that said
+it, so of those figures only the drawn set's say what to expect of a draft that is good.
+
 Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which guesses are made. With
 --profile nothing is measured: the same by the plans for that machine, for which the model's header is enough.
 """
@@ -15,6 +19,7 @@ Also measured is what a step of 1 to 16 tokens takes, beside the plan's predicti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -24,6 +29,7 @@ from typing import Any
 
 from frameshard.cli import common
 from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.draft import Draft
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.models import resolve
@@ -34,14 +40,20 @@ from frameshard.plan.planner import DRIVER_BYTES, estimate_fixed, make_plan, vra
 MIB = 1 << 20
 DIALOGUE = Path(__file__).parent / "dialogue.json"
 SETS = ("greedy", "drawn")
-WAYS = ("off", "auto")
 LENGTHS = (1, 2, 4, 8, 16)
 
 
-def say(runtime: Runtime, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
+class Follower(Draft):
+    """A draft for a model that is led along tokens of the draft's vocabulary, not its own."""
+
+    def _check_vocabulary(self) -> None:
+        pass
+
+
+def say(runtime: Runtime, draft: Draft | None, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
     """Leads the model along an answer: tokens, steps and seconds after the first token."""
     runtime.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
-    batcher = Batcher(runtime)
+    batcher = Batcher(runtime, draft=draft)
     params = {"temperature": 0.0, "max_tokens": len(answer)}
     batcher.submit({"job": 1, "kind": "completion", "prompt": "", "params": params, "resume": answer})
     events: list[Event] = []
@@ -119,8 +131,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
     )
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config) as runtime, contextlib.ExitStack() as stack:
         assert runtime.device is not None
+        ways: dict[str, Draft | None] = {"off": None, "auto": None}
+        if args.draft_model:
+            ways["draft"] = stack.enter_context(contextlib.closing(Follower(runtime, str(resolve(args.draft_model)))))
         if runtime.n_vocab <= max(dialogue["prefix"]):
             raise SystemExit("the model's vocabulary is smaller than that of the dialogue")
         budgets = []
@@ -133,26 +148,36 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             runs: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
             for _ in range(args.repeat):
                 for each in SETS:
-                    for way in WAYS:
-                        runtime.config = dataclasses.replace(config, speculate=way)
+                    for way, draft in ways.items():
+                        runtime.config = dataclasses.replace(config, speculate="off" if way == "off" else "auto")
                         said = [
-                            say(runtime, dialogue["prefix"] + one["rest"], one["answer"][: args.tokens])
+                            say(runtime, draft, dialogue["prefix"] + one["rest"], one["answer"][: args.tokens])
                             for one in dialogue[each][: args.answers]
                         ]
                         n, decodes, seconds = (sum(column) for column in zip(*said, strict=True))
                         runs.setdefault((each, way), []).append((n, decodes, seconds))
             row: dict[str, Any] = {"budget_mb": round(budget / MIB), "steps": steps}
+            if (draft := ways.get("draft")) is not None:
+                row["draft_ms"] = round(1e3 * draft.step_seconds(1), 2)
             for each in SETS:
-                off, auto = ([n / seconds for n, _, seconds in runs[each, way]] for way in WAYS)
-                row[each] = {
-                    "off_tps": round(statistics.median(off), 2),
-                    "auto_tps": round(statistics.median(auto), 2),
-                    "ratio": round(statistics.median(auto) / statistics.median(off), 3),
-                    "tokens_per_step": round(runs[each, "auto"][0][0] / runs[each, "auto"][0][1], 3),
-                    "runs": {"off_tps": off, "auto_tps": auto},
-                }
+                off = statistics.median(n / seconds for n, _, seconds in runs[each, "off"])
+                row[each] = {}
+                for way in ways:
+                    rates = [n / seconds for n, _, seconds in runs[each, way]]
+                    row[each][way] = {
+                        "tps": round(statistics.median(rates), 2),
+                        "ratio": round(statistics.median(rates) / off, 3),
+                        "tokens_per_step": round(statistics.median(n / steps for n, steps, _ in runs[each, way]), 3),
+                        "runs_tps": rates,
+                    }
             budgets.append(row)
-        return {"model": args.model, "device": runtime.device_name, "mode": runtime.mode, "budgets": budgets}
+        return {
+            "model": args.model,
+            "draft_model": args.draft_model,
+            "device": runtime.device_name,
+            "mode": runtime.mode,
+            "budgets": budgets,
+        }
 
 
 def main() -> None:
@@ -165,11 +190,14 @@ def main() -> None:
     parser.add_argument("--stream-only", action="store_true")
     parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
     parser.add_argument("--profile", metavar="FILE", help="predict for this machine instead")
+    parser.add_argument("--draft-model", metavar="PATH|NAME", help="also measure with this one guessing")
     parser.add_argument("--answers", type=common.positive, default=4, metavar="N", help="of each set (4)")
     parser.add_argument("--tokens", type=common.positive, default=64, metavar="N", help="of each answer (64)")
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.profile and args.draft_model:
+        parser.error("what a draft takes is measured: leave --draft-model out with --profile")
     if args.profile:
         predict(args)
         return
@@ -180,11 +208,14 @@ def main() -> None:
     for row in report["budgets"]:
         steps = ", ".join(f"{n}: {each['ms']} ({each['predicted_ms']})" for n, each in row["steps"].items())
         print(f"{row['budget_mb']} MiB; ms a step by its tokens, measured (predicted): {steps}")
+        if "draft_ms" in row:
+            print(f"  the draft model took {row['draft_ms']} ms a token")
         for each in SETS:
-            print(
-                f"  {each:6} {row[each]['off_tps']} tokens/s without, {row[each]['auto_tps']} with guesses: "
-                f"{row[each]['ratio']} times, {row[each]['tokens_per_step']} tokens a step"
-            )
+            for way, found in row[each].items():
+                print(
+                    f"  {each:6} {way:5} {found['tps']} tokens/s: {found['ratio']} times, "
+                    f"{found['tokens_per_step']} tokens a step"
+                )
 
 
 if __name__ == "__main__":

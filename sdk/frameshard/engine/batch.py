@@ -5,16 +5,17 @@ one job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, 
 image in a prompt is two such turns: it is encoded, then read whole.
 
 Guesses: where a text repeats itself or its prompt, a decode step also takes the tokens that will probably follow, if by
-the plan's times more tokens a second come of it. Each row of logits goes through the job's sampler as if it had been
-computed alone, for as long as what is drawn is what was guessed; the rest is taken back. So guesses change how fast a
-text comes, and nothing else. All sequences of a step get the same length: llama.cpp would compute what sticks out as a
-graph of its own, and copy all weights again for that.
+the plan's times more tokens a second come of it. What follows is looked up, or a draft model says it: for each job
+whichever promised more of late, and the time that the draft takes counts. Each row of logits goes through the job's
+sampler as if it had been computed alone, for as long as what is drawn is what was guessed; the rest is taken back. So
+guesses change how fast a text comes, and nothing else. All sequences of a step get the same length: llama.cpp would
+compute what sticks out as a graph of its own, and copy all weights again for that.
 
-Same text again: on one device, which kernels run, and so the last bits of the logits, depend on the *shapes* in which
-a sequence was decoded. A resumed job therefore repeats them: its prompt in the chunks of the first time (``history``,
+Same text again: on one device, which kernels run, and so the last bits of the logits, depend on the *shapes* in which a
+sequence was decoded. A resumed job therefore repeats them: its prompt in the chunks of the first time (``history``,
 from its "started" event), then its own tokens one at a time, or with the guesses of the first time. These follow from
-the text alone, and their number does too in stream-only mode; in planned mode it follows the plan. Rejected: reading
-the tokens as one chunk, which is faster and now and then ends in another text.
+the text alone, and their number does too in stream-only mode; in planned mode it follows the plan and what a draft took
+of late. Rejected: reading the tokens as one chunk, which is faster and now and then ends in another text.
 
 Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker.
 """

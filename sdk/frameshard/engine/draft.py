@@ -26,9 +26,10 @@ SPREAD = 64
 """Decodes that have to make up for reading a text, at most."""
 
 _PADDING = 128  # tokens by which vocabularies of one family differ at their ends; llama.cpp allows as many
-# Of a decode's time, what a token of the draft takes in stream-only mode by the sizes of the files: memory is read at
-# least twice as fast as a link copies.
-_SHARE = 0.5
+# Of a decode's time, what a guess takes in stream-only mode, times what the draft's file is of the model's: memory is
+# read two to five times as fast as a link copies. And what reading a token takes of that.
+_SHARE = 0.3
+_READING = 0.125
 _NEWS = 0.1  # what a new measurement weighs beside the older ones
 
 _MEMORY = 0.95  # what an older guess weighs beside the next token
@@ -134,13 +135,17 @@ class Draft:
 
     def seconds(self, n_seq: int, n_guesses: int, n_unread: float) -> float:
         """What it takes to guess so many tokens of each of ``n_seq`` texts, after reading so many more of all; by what
-        it took so far. In stream-only mode a multiple like :meth:`Runtime.guess_seconds`, whatever is to be read."""
+        it took so far. In stream-only mode a multiple as of :meth:`Runtime.guess_seconds`, the same on any machine."""
         if not n_seq:
             return 0.0
         if self._target.mode == "stream_only":
-            return self._share * n_guesses
-        known = max(n for n in self._step_s if n <= n_seq)  # about, until as many were guessed for
-        return self._step_s[known] * n_guesses + self._token_s * n_unread
+            return self._share * (n_guesses + _READING * n_unread)
+        return self.step_seconds(n_seq) * n_guesses + self._token_s * n_unread
+
+    def step_seconds(self, n_seq: int) -> float:
+        """What the next token of each of ``n_seq`` texts took of late; that of fewer texts until as many were asked
+        for."""
+        return self._step_s[max(n for n in self._step_s if n <= n_seq)]
 
     def check_file(self) -> None:
         """:raises BadModel: the draft's file was changed in place since it was loaded."""
@@ -174,7 +179,7 @@ class Draft:
     def _measure(self) -> None:
         """First figures for :meth:`seconds`."""
         self._step_s: dict[int, float] = {}
-        n = max(1, min(64, self._runtime.n_ctx_seq - 4))
+        n = max(1, min(64, self._runtime.n_ubatch, self._runtime.n_ctx_seq - 4))
         tokens = [0] * n
         start = time.perf_counter()
         self._runtime.decode([Rows(0, tokens, "none")])
