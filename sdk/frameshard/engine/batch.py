@@ -381,6 +381,7 @@ class Batcher:
 
         length, rate_with_draft = best_length(expected, seconds, room)
         if rate_with_draft <= rate:
+            draft.pass_over()
             return 0
         asked = {seq: texts[seq] for seq, job in drafting.items() if job.would_draft(length - 1)}
         guesses = draft.guess(asked, length - 1)

@@ -10,7 +10,6 @@ place where they were right; all of it can be read again, so nothing of a draft 
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -31,6 +30,7 @@ _PADDING = 128  # tokens by which vocabularies of one family differ at their end
 _SHARE = 0.3
 _READING = 0.125
 _NEWS = 0.1  # what a new measurement weighs beside the older ones
+_FADING = 0.995  # what is left of the times that were measured, by each decode that goes without the draft
 
 _MEMORY = 0.95  # what an older guess weighs beside the next token
 _DOUBT = 4.0  # guesses that it takes to be half as sure of the text's own rate as of the usual one
@@ -140,7 +140,12 @@ class Draft:
             return 0.0
         if self._target.mode == "stream_only":
             return self._share * (n_guesses + _READING * n_unread)
-        return self.step_seconds(n_seq) * n_guesses + self._token_s * n_unread
+        return self._fading * (self.step_seconds(n_seq) * n_guesses + self._token_s * n_unread)
+
+    def pass_over(self) -> None:
+        """The draft was not worth its time: after many such decodes it is asked again, for what it took last may have
+        been a busy moment's figure."""
+        self._fading *= _FADING
 
     def step_seconds(self, n_seq: int) -> float:
         """What the next token of each of ``n_seq`` texts took of late; that of fewer texts until as many were asked
@@ -179,17 +184,18 @@ class Draft:
     def _measure(self) -> None:
         """First figures for :meth:`seconds`."""
         self._step_s: dict[int, float] = {}
-        n = max(1, min(64, self._runtime.n_ubatch, self._runtime.n_ctx_seq - 4))
+        self._fading = 1.0
+        n = max(1, min(64, self._runtime.n_ubatch, self._runtime.n_ctx_seq - 5))
         tokens = [0] * n
         start = time.perf_counter()
         self._runtime.decode([Rows(0, tokens, "none")])
         self._token_s = (time.perf_counter() - start) / n
         took = []
-        for _ in range(3):
+        for _ in range(5):
             start = time.perf_counter()
             self._runtime.decode([Rows(0, [0])])
             took.append(time.perf_counter() - start)
-        self._step_s[1] = statistics.median(took)
+        self._step_s[1] = min(took)
         self._runtime.clear(0)
 
     def _decode(self, texts: Mapping[int, Sequence[int]]) -> dict[int, int]:
@@ -204,6 +210,7 @@ class Draft:
         n_vocab = self._target.n_vocab
         said = {seq: int(runtime.logits(row)[:n_vocab].argmax()) for seq, row in zip(texts, outputs, strict=True)}
         took = time.perf_counter() - start
+        self._fading = 1.0
         if n <= 2 * n_seq:  # a decode begins with the token that no guess was needed for
             known = self._step_s.setdefault(n_seq, took)
             self._step_s[n_seq] = known + _NEWS * (took - known)
