@@ -139,6 +139,7 @@ struct Device {
     size_t n_panes = 0, pane_bytes = 0; // two, so that one is filled while the other is in use, or else one
     std::deque<std::pair<uint64_t, CacheAccess>> accesses; // by graph
     std::vector<Slab> slabs;                               // the resident prefix
+    size_t filled_before = 0;                              // how many there were when fill() was last called
     Ring ring;
     size_t wanted_ring = 0;
     InnerBuffer staging;        // pinned host memory for what goes between host and device in small pieces

@@ -281,6 +281,12 @@ size_t Device::fill(size_t max_bytes) {
     if (!committed) {
         return 0;
     }
+    // At most the copies of this call and of the one before are under way, since a shrink waits for them.
+    const size_t before = std::min(filled_before, slabs.size());
+    if (before > 0) {
+        ggml_backend_event_synchronize(slabs[before - 1].filled);
+    }
+    filled_before = slabs.size();
     settle_caches(true);
     size_t done = fetch_blocks();
     const Residency want = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);

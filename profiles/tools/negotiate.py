@@ -168,7 +168,8 @@ class Run:
             nursery.cancel_scope.cancel()
 
     async def refilling(self) -> None:
-        """Notes how fast weights come back after a shrink by 4 GiB, and how many tokens are written meanwhile."""
+        """Notes when weights begin to come back after a shrink by 8 GiB, how fast from then on, and tokens meanwhile. What
+        counts as resident may still be under way for 10 ms."""
         count = 0
 
         async def speak() -> None:
@@ -187,14 +188,24 @@ class Run:
             nursery.start_soon(speak)
             for _ in range(self.args.refill):
                 room = self.bounds.full_bytes - self.bounds.floor_bytes
-                await self.set(self.bounds.full_bytes - min(4096 * MIB, room // 2), "refill", True)
+                await self.set(self.bounds.full_bytes - min(8192 * MIB, room // 2), "refill", True)
                 await trio.sleep(0.5)
-                missing, before, begin = whole - await resident(), count, time.monotonic()
+                held, before, asked = await resident(), count, time.monotonic()
                 await self.set(self.bounds.full_bytes, "refill", False)
-                while await resident() < whole:
+                while (now := await resident()) <= held:
+                    await trio.sleep(0.001)
+                begin, at_first = time.monotonic(), now
+                while (now := await resident()) < whole:
                     await trio.sleep(0.001)
                 seconds = time.monotonic() - begin
-                self.refills.append({"gb_per_s": missing / seconds / 1e9, "tokens_per_s": (count - before) / seconds})
+                self.refills.append(
+                    {
+                        "begins_after_ms": 1000 * (begin - asked),
+                        "gb": (now - held) / 1e9,
+                        "gb_per_s": (now - at_first) / seconds / 1e9,
+                        "tokens": count - before,
+                    }
+                )
             nursery.cancel_scope.cancel()
 
     async def cancelling(self) -> None:
@@ -332,7 +343,7 @@ if __name__ == "__main__":
     parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
     parser.add_argument("--decode", type=int, default=200, help="changes while an answer is written (200)")
     parser.add_argument("--prefill", type=int, default=50, help="shrinks in mid-prompt (50)")
-    parser.add_argument("--refill", type=int, default=0, help="grows by 4 GiB while an answer is written (0)")
+    parser.add_argument("--refill", type=int, default=0, help="grows by 8 GiB while an answer is written (0)")
     parser.add_argument("--cancel", type=int, default=0, help="cancelled answers, and prompts (0)")
     parser.add_argument("--mmproj", help="what reads images for this model")
     parser.add_argument("--image", default="1920x1080", help="size of the pictures (1920x1080)")
@@ -353,5 +364,5 @@ if __name__ == "__main__":
     for name in ("texts", "texts_that_differ", "nvml_samples", "nvml_samples_above_budget", "nvml_worst_excess_mb"):
         print(f"{name}: {document[name]}")
     for refill in document["refills"]:
-        print(f"weights came back at {refill['gb_per_s']:.1f} GB/s, beside {refill['tokens_per_s']:.0f} tokens/s")
+        print("back: " + ", ".join(f"{name} {value:.3g}" for name, value in refill.items()))
     print(f"in {document['seconds']:.0f} s")

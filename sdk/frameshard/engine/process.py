@@ -48,10 +48,14 @@ PAGE_S = 0.004
 """Between two looks at the frame block while nothing runs that looks at it."""
 
 FILL_S = 0.005
-"""Filling may hold up the next decode by about this much."""
+"""Weights are copied in pieces of about this long when there is new room. Between two pieces a shrink takes effect."""
+
+FILL_STEPS = 4
+"""Between two decodes they are copied for as long as so many decodes take: then they need not be streamed any more."""
+
+LEARN_EVERY = 64  # decodes between two looks at what experts are chosen
 
 MIN_CHUNK = 32
-LEARN_EVERY = 64  # decodes between two looks at what experts are chosen
 """Prompt tokens that are read in one go at least, also when the host's frames are short of time."""
 
 STUCK_S = 2.0
@@ -113,6 +117,7 @@ class Engine:
         self._replan = threading.Event()
         self._stop = False
         self._filling = False
+        self._step_s = 0.0
         self._progress = -1
         self._moved_at = 0.0
         self._page = False
@@ -175,12 +180,21 @@ class Engine:
         if self._batcher.busy and time.monotonic() >= self._due:
             self._step(self._runtime, self._batcher)
         if self._filling or self._runtime.unfilled:
-            self._filling = self._runtime.fill(self._fill_bytes) > 0
+            self._fill(self._runtime)
+
+    def _fill(self, runtime: Runtime) -> None:
+        until = time.monotonic() + FILL_STEPS * self._step_s
+        while True:
+            self._filling = runtime.fill(self._fill_bytes) > 0
+            if not self._filling or time.monotonic() >= until or not self._commands.empty():
+                return
 
     def _step(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._page:
             self._follow_frames(runtime, batcher)
+        started = time.monotonic()
         events = batcher.step()
+        self._step_s = time.monotonic() - started
         self._steps += 1
         if self._steps % LEARN_EVERY == 0 and runtime.learn():
             self._replan.set()
