@@ -3,13 +3,12 @@
 
 The draft is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: weights, keys and values are in host memory, as
 much context as the large model has, and neither the shard device nor a lease knows of it. It computes between the large
-model's decodes, with the same threads. What it holds of a sequence is the text so far, with the last guesses in its
-place where they were right; all of it can be read again, so nothing of a draft is ever saved.
+model's decodes, with as many threads. What it holds of a sequence is the text so far, right guesses included, and can
+be read again: nothing of a draft is ever saved.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,7 +23,9 @@ CHUNK = 256
 SPREAD = 64
 """Decodes that have to make up for reading a text, at most."""
 
-_PADDING = 128  # tokens by which vocabularies of one family differ at their ends; llama.cpp allows as many
+# Vocabularies of one family may differ by so many tokens at the end and in the first few; llama.cpp allows as much.
+_PADDING = 128
+_FIRST = 5
 # Of a decode's time, what a guess takes in stream-only mode, times what the draft's file is of the model's: memory is
 # read two to five times as fast as a link copies. And what reading a token takes of that.
 _SHARE = 0.3
@@ -92,7 +93,7 @@ class Draft:
             self._abort_callback = llama_cpp.ggml_abort_callback(lambda _: target.on_node())
             llama_cpp.llama_set_abort_callback(self._runtime.context, self._abort_callback, None)
             self._held: list[list[int]] = [[] for _ in range(target.config.n_parallel)]
-            self._share = _SHARE * os.path.getsize(path) / os.path.getsize(target.config.model)
+            self._share = _SHARE * self._runtime.model_info.file_bytes / target.model_info.file_bytes
             self._measure()
         except BaseException:
             self._runtime.close()
@@ -172,14 +173,15 @@ class Draft:
         sizes = self._runtime.n_vocab, self._target.n_vocab
         if abs(sizes[0] - sizes[1]) > _PADDING:
             yield f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}"
-        for name in ("type", "bos", "eos"):
-            value, other = (getattr(llama_cpp, f"llama_vocab_{name}")(vocab) for vocab in (ours, theirs))
-            if value != other:
-                yield f"{name} is {value} in its vocabulary, not {other}"
-        for token in range(min(sizes)):
-            piece, other = (llama_cpp.llama_vocab_get_text(vocab, token).decode() for vocab in (ours, theirs))
+        if llama_cpp.llama_vocab_type(ours) != llama_cpp.llama_vocab_type(theirs):
+            yield "its vocabulary is of another kind"
+        for token in range(_FIRST, min(sizes)):
+            piece, other = (llama_cpp.llama_vocab_get_text(vocab, token) for vocab in (ours, theirs))
             if piece != other:
-                yield f"token {token} is {piece!r} in its vocabulary, not {other!r}"
+                shown = " in its vocabulary, not ".join(
+                    repr(each.decode("utf-8", "replace")) for each in (piece, other)
+                )
+                yield f"token {token} is {shown}"
 
     def _measure(self) -> None:
         """First figures for :meth:`seconds`."""
