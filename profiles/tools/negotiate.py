@@ -168,8 +168,8 @@ class Run:
             nursery.cancel_scope.cancel()
 
     async def refilling(self) -> None:
-        """Notes when weights begin to come back after a shrink by 8 GiB, how fast from then on, and tokens meanwhile. What
-        counts as resident may still be under way for 10 ms."""
+        """Notes when weights begin to come back after a shrink by 8 GiB, how fast from then on, and tokens meanwhile.
+        What counts as resident may still be under way for 10 ms."""
         count = 0
 
         async def speak() -> None:
