@@ -106,7 +106,7 @@ def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
         default=512,
         metavar="N|auto",
         help="prompt tokens computed at once (512); auto: what reads prompts soonest at the budget given, with a floor "
-        "of up to half of it",
+        "of up to about half of it",
     )
 
 

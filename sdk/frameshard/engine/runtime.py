@@ -325,11 +325,18 @@ class Runtime:
     def _choose_ubatch(self, budgets: Sequence[int], n_prompt: int) -> int:
         if self.device is None:
             return PLAIN_UBATCH
-        config, overhead = self.config, 0 if self.device_name == "emulated" else DRIVER_BYTES
-        shared: dict[str, Any] = {"n_ctx": config.n_ctx, "n_seq": config.n_parallel, "kv_type": config.kv_type}
-        shared["overhead_bytes"] = overhead
+        config = self.config
         try:
             profile = self.profile = self._measure(self.device)
+            self.measure_overhead()
+            # Some of the driver's libraries come with the warm-up.
+            least = 0 if self.device_name == "emulated" else DRIVER_BYTES
+            shared: dict[str, Any] = {
+                "n_ctx": config.n_ctx,
+                "n_seq": config.n_parallel,
+                "kv_type": config.kv_type,
+                "overhead_bytes": max(least, self.device.stats().overhead_bytes),
+            }
             if not budgets:
                 return choose_launch_ubatch(self.model_info, profile, config.vram_budget, **shared)
             together = config.n_parallel
