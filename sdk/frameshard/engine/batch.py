@@ -350,15 +350,15 @@ class Batcher:
         n, runtime = len(speaking), self._runtime
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in speaking)
         room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
-        length = 1
-        if any(job.lookup is not None for job in speaking):
+        length, rate = 1, 0.0
+        if any(job.lookup is not None and job.lookup.matched for job in speaking):
             length, rate = best_length(
                 lambda n_guesses: sum(job.expected(n_guesses) for job in speaking),
                 lambda n_each: self._seconds(n, n_each),
                 room,
             )
-            if self._draft is not None:
-                length = self._ask_draft(self._draft, speaking, room, rate) or length
+        if self._draft is not None and any(job.drafted is not None for job in speaking):
+            length = self._ask_draft(self._draft, speaking, room, rate) or length
         self._stepped = n, length
         return [(job, job.next_tokens(length)) for job in speaking]
 
@@ -380,10 +380,10 @@ class Batcher:
             return self._seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late)
 
         length, rate_with_draft = best_length(expected, seconds, room)
-        if rate_with_draft <= rate:
+        asked = {seq: texts[seq] for seq, job in drafting.items() if job.would_draft(length - 1)}
+        if not asked or rate_with_draft <= rate:
             draft.pass_over()
             return 0
-        asked = {seq: texts[seq] for seq, job in drafting.items() if job.would_draft(length - 1)}
         guesses = draft.guess(asked, length - 1)
         for seq, tokens in guesses.items():
             drafted = drafting[seq].drafted
