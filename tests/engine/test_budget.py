@@ -109,7 +109,7 @@ def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
 
 
 def test_shrinks_in_the_middle_of_a_prompt(full: EngineProcess) -> None:
-    prompt = LONG * 60
+    prompt = LONG * 30
     alone = text(full.run(prompt, params={"max_tokens": 8}))
     floor = full.stats()["floor_bytes"]
     job = full.submit(prompt, params={"max_tokens": 8})
