@@ -353,8 +353,8 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
     table = [[_cell(value) for value in _values(document)] for document in result["rows"]]
     print(
         f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
-        f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once; "
-        f"medians of {result['repeat']}\n"
+        f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once, keys and values as "
+        f"{result['kv_type']}; medians of {result['repeat']}\n"
     )
     if markdown:
         print("\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *table)))

@@ -45,8 +45,9 @@ class ServeConfig:
     :param draft_model: path of a GGUF file, a small model with the same vocabulary: on the CPU and in host memory alone
         it guesses what does not repeat, where that pays; "" for none.
     :param kv_type: how keys and values are kept: ``f16``, or with half of that (``q8_0``) or little more than a quarter
-        (``q4_0``) for the same context, at some loss. A model whose heads are no multiple of 32 cannot. The floor does
-        not get lower by it on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it.
+        (``q4_0``) for the same context, at some loss (SmolLM2-135M over 1,536 tokens: a perplexity of 31.2, 31.2 and
+        32.5). A model whose heads are no multiple of 32 cannot. The floor does not get lower by it on NVIDIA's GPUs,
+        where prompts have a layer's whole context in 16 bits beside it.
     :param transport: ``ipc`` or ``tcp`` on the loopback; both carry CURVE.
     :param endpoint: where to listen, such as ``ipc:///run/game/npc.sock`` or ``tcp://127.0.0.1:5555``; by default a
         fresh place.
