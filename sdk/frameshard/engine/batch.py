@@ -365,7 +365,11 @@ class Batcher:
     def _ask_draft(self, draft: Draft, speaking: Sequence[Job], room: int, rate: float) -> int:
         """If with the draft's guesses more than ``rate`` tokens a second should come, has them made, and returns how
         many tokens of each job to decode; else, or while the draft still reads, 0."""
-        drafting = {job_slot(job).seq: job for job in speaking if job.drafted is not None}
+        drafting = {
+            job_slot(job).seq: job
+            for job in speaking
+            if job.drafted is not None and draft.has_room(len(job_slot(job).tokens) + room)
+        }
         texts = {seq: job_slot(job).tokens + job.produced[-1:] for seq, job in drafting.items()}
         unread = {seq: draft.unread(seq, text) for seq, text in texts.items()}
         # Reading has to be made up for by what is left of the answers.

@@ -1,10 +1,11 @@
 """A small model with the same vocabulary guesses what the large one will say: speculative decoding (Leviathan et al.,
 2023). It says what it holds most likely; what is drawn from the large model's logits is all that counts.
 
-The draft is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: weights, keys and values are in host memory, as
-much context as the large model has, and neither the shard device nor a lease knows of it. It computes between the large
-model's decodes, with as many threads. What it holds of a sequence is the text so far, right guesses included, and can
-be read again: nothing of a draft is ever saved.
+The draft is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: weights, keys and values are in host memory, and
+neither the shard device nor a lease knows of it. Its context is the large model's, but all of it is taken at once and
+therefore limited; longer texts are not guessed. It computes between the large model's decodes, with as many threads.
+What it holds of a sequence is the text so far, right guesses included, and can be read again: nothing of a draft is
+ever saved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import llama_cpp
 
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.errors import BadModel, Unsupported
+
+CONTEXT = 16384
+"""Tokens of context at most, shared evenly by the sequences."""
 
 CHUNK = 256
 """Tokens that are read before one decode at most, so that a long prompt holds up nobody."""
@@ -77,7 +81,7 @@ class Draft:
         self._runtime = Runtime.load(
             EngineConfig(
                 model=path,
-                n_ctx=target.n_ctx,
+                n_ctx=min(target.n_ctx, CONTEXT),
                 n_ubatch=CHUNK,
                 n_parallel=target.config.n_parallel,
                 n_threads=target.n_threads,
@@ -98,6 +102,10 @@ class Draft:
         except BaseException:
             self._runtime.close()
             raise
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Texts of so many tokens, guesses included, can be guessed."""
+        return n_tokens <= self._runtime.n_ctx_seq
 
     def guess(self, texts: Mapping[int, Sequence[int]], n: int) -> dict[int, list[int]]:
         """The next ``n`` tokens of each text, by its sequence; none yet while too much of them has to be read first, of
