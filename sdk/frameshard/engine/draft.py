@@ -195,7 +195,7 @@ class Draft:
         """First figures for :meth:`seconds`."""
         self._step_s: dict[int, float] = {}
         self._fading = 1.0
-        n = max(1, min(64, self._runtime.n_ubatch, self._runtime.n_ctx_seq - 5))
+        n = max(1, min(32, self._runtime.n_ubatch, self._runtime.n_ctx_seq - 5))
         tokens = [0] * n
         start = time.perf_counter()
         self._runtime.decode([Rows(0, tokens, "none")])
