@@ -33,7 +33,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from frameshard.engine.draft import SPREAD, Draft, Guesses, common_prefix
+from frameshard.engine.draft import Draft, Guesses, common_prefix
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.engine.sampling import Sampler, SamplingParams, make_grammar
@@ -372,16 +372,15 @@ class Batcher:
         }
         texts = {seq: job_slot(job).tokens + job.produced[-1:] for seq, job in drafting.items()}
         unread = {seq: draft.unread(seq, text) for seq, text in texts.items()}
-        # Reading has to be made up for by what is left of the answers.
-        spread = min([SPREAD, *(job.max_new - len(job.produced) for job in drafting.values())])
+        n_left = min((job.max_new - len(job.produced) for job in drafting.values()), default=0)
 
         def expected(n_guesses: int) -> float:
             return sum(job.expected(n_guesses, with_draft=True) for job in speaking)
 
         def seconds(n_each: int) -> float:
             seqs = [seq for seq, job in drafting.items() if job.would_draft(n_each - 1)]
-            late = sum(unread[seq] - 1 for seq in seqs) / spread
-            return self._seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late)
+            late = sum(unread[seq] - 1 for seq in seqs)
+            return self._seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late, n_left)
 
         length, rate_with_draft = best_length(expected, seconds, room)
         asked = {seq: texts[seq] for seq, job in drafting.items() if job.would_draft(length - 1)}

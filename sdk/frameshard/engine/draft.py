@@ -24,9 +24,6 @@ CONTEXT = 16384
 CHUNK = 256
 """Tokens that are read before one decode at most, so that a long prompt holds up nobody."""
 
-SPREAD = 64
-"""Decodes that have to make up for reading a text, at most."""
-
 # Vocabularies of one family may differ by so many tokens at the end and in the first few; llama.cpp allows as much.
 _PADDING = 128
 _FIRST = 5
@@ -34,6 +31,7 @@ _FIRST = 5
 # read two to five times as fast as a link copies. And what reading a token takes of that.
 _SHARE = 0.3
 _READING = 0.125
+_SPREAD = 64  # decodes that have to make up for reading a text, if the answers last that long
 _NEWS = 0.1  # what a new measurement weighs beside the older ones
 _FADING = 0.995  # what is left of the times that were measured, by each decode that goes without the draft
 
@@ -142,14 +140,16 @@ class Draft:
         """What sequence ``seq`` holds will be read again."""
         self._cut(seq, 0)
 
-    def seconds(self, n_seq: int, n_guesses: int, n_unread: float) -> float:
-        """What it takes to guess so many tokens of each of ``n_seq`` texts, after reading so many more of all; by what
-        it took so far. In stream-only mode a multiple as of :meth:`Runtime.guess_seconds`, the same on any machine."""
+    def seconds(self, n_seq: int, n_guesses: int, n_unread: int, n_left: int) -> float:
+        """What it takes to guess so many tokens of each of ``n_seq`` texts, and a share of what it takes to read
+        ``n_unread`` of them all first, when answers go on for ``n_left``: by what it took so far. In stream-only mode a
+        multiple as of :meth:`Runtime.guess_seconds`, by the text so far alone."""
         if not n_seq:
             return 0.0
         if self._target.mode == "stream_only":
-            return self._share * (n_guesses + _READING * n_unread)
-        return self._fading * (self.step_seconds(n_seq) * n_guesses + self._token_s * n_unread)
+            return self._share * (n_guesses + _READING * n_unread / _SPREAD)
+        reading_s = self._token_s * n_unread / min(_SPREAD, n_left)
+        return self._fading * (self.step_seconds(n_seq) * n_guesses + reading_s)
 
     def pass_over(self) -> None:
         """The draft was not worth its time: after many such decodes it is asked again, for what it took last may have
