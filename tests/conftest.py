@@ -29,8 +29,9 @@ hypothesis.settings.load_profile("tests")
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """For what two processes of tests would else fetch or make twice."""
-    models.cache_dir().mkdir(parents=True, exist_ok=True)
-    with open(models.cache_dir() / "tests.lock", "w") as lock:
+    directory = models.cache_dir() / "tests"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -49,7 +50,6 @@ def made(name: str, maker: Path, write: Callable[[Path], None]) -> Path:
     path = models.cache_dir() / "tests" / f"{name}-{version}.gguf"
     with one_at_a_time():
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 part = Path(scratch) / path.name
                 write(part)

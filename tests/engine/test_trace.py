@@ -11,6 +11,7 @@ from pathlib import Path
 RECORD = """
 import dataclasses, json, sys
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.plan.planner import lay_out
 
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=2.0
@@ -21,9 +22,10 @@ with Runtime.load(config) as runtime:
     runtime.replan()
     while runtime.fill():
         pass
-    # The middle of what is left out goes to the CPU, so that all three lanes have work.
+    runtime.decode([Rows(0, [1])])  # which may make a plan of its own
+    # All three lanes have work: half of what is left out goes to the CPU, and the ring cannot keep the other half.
     n = len(runtime.plan.tiers[0].placements)
-    device.set_plan([(0, [1 + (i % 2) for i in range(n)])], 0)
+    device.set_plan([(0, [1 + (i % 2) for i in range(n)])], lay_out(runtime.model_info).min_ring)
     runtime.decode([Rows(0, [1])])
     before = device.stats()
     device.start_trace()
