@@ -77,7 +77,7 @@ _UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
 _LONG_PROMPT = 8192
 DRIVER_BYTES = 512 << 20
 """What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
-_DECODE_KEPT = 0.95
+_ANSWER = 64  # tokens of an answer that a prompt is read for
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
@@ -331,11 +331,11 @@ def choose_ubatch(
     overhead_bytes: int = 0,
 ) -> int:
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
-    displace weights: of the sizes that cost decoding no more than 5 % at any of ``budgets`` the one that reads
-    ``n_together`` prompts of ``n_prompt`` tokens each soonest, when ``n_seq`` sequences share ``n_ctx`` tokens. Raises
+    displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and answers of 64 tokens to
+    them take least, in the geometric mean over ``budgets``, when ``n_seq`` sequences share ``n_ctx`` tokens. Raises
     :class:`BudgetBelowFloor` if even the smallest leaves no room."""
     unit = vram_unit(str(profile.fingerprint.get("device")))
-    found: list[tuple[int, list[float], list[float]]] = []
+    found: list[tuple[float, int]] = []
     for n_ubatch in _UBATCHES:
         if found and n_ubatch >= 2 * n_prompt * n_together:
             break
@@ -360,15 +360,11 @@ def choose_ubatch(
             if not found:
                 raise
             break
-        ttft = [plan.predicted_ttft(n_prompt, n_together) for plan in plans]
-        found.append((n_ubatch, ttft, [plan.predicted_decode_tps(n_together) for plan in plans]))
-    fastest = [max(rates) for rates in zip(*(tps for _, _, tps in found), strict=True)]
-    able = [
-        (float(np.log(ttft).sum()), n_ubatch)
-        for n_ubatch, ttft, tps in found
-        if all(rate >= _DECODE_KEPT * best for rate, best in zip(tps, fastest, strict=True))
-    ]
-    return min(able)[1] if able else found[0][0]
+        seconds = [
+            plan.predicted_ttft(n_prompt, n_together) + _ANSWER * plan.predicted_decode_s(n_together) for plan in plans
+        ]
+        found.append((float(np.log(seconds).sum()), n_ubatch))
+    return min(found)[1]
 
 
 def choose_launch_ubatch(
