@@ -117,7 +117,7 @@ class Engine:
         self._replan = threading.Event()
         self._stop = False
         self._filling = False
-        self._step_s = 0.0
+        self._fill_until = 0.0
         self._progress = -1
         self._moved_at = 0.0
         self._page = False
@@ -159,7 +159,7 @@ class Engine:
         return EXIT_FATAL
 
     def _turn(self) -> None:
-        """Commands that came, then one decode, then a little filling."""
+        """Commands that came, then one decode unless new room is being filled, then a piece of filling."""
         busy = self._batcher is not None and self._batcher.busy and not self._parked
         wait: float | None = max(0.0, self._due - time.monotonic()) if busy else None
         if self._filling and not self._parked:
@@ -177,24 +177,19 @@ class Engine:
             except BudgetBelowFloor as error:  # the device accepted this budget and keeps it with the plan it has
                 logger.warning("%s", error)
             self._filling = True
-        if self._batcher.busy and time.monotonic() >= self._due:
+        filling = self._filling and time.monotonic() < self._fill_until
+        if self._batcher.busy and not filling and time.monotonic() >= self._due:
             self._step(self._runtime, self._batcher)
         if self._filling or self._runtime.unfilled:
-            self._fill(self._runtime)
-
-    def _fill(self, runtime: Runtime) -> None:
-        until = time.monotonic() + FILL_STEPS * self._step_s
-        while True:
-            self._filling = runtime.fill(self._fill_bytes) > 0
-            if not self._filling or time.monotonic() >= until or not self._commands.empty():
-                return
+            self._filling = self._runtime.fill(self._fill_bytes) > 0
 
     def _step(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._page:
             self._follow_frames(runtime, batcher)
         started = time.monotonic()
         events = batcher.step()
-        self._step_s = time.monotonic() - started
+        ended = time.monotonic()
+        self._fill_until = ended + FILL_STEPS * (ended - started)
         self._steps += 1
         if self._steps % LEARN_EVERY == 0 and runtime.learn():
             self._replan.set()
