@@ -56,11 +56,12 @@ _CPU_ORDERS = (
     ("output", "experts", "shared", "ffn", "ffn_down", "attention"),
     ("experts", "shared", "ffn_down", "ffn", "attention", "output"),
 )
-# Per shard and graph: kernels launched, and hand-offs when it runs on the CPU: attention hands over before and after
-# the attention kernel itself, which stays where the KV cache is; experts their choice, which also waits for the device
-# when all of them are cached, then their slots and rows.
-_KERNELS = {"attention": 13, "shared": 6, "ffn": 4, "ffn_down": 1, "experts": 14, "output": 2, "vision": 12, "other": 4}
-_HANDOFFS = {"attention": 2.0, "experts": 3.0}
+# Per shard and graph: kernels launched beside the products, whose own launches are in their measured rates, and hand-
+# offs when it runs on the CPU. Attention hands over before and after the attention kernel itself, which stays where
+# the KV cache is; experts hand over their choice, which also waits for the device when all of them are cached, then
+# copies, slots and rows.
+_KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
+_HANDOFFS = {"attention": 2.0, "experts": 5.0}
 _CHOICE = 1.5
 # What the CPU takes for a layer's experts however few they are: its threads meet after each of six operations (14 of
 # the H100 machine).
@@ -442,7 +443,7 @@ class Plan:
     def expert_stream_share(self) -> float:
         """Of the experts that a token needs and that are neither resident nor cached: the share that is copied so that
         copies take as long as the CPU does for the others, from 0 to 1."""
-        return self._costs.at(1, self._costs.n_ctx_used).expert_stream_share
+        return self._costs.stream_share
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Seconds from an empty context until the logits after ``n_parallel`` prompts of ``n_tokens`` each, several of
@@ -759,6 +760,10 @@ class _Costs:
         computed = graph.on_device * self.resident_share + graph.on_host * left_out
         return always + float(computed.sum()) + experts * graph.handoff_s
 
+    @cached_property
+    def stream_share(self) -> float:
+        return self.at(1, self.n_ctx_used).expert_stream_share
+
     def at(self, n_tokens: int, n_before: int, n_seq: int = 1, n_rows: int = 0) -> _Graph:
         return _Graph(self, n_tokens, n_before, n_seq, n_rows or n_seq)
 
@@ -778,6 +783,11 @@ class _Graph:
         used = 1 - (1 - costs.likely) ** n_tokens
         share_used = np.where(costs.missing, used.mean() if used.size else 0.0, 1 - (1 - costs.active) ** n_tokens)
         columns = np.where(costs.kind_masks["output"], n_rows, n_tokens * costs.active / share_used)
+        # Experts are products of their own each. A device takes as long for few experts with many tokens as if all had
+        # been chosen alike, and the CPU as long for each token as for one.
+        experts = costs.kind_masks["experts"]
+        share_even = np.where(experts, 1 - (1 - costs.active) ** n_tokens, share_used)
+        columns_even = np.where(experts, n_tokens * costs.active / share_even, columns)
         one_at_a_time = n_tokens < _WHOLE_TENSORS
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
@@ -785,13 +795,20 @@ class _Graph:
         touched = costs.n_bytes * share_used
         self.uncached = np.where(costs.missing, 1 - cached, 1.0)
         self.fetched = touched * self.uncached
-        self.on_device, self.on_host = (
-            sum(
-                costs.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=on_cpu)
-                for kind, i in costs.kinds.items()
+        none = np.zeros(len(costs.ladder))
+        self.on_device = none + sum(
+            costs.n_weights[i] * share_even * profile.seconds_per_weight(kind, columns_even, on_cpu=False)
+            for kind, i in costs.kinds.items()
+        )
+        self.on_host = none + sum(
+            costs.n_weights[i]
+            * share_used
+            * np.where(
+                experts,
+                columns * profile.seconds_per_weight(kind, np.ones_like(columns), on_cpu=True),
+                profile.seconds_per_weight(kind, columns, on_cpu=True),
             )
-            + np.zeros(len(costs.ladder))
-            for on_cpu in (False, True)
+            for kind, i in costs.kinds.items()
         )
         head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
@@ -809,7 +826,7 @@ class _Graph:
         shared_s = self.on_device * share
         turns = costs.handoffs
         self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
-        self.expert_stream_share = 0.0
+        self.expert_stream_share = self._streamed_singly = 0.0
         copied_s = np.zeros(len(costs.ladder))
         if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
@@ -819,14 +836,22 @@ class _Graph:
             here_s = slower * self.on_host * (1 - share) * uncached
             any_s = np.where(missing, _EXPERTS_S * (1 - share), 0.0)
             both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
-            self.expert_stream_share = min(float((here_s + any_s)[missing].sum()) / both_s, 1.0)
+            # The device has one share for graphs of any size: that which suits one token.
+            self.expert_stream_share = (
+                min(float((here_s + any_s)[missing].sum()) / both_s, 1.0) if n_tokens == 1 else costs.stream_share
+            )
             on_host = 1 - self.expert_stream_share
             any_s = any_s * min(float(used.sum()) * uncached * on_host, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
             copied_s = np.where(missing, slower * self.fetched * (1 - share) / profile.h2d, 0.0)
-            copy_s = np.where(missing, 0.0, copy_s)
             turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * uncached, turns)
-            device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
+            if n_tokens == 1:
+                copy_s = np.where(missing, 0.0, copy_s)
+                device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
+                self._streamed_singly = 1.0
+            else:  # experts that are all streamed stream as whole tensors then
+                copy_s = costs.copy_s
+                device_s = device_s + np.where(missing, costs.turn_s, 0.0)
             cpu_s = np.where(missing, any_s + here_s * on_host, cpu_s)
         else:
             device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
@@ -854,8 +879,8 @@ class _Graph:
         host_slower = 1 + self._slowdown * min(copy / both, 1.0)
         copy_slower = 1 + self._slowdown * host / both
         chain = device + host * host_slower
-        expert_copies = np.where(streamed, 1.0, np.where(cpu, self.expert_stream_share, 0.0)) * self._expert_copy_s
-        least = max(chain, copy + float(expert_copies.sum()), self.memory_s)
+        singly = np.where(streamed, self._streamed_singly, np.where(cpu, self.expert_stream_share, 0.0))
+        least = max(chain, copy + float((singly * self._expert_copy_s).sum()), self.memory_s)
         if not streamed.any():
             return least
         # Between two streamed shards the copy engine gets ahead by the ring at most; then it waits.
