@@ -66,12 +66,11 @@ async def next_of(notices: trio.MemoryReceiveChannel[frameshard.Notice], kind: s
     return notice
 
 
-def test_what_a_plan_chose_at_launch_stays(model_path: Path) -> None:
-    """Larger steps of a prompt than by default, a floor that says so, and the same after the engine was away."""
+def test_what_was_chosen_at_launch_stays(model_path: Path) -> None:
+    """Without a budget prompts are read in steps of 512; an engine that comes back with a small one keeps to them."""
 
     async def main(client: frameshard.Client) -> None:
         floor = (await client.caps_and_requirements()).floor_bytes
-        assert 40 * MIB < floor <= 100 * MIB  # 21 with steps of 512
         await client.set_budget(200, state="hibernated")
         with pytest.raises(BudgetBelowFloor) as below:
             await client.set_budget(floor / MIB - 1)
@@ -79,7 +78,7 @@ def test_what_a_plan_chose_at_launch_stays(model_path: Path) -> None:
         await client.set_budget(floor / MIB, timeout_s=30)
         assert (await client.caps_and_requirements()).floor_bytes == floor
 
-    play(model_path, main, n_ctx=4096, n_parallel=1, vram_budget_mb=200, n_ubatch=0, link_gbps=2.0)
+    play(model_path, main, n_ctx=4096, n_parallel=1, vram_budget_mb=0, n_ubatch=0, link_gbps=2.0)
 
 
 def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
