@@ -84,7 +84,10 @@ def test_budgets_are_set_in_order() -> None:
         numbers = [sidecar.set_budget(mib) for mib in (100, 8, 60, 50)]
         query = sidecar.stats()
         seen: list[Event] = []
-        play(sidecar, lambda: len(of(seen, BudgetObserved)) == 3 or seen.extend(sidecar.poll()))
+        play(
+            sidecar,
+            lambda: len(of(seen, BudgetObserved) + of(seen, StatsArrived)) == 4 or seen.extend(sidecar.poll()),
+        )
         released = of(seen, BudgetReleased)
         assert [(event.request, event.budget_bytes >> 20) for event in released] == [
             (numbers[0], 100),
