@@ -112,6 +112,11 @@ class Run:
         sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
         return await self.client.complete(prompt, sampling=sampling).completed()
 
+    async def long_prompt(self) -> str:
+        """Of --prompt tokens, about."""
+        short = await self.answer(WORDS * 10, 1)
+        return WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
+
     def check(self, text: str, expected: str) -> None:
         self.texts += 1
         self.wrong_texts += text != expected
@@ -210,8 +215,7 @@ class Run:
 
     async def cancelling(self) -> None:
         """Notes the time from a cancel to the job's last event, in the midst of answers and of prompts."""
-        short = await self.answer(WORDS * 10, 1)
-        prompt = WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
+        prompt = await self.long_prompt()
         usual = (await self.answer(prompt, 2)).prefill_s
         for phase, text in (("decode", "Once upon a time"), ("prefill", prompt)):
             for _ in range(self.args.cancel):
@@ -228,8 +232,7 @@ class Run:
                         self.cancels[phase].append(1000 * (time.monotonic() - begin))
 
     async def reading(self) -> None:
-        short = await self.answer(WORDS * 10, 1)
-        prompt = WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
+        prompt = await self.long_prompt()
         undisturbed = await self.answer(prompt, 2)
         undisturbed = await self.answer(prompt, 2)
         print(f"prompt of {undisturbed.n_prompt} tokens: {undisturbed.prefill_s:.2f} s undisturbed", file=sys.stderr)

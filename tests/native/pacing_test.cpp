@@ -103,12 +103,18 @@ Frame first_frame() {
     return f;
 }
 
+// The first frame is drawn; returns when.
+uint64_t see_a_gap(FramePacer &pacer) {
+    const Frame f = first_frame();
+    const uint64_t gap = f.start + f.gpu_busy;
+    pacer.set_mode(Mode::graphics);
+    pacer.see(f, gap);
+    return gap;
+}
+
 TEST(a_step_that_was_held_up_does_not_keep_others_from_the_gaps) {
     FramePacer pacer;
-    pacer.set_mode(Mode::graphics);
-    Frame f = first_frame();
-    const uint64_t gap = f.start + f.gpu_busy;
-    pacer.see(f, gap);
+    const uint64_t gap = see_a_gap(pacer);
     for (uint64_t took : {kMs, kMs, 50 * kMs}) {
         pacer.ran(gap, gap + took);
     }
@@ -121,10 +127,7 @@ TEST(a_step_that_was_held_up_does_not_keep_others_from_the_gaps) {
 
 TEST(a_first_step_that_was_held_up_is_forgotten_in_half_a_second) {
     FramePacer pacer;
-    pacer.set_mode(Mode::graphics);
-    Frame f = first_frame();
-    const uint64_t gap = f.start + f.gpu_busy;
-    pacer.see(f, gap);
+    const uint64_t gap = see_a_gap(pacer);
     pacer.ran(gap, gap + 60 * kMs);
     for (int i = 0; i < 30; i++) { // one a frame
         pacer.ran(gap, gap + kMs);

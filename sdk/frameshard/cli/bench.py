@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
     result["kv_type"] = args.kv_type
-    with Runtime.load(config, budgets=sizes(args.vram_budget), n_prompt=args.prompt) as runtime:
+    with Runtime.load(config, budgets=common.sizes_of(args.vram_budget), n_prompt=args.prompt) as runtime:
         args.ubatch = runtime.config.n_ubatch
         result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
         rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
@@ -134,12 +134,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(result, rows, markdown=args.markdown)
     return 0
-
-
-def sizes(text: str) -> list[int]:
-    """The budgets of a list that are not named; no limit, where all are."""
-    words = (part.strip() for part in text.split(","))
-    return [common.parse_size(word) for word in words if word not in ("floor", "full")] or [0]
 
 
 def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
     from frameshard.engine.vision import Vision
 
-    from .bench import _budgets, sizes
+    from .bench import _budgets
 
     mmproj = args.mmproj or models.mmproj_of(args.model)
     if mmproj is None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
     seeds = iter(range(10**6))
-    with Runtime.load(config, budgets=sizes(args.vram_budget), n_prompt=CONTEXT) as runtime:
+    with Runtime.load(config, budgets=common.sizes_of(args.vram_budget), n_prompt=CONTEXT) as runtime:
         result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)
         rows = [_Row(image, budget) for image in args.image for budget in _budgets(args.vram_budget, runtime)]

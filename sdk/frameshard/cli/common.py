@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from frameshard.errors import BadArgument
 from frameshard.native import default_threads
+from frameshard.wire.launch import KV_TYPES
 
 UNITS = {
     "": 2**20,
@@ -35,6 +36,12 @@ def parse_size(text: str) -> int:
 def parse_budgets(text: str) -> list[int]:
     """Bytes for a list such as ``"64,96,1.5GiB"``."""
     return [parse_size(part) for part in text.split(",")]
+
+
+def sizes_of(text: str) -> list[int]:
+    """The budgets of a list that are not named ``floor`` or ``full``; 0, no limit, where all are."""
+    words = (part.strip() for part in text.split(","))
+    return [parse_size(word) for word in words if word not in ("floor", "full")] or [0]
 
 
 def format_size(n_bytes: int) -> str:
@@ -114,7 +121,7 @@ def add_kv_type_arg(parser: argparse.ArgumentParser) -> None:
     """``--kv-type``."""
     parser.add_argument(
         "--kv-type",
-        choices=("f16", "q8_0", "q4_0"),
+        choices=KV_TYPES,
         default="f16",
         help="how keys and values are kept (f16); q8_0 takes half as much, q4_0 little more than a quarter",
     )

@@ -62,11 +62,10 @@ def run(args: argparse.Namespace) -> int:
     device = str(profile.fingerprint.get("device", ""))
     overhead = 0 if device == "emulated" else planner.DRIVER_BYTES
     if not args.ubatch:
-        sizes = [size for size in budgets if size is not None]
         args.ubatch = planner.choose_ubatch(
             model,
             profile,
-            sizes or [0],
+            common.sizes_of(args.vram_budget),
             n_ctx=args.ctx,
             n_prompt=args.prompt,
             n_seq=args.parallel,

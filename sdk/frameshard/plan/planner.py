@@ -56,10 +56,10 @@ _CPU_ORDERS = (
     ("output", "experts", "shared", "ffn", "ffn_down", "attention"),
     ("experts", "shared", "ffn_down", "ffn", "attention", "output"),
 )
-# Per shard and graph: kernels launched beside the products, whose own launches are in their measured rates, and hand-
-# offs when it runs on the CPU. Attention hands over before and after the attention kernel itself, which stays where
-# the KV cache is; experts hand over their choice, which also waits for the device when all of them are cached, then
-# copies, slots and rows.
+# Per shard and graph: kernels launched beside the products, whose own launches are in their measured rates, and
+# hand-offs when it runs on the CPU. Attention hands over before and after the attention kernel itself, which stays
+# where the KV cache is; experts hand over their choice, which also waits for the device when all of them are cached,
+# then copies, slots and rows.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
 _HANDOFFS = {"attention": 2.0, "experts": 5.0}
 _CHOICE = 1.5
@@ -800,14 +800,9 @@ class _Graph:
             costs.n_weights[i] * share_even * profile.seconds_per_weight(kind, columns_even, on_cpu=False)
             for kind, i in costs.kinds.items()
         )
+        at_once, times = np.where(experts, 1.0, columns), np.where(experts, columns, 1.0)
         self.on_host = none + sum(
-            costs.n_weights[i]
-            * share_used
-            * np.where(
-                experts,
-                columns * profile.seconds_per_weight(kind, np.ones_like(columns), on_cpu=True),
-                profile.seconds_per_weight(kind, columns, on_cpu=True),
-            )
+            costs.n_weights[i] * share_used * times * profile.seconds_per_weight(kind, at_once, on_cpu=True)
             for kind, i in costs.kinds.items()
         )
         head_dim, n_head, _ = heads = heads_of(model)
@@ -840,8 +835,8 @@ class _Graph:
             self.expert_stream_share = (
                 min(float((here_s + any_s)[missing].sum()) / both_s, 1.0) if n_tokens == 1 else costs.stream_share
             )
-            on_host = 1 - self.expert_stream_share
-            any_s = any_s * min(float(used.sum()) * uncached * on_host, 1.0)
+            left = 1 - self.expert_stream_share
+            any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
             copied_s = np.where(missing, slower * self.fetched * (1 - share) / profile.h2d, 0.0)
             turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * uncached, turns)
@@ -852,7 +847,7 @@ class _Graph:
             else:  # experts that are all streamed stream as whole tensors then
                 copy_s = costs.copy_s
                 device_s = device_s + np.where(missing, costs.turn_s, 0.0)
-            cpu_s = np.where(missing, any_s + here_s * on_host, cpu_s)
+            cpu_s = np.where(missing, any_s + here_s * left, cpu_s)
         else:
             device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
