@@ -67,3 +67,16 @@ def test_a_cache_is_made_for_experts_that_are_chosen_often() -> None:
         assert skewed.predicted_ttft(1024) < 0.6 * even.predicted_ttft(1024)
         assert skewed.predicted_ttft(1024) >= 0.99 * skewed.bound_ttft(1024)
         assert skewed.predicted_decode_tps() <= 1.01 * skewed.bound_decode_tps()
+
+
+def test_sequences_that_choose_alike_stream_only_what_they_use() -> None:
+    """Sixteen tokens of sequences that share experts copy these once, where the CPU computes each token's anew."""
+    model, alike = experts(), tuple([1 / 8] * 8 + [0.0] * 120)
+    even, same = (
+        make_plan(model, H100, budget_bytes=3 << 30, fixed_bytes=900 << 20, n_ubatch=2048, routing=each)
+        for each in (EVEN, alike)
+    )
+    tier = next(tier for tier in same.tiers if tier.n_tokens == 16)
+    assert tier.streamed_bytes > 2 * tier.cpu_bytes
+    assert same.predicted_decode_tps(16) > 4 * even.predicted_decode_tps(16)
+    assert same.predicted_decode_tps(16) <= 1.01 * same.bound_decode_tps(16)

@@ -690,6 +690,7 @@ class _Costs:
         self.layout, self.profile, self.resident_share, self.n_ctx_used = layout, profile, share, n_ctx_used
         self.ladder = layout.ladder
         self.n_bytes = np.array([shard.n_bytes for shard in self.ladder], dtype=np.float64)
+        self.n_tensors = np.array([len(shard.tensors) for shard in self.ladder])
         self.active = np.array([shard.active_bytes for shard in self.ladder], dtype=np.float64) / self.n_bytes
         # How many weights of each kind are in each shard.
         self.kinds: dict[Kind, int] = {}
@@ -792,6 +793,11 @@ class _Graph:
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
+        # Whole tensors begin to stream with the experts of the graph before, for a guess: as many as twice the tokens
+        # use.
+        guessed = 1 - (1 - costs.likely) ** (2 * n_tokens)
+        guessed_cached = _first(guessed, costs.n_cached_in_prompts)
+        guessed_anew = float(guessed.sum()) - guessed_cached
         touched = costs.n_bytes * share_used
         self.uncached = np.where(costs.missing, 1 - cached, 1.0)
         self.fetched = touched * self.uncached
@@ -817,9 +823,12 @@ class _Graph:
         self.handoff_s = costs.turn_s + activations
         missing = costs.missing
         device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share)
-        copy_s = np.where(missing, self.fetched * (1 - share) / profile.h2d, costs.copy_s)
+        share_copied = guessed_anew / max(guessed.size, 1)
+        copy_s = np.where(missing, costs.n_bytes * share_copied * (1 - share) / profile.h2d, costs.copy_s)
         shared_s = self.on_device * share
         turns = costs.handoffs
+        # Cached ones are copied within the device, each matrix by itself.
+        asked_s = costs.turn_s + profile.kernel_s * guessed_cached * costs.n_tensors
         self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
         self.expert_stream_share = self._streamed_singly = 0.0
         copied_s = np.zeros(len(costs.ladder))
@@ -845,11 +854,10 @@ class _Graph:
                 device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
                 self._streamed_singly = 1.0
             else:  # experts that are all streamed stream as whole tensors then
-                copy_s = costs.copy_s
-                device_s = device_s + np.where(missing, costs.turn_s, 0.0)
+                device_s = device_s + np.where(missing, asked_s, 0.0)
             cpu_s = np.where(missing, any_s + here_s * left, cpu_s)
         else:
-            device_s = device_s + np.where(missing, costs.turn_s, 0.0)  # which experts a prompt uses is asked by layer
+            device_s = device_s + np.where(missing, asked_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s = shared_s[order]
         self._handoffs = turns[order]
