@@ -436,12 +436,16 @@ class Runtime:
         return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
     def _warm_up(self) -> None:
-        """A model whose first decode fails should fail here, not in somebody's job. On a GPU also a prompt as long as
+        """A model whose first decode fails should fail here, not in somebody's job. On a GPU also as many prompts as
         one graph takes: drivers allocate workspaces at first use, and that must happen while the arena is still empty.
         """
         token = max(0, int(llama_cpp.llama_vocab_bos(self._vocab)))
         if self.observer is not None:
-            self.decode([Rows(0, [token] * min(self.n_ubatch, self.n_ctx_seq - 1), "last")])
+            n_seq = min(-(-self.n_ubatch // (self.n_ctx_seq - 1)), self.config.n_parallel)
+            each = [token] * min(self.n_ubatch // n_seq, self.n_ctx_seq - 1)
+            self.decode([Rows(seq, each) for seq in range(n_seq)])
+            for seq in range(n_seq):
+                self.clear(seq)
         self.decode([Rows(0, [token])])
         self.clear(0)
 
