@@ -336,7 +336,7 @@ class ShardDevice:
         piece_bytes: int = 0,
         step_bytes: int = 0,
         slab_bytes: int = 0,
-        chunk_bytes: int = 4 << 20,
+        chunk_bytes: int = 16 << 20,
     ) -> None:
         self._lib, handle = _load()
         config = _Config(

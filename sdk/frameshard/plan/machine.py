@@ -50,7 +50,7 @@ _MEMORY_OVER_READ = 1.25
 # A kernel of a few microseconds in a graph of hundreds: what is left of a token's time on an H100 when all weights are
 # resident and their bytes are paid for.
 _KERNEL_S = 2e-6
-_COPY_PIECE = 4 << 20  # the shard device's chunk
+_COPY_PIECE = 16 << 20  # the shard device's chunk
 _MOST_KINDS = 3  # kinds of weights measured for one model
 _LEAST_SHARE = 0.1  # of the model's bytes: rarer kinds take the rates of the nearest one
 _CELLS = (1024, 8192)  # contexts at which attention is measured
@@ -125,6 +125,15 @@ class Profile:
         together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ
         return max(together, self.dram, self.cpu_gemv, self.h2d)
 
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """By how much the CPU and copies take longer while both are at work, of their time alone."""
+        if self.cpu_beside_copies and self.h2d_beside_cpu:
+            slowed = (self.cpu_gemv / self.cpu_beside_copies, self.h2d / self.h2d_beside_cpu)
+        else:
+            slowed = ((self.cpu_gemv + self.h2d) / self.memory,) * 2
+        return max(slowed[0] - 1.0, 0.0), max(slowed[1] - 1.0, 0.0)
+
     def seconds_per_weight(self, kind: Kind, tokens: Floats, *, on_cpu: bool) -> Floats:
         """Seconds that each weight of a matrix takes in products of ``tokens`` columns (at least 1)."""
         name, product = self._nearest(kind)
@@ -157,14 +166,17 @@ class Profile:
 
     def _with(self, type_name: str, product: Product) -> Profile:
         gemv = BYTES_PER_WEIGHT[type_name] / 2
+        # Memory is one for all shapes, and whatever else went on has only lowered a rate: the best is nearest.
+        same = (each for key, each in self.products.items() if parse_kind(key)[0] == type_name)
+        beside = max(same, key=lambda each: each.cpu_beside_copies + each.h2d_beside_cpu)
         return dataclasses.replace(
             self,
             cpu_gemv=product.cpu_flops[0] * gemv,
             gpu_gemv=product.gpu_flops[0] * gemv,
             cpu_flops=product.cpu_flops[-1],
             gpu_flops=product.gpu_flops[-1],
-            cpu_beside_copies=product.cpu_beside_copies,
-            h2d_beside_cpu=product.h2d_beside_cpu,
+            cpu_beside_copies=beside.cpu_beside_copies,
+            h2d_beside_cpu=beside.h2d_beside_cpu,
         )
 
     def _nearest(self, kind: Kind) -> tuple[str, Product | None]:
@@ -407,7 +419,7 @@ def _measure(
     values = dataclasses.asdict(machine)
     return Profile(
         fingerprint=key,
-        h2d=machine.h2d_pinned[piece],
+        h2d=max(machine.h2d_pinned[: piece + 1]),  # larger pieces are no slower
         d2h=machine.d2h_pageable[piece],
         dram=max(machine.dram),
         cpu_gemv=1.0,  # these four are what a model sees: seen_by()

@@ -5,8 +5,9 @@ it). What is left for a plan to choose is, by tier of graph size, which of the o
 which the CPU computes. It is chosen by predicted time among a few dozen splits: experts go to the CPU first (a token
 reads few of them, streaming moves all) or the output head (which computes one row even for a prompt), then feed-forward
 networks and attention, each spread evenly over the layers so that copies and CPU work at the same time; then each shard
-is tried the other way. On small models that comes within a few percent of the best of all splits (test_optimum.py). A
-feed-forward network is two shards: its down projection can stream while the CPU computes what comes before.
+is tried the other way. On small models that comes within a few percent of the best of all splits, and within a tenth
+for graphs between a token and a prompt (test_optimum.py). A feed-forward network is two shards: its down projection can
+stream while the CPU computes what comes before.
 
 Prediction of one graph: the device and the CPU take turns (their times and the hand-offs add up) while copies run
 beside them, except where the ring is full. Copies and CPU slow each other down when host memory cannot serve both.
@@ -50,6 +51,9 @@ _WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer token
 # context changes a little.
 _CACHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _WORTH_A_CACHE = 0.98  # of the time without: what it holds is read from elsewhere first
+# Largest steps that the ring has room for: one in use, the others so that copies go on while the CPU works. Of experts
+# only those that are used are copied, so there more room gains little.
+_RING, _RING_OF_EXPERTS = 4, 3
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
@@ -561,7 +565,8 @@ def make_plan(
     fixed_bytes += min(context.used, room)
     # Beside a game copies go on while the device is not ours, as far as the ring holds them.
     room = budget - fixed_bytes
-    least_ring = 3 * layout.min_ring + min(round(gpu_busy_s * profile.h2d), room // 8)
+    n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
+    least_ring = n_steps * layout.min_ring + min(round(gpu_busy_s * profile.h2d), room // 8)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
     found: list[tuple[float, _Costs]] = []
     for wanted_ring in _rings(layout, room, least_ring, routing):
@@ -829,15 +834,15 @@ class _Graph:
         turns = costs.handoffs
         # Cached ones are copied within the device, each matrix by itself.
         asked_s = costs.turn_s + profile.kernel_s * guessed_cached * costs.n_tensors
-        self._slowdown = max((profile.cpu_gemv + profile.h2d) / profile.memory - 1.0, 0.0)
+        self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
         self.expert_stream_share = self._streamed_singly = 0.0
         copied_s = np.zeros(len(costs.ladder))
         if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
             # each slows the other.
-            slower, uncached = 1 + self._slowdown, 1 - cached
+            slower, uncached = 1 + self._copy_slowdown, 1 - cached
             there_s = (slower * touched / profile.h2d + self.on_device) * (1 - share) * uncached
-            here_s = slower * self.on_host * (1 - share) * uncached
+            here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
             any_s = np.where(missing, _EXPERTS_S * (1 - share), 0.0)
             both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
             # The device has one share for graphs of any size: that which suits one token.
@@ -879,8 +884,8 @@ class _Graph:
         device = float(turns.sum()) + self._always_s
         # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
         both = max(copy, device + host)
-        host_slower = 1 + self._slowdown * min(copy / both, 1.0)
-        copy_slower = 1 + self._slowdown * host / both
+        host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
+        copy_slower = 1 + self._copy_slowdown * host / both
         chain = device + host * host_slower
         singly = np.where(streamed, self._streamed_singly, np.where(cpu, self.expert_stream_share, 0.0))
         least = max(chain, copy + float((singly * self._expert_copy_s).sum()), self.memory_s)
