@@ -729,8 +729,9 @@ class _Costs:
         n_slots = max(ring - 3 * max(others, default=0), 0) / each
         self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
         self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers
-        # The copy engine runs ahead by what the ring holds beside the step in use.
-        self.ahead_s = max(ring - layout.min_ring, 0) / profile.h2d
+        # How long the largest step and what the ring holds beside it take to copy.
+        self.step_s = layout.min_ring / profile.h2d
+        self.beside_s = max(ring - layout.min_ring, 0) / profile.h2d
 
     def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
         """Least time of graphs of (tokens, tokens before, sequences), of which each does all the work anew. Experts
@@ -867,7 +868,9 @@ class _Graph:
         self._shared_s = shared_s[order]
         self._handoffs = turns[order]
         self._copy_s = copy_s[order]
-        self._order, self._ahead_s = order, costs.ahead_s
+        self._order = order
+        used_of_ring = share_copied if missing.any() else 1.0  # it has room for whole tensors of experts
+        self._step_s, self._beside_s = costs.step_s * used_of_ring, costs.beside_s * used_of_ring
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
         self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
@@ -891,10 +894,23 @@ class _Graph:
         least = max(chain, copy + float((singly * self._expert_copy_s).sum()), self.memory_s)
         if not streamed.any():
             return least
-        # Between two streamed shards the copy engine gets ahead by the ring at most; then it waits.
+        # While a streamed shard is used, the copy engine gets ahead by what else the ring holds; until the next one is
+        # needed, by a step at least. The device waits for what is lacking then.
         starts = np.flatnonzero(streamed)
-        between = np.where(streamed, 0.0, turns + np.where(cpu, self._cpu_s * host_slower, 0.0))
-        gaps = np.add.reduceat(between, starts)
-        gaps[-1] += between[: starts[0]].sum()
-        waits = float(np.maximum(gaps - self._ahead_s, 0.0).sum())
-        return max(least, copy * copy_slower + waits)
+        work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
+        uses = work[starts] + self._always_s / len(starts)
+        gaps = np.add.reduceat(work, starts) - work[starts]
+        gaps[-1] += work[: starts[0]].sum()
+        copies = self._copy_s[starts] * copy_slower + self._kv_copy_s / len(starts)
+        step_s, beside_s = self._step_s, self._beside_s
+        lead, waits = min(float(gaps[-1]), max(step_s, beside_s)), 0.0
+        for copy_s, use_s, gap_s in zip(copies.tolist(), uses.tolist(), gaps.tolist(), strict=True):
+            if copy_s > lead:
+                waits += copy_s - lead
+                lead = copy_s
+            lead -= copy_s
+            if lead < beside_s:
+                lead = min(lead + use_s, beside_s)
+            if lead < step_s or lead < beside_s:
+                lead = min(lead + gap_s, max(step_s, beside_s))
+        return max(least, chain + waits)
