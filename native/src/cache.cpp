@@ -6,6 +6,8 @@
 
 namespace fsd {
 
+static constexpr size_t kRingBesideCaches = 3; // largest steps
+
 // "_l12" of "cache_k_l12": the layer.
 static std::string key_of(const ggml_tensor *t) {
     const std::string name = t->name;
@@ -218,9 +220,11 @@ size_t Device::window_lacks() {
     return needed > held ? needed - held : 0;
 }
 
-// The smallest ring must have room beside the caches, also while everything is resident and there is none.
+// A ring must have room beside the caches, also while everything is resident and there is none: one in which copies run
+// ahead, since a token waits longer for all the weights that stream than for a part of its context.
 bool Device::cache_fits(int64_t more) {
-    return (int64_t)(fixed() + std::min(min_ring, slabs_total)) + more <= (int64_t)budget.load();
+    const size_t ring_bytes = std::min(kRingBesideCaches * min_ring, slabs_total);
+    return (int64_t)(fixed() + ring_bytes) + more <= (int64_t)budget.load();
 }
 
 // To the host with one more block, a layer's near the output first: those that stay have their copies hidden longest.

@@ -306,9 +306,14 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
                   CHECK(st.kv_host_bytes > 0 && st.kv_bytes > 0 && st.kv_copied_bytes > 0);
                   CHECK(fsd_park() == FSD_OK && stats().used_bytes == 0 && fsd_unpark() == FSD_OK);
                   s.check({0, 3, 1});
-                  // A larger budget takes it back before it takes weights.
-                  const uint64_t on_host = stats().kv_host_bytes;
-                  s.set_budget(s.floor + on_host / kLayers * (kLayers - 1)); // all but what the window had
+                  // A larger budget takes it back, beside a ring in which copies run ahead, before it takes weights.
+                  const uint64_t on_host = stats().kv_host_bytes, step = stats().ring_bytes;
+                  const uint64_t without_window = on_host / kLayers * (kLayers - 1);
+                  s.set_budget(s.floor + without_window + step);
+                  CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+                  CHECK(stats().kv_host_bytes > 0);
+                  s.check({0, 3, 1});
+                  s.set_budget(s.floor + without_window + 2 * step);
                   CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
                   CHECK(stats().kv_host_bytes == 0 && stats().streamed_bytes > 0);
                   s.check({0, 3, 1});

@@ -54,6 +54,7 @@ _WORTH_A_CACHE = 0.98  # of the time without: what it holds is read from elsewhe
 # Largest steps that the ring has room for: one in use, the others so that copies go on while the CPU works. Of experts
 # only those that are used are copied, so there more room gains little.
 _RING, _RING_OF_EXPERTS = 4, 3
+_RING_BESIDE_CACHES = 3  # kRingBesideCaches of the shard device
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
@@ -559,10 +560,10 @@ def make_plan(
             budget_bytes=budget,
             floor_bytes=floor,
         )
-    # What of the context fits beside the least ring. The others pass through a window, which has room there too.
-    room = budget - fixed_bytes - least
+    # What of the context fits beside a ring of some steps. The others pass through a window, which has room there too.
+    room = max(budget - fixed_bytes - min(_RING_BESIDE_CACHES * layout.min_ring, layout.total), 0)
     kv_room = float("inf") if context.used <= room else max(room - context.window, 0)
-    fixed_bytes += min(context.used, room)
+    fixed_bytes += context.used if context.used <= room else max(room, context.window)
     # Beside a game copies go on while the device is not ours, as far as the ring holds them.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
