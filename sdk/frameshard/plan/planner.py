@@ -68,6 +68,7 @@ _CPU_ORDERS = (
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
 _HANDOFFS = {"attention": 2.0, "experts": 5.0}
 _CHOICE = 1.5
+_INPUT = 0.5  # the experts' input, which comes along where the CPU may compute some
 # What the CPU takes for a layer's experts however few they are: its threads meet after each of six operations (14 of
 # the H100 machine).
 _EXPERTS_S = 70e-6
@@ -855,14 +856,15 @@ class _Graph:
             any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
             copied_s = np.where(missing, slower * self.fetched * (1 - share) / profile.h2d, 0.0)
-            turns = np.where(missing, _CHOICE + (costs.handoffs - _CHOICE) * uncached, turns)
+            at_least = _CHOICE + _INPUT
+            turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, turns)
             if n_tokens == 1:
                 copy_s = np.where(missing, 0.0, copy_s)
                 device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
                 self._streamed_singly = 1.0
             else:  # experts that are all streamed stream as whole tensors then
                 device_s = device_s + np.where(missing, asked_s, 0.0)
-            cpu_s = np.where(missing, any_s + here_s * left, cpu_s)
+            cpu_s = np.where(missing, np.maximum(any_s + here_s * left, there_s * self.expert_stream_share), cpu_s)
         else:
             device_s = device_s + np.where(missing, asked_s, 0.0)  # which experts a prompt uses is asked by layer
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
