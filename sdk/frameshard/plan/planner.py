@@ -84,7 +84,7 @@ _UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
 _LONG_PROMPT = 8192
 DRIVER_BYTES = 512 << 20
 """What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
-_ANSWER = 64  # tokens of an answer that a prompt is read for
+_ANSWER = 16  # tokens of the first sentence, which a player waits for
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
@@ -338,9 +338,9 @@ def choose_ubatch(
     overhead_bytes: int = 0,
 ) -> int:
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
-    displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and answers of 64 tokens to
-    them take least, in the geometric mean over ``budgets``, when ``n_seq`` sequences share ``n_ctx`` tokens. Raises
-    :class:`BudgetBelowFloor` if even the smallest leaves no room."""
+    displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and the first 16 tokens of
+    their answers take least, in the geometric mean over ``budgets``, when ``n_seq`` sequences share ``n_ctx`` tokens.
+    Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
     unit = vram_unit(str(profile.fingerprint.get("device")))
     found: list[tuple[float, int]] = []
     for n_ubatch in _UBATCHES:

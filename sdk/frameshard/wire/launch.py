@@ -35,9 +35,9 @@ class ServeConfig:
     :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
     :param n_ubatch: tokens of a prompt that are computed at once. Weights that are streamed are read once for each so
         many, and the buffers for them are part of the floor: 512 keeps that low. 0 chooses by plan, at launch, with
-        what long prompts and answers of 64 tokens to them take least, with a floor of about half of the budget at most
-        (or that of 512, if it is higher): for a game that will not take more than half of the budget back. Without a
-        budget it is 512.
+        what long prompts and the first 16 tokens of their answers take least, with a floor of about half of the
+        budget at most (or that of 512, if it is higher): for a game that will not take more than half of the budget
+        back. Without a budget it is 512.
     :param n_threads: 0 is half of the CPUs.
     :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
     :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
