@@ -3,8 +3,8 @@
     python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json ablation.json
 
 The plan as it is; a ring of one step (copies do not run ahead, and next to no experts are kept); nothing on the CPU;
-nothing streamed. Weights are resident as the budget leaves room for. Medians of interleaved runs. What the size of the
-ubatch is worth, for which a device is configured once, ``frameshard bench --ubatch`` says.
+nothing streamed in graphs of few tokens (a long prompt would take the CPU half a minute); prompts in ubatches of 256.
+Weights are resident as the budget leaves room for. Medians of interleaved runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from frameshard.cli.passage import PASSAGE
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.plan.planner import CPU, STREAMED, lay_out, vram_unit
 
-VARIANTS = ("as planned", "ring of one step", "nothing on the CPU", "nothing streamed")
+VARIANTS = ("as planned", "ring of one step", "nothing on the CPU", "nothing streamed", "ubatches of 256")
+FEW = 32  # tokens of a graph
 
 
 @dataclass
@@ -54,7 +55,10 @@ def arrange(runtime: Runtime, row: Row) -> None:
     tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
     for variant, placement in (("nothing on the CPU", STREAMED), ("nothing streamed", CPU)):
         if row.variant == variant:
-            tiers = [(least, (placement,) * len(placements)) for least, placements in tiers]
+            tiers = [
+                (least, (placement,) * len(placements) if placement == STREAMED or least < FEW else placements)
+                for least, placements in tiers
+            ]
     runtime.device.set_plan(
         tiers, ring, plan.expert_stream_share if row.variant != "nothing streamed" else 0.0, exact=False
     )
@@ -64,10 +68,12 @@ def arrange(runtime: Runtime, row: Row) -> None:
 
 def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespace) -> None:
     prompt = (words * -(-args.prompt // len(words)))[: args.prompt]
+    ubatch = 256 if row.variant == "ubatches of 256" else args.ubatch
 
     def read() -> None:
         runtime.clear(0)
-        runtime.decode_tokens(0, prompt)
+        for at in range(0, len(prompt), ubatch):
+            runtime.decode_tokens(0, prompt[at : at + ubatch])
 
     def decode(token: int) -> None:
         for output in runtime.decode([Rows(0, [token])]):
