@@ -321,8 +321,9 @@ class ShardDevice:
     """The shard device over one inner device (``"emulated"`` or a ggml device such as ``"CUDA0"``).
 
     ``budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
-    ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. Raises UnknownDevice,
-    VersionMismatch, BadArgument.
+    ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. Copies are cut into
+    ``chunk_bytes``: larger ones are quicker, smaller ones leave a game's own copies less to wait for (16 MiB: 0.3 ms of
+    PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). Raises UnknownDevice, VersionMismatch, BadArgument.
     """
 
     def __init__(

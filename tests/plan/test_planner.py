@@ -261,6 +261,21 @@ def test_experts_stay_with_the_cpu_while_decoding() -> None:
         assert placement == (CPU if each.kind == "experts" else STREAMED)
 
 
+def test_a_ring_of_one_step_hides_no_copies() -> None:
+    """Of a prompt that takes the device as long as its weights take to copy: they add up, or run side by side."""
+    model, n_tokens = dense(), round(H100.gpu_flops / H100.h2d)
+    layout = layout_for(model, H100)
+
+    def ttft(n_steps: int) -> float:
+        plan = make_plan(
+            model, H100, budget_bytes=n_steps * layout.min_ring, fixed_bytes=0, mode="stream_only", n_ubatch=n_tokens
+        )
+        return plan.predicted_ttft(n_tokens)
+
+    assert ttft(4) == pytest.approx(layout.total / H100.h2d, rel=0.15)
+    assert ttft(1) > 1.7 * ttft(4)
+
+
 def test_large_graphs_have_plans_of_their_own() -> None:
     """What the CPU does beside copies for 512 tokens takes it 16 times as long for 8,192."""
     slow = dataclasses.replace(H100, h2d=1e9)

@@ -84,8 +84,8 @@ class Profile:
 
     ``products`` by kind ("Q4_0 11520x4096") and ``attention`` by heads ("128 x 32:8") refine the plain rates, which
     stand for whatever is not in them. ``cpu_beside_copies`` and ``h2d_beside_cpu`` are what CPU and copies reach at the
-    same time, 0 where not measured. ``copies`` and ``host_memory`` are for people. ``sources`` says of each figure that
-    was not measured where it is from.
+    same time, 0 where not measured. ``copies`` by ``piece_bytes`` say what small pieces cost; ``host_memory`` is for
+    people. ``sources`` says of each figure that was not measured where it is from.
     """
 
     fingerprint: Mapping[str, str | int | float]
@@ -118,12 +118,22 @@ class Profile:
             _check_curve(key, product.tokens, product.cpu_flops, product.gpu_flops)
         for key, attention in self.attention.items():
             _check_curve(key, attention.cells, attention.kv_bytes, attention.flops)
+        if self.copies:
+            sizes = tuple(map(int, self.copies.get("piece_bytes", ())))
+            _check_curve("copies", sizes, tuple(self.copies.get("h2d_pinned", ())))
 
     @property
     def memory(self) -> float:
         """What CPU and copies can draw from host memory together."""
         together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ
         return max(together, self.dram, self.cpu_gemv, self.h2d)
+
+    def copy_rate(self, piece_bytes: float) -> float:
+        """Bytes/s of copies to the device in pieces of this size; where that was not measured, as in large ones."""
+        if not self.copies:
+            return self.h2d
+        sizes, rates = (np.array(self.copies[name], dtype=np.float64) for name in ("piece_bytes", "h2d_pinned"))
+        return min(float(np.interp(np.log(piece_bytes), np.log(sizes), rates)), self.h2d)
 
     @property
     def slowdowns(self) -> tuple[float, float]:

@@ -728,6 +728,7 @@ class _Costs:
         ]
         layers = max(float((1 - share)[self.missing].sum()), 1.0)
         each = float(self.n_bytes[self.missing].mean()) / n_expert if n_expert else 1.0
+        self.matrix_bytes = each / float(self.n_tensors[self.missing].mean()) if n_expert else 1.0
         n_slots = max(ring - 3 * max(others, default=0), 0) / each
         self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
         self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers
@@ -790,14 +791,14 @@ class _Graph:
         profile, model = costs.profile, costs.layout.model
         # Of a layer's experts this share is used by at least one of the tokens, each by so many (columns).
         used = 1 - (1 - costs.likely) ** n_tokens
-        share_used = np.where(costs.missing, used.mean() if used.size else 0.0, 1 - (1 - costs.active) ** n_tokens)
+        experts, one_at_a_time = costs.kind_masks["experts"], n_tokens < _WHOLE_TENSORS
+        chosen_alike = 1 - (1 - costs.active) ** n_tokens
+        share_used = np.where(experts, used.mean(), chosen_alike) if used.size else chosen_alike
         columns = np.where(costs.kind_masks["output"], n_rows, n_tokens * costs.active / share_used)
-        # Experts are products of their own each. A device takes as long for few experts with many tokens as if all had
+        # Experts are products of their own each. For few experts a device takes as long with many tokens as if all had
         # been chosen alike, and the CPU as long for each token as for one.
-        experts = costs.kind_masks["experts"]
-        share_even = np.where(experts, 1 - (1 - costs.active) ** n_tokens, share_used)
-        columns_even = np.where(experts, n_tokens * costs.active / share_even, columns)
-        one_at_a_time = n_tokens < _WHOLE_TENSORS
+        share_there = share_used if one_at_a_time else chosen_alike
+        columns_there = np.where(experts, n_tokens * costs.active / share_there, columns)
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
@@ -811,7 +812,7 @@ class _Graph:
         self.fetched = touched * self.uncached
         none = np.zeros(len(costs.ladder))
         self.on_device = none + sum(
-            costs.n_weights[i] * share_even * profile.seconds_per_weight(kind, columns_even, on_cpu=False)
+            costs.n_weights[i] * share_there * profile.seconds_per_weight(kind, columns_there, on_cpu=False)
             for kind, i in costs.kinds.items()
         )
         at_once, times = np.where(experts, 1.0, columns), np.where(experts, columns, 1.0)
@@ -831,8 +832,10 @@ class _Graph:
         self.handoff_s = costs.turn_s + activations
         missing = costs.missing
         device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share)
+        # Experts are copied matrix by matrix, neighbours in one piece.
         share_copied = guessed_anew / max(guessed.size, 1)
-        copy_s = np.where(missing, costs.n_bytes * share_copied * (1 - share) / profile.h2d, costs.copy_s)
+        copy_rate = profile.copy_rate(costs.matrix_bytes / max(1 - share_copied, 1e-3))
+        copy_s = np.where(missing, costs.n_bytes * share_copied * (1 - share) / copy_rate, costs.copy_s)
         shared_s = self.on_device * share
         turns = costs.handoffs
         # Cached ones are copied within the device, each matrix by itself.
@@ -843,8 +846,8 @@ class _Graph:
         if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
             # each slows the other.
-            slower, uncached = 1 + self._copy_slowdown, 1 - cached
-            there_s = (slower * touched / profile.h2d + self.on_device) * (1 - share) * uncached
+            copy_rate, uncached = profile.copy_rate(costs.matrix_bytes) / (1 + self._copy_slowdown), 1 - cached
+            there_s = (touched / copy_rate + self.on_device) * (1 - share) * uncached
             here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
             any_s = np.where(missing, _EXPERTS_S * (1 - share), 0.0)
             both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
@@ -855,7 +858,7 @@ class _Graph:
             left = 1 - self.expert_stream_share
             any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
-            copied_s = np.where(missing, slower * self.fetched * (1 - share) / profile.h2d, 0.0)
+            copied_s = np.where(missing, self.fetched * (1 - share) / copy_rate, 0.0)
             at_least = _CHOICE + _INPUT
             turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, turns)
             if n_tokens == 1:
