@@ -5,9 +5,8 @@ it). What is left for a plan to choose is, by tier of graph size, which of the o
 which the CPU computes. It is chosen by predicted time among a few dozen splits: experts go to the CPU first (a token
 reads few of them, streaming moves all) or the output head (which computes one row even for a prompt), then feed-forward
 networks and attention, each spread evenly over the layers so that copies and CPU work at the same time; then each shard
-is tried the other way. On small models that comes within a few percent of the best of all splits, and within a tenth
-for graphs between a token and a prompt (test_optimum.py). A feed-forward network is two shards: its down projection can
-stream while the CPU computes what comes before.
+is tried the other way. On small models that comes within a few percent of the best of all splits (test_optimum.py). A
+feed-forward network is two shards: its down projection can stream while the CPU computes what comes before.
 
 Prediction of one graph: the device and the CPU take turns (their times and the hand-offs add up) while copies run
 beside them, except where the ring is full. Copies and CPU slow each other down when host memory cannot serve both.
@@ -563,8 +562,12 @@ def make_plan(
         )
     # What of the context fits beside a ring of some steps. The others pass through a window, which has room there too.
     room = max(budget - fixed_bytes - min(_RING_BESIDE_CACHES * layout.min_ring, layout.total), 0)
-    kv_room = float("inf") if context.used <= room else max(room - context.window, 0)
-    fixed_bytes += context.used if context.used <= room else max(room, context.window)
+    if context.used <= room:
+        kv_room = float("inf")
+        fixed_bytes += context.used
+    else:
+        kv_room = max(room - context.window, 0)
+        fixed_bytes += max(room, context.window)
     # Beside a game copies go on while the device is not ours, as far as the ring holds them.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
@@ -732,9 +735,9 @@ class _Costs:
         n_slots = max(ring - 3 * max(others, default=0), 0) / each
         self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
         self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers
-        # How long the largest step and what the ring holds beside it take to copy.
-        self.step_s = layout.min_ring / profile.h2d
+        # The copy engine runs ahead by what the ring holds beside the step in use; when none is, by a step at least.
         self.beside_s = max(ring - layout.min_ring, 0) / profile.h2d
+        self.ahead_s = max(self.beside_s, layout.min_ring / profile.h2d)
 
     def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
         """Least time of graphs of (tokens, tokens before, sequences), of which each does all the work anew. Experts
@@ -834,20 +837,20 @@ class _Graph:
         device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share)
         # Experts are copied matrix by matrix, neighbours in one piece.
         share_copied = guessed_anew / max(guessed.size, 1)
-        copy_rate = profile.copy_rate(costs.matrix_bytes / max(1 - share_copied, 1e-3))
-        copy_s = np.where(missing, costs.n_bytes * share_copied * (1 - share) / copy_rate, costs.copy_s)
+        runs_rate = profile.copy_rate(costs.matrix_bytes / max(1 - share_copied, 1e-3))
+        copy_s = np.where(missing, costs.n_bytes * share_copied * (1 - share) / runs_rate, costs.copy_s)
         shared_s = self.on_device * share
         turns = costs.handoffs
         # Cached ones are copied within the device, each matrix by itself.
         asked_s = costs.turn_s + profile.kernel_s * guessed_cached * costs.n_tensors
         self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
-        self.expert_stream_share = self._streamed_singly = 0.0
+        self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))
         if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
             # each slows the other.
-            copy_rate, uncached = profile.copy_rate(costs.matrix_bytes) / (1 + self._copy_slowdown), 1 - cached
-            there_s = (touched / copy_rate + self.on_device) * (1 - share) * uncached
+            single_rate, uncached = profile.copy_rate(costs.matrix_bytes) / (1 + self._copy_slowdown), 1 - cached
+            there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
             here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
             any_s = np.where(missing, _EXPERTS_S * (1 - share), 0.0)
             both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
@@ -858,25 +861,24 @@ class _Graph:
             left = 1 - self.expert_stream_share
             any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
-            copied_s = np.where(missing, self.fetched * (1 - share) / copy_rate, 0.0)
+            copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
             at_least = _CHOICE + _INPUT
             turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, turns)
-            if n_tokens == 1:
-                copy_s = np.where(missing, 0.0, copy_s)
-                device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
-                self._streamed_singly = 1.0
-            else:  # experts that are all streamed stream as whole tensors then
-                device_s = device_s + np.where(missing, asked_s, 0.0)
             cpu_s = np.where(missing, np.maximum(any_s + here_s * left, there_s * self.expert_stream_share), cpu_s)
+        # Experts stream one at a time for one token, else as whole tensors; which of them are used is asked by layer.
+        self._streamed_singly = float(n_tokens == 1)
+        if self._streamed_singly:
+            copy_s = np.where(missing, 0.0, copy_s)
+            device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
         else:
-            device_s = device_s + np.where(missing, asked_s, 0.0)  # which experts a prompt uses is asked by layer
+            device_s = device_s + np.where(missing, asked_s, 0.0)
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s = shared_s[order]
         self._handoffs = turns[order]
         self._copy_s = copy_s[order]
         self._order = order
         used_of_ring = share_copied if missing.any() else 1.0  # it has room for whole tensors of experts
-        self._step_s, self._beside_s = costs.step_s * used_of_ring, costs.beside_s * used_of_ring
+        self._beside_s, self._ahead_s = costs.beside_s * used_of_ring, costs.ahead_s * used_of_ring
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
         self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
@@ -900,16 +902,16 @@ class _Graph:
         least = max(chain, copy + float((singly * self._expert_copy_s).sum()), self.memory_s)
         if not streamed.any():
             return least
-        # While a streamed shard is used, the copy engine gets ahead by what else the ring holds; until the next one is
-        # needed, by a step at least. The device waits for what is lacking then.
+        # Copies gain a lead while a streamed shard is used, and more until the next one is needed. The device waits for
+        # what is lacking then.
         starts = np.flatnonzero(streamed)
         work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
         uses = work[starts] + self._always_s / len(starts)
         gaps = np.add.reduceat(work, starts) - work[starts]
         gaps[-1] += work[: starts[0]].sum()
         copies = self._copy_s[starts] * copy_slower + self._kv_copy_s / len(starts)
-        step_s, beside_s = self._step_s, self._beside_s
-        lead, waits = min(float(gaps[-1]), max(step_s, beside_s)), 0.0
+        beside_s, ahead_s = self._beside_s, self._ahead_s
+        lead, waits = min(float(gaps[-1]), ahead_s), 0.0
         for copy_s, use_s, gap_s in zip(copies.tolist(), uses.tolist(), gaps.tolist(), strict=True):
             if copy_s > lead:
                 waits += copy_s - lead
@@ -917,6 +919,6 @@ class _Graph:
             lead -= copy_s
             if lead < beside_s:
                 lead = min(lead + use_s, beside_s)
-            if lead < step_s or lead < beside_s:
-                lead = min(lead + gap_s, max(step_s, beside_s))
+            if lead < ahead_s:
+                lead = min(lead + gap_s, ahead_s)
         return max(least, chain + waits)
