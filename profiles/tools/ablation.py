@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.plan.planner import CPU, STREAMED, lay_out, vram_unit
 
 VARIANTS = ("as planned", "ring of one step", "nothing on the CPU", "nothing streamed", "ubatches of 256")
-FEW = 32  # tokens of a graph
+# Where everything goes, and in graphs of fewer tokens than how many.
+PLACED = {"nothing on the CPU": (STREAMED, sys.maxsize), "nothing streamed": (CPU, 32)}
 
 
 @dataclass
@@ -53,12 +55,9 @@ def arrange(runtime: Runtime, row: Row) -> None:
     if row.variant == "ring of one step":
         ring = lay_out(runtime.model_info, unit_bytes=vram_unit(runtime.device_name)).min_ring
     tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
-    for variant, placement in (("nothing on the CPU", STREAMED), ("nothing streamed", CPU)):
-        if row.variant == variant:
-            tiers = [
-                (least, (placement,) * len(placements) if placement == STREAMED or least < FEW else placements)
-                for least, placements in tiers
-            ]
+    if row.variant in PLACED:
+        placement, most = PLACED[row.variant]
+        tiers = [(least, (placement,) * len(placements) if least < most else placements) for least, placements in tiers]
     runtime.device.set_plan(
         tiers, ring, plan.expert_stream_share if row.variant != "nothing streamed" else 0.0, exact=False
     )
@@ -73,7 +72,7 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
     def read() -> None:
         runtime.clear(0)
         for at in range(0, len(prompt), ubatch):
-            runtime.decode_tokens(0, prompt[at : at + ubatch])
+            runtime.decode_tokens(0, prompt[at : at + ubatch], "last" if at + ubatch >= len(prompt) else "none")
 
     def decode(token: int) -> None:
         for output in runtime.decode([Rows(0, [token])]):
@@ -98,14 +97,13 @@ def main() -> None:
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
-    parser.add_argument("--vram-budget", required=True, metavar="A,B,...")
+    parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--ubatch", type=int, default=1024)
     parser.add_argument("--generate", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    budgets = [common.parse_size(part) for part in args.vram_budget.split(",")]
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=args.device,
@@ -115,7 +113,7 @@ def main() -> None:
         n_threads=args.threads,
         link_gbps=args.link_gbps,
     )
-    rows = [Row(budget, variant) for budget in budgets for variant in VARIANTS]
+    rows = [Row(budget, variant) for budget in args.vram_budget for variant in VARIANTS]
     with Runtime.load(config) as runtime:
         words = runtime.tokenize(PASSAGE)
         for _ in range(args.repeat):
