@@ -68,9 +68,10 @@ _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10,
 _HANDOFFS = {"attention": 2.0, "experts": 5.0}
 _CHOICE = 1.5
 _INPUT = 0.5  # the experts' input, which comes along where the CPU may compute some
-# What the CPU takes for a layer's experts however few they are: its threads meet after each of six operations (14 of
-# the H100 machine).
-_EXPERTS_S = 70e-6
+# What the CPU takes for a layer's experts, or for its router and what follows that, however little there is to compute:
+# its threads meet after each of some six operations (14 of the H100 machine).
+_MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
+_WITHIN_S = 16e-6  # to copy a cached expert's matrix within the device (H100 machine)
 _PASSING = 32  # kPassing of the shard device: slots of the cache that keep nothing
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
@@ -719,6 +720,7 @@ class _Costs:
         self.kind_masks = {kind: np.array([k == kind for k in kinds], dtype=np.bool_) for kind in _USE_ORDER}
         self.kernels_s = profile.kernel_s * np.array([_KERNELS[kind] for kind in kinds], dtype=np.float64)
         self.handoffs = np.array([_HANDOFFS.get(kind, 1.0) for kind in kinds])
+        self.meetings_s = np.array([_MEETINGS_S.get(kind, 0.0) for kind in kinds])
         self.copy_s = self.n_bytes * (1 - share) / profile.h2d
         self.missing = self.kind_masks["experts"] & (share < 1.0)
         n_expert = layout.model.n_expert if self.missing.any() else 0
@@ -726,13 +728,14 @@ class _Costs:
         shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
         self.likely: Floats = np.minimum(layout.model.n_expert_used * shares, 1.0)
         # How many of them are cached of each layer that is not resident: while decoding the ring holds little else.
-        others = [
-            tensor.n_bytes for i in np.flatnonzero((share < 1.0) & ~self.missing) for tensor in self.ladder[i].tensors
-        ]
+        # What streams whole takes three places there, or fewer where the experts of a token would have none.
+        others = (share < 1.0) & ~self.missing
+        self.largest_other = max((size for shard, _, size in layout.pieces if others[shard]), default=0)
         layers = max(float((1 - share)[self.missing].sum()), 1.0)
         each = float(self.n_bytes[self.missing].mean()) / n_expert if n_expert else 1.0
         self.matrix_bytes = each / float(self.n_tensors[self.missing].mean()) if n_expert else 1.0
-        n_slots = max(ring - 3 * max(others, default=0), 0) / each
+        slots = [max(ring - n * self.largest_other, 0) / each for n in (3, 2, 1)]
+        n_slots = next((n for n in slots if n >= layout.model.n_expert_used), slots[-1])
         self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
         self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers
         # The copy engine runs ahead by what the ring holds beside the step in use; when none is, by a step at least.
@@ -834,7 +837,7 @@ class _Graph:
         activations = 4 * n_tokens * model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.turn_s + activations
         missing = costs.missing
-        device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share)
+        device_s, cpu_s = self.on_device + costs.kernels_s, self.on_host * (1 - share) + costs.meetings_s
         # Experts are copied matrix by matrix, neighbours in one piece.
         share_copied = guessed_anew / max(guessed.size, 1)
         runs_rate = profile.copy_rate(costs.matrix_bytes / max(1 - share_copied, 1e-3))
@@ -842,7 +845,7 @@ class _Graph:
         shared_s = self.on_device * share
         turns = costs.handoffs
         # Cached ones are copied within the device, each matrix by itself.
-        asked_s = costs.turn_s + profile.kernel_s * guessed_cached * costs.n_tensors
+        asked_s = costs.turn_s + _WITHIN_S * guessed_cached * costs.n_tensors
         self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
         self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))
@@ -852,7 +855,7 @@ class _Graph:
             single_rate, uncached = profile.copy_rate(costs.matrix_bytes) / (1 + self._copy_slowdown), 1 - cached
             there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
             here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
-            any_s = np.where(missing, _EXPERTS_S * (1 - share), 0.0)
+            any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
             both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
             # The device has one share for graphs of any size: that which suits one token.
             self.expert_stream_share = (
@@ -867,18 +870,22 @@ class _Graph:
             cpu_s = np.where(missing, np.maximum(any_s + here_s * left, there_s * self.expert_stream_share), cpu_s)
         # Experts stream one at a time for one token, else as whole tensors; which of them are used is asked by layer.
         self._streamed_singly = float(n_tokens == 1)
-        if self._streamed_singly:
+        beside_s, ahead_s = costs.beside_s, costs.ahead_s
+        if missing.any() and n_tokens == 1:
             copy_s = np.where(missing, 0.0, copy_s)
             device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
-        else:
+            place_s = costs.largest_other / profile.h2d
+            beside_s, ahead_s = 2 * place_s, 3 * place_s
+        elif missing.any():
             device_s = device_s + np.where(missing, asked_s, 0.0)
+            # The ring has room for whole tensors of experts.
+            beside_s, ahead_s = beside_s * share_copied, ahead_s * share_copied
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s = shared_s[order]
         self._handoffs = turns[order]
         self._copy_s = copy_s[order]
         self._order = order
-        used_of_ring = share_copied if missing.any() else 1.0  # it has room for whole tensors of experts
-        self._beside_s, self._ahead_s = costs.beside_s * used_of_ring, costs.ahead_s * used_of_ring
+        self._beside_s, self._ahead_s = beside_s, ahead_s
         self._left_out = share[order] < 1.0
         self._always_s = self.attention_s + costs.turn_s
         self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
