@@ -128,6 +128,12 @@ class Profile:
         together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ
         return max(together, self.dram, self.cpu_gemv, self.h2d)
 
+    @property
+    def device_memory(self) -> float:
+        """Bytes/s of the device's memory: the best of what products with one column read."""
+        read = [p.gpu_flops[0] / 2 * BYTES_PER_WEIGHT[name.split()[0]] for name, p in self.products.items()]
+        return max([self.gpu_gemv, *read])
+
     def copy_rate(self, piece_bytes: float) -> float:
         """Bytes/s of copies to the device in pieces of this size; where that was not measured, as in large ones."""
         if not self.copies:
