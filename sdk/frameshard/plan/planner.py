@@ -88,6 +88,7 @@ _LONG_PROMPT = 8192
 DRIVER_BYTES = 512 << 20
 """What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
 _ANSWER = 16  # tokens of the first sentence, which a player waits for
+_AS_GOOD = 1.01
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
@@ -343,9 +344,10 @@ def choose_ubatch(
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
     displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and the first 16 tokens of
     their answers take least, in the geometric mean over ``budgets``, when ``n_seq`` sequences share ``n_ctx`` tokens.
+    Of sizes within 1 % of that it is the one with which prompts take least.
     Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
     unit = vram_unit(str(profile.fingerprint.get("device")))
-    found: list[tuple[float, int]] = []
+    found: list[tuple[float, float, int]] = []
     for n_ubatch in _UBATCHES:
         if found and n_ubatch >= 2 * n_prompt * n_together:
             break
@@ -370,11 +372,11 @@ def choose_ubatch(
             if not found:
                 raise
             break
-        seconds = [
-            plan.predicted_ttft(n_prompt, n_together) + _ANSWER * plan.predicted_decode_s(n_together) for plan in plans
-        ]
-        found.append((float(np.log(seconds).sum()), n_ubatch))
-    return min(found)[1]
+        prompts = np.array([plan.predicted_ttft(n_prompt, n_together) for plan in plans])
+        answers = _ANSWER * np.array([plan.predicted_decode_s(n_together) for plan in plans])
+        found.append((float(np.log(prompts + answers).mean()), float(np.log(prompts).mean()), n_ubatch))
+    as_good = min(found)[0] + np.log(_AS_GOOD)
+    return min((prompts_s, n_ubatch) for both_s, prompts_s, n_ubatch in found if both_s <= as_good)[1]
 
 
 def choose_launch_ubatch(
