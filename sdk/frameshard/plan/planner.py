@@ -66,8 +66,9 @@ _CPU_ORDERS = (
 # then copies, slots and rows.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
 # How often a token's activations pass the device's memory between products (norms, rotations, sums, conversions of what
-# is three times as wide in the network): what a prompt of 1,024 tokens took beyond them (minitron-8b-q4_0 on an H100).
-_PASSES = {"attention": 12, "ffn": 43}
+# is three times as wide in the network, and eight times with the experts of each token gathered and summed): fitted to
+# prompts of 1,024 tokens of minitron-8b-q4_0 and of 1,024 to 16,384 of qwen3-30b-a3b-q4_0 on H100 machines.
+_PASSES = {"attention": 12, "ffn": 43, "experts": 180}
 _HANDOFFS = {"attention": 2.0, "experts": 5.0}
 _CHOICE = 1.5
 _INPUT = 0.5  # the experts' input, which comes along where the CPU may compute some
@@ -730,7 +731,8 @@ class _Costs:
         self.meetings_s = np.array([_MEETINGS_S.get(kind, 0.0) for kind in kinds])
         self.copy_s = self.n_bytes * (1 - share) / profile.h2d
         self.missing = self.kind_masks["experts"] & (share < 1.0)
-        n_expert = layout.model.n_expert if self.missing.any() else 0
+        experts = self.kind_masks["experts"]
+        n_expert = layout.model.n_expert if experts.any() else 0
         # How likely a token is to choose each of a layer's experts, the likeliest first.
         shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
         self.likely: Floats = np.minimum(layout.model.n_expert_used * shares, 1.0)
@@ -739,8 +741,8 @@ class _Costs:
         others = (share < 1.0) & ~self.missing
         self.largest_other = max((size for shard, _, size in layout.pieces if others[shard]), default=0)
         layers = max(float((1 - share)[self.missing].sum()), 1.0)
-        each = float(self.n_bytes[self.missing].mean()) / n_expert if n_expert else 1.0
-        self.matrix_bytes = each / float(self.n_tensors[self.missing].mean()) if n_expert else 1.0
+        each = float(self.n_bytes[experts].mean()) / n_expert if n_expert else 1.0
+        self.matrix_bytes = each / float(self.n_tensors[experts].mean()) if n_expert else 1.0
         slots = [max(ring - n * self.largest_other, 0) / each for n in (3, 2, 1)]
         n_slots = next((n for n in slots if n >= layout.model.n_expert_used), slots[-1])
         self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
@@ -808,10 +810,6 @@ class _Graph:
         chosen_alike = 1 - (1 - costs.active) ** n_tokens
         share_used = np.where(experts, used.mean(), chosen_alike) if used.size else chosen_alike
         columns = np.where(costs.kind_masks["output"], n_rows, n_tokens * costs.active / share_used)
-        # Experts are products of their own each. For few experts a device takes as long with many tokens as if all had
-        # been chosen alike, and the CPU as long for each token as for one.
-        share_there = share_used if one_at_a_time else chosen_alike
-        columns_there = np.where(experts, n_tokens * costs.active / share_there, columns)
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
@@ -825,9 +823,10 @@ class _Graph:
         self.fetched = touched * self.uncached
         none = np.zeros(len(costs.ladder))
         self.on_device = none + sum(
-            costs.n_weights[i] * share_there * profile.seconds_per_weight(kind, columns_there, on_cpu=False)
+            costs.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=False)
             for kind, i in costs.kinds.items()
         )
+        # Experts are products of their own each: the CPU takes as long for each token as for one.
         at_once, times = np.where(experts, 1.0, columns), np.where(experts, columns, 1.0)
         self.on_host = none + sum(
             costs.n_weights[i] * share_used * times * profile.seconds_per_weight(kind, at_once, on_cpu=True)
