@@ -7,7 +7,6 @@
 namespace fsd {
 
 static constexpr size_t kRingBesideCaches = 3; // largest steps
-static constexpr size_t kRoomToGrow = 3;       // of a block on the host, one part in so many
 
 // "_l12" of "cache_k_l12": the layer.
 static std::string key_of(const ggml_tensor *t) {
@@ -161,23 +160,6 @@ void Device::release_block(CacheBlock &b) {
     residency_generation++;
 }
 
-// Makes room between rows in storage on the host that is large enough: all of them move up, so the last come first.
-static void spread(CacheBlock &b, int64_t cells, int64_t streams, const std::vector<size_t> &at, size_t bytes) {
-    const auto used = [&](int64_t s) { return s < b.streams ? std::min(b.group->used[(size_t)s], b.cells) : 0; };
-    size_t end = bytes; // of what the next to move may take
-    for (size_t i = b.tensors.size(); i-- > 0;) {
-        const CacheTensor &t = *b.tensors[i];
-        for (int64_t s = streams; s-- > 0;) {
-            const size_t to = at[i] + t.row * (size_t)(s * cells), size = t.row * (size_t)used(s);
-            if (size > 0) {
-                memmove(b.base + to, t.place(b.base, s, 0), size);
-            }
-            memset(b.base + to + size, 0, end - to - size);
-            end = to;
-        }
-    }
-}
-
 // Moves a block to storage of another size or on the other side; what is in use of it goes along. False leaves it as it
 // was.
 bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_host) {
@@ -185,30 +167,13 @@ bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_hos
     ggml_backend_synchronize(copy); // may be reading it into the window
     std::vector<size_t> at;
     const size_t bytes = lay_out_block(b, cells, streams, at);
-    const bool grows = cells >= b.cells && streams >= b.streams && bytes > b.bytes;
-    if (to_host && b.on_host && grows && bytes <= ggml_backend_buffer_get_size(b.storage.get())) {
-        spread(b, cells, streams, at, bytes);
-        cache_on_host += bytes - b.bytes;
-        for (size_t i = 0; i < b.tensors.size(); i++) {
-            b.tensors[i]->at = at[i];
-        }
-        b.bytes = bytes;
-        b.cells = cells;
-        b.streams = streams;
-        residency_generation++;
-        return true;
-    }
     InnerBuffer storage;
     char *base = nullptr;
     if (bytes > 0) {
         if (to_host) {
             // Copies from memory that the driver knows run at the link's full speed; parked, none of it is read for long.
-            // It takes the driver long to know it, so there is room to grow.
             ggml_backend_buffer_type_t buft = parked ? nullptr : ggml_backend_dev_host_buffer_type(inner);
-            std::vector<size_t> ignored;
-            const size_t whole = lay_out_block(b, b.group->cells, b.group->streams, ignored);
-            const size_t room = parked ? bytes : std::max(bytes, std::min(bytes + bytes / kRoomToGrow, whole));
-            storage.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), room));
+            storage.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), bytes));
         } else {
             storage = allocate(Use::cache, bytes, false);
         }

@@ -325,32 +325,6 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
     }
 }
 
-// Memory that the driver knows is slow to get, so it is not taken anew whenever a conversation grows a little.
-SCENARIO(a_block_on_the_host_grows_where_it_is) {
-    Session s;
-    s.set_budget(s.floor);
-    for (const int n : {200, 200, 200, 100}) {
-        s.check({0, 3, n});
-    }
-    const auto on_host = [] {
-        std::vector<const char *> found;
-        for (const fsd::Buffer *b : fsd::device().buffers) {
-            for (size_t i = 0; b->cache && i < b->cache->blocks.size(); i++) {
-                const fsd::CacheBlock &block = b->cache->blocks[i];
-                found.push_back(block.on_host ? block.base : nullptr);
-            }
-        }
-        return found;
-    };
-    const std::vector<const char *> before = on_host();
-    const uint64_t bytes = stats().kv_host_bytes;
-    CHECK(bytes > 0);
-    s.check({0, 3, 100});
-    CHECK(stats().kv_host_bytes > bytes);
-    CHECK(on_host() == before);
-    s.check({1, 2, 200});
-}
-
 void converse(unsigned seed, bool budgets_beside) {
     Session s(GGML_TYPE_F16, 2);
     std::mt19937 random(seed);
