@@ -21,6 +21,7 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <map>
@@ -38,6 +39,8 @@ constexpr size_t kCoreBytes = 64 * 1024;
 constexpr int64_t kRowRun = 512;
 // Results of matrices in row pieces pass through scratch of this size, some tokens at a time.
 constexpr size_t kScratchBytes = 2 * 1024 * 1024;
+// Beside a game's frames its own uploads wait for one copy of weights at most so large.
+constexpr size_t kPacedChunkBytes = 4 * 1024 * 1024;
 
 struct Weight {
     std::string name;
@@ -238,6 +241,7 @@ struct Device {
 
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
+    size_t chunk() const { return host->pacing.active() ? std::min(chunk_bytes, kPacedChunkBytes) : chunk_bytes; }
     void reset_ring();
     ggml_tensor *graph_key(int64_t n_tokens, size_t place);
     void pump_copies();

@@ -876,10 +876,11 @@ ggml_tensor *Device::graph_key(int64_t n_tokens, size_t place) {
 // Copies a range of a piece that lies at `at` in the ring; with its last byte goes what pads it.
 void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
     static const char zeros[65536] = {};
-    const char *host = weights[p.tensor].host + p.host_offset;
+    const char *source = weights[p.tensor].host + p.host_offset;
     ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + at, p.padded);
-    for (size_t i = from; i < to; i += chunk_bytes) {
-        ggml_backend_tensor_set_async(copy, &dst, host + i, i, std::min(chunk_bytes, to - i));
+    const size_t most = chunk();
+    for (size_t i = from; i < to; i += most) {
+        ggml_backend_tensor_set_async(copy, &dst, source + i, i, std::min(most, to - i));
     }
     for (size_t i = to; to == p.bytes && i < p.padded; i += sizeof(zeros)) {
         ggml_backend_tensor_set_async(copy, &dst, zeros, i, std::min(sizeof(zeros), p.padded - i));

@@ -248,8 +248,8 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
         const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
         const char *host = (const char *)w->data + expert * w->nb[2];
         ggml_tensor dst = raw_tensor(d.ring.buffer.get(), d.ring.base + arena.at(slot) + arena.parts[p], size);
-        for (size_t from = 0; from < there; from += d.chunk_bytes) {
-            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(d.chunk_bytes, there - from));
+        for (size_t from = 0, most = d.chunk(); from < there; from += most) {
+            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(most, there - from));
         }
         for (size_t from = there; from < size; from += sizeof(zeros)) {
             ggml_backend_tensor_set_async(d.copy, &dst, zeros, from, std::min(sizeof(zeros), size - from));
