@@ -14,13 +14,13 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from frameshard import models
 from frameshard.cli import common
 from frameshard.cli.passage import PASSAGE
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
-from frameshard.plan.planner import CPU, STREAMED, lay_out, vram_unit
+from frameshard.plan.planner import CPU, STREAMED, Plan, lay_out, vram_unit
 
 VARIANTS = ("as planned", "ring of one step", "nothing on the CPU", "nothing streamed", "ubatches of 256")
 # Where everything goes, and in graphs of fewer tokens than how many.
@@ -44,25 +44,28 @@ class Row:
         }
 
 
-def arrange(runtime: Runtime, row: Row) -> None:
-    """Budget, plan and resident weights of a row."""
+def arrange(runtime: Runtime, row: Row) -> Plan:
+    """Budget, plan and resident weights of a row; returns its plan."""
     assert runtime.device is not None
     runtime.device.set_budget(row.budget, timeout_s=60.0)
     runtime.replan()
     plan = runtime.plan
     assert plan is not None
-    ring = plan.ring_bytes
     if row.variant == "ring of one step":
-        ring = lay_out(runtime.model_info, unit_bytes=vram_unit(runtime.device_name)).min_ring
-    tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
+        layout = lay_out(runtime.model_info, unit_bytes=vram_unit(runtime.device_name))
+        plan = replace(plan, ring_bytes=layout.min_ring)
     if row.variant in PLACED:
         placement, most = PLACED[row.variant]
-        tiers = [(least, (placement,) * len(placements) if least < most else placements) for least, placements in tiers]
-    runtime.device.set_plan(
-        tiers, ring, plan.expert_stream_share if row.variant != "nothing streamed" else 0.0, exact=False
-    )
+        tiers = [
+            replace(tier, placements=(placement,) * len(tier.placements)) if tier.min_tokens < most else tier
+            for tier in plan.tiers
+        ]
+        share = 0.0 if row.variant == "nothing streamed" else plan.expert_stream_share
+        plan = replace(plan, tiers=tuple(tiers), expert_stream_share=share)
+    runtime.adopt(plan)
     while runtime.fill():
         pass
+    return plan
 
 
 def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespace) -> None:
@@ -78,7 +81,7 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
         for output in runtime.decode([Rows(0, [token])]):
             runtime.logits(output)
 
-    arrange(runtime, row)
+    plan = arrange(runtime, row)
     read()
     decode(words[0])
     begin = time.perf_counter()
@@ -87,6 +90,8 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
     for i in range(args.generate):
         decode(words[i % len(words)])
     end = time.perf_counter()
+    if runtime.plan is not plan:
+        sys.exit(f"{row.variant}: the context has grown so much that a new plan was made; try a shorter --prompt")
     row.ttft_s.append(middle - begin)
     row.tokens_per_second.append(args.generate / (end - middle))
 

@@ -797,21 +797,20 @@ class Runtime:
             stats = self.device.stats()
             self._kv_planned = stats.kv_bytes + stats.kv_host_bytes
             n_ctx_used = max(512, *self._lengths)
-            self.plan = self.plan_for(_limit(stats.budget_bytes), n_ctx_used, gpu_busy_s=self.gpu_busy_s)
             try:
-                tiers = [(tier.min_tokens, tier.placements) for tier in self.plan.tiers]
-                self.device.set_plan(
-                    tiers,
-                    self.plan.ring_bytes,
-                    self.plan.expert_stream_share,
-                    exact=self.mode == "stream_only",
-                )
+                self.adopt(self.plan_for(_limit(stats.budget_bytes), n_ctx_used, gpu_busy_s=self.gpu_busy_s))
+                return
             except BudgetBelowFloor:
                 if self.device.stats().budget_generation == stats.budget_generation:
                     raise
-            else:
-                self._ring_planned = self.device.stats().ring_bytes
-                return
+
+    def adopt(self, plan: Plan) -> None:
+        """Gives a plan to the device. Between decodes."""
+        assert self.device is not None
+        self.plan = plan
+        tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
+        self.device.set_plan(tiers, plan.ring_bytes, plan.expert_stream_share, exact=self.mode == "stream_only")
+        self._ring_planned = self.device.stats().ring_bytes
 
     def plan_for(self, budget_bytes: int, n_ctx_used: int, n_parallel: int = 0, *, gpu_busy_s: float = 0.0) -> Plan:
         """[any thread] The plan for a budget when each token sees ``n_ctx_used`` others, and the context is what it is

@@ -438,7 +438,9 @@ class TierPlan:
 @dataclass(frozen=True)
 class Plan:
     """What every shard does at ``budget_bytes``: the first ``resident`` of the ladder are in VRAM (all of them if
-    ``ring_bytes`` is 0), the others do as the tier of a graph's size says."""
+    ``ring_bytes`` is 0), the others do as the tier of a graph's size says. ``expert_stream_share``: of the experts that
+    a token needs and that are neither resident nor cached, what share is copied so that copies take as long as the CPU
+    does for the others, from 0 to 1."""
 
     budget_bytes: int
     fixed_bytes: int
@@ -447,15 +449,10 @@ class Plan:
     ring_bytes: int
     resident: int
     tiers: tuple[TierPlan, ...]
+    expert_stream_share: float
     mode: Mode
     n_ubatch: int
     _costs: _Costs = field(repr=False, compare=False)
-
-    @property
-    def expert_stream_share(self) -> float:
-        """Of the experts that a token needs and that are neither resident nor cached: the share that is copied so that
-        copies take as long as the CPU does for the others, from 0 to 1."""
-        return self._costs.stream_share
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Seconds from an empty context until the logits after ``n_parallel`` prompts of ``n_tokens`` each, several of
@@ -599,6 +596,7 @@ def make_plan(
         ring_bytes=costs.ring,
         resident=len(whole) if whole.all() else int(np.argmin(whole)),
         tiers=tiers,
+        expert_stream_share=costs.stream_share,
         mode=mode,
         n_ubatch=n_ubatch,
         _costs=costs,
