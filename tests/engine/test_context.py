@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 from engine_driver import engine, text
@@ -32,3 +35,33 @@ def test_vram_goes_with_the_context_in_use(model_path: Path) -> None:
         assert stats["kv_host_bytes"] > 0
         assert stats["peak_bytes"] <= floor == stats["floor_bytes"]
         assert stats["used_bytes"] < empty["full_bytes"] // 2
+
+
+ADOPT = """
+import dataclasses, json, sys
+from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.plan.planner import lay_out
+
+config = EngineConfig(
+    model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=64, n_parallel=1, n_threads=1, kv_type="q8_0"
+)
+with Runtime.load(config) as runtime:
+    device = runtime.device
+    device.set_budget((device.stats().floor_bytes + device.stats().full_bytes) // 2)
+    runtime.decode_tokens(0, [1])
+    runtime.replan()
+    made = runtime.plan.ring_bytes
+    adopted = dataclasses.replace(runtime.plan, ring_bytes=lay_out(runtime.model_info).min_ring)
+    runtime.adopt(adopted)
+    runtime.decode_tokens(0, list(range(100, 400)))  # a second page of keys and values
+    print(json.dumps([runtime.plan is adopted, made, adopted.ring_bytes, device.stats().ring_bytes]))
+"""
+
+
+def test_an_adopted_plan_stays_while_the_context_grows_a_little(model_path: Path) -> None:
+    """Though its ring is smaller than that of the plan before, as if it had given way to keys and values."""
+    result = subprocess.run([sys.executable, "-c", ADOPT, str(model_path)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    stays, made, adopted, ring = json.loads(result.stdout)
+    assert stays
+    assert ring == adopted < made
