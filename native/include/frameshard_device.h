@@ -50,7 +50,7 @@ typedef struct {
                                    life of the device because it decides which kernels see which shapes */
     uint64_t step_bytes;  /* streamed weights are gathered into steps of about this size; fixed likewise */
     uint64_t slab_bytes;  /* arena slab; also fixed */
-    uint64_t chunk_bytes; /* copies are cut into chunks of this size */
+    uint64_t chunk_bytes; /* copies are cut into chunks of this size, of 4 MiB at most beside a game */
     double emulated_link_gbps;    /* emulated device only: copy bandwidth in 1e9 bytes/s, 0: unlimited */
     uint64_t emulated_vram_bytes; /* emulated device only: size of the card, 0: 8 GiB */
 } fsd_config;

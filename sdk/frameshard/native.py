@@ -323,7 +323,8 @@ class ShardDevice:
     ``budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
     ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. Copies are cut into
     ``chunk_bytes``: larger ones are quicker, smaller ones leave a game's own copies less to wait for (16 MiB: 0.3 ms of
-    PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). Raises UnknownDevice, VersionMismatch, BadArgument.
+    PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While a game's frames are heeded they are 4 MiB at most. Raises
+    UnknownDevice, VersionMismatch, BadArgument.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ _LONG_PROMPT = 8192
 DRIVER_BYTES = 512 << 20
 """What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
 _ANSWER = 16  # tokens of the first sentence, which a player waits for
-_AS_GOOD = 1.01
+_AS_GOOD = 1.01  # times the least: what nobody would notice
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
 _USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4, "ffn": 5, "ffn_down": 6, "output": 7}
 
@@ -728,8 +728,8 @@ class _Costs:
         self.handoffs = np.array([_HANDOFFS.get(kind, 1.0) for kind in kinds])
         self.meetings_s = np.array([_MEETINGS_S.get(kind, 0.0) for kind in kinds])
         self.copy_s = self.n_bytes * (1 - share) / profile.h2d
-        self.missing = self.kind_masks["experts"] & (share < 1.0)
         experts = self.kind_masks["experts"]
+        self.missing = experts & (share < 1.0)
         n_expert = layout.model.n_expert if experts.any() else 0
         # How likely a token is to choose each of a layer's experts, the likeliest first.
         shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
