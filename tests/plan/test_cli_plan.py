@@ -11,8 +11,9 @@ import pytest
 
 from frameshard import models
 from frameshard.cli.profile import table
-from frameshard.plan import machine
+from frameshard.plan import machine, routing
 from frameshard.plan.machine import Profile
+from frameshard.plan.model import read_model
 
 
 def frameshard(*args: str) -> subprocess.CompletedProcess[str]:
@@ -69,6 +70,22 @@ def test_plan_for_a_machine_by_name_and_its_plot(model_path: Path, tmp_path: Pat
     assert "<svg" in picture.read_text()
     refused = frameshard(*args, "--plot", str(tmp_path / "no" / "plan.svg"))
     assert "no folder" in refused.stderr
+
+
+def test_plan_knows_which_experts_were_chosen(
+    moe_path: Path, h100: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    args = ("plan", "--model", str(moe_path), "--profile", h100, "--ctx", "512", "--vram-budget", "900")
+
+    def rate() -> float:
+        rows = document(*args)["rows"]
+        assert isinstance(rows, list)
+        return float(rows[0]["predicted_decode_tps"])
+
+    before, model = rate(), read_model(moe_path)
+    routing.save(model, {f"blk.{i}.experts": [500, 500, 0, 0, 0, 0, 0, 0] for i in range(model.n_layer)})
+    assert rate() > 1.1 * before
 
 
 def test_plan_on_the_emulated_device(model_path: Path) -> None:

@@ -10,7 +10,7 @@ from test_planner import H100, model_of, shard
 
 from frameshard.plan import routing
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.planner import make_plan
+from frameshard.plan.planner import choose_ubatch, make_plan
 
 EVEN = (1 / 128,) * 128
 SKEWED = (1 / 16,) * 16 + (0.0,) * 112
@@ -45,6 +45,9 @@ def test_counts_are_kept_by_model(moe_path: Path, tmp_path: Path, monkeypatch: p
     kept = {"blk.0.experts": [5, 0, 7, 0, 0, 1, 0, 0]}
     routing.save(model, kept)
     assert routing.load(model) == kept
+    assert routing.recall(model) == ()  # too few
+    routing.save(model, {"blk.0.experts": [90, 0, 80, 0, 0, 70, 0, 0]})
+    assert routing.recall(model) == routing.shares([[90, 0, 80, 0, 0, 70, 0, 0]]) != ()
     (path,) = tmp_path.rglob("routing-*.json")
     for broken in ("", "[]", '{"blk.0.experts": [1]}', '{"blk.0.experts": 5}', '{"blk.0.experts": ["a"]}'):
         path.write_text(broken)
@@ -67,6 +70,16 @@ def test_a_cache_is_made_for_experts_that_are_chosen_often() -> None:
         assert skewed.predicted_ttft(1024) < 0.6 * even.predicted_ttft(1024)
         assert skewed.predicted_ttft(1024) >= 0.99 * skewed.bound_ttft(1024)
         assert skewed.predicted_decode_tps() <= 1.01 * skewed.bound_decode_tps()
+
+
+def test_prompts_of_few_experts_need_no_large_ubatch() -> None:
+    """What is streamed for each ubatch is less, and what its buffers displace is a cache that hits more often."""
+    for gib in (3, 4, 6):
+        even, skewed = (
+            choose_ubatch(experts(), H100, [gib << 30], n_ctx=8256, n_prompt=8192, routing=each)
+            for each in (EVEN, SKEWED)
+        )
+        assert skewed < even
 
 
 def test_sequences_that_choose_alike_stream_only_what_they_use() -> None:

@@ -20,7 +20,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="what fits into a VRAM budget and how fast it would run, without loading anything",
         description="For each budget: how many MiB of weights are resident, streamed and computed on the CPU while "
-        "decoding, and the predicted time to the first token and decode rate beside their bounds.",
+        "decoding, and the predicted time to the first token and decode rate beside their bounds. Of a mixture of "
+        "experts those are taken to be chosen that were when the model last ran here.",
     )
     common.add_model_args(parser)
     common.add_context_args(parser)
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from frameshard import models
     from frameshard.cli import figures
     from frameshard.cli.profile import measure
-    from frameshard.plan import machine, planner
+    from frameshard.plan import machine, planner, routing
     from frameshard.plan.model import read_model
 
     if args.plot:
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     profile = machine.load(args.profile).seen_by(model) if args.profile else measure(args, model)
     device = str(profile.fingerprint.get("device", ""))
     overhead = 0 if device == "emulated" else planner.DRIVER_BYTES
+    shares = routing.recall(model)
     if not args.ubatch:
         args.ubatch = planner.choose_ubatch(
             model,
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             n_seq=args.parallel,
             kv_type=args.kv_type,
             overhead_bytes=overhead,
+            routing=shares,
         )
     unit = planner.vram_unit(device)
     fixed = planner.estimate_fixed(
@@ -94,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             context=context,
             n_ctx_used=n_used,
             n_ubatch=args.ubatch,
+            routing=shares,
         )
 
     full = plan(0)

@@ -336,6 +336,7 @@ class Runtime:
                 "n_seq": config.n_parallel,
                 "kv_type": config.kv_type,
                 "overhead_bytes": max(least, self.device.stats().overhead_bytes),
+                "routing": routing.recall(self.model_info),
             }
             if not budgets:
                 return choose_launch_ubatch(self.model_info, profile, config.vram_budget, **shared)

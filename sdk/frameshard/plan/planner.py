@@ -341,11 +341,12 @@ def choose_ubatch(
     n_together: int = 1,
     kv_type: KvType = "f16",
     overhead_bytes: int = 0,
+    routing: Sequence[float] = (),
 ) -> int:
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
     displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and the first 16 tokens of
     their answers take least, in the geometric mean over ``budgets``, when ``n_seq`` sequences share ``n_ctx`` tokens.
-    Of sizes within 1 % of that it is the one with which prompts take least.
+    Of sizes within 1 % of that it is the one with which prompts take least. ``routing`` as for :func:`make_plan`.
     Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
     unit = vram_unit(str(profile.fingerprint.get("device")))
     found: list[tuple[float, float, int]] = []
@@ -366,6 +367,7 @@ def choose_ubatch(
                     context=context,
                     n_ctx_used=n_prompt,
                     n_ubatch=n_ubatch,
+                    routing=routing,
                 )
                 for b in budgets
             ]
@@ -389,6 +391,7 @@ def choose_launch_ubatch(
     n_seq: int,
     kv_type: KvType = "f16",
     overhead_bytes: int = 0,
+    routing: Sequence[float] = (),
 ) -> int:
     """The same for a sidecar that is launched with a budget, and prompts that fill a conversation (8192 tokens at
     most). Larger buffers are a higher floor, and the budget will shrink: so this is chosen for half of the budget too,
@@ -411,6 +414,7 @@ def choose_launch_ubatch(
         n_seq=n_seq,
         kv_type=kv_type,
         overhead_bytes=overhead_bytes,
+        routing=routing,
     )
 
 

@@ -54,6 +54,11 @@ def load(model: Model) -> dict[str, list[int]]:
     return {}
 
 
+def recall(model: Model) -> tuple[float, ...]:
+    """The :func:`shares` of the counts kept for a model."""
+    return shares(load(model).values())
+
+
 def save(model: Model, uses: Mapping[str, Sequence[int]]) -> None:
     """Keeps counts for the next run."""
     target = _path(model)
