@@ -33,6 +33,10 @@ static std::string device_list() {
             names += std::string(", ") + ggml_backend_dev_name(dev);
         }
     }
+    if (names == "emulated") {
+        names += " (llama-cpp-python sees no GPU: has it been built for one, with CMAKE_ARGS=-DGGML_CUDA=on or the "
+                 "like, and is the driver there?)";
+    }
     return names;
 }
 

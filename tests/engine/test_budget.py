@@ -78,7 +78,9 @@ def test_unknown_device(model_path: Path) -> None:
     try:
         event = child.load(model_path, device="CUDA77")
         assert event["error"]["name"] == "unknown_device"
-        assert "emulated" in event["error"]["detail"]["devices"]
+        devices = event["error"]["detail"]["devices"]
+        assert "emulated" in devices
+        assert ("sees no GPU" in event["error"]["message"]) == (set(devices) == {"cpu", "emulated"})
         assert child.process.wait(30) == 3
     finally:
         child.close()
