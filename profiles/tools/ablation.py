@@ -45,9 +45,7 @@ class Row:
 
 
 def arrange(runtime: Runtime, row: Row) -> Plan:
-    """Budget, plan and resident weights of a row; returns its plan."""
-    assert runtime.device is not None
-    runtime.device.set_budget(row.budget, timeout_s=60.0)
+    """Plan and resident weights of a row; returns its plan."""
     runtime.replan()
     plan = runtime.plan
     assert plan is not None
@@ -69,6 +67,7 @@ def arrange(runtime: Runtime, row: Row) -> Plan:
 
 
 def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespace) -> None:
+    assert runtime.device is not None
     prompt = (words * -(-args.prompt // len(words)))[: args.prompt]
     ubatch = 256 if row.variant == "ubatches of 256" else args.ubatch
 
@@ -81,6 +80,9 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
         for output in runtime.decode([Rows(0, [token])]):
             runtime.logits(output)
 
+    runtime.device.set_budget(row.budget, timeout_s=60.0)
+    read()  # the plan is for the context that is used with it
+    decode(words[0])
     plan = arrange(runtime, row)
     read()
     decode(words[0])

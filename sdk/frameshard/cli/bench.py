@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from frameshard.engine.runtime import Runtime
 
 MIB = 2**20
+_DRAWN = 3  # tokens decoded for a time line; the second is drawn
 _START = 61  # words from where one sequence begins to where the next does: alike, they would share experts
 
 
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=device,
-        n_ctx=(args.prompt + args.generate + 1) * args.parallel,
+        n_ctx=(args.prompt + 1 + max(args.generate, _DRAWN)) * args.parallel,
         n_ubatch=args.ubatch and max(args.ubatch, args.parallel),
         n_parallel=args.parallel,
         n_threads=args.threads,
@@ -271,27 +272,29 @@ def _turned(words: list[int], seq: int) -> list[int]:
 
 
 def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
-    """Draws the second of three tokens and the second of two ubatches, so that the ring is as it is in between."""
+    """Draws the second of some tokens after a prompt and the second of two ubatches, so that the ring is as it is in
+    between."""
     from . import figures
 
     assert runtime.device is not None
-    _, tokens = _tokens(runtime, min(args.ubatch, args.prompt), any_at_all=bool(args.vs))
+    words, tokens = _tokens(runtime, args.prompt, any_at_all=bool(args.vs))
     _read(runtime, args.parallel, tokens)
-    _decode(runtime, args.parallel, tokens)
+    _decode(runtime, args.parallel, words)
     runtime.device.start_trace()
     at = [time.perf_counter()]
-    for _ in range(3):
-        _decode(runtime, args.parallel, tokens)
+    for i in range(_DRAWN):
+        _decode(runtime, args.parallel, words, 1 + i)
         at.append(time.perf_counter())
     what = "one token" if args.parallel == 1 else f"one token of each of {args.parallel} sequences"
     decode = figures.Window(what, runtime.device.stop_trace(), at[1], at[2])
     runtime.device.start_trace()
+    part = tokens[: args.ubatch]
     for _ in range(2):
         runtime.clear(0)
         at.append(time.perf_counter())
-        runtime.decode_tokens(0, tokens)
+        runtime.decode_tokens(0, part)
         at.append(time.perf_counter())
-    prefill = figures.Window(f"{len(tokens)} tokens of a prompt", runtime.device.stop_trace(), at[-2], at[-1])
+    prefill = figures.Window(f"{len(part)} tokens of a prompt", runtime.device.stop_trace(), at[-2], at[-1])
     budget = common.format_size(runtime.device.stats().budget_bytes)
     title = f"{runtime.model_info.path.name}, {budget}, {runtime.device_name}"
     figures.draw_timeline(args.timeline, title, [decode, prefill])
