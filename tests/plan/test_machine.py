@@ -162,6 +162,7 @@ def test_measures_what_is_missing_and_all_when_told(
     calls = " ".join(document["calls"]).split("next")
     assert calls[0].count("probe_product") == len(first["products"]) > 0
     assert calls[0].count("probe_machine") == 1
+    assert first["products"].keys() > {"F16 8192x8192"}  # the device's memory, whatever the model
     assert second["products"].keys() > first["products"].keys()
     assert calls[1].count("probe_product") == len(second["products"]) - len(first["products"])
     assert "probe_machine" not in calls[1]

@@ -53,6 +53,8 @@ _KERNEL_S = 2e-6
 _COPY_PIECE = 16 << 20  # the shard device's chunk
 _MOST_KINDS = 3  # kinds of weights measured for one model
 _LEAST_SHARE = 0.1  # of the model's bytes: rarer kinds take the rates of the nearest one
+# Large enough, and simple enough to compute, for its rate with one column to be that of the device's memory.
+_MEMORY_KIND = ("F16", 8192, 8192)
 _CELLS = (1024, 8192)  # contexts at which attention is measured
 
 
@@ -130,7 +132,8 @@ class Profile:
 
     @property
     def device_memory(self) -> float:
-        """Bytes/s of the device's memory: the best of what products with one column read."""
+        """Bytes/s of the device's memory: the best of what products with one column read. Small or quantised ones reach
+        less."""
         read = [p.gpu_flops[0] / 2 * BYTES_PER_WEIGHT[name.split()[0]] for name, p in self.products.items()]
         return max([self.gpu_gemv, *read])
 
@@ -400,6 +403,7 @@ def _measure(
     kinds = kinds_of(model)
     if not kinds:
         raise BadArgument(f"{model.path.name} has no matrices to measure with")
+    kinds = list(dict.fromkeys([*kinds, _MEMORY_KIND]))
     for kind in kinds:
         if kind_name(kind) not in known:
             rates = device.probe_product(numbers[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
