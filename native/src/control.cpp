@@ -138,6 +138,8 @@ fsd_status fsd_configure(const fsd_config *config) {
         return fail(FSD_NO_DEVICE,
                     std::string("no device named '") + config->inner_device + "'; there are: " + device_list());
     }
+    const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(d.inner);
+    d.kernels_read_host = d.emulated || strcmp(ggml_backend_reg_name(reg), "CUDA") == 0;
     // ggml-cuda registers host memory only where this is set; llama.cpp's own use of it is off with our buffers.
     setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
     d.cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);

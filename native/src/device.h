@@ -52,6 +52,8 @@ struct Weight {
     size_t core_offset = 0;
     int first_piece = -1; // pieces of one tensor are consecutive
     int n_pieces = 0;
+
+    bool is_matrix() const { return shape.ne[2] == 1 && shape.ne[3] == 1; }
 };
 
 // One buffer that llama.cpp asked for. Its addresses are reserved host addresses; the bytes live in `inner` once
@@ -106,10 +108,17 @@ struct Segment;
 
 inline const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
 
+// An operation that takes rows from staging memory to the device; outlives what is queued of it.
+struct HostRows {
+    ggml_tensor to = {}, from = {}, places = {}, set = {};
+    ggml_tensor *nodes[2] = {};
+};
+
 struct Device {
     // fixed by fsd_configure
     ggml_backend_dev_t inner = nullptr;
     bool emulated = false;
+    bool kernels_read_host = false;   // memory that the driver has pinned
     ggml_backend_t compute = nullptr; // streams of the inner device
     ggml_backend_t copy = nullptr;
     ggml_backend_t cpu = nullptr;
@@ -201,6 +210,7 @@ struct Device {
     void update_floor();
     void update_placements();
     void synchronize();
+    ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, int64_t *places, int64_t n);
     char *staged(size_t bytes); // host memory to exchange with the inner device in small pieces; the same at every call
     bool piece_resident(int piece) const {
         const int s = pieces[piece].slab;
@@ -244,6 +254,7 @@ struct Device {
     size_t chunk() const { return host->pacing.active() ? std::min(chunk_bytes, kPacedChunkBytes) : chunk_bytes; }
     void reset_ring();
     ggml_tensor *graph_key(int64_t n_tokens, size_t place);
+    ggml_tensor *uncaptured_key(); // the one of graphs that are never captured
     void pump_copies();
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);

@@ -670,7 +670,10 @@ bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
         }
         const ggml_tensor *bad = is_on_device(d, node) ? nullptr : node;
         for (int j = 0; j < GGML_MAX_SRC && bad == nullptr; j++) {
-            bad = node->src[j] == nullptr || is_on_device(d, node->src[j]) ? nullptr : node->src[j];
+            const ggml_tensor *src = node->src[j];
+            // Like a GPU's, its kernels read memory of the host that the driver knows: here that of no buffer.
+            const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->buffer == nullptr && src->data;
+            bad = src == nullptr || host || is_on_device(d, src) ? nullptr : node->src[j];
         }
         if (bad != nullptr) {
             GGML_LOG_ERROR("emulated device: %s '%s' uses '%s', which is not in its memory\n", ggml_op_name(node->op),

@@ -20,6 +20,7 @@ namespace fsd {
 
 static constexpr int kRunAhead = 2;
 static constexpr int kPrefillTokens = 32;
+static constexpr size_t kNear = 4; // segments from a layer's attention to its experts, about
 
 // KV caches and recurrent state: buffers that outlive the graph.
 static bool is_persistent(const ggml_tensor *t) {
@@ -873,6 +874,8 @@ ggml_tensor *Device::graph_key(int64_t n_tokens, size_t place) {
     return keys[at].get();
 }
 
+ggml_tensor *Device::uncaptured_key() { return graph_key(kPrefillTokens, 0); }
+
 // Copies a range of a piece that lies at `at` in the ring; with its last byte goes what pads it.
 void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
     static const char zeros[65536] = {};
@@ -1000,7 +1003,9 @@ struct Runner {
     ggml_status gpu(Program &p, const Segment &s);
     void through_window(const Segment &s, ggml_backend_t stream, bool back);
     void fill_panes(const Program &p, size_t at);
-    ggml_status cpu(const Segment &s);
+    bool experts_first(const Program &p, size_t at) const;
+    void copy_ahead(const Program &p, size_t at);
+    ggml_status cpu(Segment &s);
     void bring_experts(const Segment &s);
 };
 
@@ -1081,7 +1086,8 @@ ggml_status Runner::gpu(Program &p, const Segment &s) {
     view.leafs = nullptr;
     view.uid = s.uid;
     if (s.group >= 0) {
-        return run_experts(d, p.groups[s.group], graph, view);
+        const size_t next = (size_t)(&s - p.segments.data()) + 1;
+        return run_experts(d, p.groups[s.group], graph, view, [&] { copy_ahead(p, next); });
     }
     if (s.chosen) {
         bring_experts(s);
@@ -1150,6 +1156,31 @@ void Runner::fill_panes(const Program &p, size_t at) {
     }
 }
 
+// A router is about to choose, and what is needed until then is on its way. Copies run in order: the experts that it asks
+// for would queue behind what a later layer needs, and the copy engine would then idle while they are computed.
+bool Runner::experts_first(const Program &p, size_t at) const {
+    uint64_t uses = d.ring.next_use;
+    size_t blocks = passed;
+    for (size_t i = at; i < std::min(at + kNear, p.segments.size()); i++) {
+        const Segment &s = p.segments[i];
+        uses += s.entry >= 0;
+        blocks += s.block != nullptr;
+        if (uses > d.ring.next_copy || (d.n_panes == 2 && blocks > filled)) {
+            return false;
+        }
+        if (s.group >= 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Starts the copies that can be, for the segments from `at` on.
+void Runner::copy_ahead(const Program &p, size_t at) {
+    fill_panes(p, at);
+    d.pump_copies();
+}
+
 // Copies what the graph needs of a block on the host into its pane, or what the segment has written `back`.
 void Runner::through_window(const Segment &s, ggml_backend_t stream, bool back) {
     uint64_t bytes = 0;
@@ -1196,7 +1227,13 @@ void Runner::through_window(const Segment &s, ggml_backend_t stream, bool back) 
     d.counters.kv_copied_bytes += bytes;
 }
 
-ggml_status Runner::cpu(const Segment &s) {
+// Staging memory for what a segment of few tokens gives back; none for what has to be copied.
+static size_t room_of(const Span &out) {
+    constexpr size_t kMost = 256 << 10; // a kernel reads the host's memory more slowly than a copy does
+    return out.buffer->cache || out.bytes > kMost || out.bytes % sizeof(float) ? 0 : kAlign + align_up(out.bytes);
+}
+
+ggml_status Runner::cpu(Segment &s) {
     d.synchronize();
     const double start = Trace::now();
     for (const Span &in : s.in) {
@@ -1212,12 +1249,27 @@ ggml_status Runner::cpu(const Segment &s) {
     view.n_leafs = 0;
     view.leafs = nullptr;
     view.uid = 0;
-    const ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
+    ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
+    size_t staged = 0;
     for (const Span &out : s.out) {
+        staged += room_of(out);
+    }
+    char *stage = staged > 0 ? d.staged(staged) : nullptr;
+    s.rows.resize(s.out.size());
+    for (size_t i = 0; i < s.out.size(); i++) {
+        const Span &out = s.out[i];
         each_inner(*out.buffer, out.offset, out.bytes, [&](ggml_tensor *raw, size_t from, size_t n) {
             const char *made = out.buffer->base + out.offset + from;
             if (out.buffer->cache && raw) {
                 ggml_backend_tensor_set(raw, made, 0, n); // may lie on the host
+            } else if (raw && room_of(out) > 0 && status == GGML_STATUS_SUCCESS) {
+                int64_t *place = (int64_t *)stage; // one row
+                *place = 0;
+                memcpy(stage + kAlign, made, n);
+                ggml_tensor to = *raw;
+                to.ne[0] = (int64_t)(n / sizeof(float));
+                status = d.put_rows(s.rows[i], to, stage + kAlign, place, 1);
+                stage += room_of(out);
             } else if (raw) {
                 ggml_backend_tensor_set_async(d.compute, raw, made, 0, n);
             }
@@ -1339,10 +1391,9 @@ ggml_status Device::run(ggml_cgraph *graph) {
                 }
             }
             runner.filled = runner.passed = 0; // a change of residency has waited for all copies
-            runner.fill_panes(*p, at);
-            pump_copies();
+            runner.copy_ahead(*p, at);
         }
-        const Segment &s = p->segments[at];
+        Segment &s = p->segments[at];
         const auto start = std::chrono::steady_clock::now();
         const ggml_status status = s.cpu ? runner.cpu(s) : runner.gpu(*p, s);
         if (status != GGML_STATUS_SUCCESS) {
@@ -1350,8 +1401,9 @@ ggml_status Device::run(ggml_cgraph *graph) {
             reset_ring();
             return status;
         }
-        runner.fill_panes(*p, at + 1);
-        pump_copies();
+        if (!runner.experts_first(*p, at + 1)) {
+            runner.copy_ahead(*p, at + 1);
+        }
         {
             std::lock_guard<std::mutex> lock(state_mutex);
             counters.steps++;

@@ -32,8 +32,9 @@ struct Segment {
     const ggml_tensor *chosen = nullptr; // experts, where the entry is a tensor of them
     CacheBlock *block = nullptr;         // comes into the window before, and what was written goes back after
     uint64_t uid = 0;
-    uint64_t bytes = 0;        // of weights
-    std::vector<Span> in, out; // CPU: activations to fetch before and to put back after
+    uint64_t bytes = 0;         // of weights
+    std::vector<Span> in, out;  // CPU: activations to fetch before and to put back after
+    std::vector<HostRows> rows; // what puts back, by `out`
 };
 
 struct Program {

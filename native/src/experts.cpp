@@ -145,14 +145,16 @@ struct Exchange {
     char *ids, *input; // from the device
     int32_t *slots;    // to the device
     char *rows;        // computed by the CPU, to the device
+    int64_t *places;   // of these rows in the result
     Exchange(Device &d, const ExpertGroup &group) {
         const size_t sizes[] = {align_up(ggml_nbytes(group.ids)), align_up(ggml_nbytes(group.input)),
                                 align_up(group.chosen() * sizeof(int32_t)),
-                                group.chosen() * group.products.back()->nb[1]};
-        ids = d.staged(sizes[0] + sizes[1] + sizes[2] + sizes[3]);
+                                align_up(group.chosen() * group.products.back()->nb[1])};
+        ids = d.staged(sizes[0] + sizes[1] + sizes[2] + sizes[3] + group.chosen() * sizeof(int64_t));
         input = ids + sizes[0];
         slots = (int32_t *)(input + sizes[1]);
         rows = input + sizes[1] + sizes[2];
+        places = (int64_t *)(rows + sizes[3]);
     }
 };
 
@@ -264,7 +266,8 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
     d.counters.copied_bytes += bytes;
 }
 
-ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view) {
+ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view,
+                        const std::function<void()> &copy_ahead) {
     const Exchange exchange(d, group);
     fetch(d, group.ids, exchange.ids);
     if (!group.streamed) {
@@ -341,6 +344,7 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
     ggml_status status = GGML_STATUS_SUCCESS;
     d.compute_pending = true;
     if (!slot_of.empty()) {
+        ggml_backend_tensor_set_async(d.compute, group.numbers, exchange.slots, 0, rows.size() * sizeof(int32_t));
         if (n_copies > 0) {
             ggml_backend_event_record(d.experts_ready, d.copy);
             ggml_backend_event_wait(d.compute, d.experts_ready);
@@ -348,7 +352,6 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
         if (d.trace) {
             d.trace->begin(FSD_LANE_DEVICE, d.compute);
         }
-        ggml_backend_tensor_set_async(d.compute, group.numbers, exchange.slots, 0, rows.size() * sizeof(int32_t));
         status = ggml_backend_graph_compute_async(d.compute, &view);
         if (d.trace) {
             uint64_t bytes = 0;
@@ -358,19 +361,19 @@ ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph,
             d.trace->end(FSD_LANE_DEVICE, d.compute, bytes);
         }
     }
+    copy_ahead();
     if (status == GGML_STATUS_SUCCESS && !on_cpu.empty()) {
         const double start = Trace::now();
         status = compute_rows(d, group, graph, on_cpu, exchange);
         // Behind the device's part, in whose result these rows are only room.
-        const size_t row_bytes = group.products.back()->nb[1];
-        const auto place_of = [&](size_t i) {
-            return (char *)group.result->data + on_cpu[i].j * group.result->nb[1] + on_cpu[i].t * group.result->nb[2];
-        };
-        for (size_t i = 0, end = 0; i < on_cpu.size(); i = end) {
-            for (end = i + 1; end < on_cpu.size() && place_of(end) == place_of(end - 1) + row_bytes; end++) {
-            }
-            ggml_tensor run = raw_tensor(group.result->buffer, place_of(i), (end - i) * row_bytes);
-            ggml_backend_tensor_set_async(d.compute, &run, exchange.rows + i * row_bytes, 0, (end - i) * row_bytes);
+        ggml_tensor to = *group.result;
+        to.ne[1] *= to.ne[2];
+        to.ne[2] = 1;
+        for (size_t i = 0; i < on_cpu.size(); i++) {
+            exchange.places[i] = on_cpu[i].t * k + on_cpu[i].j;
+        }
+        if (status == GGML_STATUS_SUCCESS) {
+            status = d.put_rows(group.rows, to, exchange.rows, exchange.places, (int64_t)on_cpu.size());
         }
         if (d.trace) {
             uint64_t bytes = 0;

@@ -8,6 +8,7 @@
 
 #include "ggml-impl.h"
 
+#include <functional>
 #include <vector>
 
 namespace fsd {
@@ -22,6 +23,7 @@ struct ExpertGroup {
     ggml_tensor *result = nullptr;         // shadow of the last product
     ggml_tensor *numbers = nullptr;        // device: the chosen experts' slots
     std::vector<std::vector<char>> memory; // that the CPU's part computes in
+    HostRows rows;                         // what it has computed, on its way to the device
 
     int64_t chosen() const { return ids->ne[0] * ids->ne[1]; }
     const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
@@ -37,7 +39,8 @@ ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, si
 // How often a graph on the inner device has chosen each expert; waits for the choice.
 std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts);
 
-// Runs a group whose inner-device part is `view`.
-ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view);
+// Runs a group whose inner-device part is `view`. Once its copies are under way, `copy_ahead` starts those of later layers.
+ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view,
+                        const std::function<void()> &copy_ahead);
 
 } // namespace fsd

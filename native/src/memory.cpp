@@ -88,6 +88,46 @@ char *Device::staged(size_t bytes) {
     return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : unpinned.data();
 }
 
+// Puts rows of floats in staging memory to their places, by number, in a tensor on the inner device. Where its kernels read
+// such memory one of them fetches the rows: a copy would queue behind those of weights that are under way.
+ggml_status Device::put_rows(HostRows &rows, const ggml_tensor &to, const char *from, int64_t *places, int64_t n) {
+    compute_pending = true;
+    if (!kernels_read_host || (!staging && !emulated)) {
+        for (int64_t i = 0, end = 0; i < n; i = end) { // neighbours in one go
+            for (end = i + 1; end < n && places[end] == places[end - 1] + 1; end++) {
+            }
+            ggml_tensor run = raw_tensor(to.buffer, (char *)to.data + places[i] * to.nb[1], (end - i) * to.nb[1]);
+            ggml_backend_tensor_set_async(compute, &run, from + i * to.nb[1], 0, (end - i) * to.nb[1]);
+        }
+        return GGML_STATUS_SUCCESS;
+    }
+    const auto plain = [](ggml_type type, ggml_backend_buffer_t buffer, const void *data, int64_t row, int64_t n_rows) {
+        ggml_tensor t = raw_tensor(buffer, const_cast<void *>(data), (size_t)(row * n_rows) * ggml_type_size(type));
+        t.type = type;
+        t.ne[0] = row;
+        t.ne[1] = n_rows;
+        t.nb[0] = ggml_type_size(type);
+        t.nb[1] = row * t.nb[0];
+        return t;
+    };
+    rows.to = plain(GGML_TYPE_F32, to.buffer, to.data, to.ne[0], to.ne[1]);
+    rows.from = plain(GGML_TYPE_F32, staging.get(), from, to.ne[0], n);
+    rows.places = plain(GGML_TYPE_I64, staging.get(), places, n, 1);
+    rows.set = rows.to;
+    rows.set.op = GGML_OP_SET_ROWS;
+    rows.set.flags = GGML_TENSOR_FLAG_COMPUTE;
+    rows.set.src[0] = &rows.from;
+    rows.set.src[1] = &rows.places;
+    rows.set.src[2] = &rows.to;
+    rows.set.view_src = &rows.to;
+    rows.nodes[0] = uncaptured_key();
+    rows.nodes[1] = &rows.set;
+    ggml_cgraph graph = {};
+    graph.nodes = rows.nodes;
+    graph.size = graph.n_nodes = 2;
+    return ggml_backend_graph_compute_async(compute, &graph);
+}
+
 // Gives up residency from the ladder's tail, then the ring's surplus, then the caches', until `bytes` more fit the budget.
 bool Device::make_room(size_t bytes, bool may_spill) {
     const uint64_t limit = budget.load();
@@ -391,7 +431,7 @@ fsd_status Device::commit(std::string &why) {
     release(Use::core, core);
     release(Use::scratch, scratch);
     size_t total = 0;
-    size_t largest_layer_tensor = 0;
+    size_t largest_matrix = 0; // of a layer
     bool has_tail = false;
     for (Weight &w : weights) {
         auto it = shard_of.find(w.name);
@@ -399,19 +439,19 @@ fsd_status Device::commit(std::string &why) {
         has_tail = has_tail || it == shard_of.end();
         w.core = w.bytes <= kCoreBytes;
         total += w.bytes;
-        if (w.name.compare(0, 4, "blk.") == 0) {
-            largest_layer_tensor = std::max(largest_layer_tensor, w.bytes);
+        if (w.name.compare(0, 4, "blk.") == 0 && w.is_matrix()) {
+            largest_matrix = std::max(largest_matrix, w.bytes);
         }
     }
     n_shards += has_tail ? 1 : 0;
 
     // Defaults depend on the model alone, never on the budget: they decide which kernels see which shapes.
     constexpr size_t MiB = 1024 * 1024;
-    if (piece_bytes == 0) {
-        piece_bytes = std::max<size_t>(4 * MiB, largest_layer_tensor);
-    }
     if (step_bytes == 0) {
         step_bytes = std::min<size_t>(std::max<size_t>(2 * MiB, total / 64), 32 * MiB);
+    }
+    if (piece_bytes == 0) {
+        piece_bytes = std::max({4 * MiB, largest_matrix, step_bytes});
     }
     if (slab_bytes == 0) {
         slab_bytes = std::min<size_t>(std::max<size_t>({1 * MiB, 4 * granular(1), total / 64}), 64 * MiB);
@@ -439,10 +479,9 @@ fsd_status Device::commit(std::string &why) {
         }
         shard_bytes[w.shard] += w.bytes;
         w.first_piece = (int)pieces.size();
-        const bool matrix = w.shape.ne[2] == 1 && w.shape.ne[3] == 1;
         const size_t row = w.shape.nb[1];
         const int64_t rows_each =
-            matrix && w.bytes > piece_bytes ? std::max<int64_t>(1, (int64_t)(piece_bytes / row)) : w.shape.ne[1];
+            w.is_matrix() && w.bytes > piece_bytes ? std::max<int64_t>(1, (int64_t)(piece_bytes / row)) : w.shape.ne[1];
         for (int64_t r = 0; r < w.shape.ne[1]; r += rows_each) {
             Piece p;
             p.tensor = i;

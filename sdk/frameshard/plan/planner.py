@@ -157,9 +157,9 @@ def lay_out(
     ladder = make_ladder(model)
     tensors = [(i, tensor) for i, shard in enumerate(ladder) for tensor in shard.tensors]
     total = model.core_bytes + sum(tensor.n_bytes for _, tensor in tensors)
-    layer_tensors = (tensor.n_bytes for _, tensor in tensors if tensor.name.startswith("blk."))
-    piece_bytes = piece_bytes or max(4 * _MiB, max(layer_tensors, default=0))
+    matrices = (tensor.n_bytes for _, tensor in tensors if tensor.name.startswith("blk.") and _is_matrix(tensor))
     step_bytes = step_bytes or min(max(2 * _MiB, total // 64), 32 * _MiB)
+    piece_bytes = piece_bytes or max(4 * _MiB, max(matrices, default=0), step_bytes)
     slab_bytes = slab_bytes or min(max(_MiB, 4 * unit_bytes, total // 64), 64 * _MiB)
 
     slabs: list[int] = []
@@ -167,8 +167,7 @@ def lay_out(
     of_shard = [0] * len(ladder)
     for i, tensor in tensors:
         row_bytes = tensor.n_bytes // int(np.prod(tensor.shape[1:], dtype=object))
-        matrix = len(tensor.shape) == 2 or all(dim == 1 for dim in tensor.shape[2:])
-        whole = not matrix or tensor.n_bytes <= piece_bytes
+        whole = not _is_matrix(tensor) or tensor.n_bytes <= piece_bytes
         each = tensor.n_bytes if whole else max(1, piece_bytes // row_bytes) * row_bytes
         for start in range(0, tensor.n_bytes, each):
             size = _padded(tensor, min(each, tensor.n_bytes - start))
@@ -189,6 +188,10 @@ def lay_out(
         total=sum(slabs),
         scratch=_SCRATCH if len(pieces) > len(tensors) else 0,
     )
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 2 or all(dim == 1 for dim in tensor.shape[2:])
 
 
 def _padded(tensor: Tensor, n_bytes: int) -> int:
@@ -860,31 +863,29 @@ class _Graph:
         copied_s = np.zeros(len(costs.ladder))
         if one_at_a_time and missing.any():
             # Experts are met one at a time: their copies hide behind nothing but the CPU's part of the same layer, and
-            # each slows the other. They wait for those of keys and values that the next layers need.
+            # each slows the other.
             single_rate, uncached = profile.copy_rate(costs.matrix_bytes) / (1 + self._copy_slowdown), 1 - cached
             there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
             here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
             any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
-            wait_s = np.where(missing, self._kv_copy_s / model.n_layer, 0.0)
             both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
             # The device has one share for graphs of any size: that which suits one token.
-            balanced = float((here_s + any_s - wait_s)[missing].sum()) / both_s
+            balanced = float((here_s + any_s)[missing].sum()) / both_s
             self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
             left = 1 - self.expert_stream_share
             any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
             shared_s = shared_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
             copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
-            wait_s = wait_s * min(float(used.sum()) * uncached, 1.0)
             at_least = _CHOICE + _INPUT
             turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, turns)
-            copying_s = there_s * self.expert_stream_share + wait_s * (self.expert_stream_share > 0)
+            copying_s = there_s * self.expert_stream_share
             cpu_s = np.where(missing, np.maximum(any_s + here_s * left, copying_s), cpu_s)
         # Experts stream one at a time for one token, else as whole tensors; which of them are used is asked by layer.
         self._streamed_singly = float(n_tokens == 1)
         beside_s, ahead_s = costs.beside_s, costs.ahead_s
         if missing.any() and n_tokens == 1:
             copy_s = np.where(missing, 0.0, copy_s)
-            device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s + wait_s, 0.0)
+            device_s = device_s + copied_s + np.where(missing, _CHOICE * self.handoff_s, 0.0)
             place_s = costs.largest_other / profile.h2d
             beside_s, ahead_s = 2 * place_s, 3 * place_s
         elif missing.any():
