@@ -575,6 +575,26 @@ SCENARIO(placements_do_not_change_the_result) {
     CHECK(stats().cpu_segments > 0 && stats().copies > 0);
 }
 
+// Copies of a few kilobytes would queue behind those of weights, so kernels fetch them where they can.
+SCENARIO(what_the_cpu_has_computed_takes_no_turn_on_the_link) {
+    Session s(config_of(0));
+    s.commit();
+    const std::vector<uint8_t> on_cpu(s.n_shards, FSD_CPU);
+    const fsd_tier tier = {0, on_cpu.data()};
+    CHECK(fsd_set_plan(&tier, 1, s.n_shards, 0, 0.0, 0) == FSD_OK && fsd_set_budget(s.floor, 0) == FSD_OK);
+    uint64_t sent[2], rows = 0;
+    for (const bool kernels : {false, true}) {
+        fsd::device().kernels_read_host = kernels;
+        const uint64_t before = fs_emulated_get_stats(fsd::device().inner).h2d_bytes;
+        s.check_conversation();
+        sent[kernels] = fs_emulated_get_stats(fsd::device().inner).h2d_bytes - before;
+    }
+    for (const Batch &b : s.conversation) {
+        rows += (uint64_t)b.n * kLayers;
+    }
+    CHECK(sent[true] + rows * kEmbd * sizeof(float) < sent[false]);
+}
+
 SCENARIO(row_pieces_of_many_tokens) {
     // More tokens than scratch holds results of: they pass in parts.
     Session s(config_of(0), {{900, 0}, {1, 900}}, 1024, 900);
