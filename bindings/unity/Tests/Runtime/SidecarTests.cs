@@ -111,13 +111,19 @@ namespace Frameshard.Tests
         public void ATokenThatIsCancelledEndsTheAnswer()
         {
             using (var source = new CancellationTokenSource())
+            using (var third = new ManualResetEventSlim())
             {
+                // From another thread, as a game may; it is there before the answer could end by itself.
+                var other = new Thread(() => { third.Wait(); source.Cancel(); });
+                other.Start();
                 var said = 0;
                 var answer = Shared.AskAsync("Tell me a long story.", Tokens(700), token =>
                 {
-                    if (++said == 3) Task.Run(() => source.Cancel()); // from another thread, as a game may
+                    if (++said == 3) third.Set();
                 }, source.Token);
                 PollUntil(Shared, () => answer.IsCompleted);
+                third.Set();
+                other.Join();
                 Assert.IsTrue(answer.IsCanceled);
                 Assert.IsTrue(Shared.AskAsync("No.", cancellation: source.Token).IsCanceled);
             }
