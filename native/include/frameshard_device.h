@@ -143,6 +143,8 @@ FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
  * graphs. Setting tells what an earlier run has seen. */
 FSD_API fsd_status fsd_get_expert_uses(uint32_t shard, uint32_t *uses, size_t n_max, size_t *n);
 FSD_API fsd_status fsd_set_expert_uses(uint32_t shard, const uint32_t *uses, size_t n);
+/* Forgets which experts lie in the ring, so that what their cache is worth can be measured; between graphs. */
+FSD_API fsd_status fsd_clear_expert_cache(void);
 
 /* [any thread] VRAM that the process holds but that no allocation of ours explains (driver context, workspaces). */
 FSD_API fsd_status fsd_set_overhead(uint64_t bytes);

@@ -375,6 +375,13 @@ fsd_status fsd_set_expert_uses(uint32_t shard, const uint32_t *uses, size_t n) {
     return FSD_OK;
 }
 
+fsd_status fsd_clear_expert_cache(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.experts.clear();
+    return FSD_OK;
+}
+
 fsd_status fsd_set_overhead(uint64_t bytes) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);

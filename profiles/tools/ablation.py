@@ -2,9 +2,10 @@
 
     python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json ablation.json
 
-The plan as it is; a ring of one step (copies do not run ahead, and next to no experts are kept); nothing on the CPU;
-nothing streamed in graphs of few tokens (a long prompt would take the CPU half a minute); prompts in ubatches of 256.
-Weights are resident as the budget leaves room for. Medians of interleaved runs.
+The plan as it is; a ring of one step (copies do not run ahead, and fewer experts are kept); of a mixture of experts
+those in the ring forgotten before each graph; nothing on the CPU; nothing streamed in graphs of few tokens (a long
+prompt would take the CPU half a minute); prompts in ubatches of 256. Weights are resident as the budget leaves room
+for. Medians of interleaved runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from frameshard.cli.passage import PASSAGE
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.plan.planner import CPU, STREAMED, Plan, lay_out, vram_unit
 
-VARIANTS = ("as planned", "ring of one step", "nothing on the CPU", "nothing streamed", "ubatches of 256")
+FORGETFUL = "no cache of experts"
+VARIANTS = ("as planned", "ring of one step", FORGETFUL, "nothing on the CPU", "nothing streamed", "ubatches of 256")
 # Where everything goes, and in graphs of fewer tokens than how many.
 PLACED = {"nothing on the CPU": (STREAMED, sys.maxsize), "nothing streamed": (CPU, 32)}
 
@@ -71,16 +73,24 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
     prompt = (words * -(-args.prompt // len(words)))[: args.prompt]
     ubatch = 256 if row.variant == "ubatches of 256" else args.ubatch
 
+    device = runtime.device
+
+    def forget() -> None:
+        if row.variant == FORGETFUL:
+            device.clear_expert_cache()
+
     def read() -> None:
         runtime.clear(0)
         for at in range(0, len(prompt), ubatch):
+            forget()
             runtime.decode_tokens(0, prompt[at : at + ubatch], "last" if at + ubatch >= len(prompt) else "none")
 
     def decode(token: int) -> None:
+        forget()
         for output in runtime.decode([Rows(0, [token])]):
             runtime.logits(output)
 
-    runtime.device.set_budget(row.budget, timeout_s=60.0)
+    device.set_budget(row.budget, timeout_s=60.0)
     read()  # the plan is for the context that is used with it
     decode(words[0])
     plan = arrange(runtime, row)
@@ -120,8 +130,9 @@ def main() -> None:
         n_threads=args.threads,
         link_gbps=args.link_gbps,
     )
-    rows = [Row(budget, variant) for budget in args.vram_budget for variant in VARIANTS]
     with Runtime.load(config) as runtime:
+        variants = [each for each in VARIANTS if each != FORGETFUL or runtime.model_info.n_expert]
+        rows = [Row(budget, variant) for budget in args.vram_budget for variant in variants]
         words = runtime.tokenize(PASSAGE)
         for _ in range(args.repeat):
             for row in rows:

@@ -488,6 +488,10 @@ class ShardDevice:
         array = (ctypes.c_uint32 * len(uses))(*uses)
         self._check(self._lib.fsd_set_expert_uses(ctypes.c_uint32(shard), array, ctypes.c_size_t(len(uses))))
 
+    def clear_expert_cache(self) -> None:
+        """Forgets which experts lie in the ring, so that what their cache is worth can be measured. Between decodes."""
+        self._check(self._lib.fsd_clear_expert_cache())
+
     def set_overhead(self, overhead_bytes: int) -> None:
         """VRAM that the process holds beside the device's own allocations (driver context, library workspaces)."""
         self._check(self._lib.fsd_set_overhead(ctypes.c_uint64(overhead_bytes)))

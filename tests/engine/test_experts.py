@@ -36,12 +36,16 @@ with Runtime.load(config) as runtime:
         runtime.decode_tokens(0, [word])
         now = runtime.device.stats()
         hits.append(now.expert_hits - before.expert_hits)
+    runtime.device.clear_expert_cache()
+    before = runtime.device.stats()
+    runtime.decode_tokens(0, [words[90]])
+    forgotten = runtime.device.stats().expert_hits - before.expert_hits
     learned = runtime.learn()
     again = runtime.learn()
     experts = [shard for shard in runtime.ladder if shard.kind == "experts"]
     print(json.dumps({
         "recalled": recalled, "routing": runtime.routing, "learned": learned, "again": again, "copied": copied,
-        "hits": hits, "logits": logits[:16], "experts": sum(shard.n_bytes for shard in experts),
+        "hits": hits, "forgotten": forgotten, "logits": logits[:16], "experts": sum(shard.n_bytes for shard in experts),
         "resident": runtime.device.stats().resident_bytes, "ring": runtime.device.stats().ring_bytes,
     }))
 """
@@ -67,6 +71,7 @@ def test_only_what_is_chosen_is_copied_and_the_next_run_knows(moe_path: Path, tm
     assert one < 0.6 * many
     assert same <= many
     assert sum(first["hits"]) > 0  # type: ignore[arg-type]
+    assert first["forgotten"] == 0
     assert first["recalled"] == []
     assert first["learned"]
     assert not first["again"]
