@@ -210,7 +210,6 @@ struct Device {
     void update_floor();
     void update_placements();
     void synchronize();
-    ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, int64_t *places, int64_t n);
     char *staged(size_t bytes); // host memory to exchange with the inner device in small pieces; the same at every call
     bool piece_resident(int piece) const {
         const int s = pieces[piece].slab;
@@ -254,7 +253,7 @@ struct Device {
     size_t chunk() const { return host->pacing.active() ? std::min(chunk_bytes, kPacedChunkBytes) : chunk_bytes; }
     void reset_ring();
     ggml_tensor *graph_key(int64_t n_tokens, size_t place);
-    ggml_tensor *uncaptured_key(); // the one of graphs that are never captured
+    ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);
     void pump_copies();
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);

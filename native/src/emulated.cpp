@@ -673,7 +673,7 @@ bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
             const ggml_tensor *src = node->src[j];
             // Like a GPU's, its kernels read memory of the host that the driver knows: here that of no buffer.
             const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->buffer == nullptr && src->data;
-            bad = src == nullptr || host || is_on_device(d, src) ? nullptr : node->src[j];
+            bad = src == nullptr || host || is_on_device(d, src) ? nullptr : src;
         }
         if (bad != nullptr) {
             GGML_LOG_ERROR("emulated device: %s '%s' uses '%s', which is not in its memory\n", ggml_op_name(node->op),

@@ -874,7 +874,46 @@ ggml_tensor *Device::graph_key(int64_t n_tokens, size_t place) {
     return keys[at].get();
 }
 
-ggml_tensor *Device::uncaptured_key() { return graph_key(kPrefillTokens, 0); }
+// Puts rows of floats in staging memory to their places, by number, in a tensor on the inner device. Where its kernels read
+// such memory one of them fetches the rows: a copy would queue behind those of weights that are under way.
+ggml_status Device::put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places,
+                             int64_t n) {
+    compute_pending = true;
+    if (!kernels_read_host || (!staging && !emulated)) {
+        for (int64_t i = 0, end = 0; i < n; i = end) { // neighbours in one go
+            for (end = i + 1; end < n && places[end] == places[end - 1] + 1; end++) {
+            }
+            ggml_tensor run = raw_tensor(to.buffer, (char *)to.data + places[i] * to.nb[1], (end - i) * to.nb[1]);
+            ggml_backend_tensor_set_async(compute, &run, from + i * to.nb[1], 0, (end - i) * to.nb[1]);
+        }
+        return GGML_STATUS_SUCCESS;
+    }
+    const auto plain = [](ggml_type type, ggml_backend_buffer_t buffer, const void *data, int64_t row, int64_t n_rows) {
+        ggml_tensor t = raw_tensor(buffer, const_cast<void *>(data), (size_t)(row * n_rows) * ggml_type_size(type));
+        t.type = type;
+        t.ne[0] = row;
+        t.ne[1] = n_rows;
+        t.nb[0] = ggml_type_size(type);
+        t.nb[1] = row * t.nb[0];
+        return t;
+    };
+    rows.to = plain(GGML_TYPE_F32, to.buffer, to.data, to.ne[0], to.ne[1]);
+    rows.from = plain(GGML_TYPE_F32, staging.get(), from, to.ne[0], n);
+    rows.places = plain(GGML_TYPE_I64, staging.get(), places, n, 1);
+    rows.set = rows.to;
+    rows.set.op = GGML_OP_SET_ROWS;
+    rows.set.flags = GGML_TENSOR_FLAG_COMPUTE;
+    rows.set.src[0] = &rows.from;
+    rows.set.src[1] = &rows.places;
+    rows.set.src[2] = &rows.to;
+    rows.set.view_src = &rows.to;
+    rows.nodes[0] = graph_key(kPrefillTokens, 0); // never captured
+    rows.nodes[1] = &rows.set;
+    ggml_cgraph graph = {};
+    graph.nodes = rows.nodes;
+    graph.size = graph.n_nodes = 2;
+    return ggml_backend_graph_compute_async(compute, &graph);
+}
 
 // Copies a range of a piece that lies at `at` in the ring; with its last byte goes what pads it.
 void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
@@ -1228,7 +1267,7 @@ void Runner::through_window(const Segment &s, ggml_backend_t stream, bool back) 
 }
 
 // Staging memory for what a segment of few tokens gives back; none for what has to be copied.
-static size_t room_of(const Span &out) {
+static size_t staging_for(const Span &out) {
     constexpr size_t kMost = 256 << 10; // a kernel reads the host's memory more slowly than a copy does
     return out.buffer->cache || out.bytes > kMost || out.bytes % sizeof(float) ? 0 : kAlign + align_up(out.bytes);
 }
@@ -1252,7 +1291,7 @@ ggml_status Runner::cpu(Segment &s) {
     ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
     size_t staged = 0;
     for (const Span &out : s.out) {
-        staged += room_of(out);
+        staged += staging_for(out);
     }
     char *stage = staged > 0 ? d.staged(staged) : nullptr;
     s.rows.resize(s.out.size());
@@ -1262,14 +1301,14 @@ ggml_status Runner::cpu(Segment &s) {
             const char *made = out.buffer->base + out.offset + from;
             if (out.buffer->cache && raw) {
                 ggml_backend_tensor_set(raw, made, 0, n); // may lie on the host
-            } else if (raw && room_of(out) > 0 && status == GGML_STATUS_SUCCESS) {
+            } else if (raw && staging_for(out) > 0 && status == GGML_STATUS_SUCCESS) {
                 int64_t *place = (int64_t *)stage; // one row
                 *place = 0;
                 memcpy(stage + kAlign, made, n);
                 ggml_tensor to = *raw;
                 to.ne[0] = (int64_t)(n / sizeof(float));
                 status = d.put_rows(s.rows[i], to, stage + kAlign, place, 1);
-                stage += room_of(out);
+                stage += staging_for(out);
             } else if (raw) {
                 ggml_backend_tensor_set_async(d.compute, raw, made, 0, n);
             }

@@ -88,46 +88,6 @@ char *Device::staged(size_t bytes) {
     return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : unpinned.data();
 }
 
-// Puts rows of floats in staging memory to their places, by number, in a tensor on the inner device. Where its kernels read
-// such memory one of them fetches the rows: a copy would queue behind those of weights that are under way.
-ggml_status Device::put_rows(HostRows &rows, const ggml_tensor &to, const char *from, int64_t *places, int64_t n) {
-    compute_pending = true;
-    if (!kernels_read_host || (!staging && !emulated)) {
-        for (int64_t i = 0, end = 0; i < n; i = end) { // neighbours in one go
-            for (end = i + 1; end < n && places[end] == places[end - 1] + 1; end++) {
-            }
-            ggml_tensor run = raw_tensor(to.buffer, (char *)to.data + places[i] * to.nb[1], (end - i) * to.nb[1]);
-            ggml_backend_tensor_set_async(compute, &run, from + i * to.nb[1], 0, (end - i) * to.nb[1]);
-        }
-        return GGML_STATUS_SUCCESS;
-    }
-    const auto plain = [](ggml_type type, ggml_backend_buffer_t buffer, const void *data, int64_t row, int64_t n_rows) {
-        ggml_tensor t = raw_tensor(buffer, const_cast<void *>(data), (size_t)(row * n_rows) * ggml_type_size(type));
-        t.type = type;
-        t.ne[0] = row;
-        t.ne[1] = n_rows;
-        t.nb[0] = ggml_type_size(type);
-        t.nb[1] = row * t.nb[0];
-        return t;
-    };
-    rows.to = plain(GGML_TYPE_F32, to.buffer, to.data, to.ne[0], to.ne[1]);
-    rows.from = plain(GGML_TYPE_F32, staging.get(), from, to.ne[0], n);
-    rows.places = plain(GGML_TYPE_I64, staging.get(), places, n, 1);
-    rows.set = rows.to;
-    rows.set.op = GGML_OP_SET_ROWS;
-    rows.set.flags = GGML_TENSOR_FLAG_COMPUTE;
-    rows.set.src[0] = &rows.from;
-    rows.set.src[1] = &rows.places;
-    rows.set.src[2] = &rows.to;
-    rows.set.view_src = &rows.to;
-    rows.nodes[0] = uncaptured_key();
-    rows.nodes[1] = &rows.set;
-    ggml_cgraph graph = {};
-    graph.nodes = rows.nodes;
-    graph.size = graph.n_nodes = 2;
-    return ggml_backend_graph_compute_async(compute, &graph);
-}
-
 // Gives up residency from the ladder's tail, then the ring's surplus, then the caches', until `bytes` more fit the budget.
 bool Device::make_room(size_t bytes, bool may_spill) {
     const uint64_t limit = budget.load();

@@ -69,11 +69,10 @@ def arrange(runtime: Runtime, row: Row) -> Plan:
 
 
 def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespace) -> None:
-    assert runtime.device is not None
+    device = runtime.device
+    assert device is not None
     prompt = (words * -(-args.prompt // len(words)))[: args.prompt]
     ubatch = 256 if row.variant == "ubatches of 256" else args.ubatch
-
-    device = runtime.device
 
     def forget() -> None:
         if row.variant == FORGETFUL:

@@ -191,7 +191,7 @@ def lay_out(
 
 
 def _is_matrix(tensor: Tensor) -> bool:
-    return len(tensor.shape) == 2 or all(dim == 1 for dim in tensor.shape[2:])
+    return all(dim == 1 for dim in tensor.shape[2:])
 
 
 def _padded(tensor: Tensor, n_bytes: int) -> int:
@@ -878,8 +878,7 @@ class _Graph:
             copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
             at_least = _CHOICE + _INPUT
             turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, turns)
-            copying_s = there_s * self.expert_stream_share
-            cpu_s = np.where(missing, np.maximum(any_s + here_s * left, copying_s), cpu_s)
+            cpu_s = np.where(missing, np.maximum(any_s + here_s * left, there_s * self.expert_stream_share), cpu_s)
         # Experts stream one at a time for one token, else as whole tensors; which of them are used is asked by layer.
         self._streamed_singly = float(n_tokens == 1)
         beside_s, ahead_s = costs.beside_s, costs.ahead_s
