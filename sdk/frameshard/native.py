@@ -484,7 +484,7 @@ class ShardDevice:
         return list(uses) if n.value else []
 
     def set_expert_uses(self, shard: int, uses: Sequence[int]) -> None:
-        """What an earlier run has seen of that. Between decodes."""
+        """What an earlier run has seen of that, instead of what this one has. Between decodes."""
         array = (ctypes.c_uint32 * len(uses))(*uses)
         self._check(self._lib.fsd_set_expert_uses(ctypes.c_uint32(shard), array, ctypes.c_size_t(len(uses))))
 

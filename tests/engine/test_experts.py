@@ -23,6 +23,8 @@ config = EngineConfig(
 )
 with Runtime.load(config) as runtime:
     recalled = runtime.routing
+    experts = [(i, shard) for i, shard in enumerate(runtime.ladder) if shard.kind == "experts"]
+    counted = [sum(runtime.device.expert_uses(i, model.n_expert)) for i, _ in experts]
     words = runtime.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
     copied, hits = [], []
     for tokens in ([words[0]] * 64, words[:64], words[:64]):
@@ -42,10 +44,10 @@ with Runtime.load(config) as runtime:
     forgotten = runtime.device.stats().expert_hits - before.expert_hits
     learned = runtime.learn()
     again = runtime.learn()
-    experts = [shard for shard in runtime.ladder if shard.kind == "experts"]
     print(json.dumps({
+        "counted": counted,
         "recalled": recalled, "routing": runtime.routing, "learned": learned, "again": again, "copied": copied,
-        "hits": hits, "forgotten": forgotten, "logits": logits[:16], "experts": sum(shard.n_bytes for shard in experts),
+        "hits": hits, "forgotten": forgotten, "logits": logits[:16], "experts": sum(shard.n_bytes for _, shard in experts),
         "resident": runtime.device.stats().resident_bytes, "ring": runtime.device.stats().ring_bytes,
     }))
 """
@@ -73,6 +75,7 @@ def test_only_what_is_chosen_is_copied_and_the_next_run_knows(moe_path: Path, tm
     assert sum(first["hits"]) > 0  # type: ignore[arg-type]
     assert first["forgotten"] == 0
     assert first["recalled"] == []
+    assert not any(first["counted"])  # type: ignore[call-overload]  # the warm-up's word is not what people ask for
     assert first["learned"]
     assert not first["again"]
     routing = first["routing"]
@@ -82,4 +85,5 @@ def test_only_what_is_chosen_is_copied_and_the_next_run_knows(moe_path: Path, tm
     assert abs(sum(routing) - 1) < 1e-6
     second = run(moe_path, tmp_path)
     assert second["recalled"] == routing
+    assert all(second["counted"])  # type: ignore[call-overload]
     assert second["logits"] == first["logits"]

@@ -284,6 +284,7 @@ class Runtime:
             self.replan()
         self._warm_up()
         if self.device is not None:
+            self._recall()  # nobody will ask for what one word over and over has chosen
             # The driver's libraries took their workspaces in the warm-up; what is left of the budget is for weights.
             self.measure_overhead()
             self.replan()
@@ -764,12 +765,12 @@ class Runtime:
         return {kind: "".join(letters.get((kind, i), ".") for i in range(n)) for kind, n in lengths.items()}
 
     def _recall(self) -> None:
-        """Tells the device what experts were chosen in the last run."""
+        """Tells the device what experts were chosen in the last run, and nothing else."""
         assert self.device is not None
         kept = routing.load(self.model_info) if self.model_info.n_expert else {}
         for i, shard in enumerate(self.ladder):
-            if shard.name in kept:
-                self.device.set_expert_uses(i, kept[shard.name])
+            if shard.kind == "experts":
+                self.device.set_expert_uses(i, kept.get(shard.name, []))
         self.routing = routing.shares(kept.values())
 
     def learn(self) -> bool:
