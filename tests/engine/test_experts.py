@@ -47,8 +47,9 @@ with Runtime.load(config) as runtime:
     print(json.dumps({
         "counted": counted,
         "recalled": recalled, "routing": runtime.routing, "learned": learned, "again": again, "copied": copied,
-        "hits": hits, "forgotten": forgotten, "logits": logits[:16], "experts": sum(shard.n_bytes for _, shard in experts),
-        "resident": runtime.device.stats().resident_bytes, "ring": runtime.device.stats().ring_bytes,
+        "hits": hits, "forgotten": forgotten, "logits": logits[:16],
+        "experts": sum(shard.n_bytes for _, shard in experts), "resident": runtime.device.stats().resident_bytes,
+        "ring": runtime.device.stats().ring_bytes,
     }))
 """
 

@@ -632,7 +632,7 @@ def _plan_tier(costs: _Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubat
     )
     best, on_cpu = float("inf"), evicted
     for choice in _splits(costs) if mode == "planned" else [evicted]:
-        seconds = graph.seconds(choice)
+        seconds = graph.seconds(choice, best)
         if seconds < best:
             best, on_cpu = seconds, choice
     if mode == "planned":
@@ -686,7 +686,7 @@ def _improved(costs: _Costs, graph: _Graph, best: float, on_cpu: Mask) -> tuple[
             other = on_cpu.copy()
             other[[i, *also]] = ~other[[i, *also]]
             if not also or other[i] != other[also[0]]:
-                seconds = graph.seconds(other)
+                seconds = graph.seconds(other, best)
                 if seconds < best:
                     best, on_cpu = seconds, other
         before = [i]
@@ -901,14 +901,16 @@ class _Graph:
         self._always_s = self.attention_s + costs.turn_s
         self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
 
-    def seconds(self, on_cpu: Mask) -> float:
-        """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream."""
+    def seconds(self, on_cpu: Mask, best: float = float("inf")) -> float:
+        """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream;
+        something that is no less than ``best`` where that is known to be too."""
         cpu = on_cpu[self._order] & self._left_out
         streamed = self._left_out & ~cpu
-        copy = float(self._copy_s[streamed].sum()) + self._kv_copy_s
-        host = float(self._cpu_s[cpu].sum())
+        copy = float(self._copy_s @ streamed) + self._kv_copy_s
+        host = float(self._cpu_s @ cpu)
         # Neighbours on the CPU are computed in one go.
-        handoffs = self._handoffs - np.concatenate(([False], cpu[:-1]))
+        handoffs = self._handoffs.copy()
+        handoffs[1:] -= cpu[:-1]
         turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
         device = float(turns.sum()) + self._always_s
         # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
@@ -916,8 +918,11 @@ class _Graph:
         host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
         copy_slower = 1 + self._copy_slowdown * host / both
         chain = device + host * host_slower
-        singly = np.where(streamed, self._streamed_singly, np.where(cpu, self.expert_stream_share, 0.0))
-        least = max(chain, copy + float((singly * self._expert_copy_s).sum()), self.memory_s)
+        singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
+        singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
+        least = max(chain, copy + singly, self.memory_s)
+        if least >= best:
+            return least
         if not streamed.any():
             return least
         # Copies gain a lead while a streamed shard is used, and more until the next one is needed. The device waits for
@@ -934,6 +939,8 @@ class _Graph:
             if copy_s > lead:
                 waits += copy_s - lead
                 lead = copy_s
+                if chain + waits >= best:
+                    break
             lead -= copy_s
             if lead < beside_s:
                 lead = min(lead + use_s, beside_s)
