@@ -367,6 +367,10 @@ void Stream::work() {
     }
 }
 
+ggml_backend_buffer_t buffer_of(const ggml_tensor *tensor) {
+    return tensor->view_src != nullptr ? tensor->view_src->buffer : tensor->buffer;
+}
+
 // GPUs sort the rows of a product with experts' weights by expert, each of a token's experts at most once, and write out
 // of bounds otherwise; ggml-cpu does not mind. A choice that the graph makes itself is one of several by nature.
 bool each_expert_once(const ggml_cgraph *graph) {
@@ -389,6 +393,26 @@ bool each_expert_once(const ggml_cgraph *graph) {
     return true;
 }
 
+// GPUs compute a few tokens' products with quantised rows in blocks of rows, and read all of the last block.
+bool has_whole_blocks(const ggml_cgraph *graph) {
+    constexpr int64_t kBlock = 8; // of mul_mat_vec_q in ggml-cuda, at most
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *node = graph->nodes[i], *weight = node->src[0];
+        if ((node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) || !ggml_is_quantized(weight->type)) {
+            continue;
+        }
+        const ggml_backend_buffer_t buffer = buffer_of(weight);
+        const char *end =
+            static_cast<char *>(ggml_backend_buffer_get_base(buffer)) + ggml_backend_buffer_get_size(buffer);
+        const int64_t lacks = (kBlock - weight->ne[1] % kBlock) % kBlock;
+        if (static_cast<const char *>(weight->data) + ggml_nbytes(weight) + lacks * weight->nb[1] > end) {
+            GGML_LOG_ERROR("emulated device: '%s' reads past the end of a buffer\n", node->name);
+            return false;
+        }
+    }
+    return true;
+}
+
 void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
     if (hang_ms > 0) {
         std::unique_lock<std::mutex> lock(mutex);
@@ -403,7 +427,8 @@ void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
         cpu_threads = threads;
     }
     declare_accesses(graph);
-    if (cpu == nullptr || !each_expert_once(graph) || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
+    if (cpu == nullptr || !each_expert_once(graph) || !has_whole_blocks(graph) ||
+        ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
         device.lost.store(true);
     }
     ready = clock_type::now();
@@ -414,10 +439,6 @@ Stream &stream_of(ggml_backend_t backend) { return *static_cast<Stream *>(backen
 Emulated &device_of(ggml_backend_dev_t device) { return *static_cast<Emulated *>(device->context); }
 
 Emulated &device_of(ggml_backend_buffer_t buffer) { return device_of(buffer->buft->device); }
-
-ggml_backend_buffer_t buffer_of(const ggml_tensor *tensor) {
-    return tensor->view_src != nullptr ? tensor->view_src->buffer : tensor->buffer;
-}
 
 // --- buffer ---
 

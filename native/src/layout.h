@@ -13,6 +13,15 @@ constexpr size_t kAlign = 256; // every inner device accepts offsets of this ali
 
 inline size_t align_up(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
 
+// Kernels for a few tokens compute quantised rows in blocks (of 8 in ggml-cuda) and read all of the last one, also where
+// the matrix ends within it; others only take whole blocks (of 32).
+constexpr int64_t kRowBlock = 32;
+
+// How many rows a matrix is cut into that is larger than `piece_bytes`.
+inline int64_t rows_of_piece(size_t piece_bytes, size_t row_bytes) {
+    return std::max<int64_t>(1, (int64_t)(piece_bytes / row_bytes) / kRowBlock) * kRowBlock;
+}
+
 // A run of rows of one weight tensor; the unit of residency and of copying.
 struct Piece {
     int tensor = -1;    // index into the device's weights

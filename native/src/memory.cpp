@@ -418,6 +418,10 @@ fsd_status Device::commit(std::string &why) {
     }
 
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(inner);
+    const auto padded_bytes = [&](const ggml_tensor &t) {
+        const int64_t lacks = ggml_is_quantized(t.type) ? (kRowBlock - t.ne[1] % kRowBlock) % kRowBlock : 0;
+        return align_up(ggml_backend_buft_get_alloc_size(buft, &t) + (size_t)lacks * t.nb[1]);
+    };
     std::vector<int> order(weights.size());
     for (size_t i = 0; i < order.size(); i++) {
         order[i] = (int)i;
@@ -431,7 +435,7 @@ fsd_status Device::commit(std::string &why) {
     int64_t largest_split_rows = 0;
     for (int i : order) {
         Weight &w = weights[i];
-        const size_t padded = align_up(ggml_backend_buft_get_alloc_size(buft, &w.shape));
+        const size_t padded = padded_bytes(w.shape);
         if (w.core) {
             w.core_offset = core_size;
             core_size += padded;
@@ -441,7 +445,7 @@ fsd_status Device::commit(std::string &why) {
         w.first_piece = (int)pieces.size();
         const size_t row = w.shape.nb[1];
         const int64_t rows_each =
-            w.is_matrix() && w.bytes > piece_bytes ? std::max<int64_t>(1, (int64_t)(piece_bytes / row)) : w.shape.ne[1];
+            w.is_matrix() && w.bytes > piece_bytes ? rows_of_piece(piece_bytes, row) : w.shape.ne[1];
         for (int64_t r = 0; r < w.shape.ne[1]; r += rows_each) {
             Piece p;
             p.tensor = i;
@@ -458,7 +462,7 @@ fsd_status Device::commit(std::string &why) {
                 ggml_tensor part = w.shape;
                 part.ne[1] = p.rows;
                 part.nb[2] = part.nb[3] = p.bytes;
-                p.padded = align_up(ggml_backend_buft_get_alloc_size(buft, &part));
+                p.padded = padded_bytes(part);
             }
             largest_piece = std::max(largest_piece, p.padded);
             pieces.push_back(p);

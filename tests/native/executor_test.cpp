@@ -29,9 +29,8 @@ constexpr int64_t kFfn = 640, kVocab = 3008;
 constexpr int kLayers = 4;
 constexpr int kExperts = 12, kChosen = 3, kExpertLayers = 2; // the last layers'
 constexpr int64_t kExpertFfn = 96;
-// Pieces of 752 rows of the head and of 400 rows of blk.1.ffn_up. Multiples of 16: ggml-cpu has other kernels for odd numbers
-// of rows, and the result would not be that of the whole matrix.
-constexpr size_t kPieceBytes = 300 * 1024;
+// No whole blocks of rows: 736 of the head fit and 384 of blk.1.ffn_up.
+constexpr size_t kPieceBytes = 301 * 1024;
 constexpr int kThreads = 1; // the scenarios have threads of their own, and ggml's spin when cores are short
 
 // A model file as llama.cpp maps it. It ends where readable memory ends, as a file's last page may.

@@ -53,6 +53,17 @@ TEST(align_up_is_the_next_multiple) {
           align_up(kAlign + 1) == 2 * kAlign);
 }
 
+TEST(pieces_of_a_matrix_have_whole_blocks_of_rows) {
+    for (uint64_t seed = 0; seed < 2000; seed++) {
+        Random random(seed);
+        const size_t row = 1 + random.below(1 << 20), piece = random.size();
+        const int64_t rows = rows_of_piece(piece, row);
+        CHECK(rows > 0 && rows % kRowBlock == 0);
+        CHECK(rows == kRowBlock || (size_t)rows * row <= piece);
+        CHECK((size_t)(rows + kRowBlock) * row > piece);
+    }
+}
+
 TEST(slabs_hold_every_piece_once_in_ladder_order) {
     for (uint64_t seed = 0; seed < 2000; seed++) {
         Random random(seed);

@@ -43,6 +43,7 @@ _DECODING = 4  # up to so many tokens a graph is one of decoding, each token fro
 _MiB = 1 << 20
 _ALIGN = 256  # kAlign of the shard device
 _ROW = 512  # MATRIX_ROW_PADDING of ggml-cuda
+_ROW_BLOCK = 32  # kRowBlock of the shard device
 _DRIVER_UNIT = 2 * _MiB  # as the shard device counts it for real devices
 _SCRATCH = 2 * _MiB  # kScratchBytes
 _WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer tokens take experts one at a time
@@ -168,7 +169,7 @@ def lay_out(
     for i, tensor in tensors:
         row_bytes = tensor.n_bytes // int(np.prod(tensor.shape[1:], dtype=object))
         whole = not _is_matrix(tensor) or tensor.n_bytes <= piece_bytes
-        each = tensor.n_bytes if whole else max(1, piece_bytes // row_bytes) * row_bytes
+        each = tensor.n_bytes if whole else max(1, piece_bytes // row_bytes // _ROW_BLOCK) * _ROW_BLOCK * row_bytes
         for start in range(0, tensor.n_bytes, each):
             size = _padded(tensor, min(each, tensor.n_bytes - start))
             if not slabs or slabs[-1] + size > slab_bytes:
@@ -195,10 +196,13 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 
 def _padded(tensor: Tensor, n_bytes: int) -> int:
-    """What ``n_bytes`` of whole rows take: kernels read quantised rows in runs of 512 weights, also past the last."""
+    """What ``n_bytes`` of whole rows take: of quantised ones kernels also read what follows the last weight, to a run
+    of 512, and the last row, to a block."""
     _, block, block_bytes = GGML_TYPES[tensor.ggml_type]
     if block > 1:
-        n_bytes += -tensor.shape[0] % _ROW // block * block_bytes
+        row_bytes = tensor.shape[0] // block * block_bytes
+        rows = n_bytes // row_bytes if _is_matrix(tensor) else tensor.shape[1]
+        n_bytes += -rows % _ROW_BLOCK * row_bytes + -tensor.shape[0] % _ROW // block * block_bytes
     return _rounded(n_bytes, _ALIGN)
 
 
