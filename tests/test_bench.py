@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from frameshard.cli import figures
 from frameshard.cli.upstream import placement
+from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model, read_model
 
 
@@ -50,6 +52,12 @@ def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
         assert lanes["copy"]["busy"] > 0
         assert lanes["cpu"]["busy"] == 0
     assert "<svg" in picture.read_text()
+
+
+def test_a_picture_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+    window = figures.Window("one token", [], 0.0, 1.0)
+    with pytest.raises(FrameshardError, match=r"nowhere/time\.svg could not be drawn: .*No such file"):
+        figures.draw_timeline_apart(str(tmp_path / "nowhere" / "time.svg"), "a title", [window])
 
 
 @pytest.mark.parametrize(

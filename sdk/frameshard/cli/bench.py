@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import common
+from . import common, figures
 from .vram import Sampler
 
 if TYPE_CHECKING:
@@ -100,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
     if device == "cpu" and (args.vs or args.timeline):
         raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
     if args.timeline:
-        from . import figures
-
         figures.check(args.timeline)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
@@ -128,12 +126,19 @@ def run(args: argparse.Namespace) -> int:
         if args.timeline:
             _set_budget(rows[0], runtime)
             _fill(rows[0], runtime, args)
-            result["timeline"] = _timeline(runtime, args)
+            windows = _windows(runtime, args)
+            title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
+            summaries = {name: window.summary() for name, window in windows.items()}
+            result["timeline"] = {"file": args.timeline, **summaries}
     result["rows"] = [_document(row, args) for row in rows]
     if args.json:
         common.emit_json(result)
     else:
         _print(result, rows, markdown=args.markdown)
+    if args.timeline:
+        figures.draw_timeline_apart(args.timeline, title, list(windows.values()))
+        if not args.json:
+            print(f"drawn in {args.timeline}")
     return 0
 
 
@@ -271,11 +276,9 @@ def _turned(words: list[int], seq: int) -> list[int]:
     return words[at:] + words[:at]
 
 
-def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
-    """Draws the second of some tokens after a prompt and the second of two ubatches, so that the ring is as it is in
-    between."""
-    from . import figures
-
+def _windows(runtime: Runtime, args: argparse.Namespace) -> dict[str, figures.Window]:
+    """What a time line shows: the second of some tokens after a prompt and the second of two ubatches, so that the ring
+    is as it is in between."""
     assert runtime.device is not None
     words, tokens = _tokens(runtime, args.prompt, any_at_all=bool(args.vs))
     _read(runtime, args.parallel, tokens)
@@ -295,10 +298,7 @@ def _timeline(runtime: Runtime, args: argparse.Namespace) -> dict[str, object]:
         runtime.decode_tokens(0, part)
         at.append(time.perf_counter())
     prefill = figures.Window(f"{len(part)} tokens of a prompt", runtime.device.stop_trace(), at[-2], at[-1])
-    budget = common.format_size(runtime.device.stats().budget_bytes)
-    title = f"{runtime.model_info.path.name}, {budget}, {runtime.device_name}"
-    figures.draw_timeline(args.timeline, title, [decode, prefill])
-    return {"file": args.timeline, "decode": decode.summary(), "prefill": prefill.summary()}
+    return {"decode": decode, "prefill": prefill}
 
 
 def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
@@ -365,7 +365,6 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
             each = result["timeline"][name]
             lanes = [f"{name} {lane['busy']:.0%} at {lane['gbps']:.1f} GB/s" for name, lane in each["lanes"].items()]
             print(f"{each['what']}: {each['seconds'] * 1e3:.1f} ms; busy: {', '.join(lanes)}")
-        print(f"drawn in {result['timeline']['file']}")
 
 
 def _values(document: dict[str, Any]) -> Iterator[object]:

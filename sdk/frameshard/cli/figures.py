@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frameshard.errors import BadArgument
+from frameshard.errors import BadArgument, FrameshardError
 
 if TYPE_CHECKING:
     from frameshard.native import Span
@@ -24,7 +27,7 @@ def check(path: str) -> None:
         raise BadArgument(f"{path} is not the name of a picture: end it with {', '.join(_FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
         raise BadArgument(f"there is no folder for {path}")
-    # Only looked for: what is measured first should not have its libraries in the process.
+    # Only looked for: what is measured should not have its libraries in the process.
     if importlib.util.find_spec("matplotlib") is None:
         raise BadArgument("pictures need matplotlib: pip install 'frameshard[plots]'")
 
@@ -69,6 +72,24 @@ class Window:
             busy = sum(seconds for _, seconds in self.lane(name)) / length
             lanes[name] = {"busy": busy, "gbps": n_bytes / seconds / 1e9 if seconds else 0.0}
         return {"what": self.what, "seconds": length, "lanes": lanes}
+
+
+def draw_timeline_apart(path: str, title: str, windows: Sequence[Window]) -> None:
+    """:func:`draw_timeline` in a process of its own: beside llama.cpp some builds of matplotlib crash, as both bring
+    a C++ runtime.
+
+    :raises FrameshardError: nothing was drawn."""
+    program = f"import pickle, sys; from {__name__} import *; draw_timeline(*pickle.load(sys.stdin.buffer))"
+    drawn = subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps((path, title, windows)),
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if drawn.returncode:
+        lines = drawn.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else f"matplotlib ended with status {drawn.returncode}"
+        raise FrameshardError(f"{path} could not be drawn: {why}")
 
 
 def draw_timeline(path: str, title: str, windows: Sequence[Window]) -> None:
