@@ -57,7 +57,7 @@ def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     window = figures.Window("one token", [], 0.0, 1.0)
     with pytest.raises(FrameshardError, match=r"nowhere/time\.svg could not be drawn: .*No such file"):
-        figures.draw_timeline_apart(str(tmp_path / "nowhere" / "time.svg"), "a title", [window])
+        figures.draw_apart(figures.draw_timeline, str(tmp_path / "nowhere" / "time.svg"), "a title", [window])
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(result, rows, markdown=args.markdown)
     if args.timeline:
-        figures.draw_timeline_apart(args.timeline, title, list(windows.values()))
+        figures.draw_apart(figures.draw_timeline, args.timeline, title, list(windows.values()))
         if not args.json:
             print(f"drawn in {args.timeline}")
     return 0

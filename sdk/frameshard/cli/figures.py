@@ -74,15 +74,15 @@ class Window:
         return {"what": self.what, "seconds": length, "lanes": lanes}
 
 
-def draw_timeline_apart(path: str, title: str, windows: Sequence[Window]) -> None:
-    """:func:`draw_timeline` in a process of its own: beside llama.cpp some builds of matplotlib crash, as both bring
-    a C++ runtime.
+def draw_apart(draw: Callable[..., None], path: str, *args: object) -> None:
+    """``draw(path, *args)``, a function here, in a process of its own: beside llama.cpp some builds of matplotlib
+    crash, as both bring a C++ runtime.
 
     :raises FrameshardError: nothing was drawn."""
-    program = f"import pickle, sys; from {__name__} import *; draw_timeline(*pickle.load(sys.stdin.buffer))"
+    program = "import pickle, sys; draw, args = pickle.load(sys.stdin.buffer); draw(*args)"
     drawn = subprocess.run(
         [sys.executable, "-c", program],
-        input=pickle.dumps((path, title, windows)),
+        input=pickle.dumps((draw, (path, *args))),
         stderr=subprocess.PIPE,
         check=False,
     )
@@ -117,38 +117,45 @@ def draw_timeline(path: str, title: str, windows: Sequence[Window]) -> None:
     pyplot.close(figure)
 
 
-def draw_plans(path: str, title: str, sweep: Sequence[Plan], marked: Sequence[Plan], n_prompt: int) -> None:
+@dataclass(frozen=True)
+class Point:
+    """What a plan says at a budget: predicted, at best, and with llama.cpp's static offload."""
+
+    budget_gib: float
+    ttft_s: tuple[float, float, float]
+    tokens_per_second: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, plan: Plan, n_prompt: int) -> Point:
+        ttft = (plan.predicted_ttft(n_prompt), plan.bound_ttft(n_prompt), plan.static_ttft(n_prompt))
+        rate = (plan.predicted_decode_tps(), plan.bound_decode_tps(), plan.static_decode_tps())
+        return cls(plan.budget_bytes / 2**30, ttft, rate)
+
+
+_LINES = (
+    ("frameshard, predicted", "#4477aa", "-"),
+    ("bound", "#4477aa", ":"),
+    ("static offload (-ngl)", "#bb5566", "--"),
+)
+
+
+def draw_plans(path: str, title: str, sweep: Sequence[Point], marked: Sequence[Point], n_prompt: int) -> None:
     """TTFT and decode rate over the budgets of ``sweep``, with their bounds and llama.cpp's static offload; dots at
     ``marked``."""
     pyplot = _pyplot()
-    panels: list[tuple[str, list[tuple[str, str, str, Callable[[Plan], float]]]]] = [
-        (
-            f"seconds to the first token, prompt of {n_prompt}",
-            [
-                ("frameshard, predicted", "#4477aa", "-", lambda plan: plan.predicted_ttft(n_prompt)),
-                ("bound", "#4477aa", ":", lambda plan: plan.bound_ttft(n_prompt)),
-                ("static offload (-ngl)", "#bb5566", "--", lambda plan: plan.static_ttft(n_prompt)),
-            ],
-        ),
-        (
-            "tokens per second, one sequence",
-            [
-                ("frameshard, predicted", "#4477aa", "-", lambda plan: plan.predicted_decode_tps()),
-                ("bound", "#4477aa", ":", lambda plan: plan.bound_decode_tps()),
-                ("static offload (-ngl)", "#bb5566", "--", lambda plan: plan.static_decode_tps()),
-            ],
-        ),
+    panels: list[tuple[str, Callable[[Point], tuple[float, float, float]]]] = [
+        (f"seconds to the first token, prompt of {n_prompt}", lambda point: point.ttft_s),
+        ("tokens per second, one sequence", lambda point: point.tokens_per_second),
     ]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 4.6))
-    for axis, (what, lines) in zip(axes, panels, strict=True):
-        for label, colour, style, value in lines:
-            axis.plot([_gib(plan) for plan in sweep], [value(plan) for plan in sweep], style, color=colour, label=label)
-        value = lines[0][3]
-        axis.plot([_gib(plan) for plan in marked], [value(plan) for plan in marked], "o", color=lines[0][1])
-        for plan in marked:
-            axis.annotate(
-                f"{value(plan):.3g}", (_gib(plan), value(plan)), (4, 5), textcoords="offset points", fontsize=8
-            )
+    for axis, (what, values) in zip(axes, panels, strict=True):
+        for i, (label, colour, style) in enumerate(_LINES):
+            at = [point.budget_gib for point in sweep]
+            axis.plot(at, [values(point)[i] for point in sweep], style, color=colour, label=label)
+        for point in marked:
+            here = (point.budget_gib, values(point)[0])
+            axis.plot(*here, "o", color=_LINES[0][1])
+            axis.annotate(f"{here[1]:.3g}", here, (4, 5), textcoords="offset points", fontsize=8)
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
@@ -162,7 +169,3 @@ def draw_plans(path: str, title: str, sweep: Sequence[Plan], marked: Sequence[Pl
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def _gib(plan: Plan) -> float:
-    return plan.budget_bytes / 2**30

@@ -109,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         step = max(1, (full.full_bytes - full.floor_bytes) // _POINTS)
         sweep = [plan(budget) for budget in range(full.floor_bytes, full.full_bytes, step)] + [full]
-        figures.draw_plans(args.plot, f"{model.path.name} on {where}", sweep, plans, args.prompt)
+        points = [[figures.Point.of(each, args.prompt) for each in some] for some in (sweep, plans)]
+        figures.draw_apart(figures.draw_plans, args.plot, f"{model.path.name} on {where}", *points, args.prompt)
     if args.json:
         rows = [{"budget_mb": plan.budget_bytes / _MiB, **plan.summary(args.prompt)} for plan in plans]
         document = {"model": str(model.path), "device": device, "ubatch": args.ubatch, "profile": profile.to_dict()}
