@@ -367,10 +367,6 @@ void Stream::work() {
     }
 }
 
-ggml_backend_buffer_t buffer_of(const ggml_tensor *tensor) {
-    return tensor->view_src != nullptr ? tensor->view_src->buffer : tensor->buffer;
-}
-
 // GPUs sort the rows of a product with experts' weights by expert, each of a token's experts at most once, and write out
 // of bounds otherwise; ggml-cpu does not mind. A choice that the graph makes itself is one of several by nature.
 bool each_expert_once(const ggml_cgraph *graph) {
@@ -393,26 +389,6 @@ bool each_expert_once(const ggml_cgraph *graph) {
     return true;
 }
 
-// GPUs compute a few tokens' products with quantised rows in blocks of rows, and read all of the last block.
-bool has_whole_blocks(const ggml_cgraph *graph) {
-    constexpr int64_t kBlock = 8; // of mul_mat_vec_q in ggml-cuda, at most
-    for (int i = 0; i < graph->n_nodes; i++) {
-        const ggml_tensor *node = graph->nodes[i], *weight = node->src[0];
-        if ((node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) || !ggml_is_quantized(weight->type)) {
-            continue;
-        }
-        const ggml_backend_buffer_t buffer = buffer_of(weight);
-        const char *end =
-            static_cast<char *>(ggml_backend_buffer_get_base(buffer)) + ggml_backend_buffer_get_size(buffer);
-        const int64_t lacks = (kBlock - weight->ne[1] % kBlock) % kBlock;
-        if (static_cast<const char *>(weight->data) + ggml_nbytes(weight) + lacks * weight->nb[1] > end) {
-            GGML_LOG_ERROR("emulated device: '%s' reads past the end of a buffer\n", node->name);
-            return false;
-        }
-    }
-    return true;
-}
-
 void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
     if (hang_ms > 0) {
         std::unique_lock<std::mutex> lock(mutex);
@@ -427,8 +403,7 @@ void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
         cpu_threads = threads;
     }
     declare_accesses(graph);
-    if (cpu == nullptr || !each_expert_once(graph) || !has_whole_blocks(graph) ||
-        ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
+    if (cpu == nullptr || !each_expert_once(graph) || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
         device.lost.store(true);
     }
     ready = clock_type::now();
@@ -439,6 +414,10 @@ Stream &stream_of(ggml_backend_t backend) { return *static_cast<Stream *>(backen
 Emulated &device_of(ggml_backend_dev_t device) { return *static_cast<Emulated *>(device->context); }
 
 Emulated &device_of(ggml_backend_buffer_t buffer) { return device_of(buffer->buft->device); }
+
+ggml_backend_buffer_t buffer_of(const ggml_tensor *tensor) {
+    return tensor->view_src != nullptr ? tensor->view_src->buffer : tensor->buffer;
+}
 
 // --- buffer ---
 
@@ -672,15 +651,24 @@ bool backend_cpy_tensor(ggml_backend_t from, ggml_backend_t to, const ggml_tenso
 
 void backend_synchronize(ggml_backend_t backend) { stream_of(backend).drain(); }
 
-// A GPU faults on a host pointer; ggml-cpu would quietly use it.
-bool is_on_device(const Emulated &d, const ggml_tensor *tensor) {
+// What a node's kernels read of its sources. For a few tokens GPUs compute products with quantised rows in blocks of rows (of
+// 8 at most in ggml-cuda's mul_mat_vec_q), and read all of the last block.
+size_t bytes_read(const ggml_tensor *node, const ggml_tensor *src) {
+    constexpr int64_t kBlock = 8;
+    const bool weight = src == node->src[0] && (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID);
+    const int64_t lacks = weight && ggml_is_quantized(src->type) ? (kBlock - src->ne[1] % kBlock) % kBlock : 0;
+    return ggml_nbytes(src) + (size_t)lacks * src->nb[1];
+}
+
+// A GPU faults on a host pointer, and past the end of its memory; ggml-cpu would quietly use both.
+bool is_on_device(const Emulated &d, const ggml_tensor *tensor, size_t bytes) {
     ggml_backend_buffer_t buffer = buffer_of(tensor);
     if (buffer == nullptr || buffer->buft != &d.buft) {
         return false;
     }
     const char *base = static_cast<const char *>(buffer->context);
     const char *data = static_cast<const char *>(tensor->data);
-    return data >= base && data + ggml_nbytes(tensor) <= base + buffer->size;
+    return data >= base && data + bytes <= base + buffer->size;
 }
 
 bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
@@ -689,12 +677,12 @@ bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
         if (!is_computed(node)) {
             continue;
         }
-        const ggml_tensor *bad = is_on_device(d, node) ? nullptr : node;
+        const ggml_tensor *bad = is_on_device(d, node, ggml_nbytes(node)) ? nullptr : node;
         for (int j = 0; j < GGML_MAX_SRC && bad == nullptr; j++) {
             const ggml_tensor *src = node->src[j];
             // Like a GPU's, its kernels read memory of the host that the driver knows: here that of no buffer.
             const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->buffer == nullptr && src->data;
-            bad = src == nullptr || host || is_on_device(d, src) ? nullptr : src;
+            bad = src == nullptr || host || is_on_device(d, src, bytes_read(node, src)) ? nullptr : src;
         }
         if (bad != nullptr) {
             GGML_LOG_ERROR("emulated device: %s '%s' uses '%s', which is not in its memory\n", ggml_op_name(node->op),

@@ -88,7 +88,8 @@ def draw_apart(draw: Callable[..., None], path: str, *args: object) -> None:
     )
     if drawn.returncode:
         lines = drawn.stderr.decode(errors="replace").strip().splitlines()
-        why = lines[-1] if lines else f"matplotlib ended with status {drawn.returncode}"
+        died = drawn.returncode < 0  # what it had written then is no reason
+        why = f"matplotlib ended with status {drawn.returncode}" if died or not lines else lines[-1]
         raise FrameshardError(f"{path} could not be drawn: {why}")
 
 

@@ -280,11 +280,12 @@ class Runtime:
             self.measure_overhead()
             self.profile = self.profile or self._probe(self.device)
             self.device.commit()
-            self._recall()
+            kept = routing.load(self.model_info) if self.model_info.n_expert else {}
+            self.routing = routing.shares(kept.values())
             self.replan()
         self._warm_up()
         if self.device is not None:
-            self._recall()  # nobody will ask for what one word over and over has chosen
+            self._recall(kept)
             # The driver's libraries took their workspaces in the warm-up; what is left of the budget is for weights.
             self.measure_overhead()
             self.replan()
@@ -764,14 +765,13 @@ class Runtime:
             lengths[kind] = max(lengths.get(kind, 0), layer + 1)
         return {kind: "".join(letters.get((kind, i), ".") for i in range(n)) for kind, n in lengths.items()}
 
-    def _recall(self) -> None:
-        """Tells the device what experts were chosen in the last run, and nothing else."""
+    def _recall(self, kept: dict[str, list[int]]) -> None:
+        """Tells the device what experts were chosen in the last run, and nothing else: nobody will ask for what the
+        warm-up's one word has chosen over and over."""
         assert self.device is not None
-        kept = routing.load(self.model_info) if self.model_info.n_expert else {}
         for i, shard in enumerate(self.ladder):
             if shard.kind == "experts":
                 self.device.set_expert_uses(i, kept.get(shard.name, []))
-        self.routing = routing.shares(kept.values())
 
     def learn(self) -> bool:
         """Looks at what experts were chosen of late, and keeps that for the next run if it is much unlike what the plan

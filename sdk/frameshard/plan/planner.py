@@ -167,7 +167,7 @@ def lay_out(
     pieces: list[tuple[int, int, int]] = []
     of_shard = [0] * len(ladder)
     for i, tensor in tensors:
-        row_bytes = tensor.n_bytes // int(np.prod(tensor.shape[1:], dtype=object))
+        row_bytes = _row_bytes(tensor)
         whole = not _is_matrix(tensor) or tensor.n_bytes <= piece_bytes
         each = tensor.n_bytes if whole else max(1, piece_bytes // row_bytes // _ROW_BLOCK) * _ROW_BLOCK * row_bytes
         for start in range(0, tensor.n_bytes, each):
@@ -195,14 +195,18 @@ def _is_matrix(tensor: Tensor) -> bool:
     return all(dim == 1 for dim in tensor.shape[2:])
 
 
+def _row_bytes(tensor: Tensor) -> int:
+    _, block, block_bytes = GGML_TYPES[tensor.ggml_type]
+    return tensor.shape[0] // block * block_bytes
+
+
 def _padded(tensor: Tensor, n_bytes: int) -> int:
     """What ``n_bytes`` of whole rows take: of quantised ones kernels also read what follows the last weight, to a run
     of 512, and the last row, to a block."""
     _, block, block_bytes = GGML_TYPES[tensor.ggml_type]
     if block > 1:
-        row_bytes = tensor.shape[0] // block * block_bytes
-        rows = n_bytes // row_bytes if _is_matrix(tensor) else tensor.shape[1]
-        n_bytes += -rows % _ROW_BLOCK * row_bytes + -tensor.shape[0] % _ROW // block * block_bytes
+        rows = n_bytes // _row_bytes(tensor) if _is_matrix(tensor) else tensor.shape[1]
+        n_bytes += -rows % _ROW_BLOCK * _row_bytes(tensor) + -tensor.shape[0] % _ROW // block * block_bytes
     return _rounded(n_bytes, _ALIGN)
 
 
