@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,21 @@ def _ggml() -> ctypes.CDLL:
     ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
     ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
     return ggml
+
+
+_AbortCallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_on_abort: Any = None  # ggml keeps the pointer for the life of the process
+
+
+def on_abort(tell: Callable[[str], None]) -> None:
+    """Has ggml call `tell` with its reason (file, line and message) before it aborts the process, in any thread. The
+    process is aborted when `tell` returns."""
+    global _on_abort
+    _on_abort = _AbortCallback(lambda why: tell((why or b"").decode("utf-8", "replace")))
+    ggml = _ggml()
+    ggml.ggml_set_abort_callback.argtypes = [_AbortCallback]
+    ggml.ggml_set_abort_callback.restype = ctypes.c_void_p
+    ggml.ggml_set_abort_callback(_on_abort)
 
 
 def default_threads() -> int:

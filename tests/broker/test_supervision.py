@@ -207,6 +207,48 @@ async def test_an_engine_that_dies_at_load_ends_the_launch() -> None:
     with pytest.raises(errors.EngineDied, match="exit code 7"):
         async with launch(engine=(sys.executable, "-c", "raise SystemExit(7)")):
             pass
+    with pytest.raises(errors.EngineDied, match="signal 6.*terminate called; what") as died:
+        words = "engine: INFO: hello\n" * 999 + "terminate called\n  what(): no such tensor\n"
+        script = f"import os, sys; sys.stderr.write({words!r}); sys.stderr.flush(); os.abort()"
+        async with launch(engine=(sys.executable, "-c", script)):
+            pass
+    assert died.value.detail["last_words"] == "terminate called; what(): no such tensor"
+
+
+def patched_engine(patch: str) -> tuple[str, ...]:
+    """The real engine with a defect: Python that runs before it, with its module as `process`."""
+    script = f"from frameshard import native\nfrom frameshard.engine import process\n{patch}\nprocess.main()"
+    return (sys.executable, "-c", script)
+
+
+ABORT = "native._ggml().ggml_abort(b'here.c', 7, b'it cannot be')"
+
+
+@in_trio
+async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path) -> None:
+    engine = patched_engine(f"process.Engine._load = lambda *_: {ABORT}")
+    with pytest.raises(errors.EngineDied, match=r"here\.c:7: it cannot be"):
+        async with frameshard.launch(model_path, device="cpu", engine=engine):
+            pass
+
+
+@in_trio
+async def test_an_exception_while_a_job_is_taken_is_that_jobs_failure(model_path: Path) -> None:
+    patch = """
+submit = process.Batcher.submit
+def broken(self, message):
+    if message["prompt"] == "poison":
+        return 1 / 0
+    return submit(self, message)
+process.Batcher.submit = broken"""
+    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+    async with frameshard.launch(model_path, engine=patched_engine(patch), **options) as client:
+        async with client.complete("Once", sampling=frameshard.Sampling(max_tokens=50)) as stream:
+            with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError") as failed:
+                await client.complete("poison").completed()
+            assert failed.value.name == "internal"
+            assert (await stream.completed()).n_generated > 0
+        assert (await client.stats()).broker.engine_restarts == 0
 
 
 @in_trio

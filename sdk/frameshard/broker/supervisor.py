@@ -15,11 +15,12 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from subprocess import DEVNULL
+from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any, Protocol
 
 import trio
 
+from frameshard.broker.lastwords import LastWords
 from frameshard.errors import BadMessage, EngineDied, FrameshardError, from_wire
 from frameshard.wire import channel, states
 from frameshard.wire.launch import ServeConfig
@@ -31,6 +32,9 @@ WATCH_S = 0.5
 
 STOP_S = 1.0
 """For an orderly end of the engine; then it is killed."""
+
+WORDS_S = 1.0
+"""For what a dead engine has written. Its children, if it has any, may hold the pipe open."""
 
 BACKOFF_S = 0.25
 MAX_BACKLOG = 4096
@@ -112,6 +116,7 @@ class Supervisor:
         self._ending = False
         self._woken = trio.Event()
         self._fatal: FrameshardError | None = None
+        self._words = LastWords()
         self._started_at = 0.0
 
     async def run(self) -> None:
@@ -127,16 +132,15 @@ class Supervisor:
                 continue
             logger.warning("the engine ended (%s) while %s", status, was.value)
             if was is states.Engine.LOADING:
-                self.error = self._fatal or EngineDied(f"the engine ended while it loaded the model ({status})")
+                self.error = self._reason(f"the engine ended while it loaded the model ({status})")
                 return
             self._move("died")
             self._owner.engine_lost()
             delay = policy.died(trio.current_time(), progress=self._progress)
             hopeless = self._fatal is not None and was is states.Engine.RESTARTING and not self._fatal.retriable
             if delay is None or hopeless:
-                self.error = self._fatal if hopeless else EngineDied(f"the engine keeps dying, last with {status}")
+                self.error = self._reason(f"the engine keeps dying, last with {status}")
                 self._move("gave up")
-                assert self.error is not None
                 self._owner.engine_off(self.error)
                 self._owner.engine_changed()
                 return
@@ -198,6 +202,13 @@ class Supervisor:
     def _move(self, event: str) -> None:
         self.state = states.ENGINE[self.state][event]
 
+    def _reason(self, how: str) -> FrameshardError:
+        """Why the last engine ended: what it reported, or `how` it ended and the last that it wrote."""
+        if self._fatal is not None:
+            return self._fatal
+        said = str(self._words)
+        return EngineDied(f"{how}: {said}" if said else how, last_words=said)
+
     async def _live(self) -> str:
         """One engine's life; returns how it ended."""
         ours, theirs = socket.socketpair()
@@ -206,28 +217,36 @@ class Supervisor:
                 [*self._config.engine, "--fd", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=DEVNULL,
-                stdout=2,
+                stdout=PIPE,
+                stderr=STDOUT,
                 start_new_session=True,  # a Ctrl-C in the terminal is the broker's to answer
                 env={**os.environ, **ENVIRONMENT},
             )
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        self.pid, self._fatal = process.pid, None
+        self.pid, self._fatal, self._words = process.pid, None, LastWords()
         self._silent, self._ping_open, self._progress = 0, False, False
         self._started_at = trio.current_time()
         self._send, receive = trio.open_memory_channel[dict[str, Any]](math.inf)
         self.send({"op": "load", **self._load()})
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._write, stream, receive)
-                nursery.start_soon(self._watch)
-                await self._read(stream)
-                nursery.cancel_scope.cancel()
-        finally:
-            with trio.CancelScope(shield=True):
-                process.kill()
-                await process.wait()
-                self.pid = self._send = None
-                await trio.aclose_forcefully(stream)
+        assert process.stdout is not None
+        async with trio.open_nursery() as listening:
+            listening.start_soon(self._words.listen, process.stdout)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write, stream, receive)
+                    nursery.start_soon(self._watch)
+                    await self._read(stream)
+                    nursery.cancel_scope.cancel()
+            finally:
+                with trio.CancelScope(shield=True):
+                    process.kill()
+                    await process.wait()
+                    self.pid = self._send = None
+                    await trio.aclose_forcefully(stream)
+            with trio.move_on_after(WORDS_S):
+                await self._words.ended.wait()
+            listening.cancel_scope.cancel()
+        await trio.aclose_forcefully(process.stdout)
         code = process.returncode
         assert code is not None
         return f"signal {-code}" if code < 0 else f"exit code {code}"

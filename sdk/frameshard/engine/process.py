@@ -34,8 +34,16 @@ from frameshard.engine.draft import Draft
 from frameshard.engine.runtime import EngineConfig, Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
-from frameshard.errors import BadArgument, BadMessage, BudgetBelowFloor, DeadlineMissed, FrameshardError, Unsupported
-from frameshard.native import SCHEDULING_MODES, Pacing, ShardDevice
+from frameshard.errors import (
+    BadArgument,
+    BadMessage,
+    BudgetBelowFloor,
+    DeadlineMissed,
+    EngineDied,
+    FrameshardError,
+    Unsupported,
+)
+from frameshard.native import SCHEDULING_MODES, Pacing, ShardDevice, on_abort
 from frameshard.wire import channel
 
 logger = logging.getLogger("frameshard.engine")
@@ -158,6 +166,11 @@ class Engine:
             self._channel.send({"ev": "fatal", "error": error.to_wire()})
         return EXIT_FATAL
 
+    def aborted(self, why: str) -> NoReturn:
+        """[any thread] ggml is about to abort the process: tells the broker why, and ends at once. An abort would take
+        its time to write a core file of all that is mapped."""
+        os._exit(self._fatal(EngineDied(f"ggml aborted: {why}", last_words=why)))
+
     def _turn(self) -> None:
         """Commands that came, then one decode unless new room is being filled, then a piece of filling."""
         busy = self._batcher is not None and self._batcher.busy and not self._parked
@@ -251,6 +264,10 @@ class Engine:
             self._batcher.submit(message)
         except FrameshardError as error:
             self._channel.send({"ev": "failed", "job": message.get("job"), "error": error.to_wire()})
+        except Exception as error:  # a defect of ours, of which only this job is known to suffer
+            logger.exception("a job could not be taken")
+            defect = FrameshardError(f"the engine cannot take this job: {type(error).__name__}: {error}")
+            self._channel.send({"ev": "failed", "job": message.get("job"), "error": defect.to_wire()})
 
     def _cancel(self, job: int) -> None:
         if self._batcher is not None:
@@ -600,7 +617,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             score.write(str(OOM_SCORE_ADJ))
     sock = socket.socket(fileno=args.fd)
     sock.set_inheritable(False)
-    code = Engine(Channel(sock)).run()
+    engine = Engine(Channel(sock))
+    on_abort(engine.aborted)
+    code = engine.run()
     logging.shutdown()
     # Without unwinding: other threads still wait in native code, and the plugin must never be unloaded.
     os._exit(code)

@@ -1,0 +1,50 @@
+"""What an engine process writes to standard error and output: passed on, and the last of it kept as the reason of its death.
+
+llama.cpp, ggml and the C++ runtime say there why they abort, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import trio
+
+TAIL_BYTES = 4096
+MAX_LINES = 4
+MAX_CHARACTERS = 600
+
+_NOISE = ("engine: INFO:", "engine: DEBUG:")
+"""Lines of the engine's own log that are no reason for anything."""
+
+
+class LastWords:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        """All has been read: the process, and whoever inherited its pipe, has closed it."""
+        self._tail = b""
+
+    def __str__(self) -> str:
+        """The last lines as one, "" if nothing was said."""
+        lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines()]
+        said = [line for line in lines if line and not line.startswith(_NOISE)]
+        return "; ".join(said[-MAX_LINES:])[-MAX_CHARACTERS:]
+
+    async def listen(self, pipe: trio.abc.ReceiveStream) -> None:
+        """Reads `pipe` to its end, and passes all of it on to this process's standard error."""
+        with suppress(trio.BrokenResourceError):
+            while data := await pipe.receive_some():
+                self._tail += data
+                if len(self._tail) > TAIL_BYTES:
+                    self._tail = self._tail[-TAIL_BYTES:].partition(b"\n")[2] or self._tail[-TAIL_BYTES:]
+                # A thread: whoever reads our standard error may be slow.
+                await trio.to_thread.run_sync(_pass_on, bytes(data), abandon_on_cancel=True)
+        self.ended.set()
+
+
+def _pass_on(data: bytes) -> None:
+    with suppress(OSError):  # nobody reads it
+        while data:
+            data = data[os.write(2, data) :]
