@@ -46,6 +46,9 @@ class _File:
         writer.add_unk_token_id(0)
         writer.add_add_bos_token(True)
 
+    def add_chat_template(self, source: str) -> None:
+        self._writer.add_chat_template(source)
+
     def key(self, name: str, value: bool | int | float | list[int] | list[bool]) -> None:
         """An architecture's key, with the type that llama.cpp wants."""
         key = f"{self._arch}.{name}"
@@ -337,9 +340,11 @@ ARCHS: dict[str, Tiny] = {
 }
 
 
-def make(name: str, path: Path) -> None:
+def make(name: str, path: Path, *, chat_template: str = "") -> None:
     """Write the model ``name`` of :data:`ARCHS` to ``path``."""
     tiny = ARCHS[name]
     file = _File(name, path, tiny.arch, tiny.n_layer, tiny.n_embd)
+    if chat_template:
+        file.add_chat_template(chat_template)
     tiny.fill(file)
     file.close()

@@ -1,7 +1,16 @@
+"""Chat templates in their own process. Each attack here takes gigabytes or hours where nothing bounds it."""
+
 from __future__ import annotations
 
-import pytest
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
+from engine_driver import EngineProcess, user
+
+import tiny_models
 from frameshard.engine.chat import ChatTemplate
 from frameshard.errors import BadArgument, Unsupported
 
@@ -10,11 +19,34 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELLO = [{"role": "user", "content": "Hello {{ 1 + 1 }}"}]
+# These do their worst where the message asks for it, so that the template passes for a good one at first.
+WORST = "{% if 'worst' in messages[0].content %}...{% endif %}fine"
+SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
+LARGE = "{{ 'a' * 10**10 }}"
+MANY = "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + [ns.l] + ns.l %}{% endfor %}"
+DEEP = "{% macro deep() %}{{ deep() }}{% endmacro %}{{ deep() }}"
+NUMBER = "{{ 10**(10**10) }}"
 
 
-def test_renders_and_leaves_contents_alone() -> None:
-    template = ChatTemplate(CHATML, bos="<s>", eos="</s>")
-    assert template.render(HELLO) == "<s><|user|>Hello {{ 1 + 1 }}</s>\n<|assistant|>"
+@pytest.fixture
+def template() -> Iterator[Callable[[str], ChatTemplate]]:
+    made: list[ChatTemplate] = []
+
+    def make(source: str) -> ChatTemplate:
+        made.append(ChatTemplate(source, bos="<s>", eos="</s>"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_renders_and_leaves_contents_alone(template: Callable[[str], ChatTemplate]) -> None:
+    chatml = template(CHATML)
+    assert chatml.render(HELLO) == "<s><|user|>Hello {{ 1 + 1 }}</s>\n<|assistant|>"
+    said = 'Grüße 旅人 🐉 "quoted"\r\n\0\u2028'
+    assert said in chatml.render([{"role": "user", "content": said}])
+    assert len(chatml.render([{"role": "user", "content": "é" * 500_000}]).encode()) > 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -23,18 +55,70 @@ def test_renders_and_leaves_contents_alone() -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception('no system role') }}",
+        "{{ raise_exception('x' * 1000000) }}",
         "{{ messages[99].role }}",
         "{% for i in range(10**9) %}x{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 999999 }}{% endfor %}{% endfor %}",
+        DEEP,
     ],
 )
-def test_what_a_template_must_not_do_is_a_typed_error(source: str) -> None:
-    template = ChatTemplate(source, bos="", eos="")
-    with pytest.raises(BadArgument):
-        template.render(HELLO)
+def test_what_a_template_must_not_do_is_a_typed_error(template: Callable[[str], ChatTemplate], source: str) -> None:
+    refusing = template(source)
+    with pytest.raises(BadArgument) as refused:
+        refusing.render(HELLO)
+    assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ unclosed", "x" * (256 * 1024 + 1)])
+@pytest.mark.parametrize("size", ["{{ 'x' * 2**20 }}y", "{% for i in range(99999) %}{{ 'é' * 100 }}{% endfor %}"])
+def test_prompts_over_the_limit_are_refused(template: Callable[[str], ChatTemplate], size: str) -> None:
+    long = template(WORST.replace("...", size))
+    assert long.render(HELLO) == "fine"
+    with pytest.raises(BadArgument, match="longer than 1048576 bytes"):
+        long.render(user("worst"))
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ unclosed", "x" * (256 * 1024 + 1), "{{ " + "(" * 100_000, SLOW, LARGE]
+)
 def test_templates_that_cannot_be_used(source: str) -> None:
     with pytest.raises(Unsupported):
         ChatTemplate(source, bos="", eos="")
+
+
+@pytest.mark.parametrize("worst", [SLOW, LARGE, MANY, NUMBER])
+def test_one_that_fails_over_some_messages_serves_the_others(
+    template: Callable[[str], ChatTemplate], worst: str
+) -> None:
+    """Constants are not computed while it compiles, either: this one is fine for as long as nobody asks for them."""
+    shifty = template(WORST.replace("...", worst))
+    assert shifty.render(HELLO) == "fine"
+    with pytest.raises(BadArgument):
+        shifty.render(user("do your worst"))
+    assert shifty.render(HELLO) == "fine"
+
+
+def test_a_renderer_that_was_killed_is_started_again(template: Callable[[str], ChatTemplate]) -> None:
+    before = children()
+    chatml = template(CHATML)
+    (pid,) = children() - before
+    os.kill(pid, signal.SIGKILL)
+    assert chatml.render(HELLO).endswith("<|assistant|>")
+    chatml.close()
+    assert children() == before
+
+
+def test_a_model_whose_template_cannot_be_used_has_no_chat(tmp_path: Path) -> None:
+    tiny_models.make("llama", tmp_path / "large.gguf", chat_template=LARGE)
+    child = EngineProcess()
+    try:
+        ready = child.load(tmp_path / "large.gguf", device="cpu", n_ctx=512, n_parallel=2, n_threads=1)
+        assert ready["info"]["chat"] is False
+        error = child.run(user("Hello"))[-1]["error"]
+        assert error["name"] == "unsupported"
+        assert "256 MiB of memory" in error["message"]
+        assert child.run("Hello")[-1]["ev"] == "done"
+    finally:
+        child.close()
+
+
+def children() -> set[int]:
+    return set(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))

@@ -1,67 +1,149 @@
-"""A model's own chat template, rendered without trust: it is a program from a downloaded file."""
+"""A model's own chat template, rendered without trust by :mod:`frameshard.engine.renderer` in a process of its own."""
 
 from __future__ import annotations
 
-import datetime
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from pathlib import Path
+from typing import Any
 
 from frameshard.errors import BadArgument, Unsupported
 
 MAX_TEMPLATE_CHARS = 256 * 1024
-MAX_PROMPT_BYTES = 1 << 20
+PATIENCE_S = 60.0
+"""For an answer. The process bounds its own CPU time; this is for one that was stopped or that the machine starves."""
+
+_RENDERER = Path(__file__).with_name("renderer.py")
+# The renderer finds jinja2 where this process would, whatever the working directory or the environment says.
+_START = "import sys; file, *sys.path = sys.argv[1:]; import runpy; runpy.run_path(file, {}, '__main__')"
+_OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
+_TRIES = 2  # what was killed from outside is started again
+_PROBE = [{"role": "user", "content": "Hello"}]
 
 
-def _raise_exception(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))
+class _Gone(Exception):
+    """The renderer has ended or does not answer. ``status`` is that of :class:`subprocess.Popen`."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+class _Renderer:
+    """The process. A template has to be its first request."""
+
+    def __init__(self) -> None:
+        search = [entry for entry in sys.path if os.path.isabs(entry)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-c", _START, str(_RENDERER), *search],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
+        """:raises _Gone: there is no answer; the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        watch = threading.Timer(PATIENCE_S, self._process.kill)
+        watch.daemon = True
+        watch.start()
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+            return answer
+        except (OSError, ValueError):  # a closed pipe, or half an answer
+            self._process.kill()
+            raise _Gone(self._process.wait()) from None
+        finally:
+            watch.cancel()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._process.wait()
 
 
 class ChatTemplate:
-    """A compiled template. ``bos`` and ``eos`` are the texts that the template may refer to.
+    """A compiled template. ``bos`` and ``eos`` are the texts that the template may refer to. Any thread may use it; one
+    prompt is rendered at a time. Free it with :meth:`close`.
 
-    :raises Unsupported: the template is too large or not one that the sandbox can run.
+    :raises Unsupported: the template is too large, does not compile, or renders no short message within the limits on
+        time and memory.
     """
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise Unsupported(f"the model's chat template is longer than {MAX_TEMPLATE_CHARS} characters")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        self._source = source
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise Unsupported(f"the model's chat template cannot be used: {error}") from None
+        self._lock = threading.Lock()
+        self._renderer: _Renderer | None = None
+        answer = self._ask(_PROBE)
+        # One that refuses this message may be made for others.
+        if answer.get("error", "refused") != "refused":
+            self.close()
+            raise Unsupported(f"the model's chat template cannot be used: {answer['reason']}")
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt for ``messages`` (each with ``role`` and ``content``), ending where the assistant is to speak.
 
-        :raises BadArgument: the template refuses these messages, or the prompt is over 1 MiB.
+        :raises BadArgument: the template refuses these messages, the prompt is over 1 MiB, or rendering takes more than
+            a second of CPU time or 256 MiB of memory.
         """
-        parts: list[str] = []
-        size = 0
-        try:
-            for part in self._template.generate(
-                messages=[dict(m) for m in messages], add_generation_prompt=True, tools=None, **self._tokens
-            ):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_PROMPT_BYTES:
-                    raise BadArgument(f"the prompt is longer than {MAX_PROMPT_BYTES} bytes")
-        except BadArgument:
-            raise
-        # The template is the model file's own program: whatever it raises is its answer to these messages.
-        except Exception as error:
-            raise BadArgument(f"the model's chat template refuses these messages: {error}") from None
-        return "".join(parts)
+        answer = self._ask([dict(message) for message in messages])
+        if "error" not in answer:
+            return str(answer["text"])
+        if answer["error"] == "too_long":
+            raise BadArgument(str(answer["reason"]), field="messages")
+        raise BadArgument(f"the model's chat template refuses these messages: {answer['reason']}", field="messages")
+
+    def close(self) -> None:
+        """Ends the process that renders. Safe to call twice."""
+        with self._lock:
+            self._drop()
+
+    def _ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        status = 0
+        with self._lock:
+            for _ in range(_TRIES):
+                try:
+                    answer = self._ask_once({"messages": messages, "tokens": self._tokens})
+                except _Gone as gone:
+                    self._drop()
+                    status = gone.status
+                    if status == _OUT_OF_TIME:
+                        break
+                    continue
+                if answer.get("error") == "out_of_memory":
+                    self._drop()  # it ends
+                return answer
+        if status == _OUT_OF_TIME:
+            reason = "takes more than a second of CPU time"
+        else:
+            reason = f"ends the process that renders it (status {status})"
+        return {"error": "died", "reason": f"it {reason}"}
+
+    def _ask_once(self, request: Mapping[str, object]) -> dict[str, Any]:
+        if self._renderer is None:
+            self._renderer = _Renderer()
+            answer = self._renderer.ask({"source": self._source})
+            if "error" in answer:
+                self._drop()
+                return answer
+        return self._renderer.ask(request)
+
+    def _drop(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -208,6 +209,8 @@ class Runtime:
         self._context: Any = None
         self._abort = False
         self._nodes = 0
+        self._bos = ""
+        self._no_chat = "it has no chat template"
 
     @classmethod
     def load(cls, config: EngineConfig, *, budgets: Sequence[int] = (), n_prompt: int = 0) -> Runtime:
@@ -274,7 +277,6 @@ class Runtime:
             self.config = replace(config, n_ubatch=max(self._choose_ubatch(budgets, n_prompt), config.n_parallel))
         self._make_context()
         self._make_batch()
-        self.chat = self._make_chat()
         self._control_tokens = self._find_control_tokens()
         if self.device is not None:
             self.measure_overhead()
@@ -412,7 +414,9 @@ class Runtime:
             setattr(batch, name, ctypes.cast(array.ctypes.data, kind))
         self._batch = batch
 
-    def _make_chat(self) -> ChatTemplate | None:
+    @functools.cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The model's chat template, which takes a process of its own; ``None`` where there is no usable one."""
         source = self.model_info.chat_template
         if source is None:
             return None
@@ -425,6 +429,7 @@ class Runtime:
             return ChatTemplate(source, bos=self._bos, eos=special(llama_cpp.llama_vocab_eos(self._vocab)))
         except Unsupported as error:
             logger.warning("no chat with this model: %s", error)
+            self._no_chat = str(error)
             return None
 
     def _find_control_tokens(self) -> re.Pattern[str]:
@@ -454,6 +459,8 @@ class Runtime:
 
     def close(self) -> None:
         """Frees the context, then the model. Safe to call twice and after a failed load."""
+        if (chat := self.__dict__.get("chat")) is not None:
+            chat.close()
         if self._context:
             llama_cpp.llama_free(self._context)
             self._context = None
@@ -517,7 +524,7 @@ class Runtime:
         :raises BadArgument: the template refuses the messages.
         """
         if self.chat is None:
-            raise Unsupported("this model has no chat template; ask for a completion instead")
+            raise Unsupported(f"no chat with this model: {self._no_chat}; ask for a completion instead")
         prompt = self.chat.render(messages)
         return prompt, not (self._bos and prompt.startswith(self._bos))
 
