@@ -81,7 +81,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     script = [adapted(traces.load(name), args.hibernate) for name in traces.names()]
     started = time.monotonic()
     async with frameshard.launch(
-        models.resolve(args.model), device=args.device, n_ctx=2048, n_threads=args.threads, link_gbps=args.link_gbps
+        models.resolve(args.model), device=args.device, n_ctx=512, n_threads=args.threads, link_gbps=args.link_gbps
     ) as client:
         await client.set_pacing("prioritize_compute")  # as many tokens as there can be; frames are not the question
         await settled(client, problems)

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--vram-budget", type=float, default=0, help="MiB; all that the model wants by default")
-    parser.add_argument("--ctx", type=int, default=8192)
+    parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=90)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out")

@@ -148,7 +148,7 @@ class _FakeEngine:
         if 0 < self._budget < self._floor():
             self._say("fatal", error=self._below_floor(self._budget).to_wire())
             sys.exit(3)
-        self._n_ctx = self._args.n_ctx or op["n_ctx"] // op["n_parallel"]
+        self._n_ctx = self._args.n_ctx or op["n_ctx"]
         info = {
             "name": os.path.basename(op["model"]),
             "arch": "echo",

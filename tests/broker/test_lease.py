@@ -175,7 +175,7 @@ async def test_an_idle_sidecar_gives_back_and_takes_again() -> None:
 
 @in_trio
 async def test_caps_and_plans() -> None:
-    async with launch(n_ctx=1024, n_parallel=2) as client:
+    async with launch(n_ctx=512, n_parallel=2) as client:
         caps = await client.caps_and_requirements()
         assert (caps.floor_bytes, caps.full_bytes, caps.context, caps.mode) == (16 * MIB, 256 * MIB, 512, "planned")
         assert caps.total_bytes is None  # nothing tells: the host's word is what counts

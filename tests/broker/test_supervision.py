@@ -101,7 +101,7 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
     """Once in an answer and four times in another, in each of four settings: the text is that of an undisturbed run."""
 
     async def main() -> None:
-        options = {"device": device, "n_parallel": 2, "n_ctx": 1024, "n_ubatch": 64, "n_threads": 1}
+        options = {"device": device, "n_parallel": 2, "n_ctx": 512, "n_ubatch": 64, "n_threads": 1}
         rng = random.Random(f"{device}{temperature}")
         async with frameshard.launch(model_path, log=subprocess.DEVNULL, **options) as client:
             sampling = frameshard.Sampling(max_tokens=24, temperature=temperature, seed=5)

@@ -226,11 +226,30 @@ async def test_many_clients_of_one_program() -> None:
                 nursery.start_soon(client.complete(WORDS).completed)
 
 
+def test_each_conversation_has_as_many_tokens_as_were_asked_for(model_path: Path) -> None:
+    async def main() -> None:
+        options = {"n_parallel": 3, "n_ctx": 512, "n_threads": 1}
+        async with frameshard.launch(model_path, device="emulated", **options) as client:
+            assert (await client.model_info()).n_ctx == 512
+
+            async def fill() -> None:
+                full = await client.complete(" castle" * 496, sampling=frameshard.Sampling(max_tokens=16)).completed()
+                assert full.n_prompt == 496
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(fill)
+            with pytest.raises(errors.ContextOverflow, match=r"launch with n_ctx=513 "):
+                await client.complete(" castle" * 497, sampling=frameshard.Sampling(max_tokens=16)).completed()
+
+    trio.run(main)
+
+
 def test_the_real_engine(model_path: Path) -> None:
     """The whole path once: chat, a budget change in mid-answer, figures."""
 
     async def main() -> None:
-        options = {"n_parallel": 2, "n_ctx": 1024, "n_threads": 1}
+        options = {"n_parallel": 2, "n_ctx": 512, "n_threads": 1}
         async with frameshard.launch(model_path, device="emulated", vram_budget_mb=100, **options) as client:
             info = await client.model_info()
             assert (info.arch, info.n_layer, info.n_ctx, info.chat) == ("llama", 30, 512, True)

@@ -114,7 +114,7 @@ def engine(model: Path, **fields: object) -> Iterator[EngineProcess]:
     """A loaded engine with small, quick defaults."""
     child = EngineProcess()
     try:
-        ready = child.load(model, **{"device": "cpu", "n_ctx": 2048, "n_parallel": 4, "n_threads": 1, **fields})
+        ready = child.load(model, **{"device": "cpu", "n_ctx": 512, "n_parallel": 4, "n_threads": 1, **fields})
         assert ready["ev"] == "ready", ready
         yield child
     finally:

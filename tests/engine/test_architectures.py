@@ -18,7 +18,7 @@ PARAMS = {"temperature": 1.0, "seed": 3, "max_tokens": 24}
 @pytest.fixture(scope="module", params=list(itertools.product(tiny_models.ARCHS, ("cpu", "emulated"))), ids="-".join)
 def child(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[EngineProcess]:
     arch, device = request.param
-    with engine(tiny_model(arch), device=device, mode="stream_only", n_ctx=2048, n_parallel=2, n_ubatch=32) as running:
+    with engine(tiny_model(arch), device=device, mode="stream_only", n_ctx=1024, n_parallel=2, n_ubatch=32) as running:
         yield running
 
 

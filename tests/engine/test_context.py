@@ -11,7 +11,7 @@ from engine_driver import engine, text
 
 MIB = 1 << 20
 LONG = "The wind blew over the hills and the old road was empty. " * 24
-FIELDS: dict[str, object] = {"device": "emulated", "mode": "stream_only", "n_ctx": 4096, "n_parallel": 2}
+FIELDS: dict[str, object] = {"device": "emulated", "mode": "stream_only", "n_ctx": 2048, "n_parallel": 2}
 
 
 def test_vram_goes_with_the_context_in_use(model_path: Path) -> None:

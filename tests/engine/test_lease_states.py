@@ -20,7 +20,7 @@ QUESTIONS = ("Any rooms left?", "And what is there for breakfast?", "Thank you. 
 
 
 def play(model: Path, main: Callable[[frameshard.Client], Awaitable[None]], **options: Any) -> None:
-    options = {"n_ctx": 1024, "n_parallel": 2, "n_threads": 1, "mode": "stream_only", **options}
+    options = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "mode": "stream_only", **options}
 
     async def bounded() -> None:
         with trio.fail_after(120):

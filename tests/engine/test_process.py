@@ -150,7 +150,7 @@ def test_jobs_together_say_what_they_say_alone(cpu: EngineProcess) -> None:
 
 
 def test_a_long_prompt_does_not_stop_the_others(model_path: Path) -> None:
-    with engine(model_path, n_ctx=4096, n_parallel=2, n_ubatch=64) as child:
+    with engine(model_path, n_ctx=2048, n_parallel=2, n_ubatch=64) as child:
         talker = child.submit(CASTLE, params={"max_tokens": 60})
         child.wait_for("token", job=talker)
         reader = child.submit(LONG * 60, params={"max_tokens": 1})
@@ -197,7 +197,7 @@ def test_jobs_of_one_conversation_run_in_turn(cpu: EngineProcess) -> None:
 
 
 def test_cancel_in_a_long_prompt_is_quick_and_harms_nobody(model_path: Path) -> None:
-    with engine(model_path, n_ctx=8192, n_parallel=2, n_ubatch=4096) as child:
+    with engine(model_path, n_ctx=4096, n_parallel=2, n_ubatch=4096) as child:
         alone = text(child.run(CASTLE))
         job = child.submit(LONG * 250, conversation="long")
         child.wait_for("started", job=job)
@@ -275,6 +275,7 @@ def test_bad_jobs_fail_alone(cpu: EngineProcess, fields: dict[str, object], name
     if name == "context_overflow":
         assert error["detail"]["n_ctx"] == 512
         assert error["detail"]["n_prompt"] > 0
+        assert "shorten the prompt, lower max_tokens, or launch with n_ctx=" in error["message"]
     assert last(events[neighbour])["ev"] == "done"
 
 
@@ -337,7 +338,7 @@ def test_a_model_changed_in_use_ends_the_engine(model_path: Path, tmp_path: Path
 def test_ready_tells_what_was_loaded(model_path: Path) -> None:
     child = EngineProcess()
     try:
-        ready = child.load(model_path, device="cpu", n_ctx=1024, n_parallel=2, n_threads=1)
+        ready = child.load(model_path, device="cpu", n_ctx=512, n_parallel=2, n_threads=1)
         info = ready["info"]
         assert (info["arch"], info["device"], info["n_ctx"], info["n_layer"]) == ("llama", "cpu", 512, 30)
         assert info["n_vocab"] == 49152

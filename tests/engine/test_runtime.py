@@ -16,7 +16,7 @@ STORY = "The old castle stands on a hill above the village."
 
 @pytest.fixture(scope="module")
 def runtime(model_path: Path) -> Iterator[Runtime]:
-    config = EngineConfig(model=str(model_path), n_ctx=1024, n_parallel=2, n_ubatch=64, n_threads=1, n_outputs_max=64)
+    config = EngineConfig(model=str(model_path), n_ctx=512, n_parallel=2, n_ubatch=64, n_threads=1, n_outputs_max=64)
     with Runtime.load(config) as loaded:
         yield loaded
 

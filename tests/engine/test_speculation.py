@@ -33,13 +33,13 @@ STREAMING: dict[str, object] = {"device": "emulated", "mode": "stream_only"}
 
 @pytest.fixture(scope="module")
 def guessing(model_path: Path) -> Iterator[EngineProcess]:
-    with engine(model_path, **STREAMING, n_ctx=4096) as child:
+    with engine(model_path, **STREAMING, n_ctx=1024) as child:
         yield child
 
 
 @pytest.fixture(scope="module")
 def plain(model_path: Path) -> Iterator[EngineProcess]:
-    with engine(model_path, **STREAMING, n_ctx=4096, speculate="off") as child:
+    with engine(model_path, **STREAMING, n_ctx=1024, speculate="off") as child:
         yield child
 
 
@@ -47,7 +47,7 @@ def plain(model_path: Path) -> Iterator[EngineProcess]:
 def drafting(model_path: Path) -> Iterator[EngineProcess]:
     """The model is its own draft: nearly all that it guesses of a greedy answer is right, and of a drawn one much is
     not."""
-    with engine(model_path, **STREAMING, n_ctx=4096, draft_model=str(model_path)) as child:
+    with engine(model_path, **STREAMING, n_ctx=1024, draft_model=str(model_path)) as child:
         yield child
 
 
@@ -151,7 +151,7 @@ def test_an_engine_is_killed_in_the_middle_of_an_answer(guessing: EngineProcess,
     for _ in range(2):
         child = EngineProcess()
         try:
-            child.load(model_path, **STREAMING, n_ctx=4096, n_parallel=4, n_threads=1)
+            child.load(model_path, **STREAMING, n_ctx=1024, n_parallel=4, n_threads=1)
             job = child.submit(turn, params=params, resume=said, history=whole[0]["history"])
             for _ in range(9):
                 said.append(child.wait_for("token", job=job)["id"])
@@ -268,7 +268,7 @@ def test_a_draft_for_jobs_together_and_one_that_is_cancelled(drafting: EnginePro
 
 def test_what_a_draft_says(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frameshard.engine.draft.CHUNK", 96)
-    config = EngineConfig(str(model_path), device="emulated", n_ctx=2048, n_parallel=2, n_threads=1)
+    config = EngineConfig(str(model_path), device="emulated", n_ctx=1024, n_parallel=2, n_threads=1)
     with Runtime.load(config) as runtime, contextlib.closing(Draft(runtime, str(model_path))) as draft:
         assert runtime.device is not None
         before = runtime.device.stats()

@@ -362,7 +362,7 @@ def test_a_plan_is_quick() -> None:
 
 def test_summary_is_plain(model_path: Path) -> None:
     model = read_model(model_path)
-    fixed = estimate_fixed(model, 1024, 256, 2)
+    fixed = estimate_fixed(model, 512, 256, 2)
     summary = make_plan(model, H100, budget_bytes=80 << 20, fixed_bytes=fixed).summary(256)
     assert summary["budget_bytes"] == 80 << 20
     tiers = summary["tiers"]
@@ -403,14 +403,14 @@ def test_a_context_without_room_waits_on_the_host() -> None:
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)
-        sizes = [estimate_fixed(model, n_ctx, 256, 4) for n_ctx in (1024, 2048, 4096)]
+        sizes = [estimate_fixed(model, n_ctx, 256, 4) for n_ctx in (256, 512, 1024)]
         assert sizes == sorted(set(sizes))
-        contexts = [estimate_context(model, n_ctx, 100, 4) for n_ctx in (1024, 2048, 4096)]
+        contexts = [estimate_context(model, n_ctx, 100, 4) for n_ctx in (256, 512, 1024)]
         assert len({context.used for context in contexts}) == 1
         for less, more in itertools.pairwise([Context(), *contexts]):
             assert (less.whole, less.window) <= (more.whole, more.window)
             assert more.window <= more.whole
-        assert estimate_fixed(model, 1024, 256, 4, overhead_bytes=7) == sizes[0] + 7
+        assert estimate_fixed(model, 256, 256, 4, overhead_bytes=7) == sizes[0] + 7
 
 
 def test_checking_guesses_costs_little_without_experts_and_much_with_cold_ones() -> None:

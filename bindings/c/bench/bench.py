@@ -42,7 +42,7 @@ def main(host: str, model: str, device: str = "cpu", jobs: str = "200") -> None:
             "engine": [sys.executable, str(Path(__file__).resolve()), "--engine", stamps.name],
             "device": device,
             "n_threads": 1,
-            "n_ctx": 1024,
+            "n_ctx": 256,
         }
         path = str(models.resolve(model))
         said = subprocess.run(

@@ -120,7 +120,7 @@ typedef struct fs_launch_options {
     const char *model;          /* path of a GGUF file; the only field without a default */
     const char *device;         /* "auto" (default: first GPU, else CPU), "cpu", "emulated", or a name: "CUDA0" */
     uint64_t vram_budget_bytes; /* all that the sidecar may hold in VRAM. Default 0: no limit */
-    uint32_t n_ctx;             /* tokens of context, shared evenly by n_parallel conversations. Default 4096 */
+    uint32_t n_ctx;             /* tokens of context of each conversation. Default 4096 */
     uint32_t n_parallel;        /* jobs that run at a time. Default 4 */
     uint32_t n_ubatch;          /* tokens that are read in one go; 0: by vram_budget_bytes. Default 512 */
     uint32_t n_threads;         /* CPU threads. Default 0: chosen by the engine */

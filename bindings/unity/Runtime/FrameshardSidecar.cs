@@ -16,7 +16,7 @@ namespace Frameshard.Unity
         private string device = "auto";
         [SerializeField, Min(0), Tooltip("All that the model may hold in VRAM, in MiB; 0: no limit")]
         private float vramBudgetMb = 2048;
-        [SerializeField, Min(1), Tooltip("Tokens of context, shared by all conversations")]
+        [SerializeField, Min(1), Tooltip("Tokens of context of each conversation")]
         private int nCtx = 4096;
         [SerializeField, Min(1), Tooltip("Conversations that are answered at a time")]
         private int nParallel = 4;

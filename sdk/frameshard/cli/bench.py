@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=device,
-        n_ctx=(args.prompt + 1 + max(args.generate, _DRAWN)) * args.parallel,
+        n_ctx=args.prompt + 1 + max(args.generate, _DRAWN),
         n_ubatch=args.ubatch and max(args.ubatch, args.parallel),
         n_parallel=args.parallel,
         n_threads=args.threads,

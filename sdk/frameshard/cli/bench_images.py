@@ -188,7 +188,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
         file = Path(scratch) / "image.ppm"
         file.write_bytes(f"P6 {image.width} {image.height} 255\n".encode() + image.pixels)
         command = [args.vs, "-m", runtime.config.model, "--mmproj", mmproj, "--image", str(file), "-p", PROMPT.strip()]
-        command += ["-n", str(args.generate), "-c", str(runtime.n_ctx), "-t", str(args.vs_threads or args.threads)]
+        command += ["-n", str(args.generate), "-c", str(runtime.n_ctx_seq), "-t", str(args.vs_threads or args.threads)]
         command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
         command += ["-lv", "4", *upstream.BATCH, *upstream.kv_type(args.kv_type)]  # its times are not told otherwise
         observer = None if emulated else Observer()

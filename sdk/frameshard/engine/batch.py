@@ -580,8 +580,9 @@ class Batcher:
             raise BadArgument("the prompt is empty", field="prompt")
         if n_prompt + (sampling.max_tokens or 1) > runtime.n_ctx_seq:
             raise ContextOverflow(
-                f"a prompt of {n_prompt} tokens and an answer of {sampling.max_tokens or 1} do not fit "
-                f"the {runtime.n_ctx_seq} tokens of a conversation",
+                f"a prompt of {n_prompt} tokens and an answer of {sampling.max_tokens or 1} do not fit the "
+                f"{runtime.n_ctx_seq} tokens of a conversation: shorten the prompt, lower max_tokens, or launch with "
+                f"n_ctx={n_prompt + (sampling.max_tokens or 1)} (--ctx on the command line)",
                 n_prompt=n_prompt,
                 n_ctx=runtime.n_ctx_seq,
             )

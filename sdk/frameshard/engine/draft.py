@@ -19,7 +19,7 @@ from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.errors import BadModel, Unsupported
 
 CONTEXT = 16384
-"""Tokens of context at most, shared evenly by the sequences."""
+"""Tokens of context of all sequences at most."""
 
 CHUNK = 256
 """Tokens that are read before one decode at most, so that a long prompt holds up nobody."""
@@ -79,7 +79,7 @@ class Draft:
         self._runtime = Runtime.load(
             EngineConfig(
                 model=path,
-                n_ctx=min(target.n_ctx, CONTEXT),
+                n_ctx=min(target.n_ctx_seq, CONTEXT // target.config.n_parallel),
                 n_ubatch=CHUNK,
                 n_parallel=target.config.n_parallel,
                 n_threads=target.n_threads,

@@ -6,8 +6,9 @@ after an aborted one.
 
 Each sequence has key-value cells of its own (``kv_unified`` off). A unified cache would let one conversation use the
 room of all, but then the cells a sequence gets, and with them the order in which attention adds up, depend on what
-other sequences do: the same text could not be promised. So ``n_ctx`` is shared out evenly: each sequence has
-``n_ctx_seq``. VRAM is taken for the cells in use alone, so that a large ``n_ctx`` costs nothing until it is used.
+other sequences do: the same text could not be promised. So every sequence has room for ``n_ctx`` tokens, and
+llama.cpp's own ``n_ctx`` is that times ``n_parallel``. VRAM is taken for the cells in use alone; what a large context
+costs before it is used is its mask in the compute buffers, and the window for one layer in the floor.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class EngineConfig:
     """What to load and how.
 
     ``device``: "cpu" (stock llama.cpp), "emulated", a ggml device name such as "CUDA0", or "auto" (the first GPU, else
-    the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` tokens are shared evenly by ``n_parallel`` sequences.
+    the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` is the context of each of ``n_parallel`` sequences in
+    tokens, rounded up to a multiple of 256.
     ``n_ubatch`` is how many tokens of a prompt are computed at once; 0 is for a plan to choose, at load. ``kv_type`` is
     how keys and values are kept.
     ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
@@ -155,8 +157,8 @@ class EngineConfig:
             raise BadArgument(f"kv_type must be one of {', '.join(KV_TYPES)}", field="kv_type")
         if self.speculate not in ("auto", "off"):
             raise BadArgument("speculate must be auto or off", field="speculate")
-        if min(self.n_ubatch or PLAIN_UBATCH, self.n_ctx) < self.n_parallel:
-            raise BadArgument("n_ubatch and n_ctx must be at least n_parallel", field="n_parallel")
+        if (self.n_ubatch or PLAIN_UBATCH) < self.n_parallel:
+            raise BadArgument("n_ubatch must be at least n_parallel", field="n_parallel")
 
     @classmethod
     def from_wire(cls, message: Mapping[str, object]) -> EngineConfig:
@@ -352,7 +354,8 @@ class Runtime:
     def _make_context(self) -> None:
         config = self.config
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = config.n_ctx
+        # Whole pages for each sequence: llama.cpp divides this number, and rounds what it gets.
+        params.n_ctx = -(-config.n_ctx // KV_PAGE) * KV_PAGE * config.n_parallel
         params.n_batch = config.n_ubatch
         params.n_ubatch = config.n_ubatch
         params.n_seq_max = config.n_parallel
@@ -371,9 +374,11 @@ class Runtime:
             params.abort_callback = self._abort_callback
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
-            raise OutOfMemory(f"llama.cpp cannot make a context of {config.n_ctx} tokens: {_last_errors()}")
+            raise OutOfMemory(
+                f"llama.cpp cannot make {config.n_parallel} contexts of {config.n_ctx} tokens: {_last_errors()}; "
+                "lower n_ctx or n_parallel"
+            )
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self.n_ctx = int(llama_cpp.llama_n_ctx(self._context))
         self.n_ctx_seq = int(llama_cpp.llama_n_ctx_seq(self._context))
         self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))
         self.n_outputs_max = int(params.n_outputs_max)
@@ -835,7 +840,7 @@ class Runtime:
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
             kv_type = self.config.kv_type
-            held = estimate_context(model, self.n_ctx, n_ctx_used, n_parallel, kv_type=kv_type, unit_bytes=unit)
+            held = estimate_context(model, self.n_ctx_seq, n_ctx_used, n_parallel, kv_type=kv_type, unit_bytes=unit)
             used = max(used, held.used)
         context = Context(
             used=used,

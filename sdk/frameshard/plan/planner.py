@@ -243,9 +243,10 @@ def check_kv_type(model: Model, kv_type: KvType) -> None:
         )
 
 
-def kv_bytes(model: Model, n_ctx: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
-    """KV cache and recurrent state. An upper bound: sliding windows and layers that share a cache count in full."""
-    cells = -(-n_ctx // 256) * 256
+def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
+    """KV cache for ``n_tokens`` of all sequences together, and recurrent state of ``n_seq``. An upper bound: sliding
+    windows and layers that share a cache count in full."""
+    cells = -(-n_tokens // 256) * 256
     return int(sum(_kv_values(model)) * cells * kv_value_bytes(kv_type)) + 4 * _recurrent_values(model) * n_seq
 
 
@@ -287,20 +288,21 @@ def estimate_fixed(
     unit_bytes: int = 1,
 ) -> int:
     """VRAM that depends neither on placement nor on the context in use, for planning without loading: core, scratch,
-    compute buffer and ``overhead_bytes`` (driver context), each in units of ``unit_bytes``. Once a model is loaded, the
-    device's statistics give the exact figure."""
+    compute buffer and ``overhead_bytes`` (driver context), each in units of ``unit_bytes``. Each of ``n_seq`` sequences
+    has a context of ``n_ctx`` tokens. Once a model is loaded, the device's statistics give the exact figure."""
+    cells = -(-n_ctx // 256) * 256
     n_ff = model.integer("feed_forward_length")
     if model.n_expert_used:
         n_ff = max(n_ff, model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd))
-    n_tokens = min(n_ubatch, n_ctx)
+    n_tokens = min(n_ubatch, cells * n_seq)
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     activations = 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
-    mask = 6 * n_tokens * (-(-n_ctx // (256 * n_seq)) * 256)  # 32-bit, and the 16-bit copy for flash attention
+    mask = 6 * n_tokens * cells  # 32-bit, and the 16-bit copy for flash attention
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, may_guess=not _recurrent_values(model))
     core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
     # For prompts ggml-cuda writes out a layer's quantised keys and values in 16 bits.
-    written_out = 2 * max(_kv_values(model), default=0) * n_ctx if kv_type != "f16" and unit_bytes > 1 else 0
+    written_out = 2 * max(_kv_values(model), default=0) * cells * n_seq if kv_type != "f16" and unit_bytes > 1 else 0
     parts = (core, lay_out(model).scratch, activations + mask + logits + written_out)
     return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
 
@@ -320,8 +322,8 @@ class Context:
 def estimate_context(
     model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, kv_type: KvType = "f16", unit_bytes: int = 1
 ) -> Context:
-    """The context of ``n_seq`` sequences that share ``n_ctx`` tokens and hold ``n_used`` each."""
-    each = -(-n_ctx // (256 * n_seq)) * 256
+    """The context of ``n_seq`` sequences that have room for ``n_ctx`` tokens each and hold ``n_used``."""
+    each = -(-n_ctx // 256) * 256
     step = 256
     while 16 * step <= n_used:  # as cells_to_hold of the shard device
         step *= 2
@@ -356,8 +358,8 @@ def choose_ubatch(
 ) -> int:
     """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
     displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and the first 16 tokens of
-    their answers take least, in the geometric mean over ``budgets``, when ``n_seq`` sequences share ``n_ctx`` tokens.
-    Of sizes within 1 % of that it is the one with which prompts take least. ``routing`` as for :func:`make_plan`.
+    their answers take least, in the geometric mean over ``budgets``, with ``n_seq`` contexts of ``n_ctx`` tokens. Of
+    sizes within 1 % of that it is the one with which prompts take least. ``routing`` as for :func:`make_plan`.
     Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
     unit = vram_unit(str(profile.fingerprint.get("device")))
     found: list[tuple[float, float, int]] = []
@@ -409,7 +411,7 @@ def choose_launch_ubatch(
     and the floor stays at or below that, or is that of :data:`PLAIN_UBATCH`. Without a budget (0) it is that size."""
     if not budget_bytes:
         return PLAIN_UBATCH
-    unit, n_prompt = vram_unit(str(profile.fingerprint.get("device"))), min(n_ctx // n_seq, _LONG_PROMPT)
+    unit, n_prompt = vram_unit(str(profile.fingerprint.get("device"))), min(n_ctx, _LONG_PROMPT)
     fixed = estimate_fixed(
         model, n_ctx, PLAIN_UBATCH, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes, unit_bytes=unit
     )

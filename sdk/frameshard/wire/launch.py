@@ -32,7 +32,8 @@ class ServeConfig:
     :param mmproj: path of the GGUF file that reads images for this model; "" for none.
     :param device: ``cpu``, ``emulated``, a ggml device such as ``CUDA0``, or ``auto``.
     :param vram_budget_bytes: all that the sidecar may hold in VRAM; 0 is no limit.
-    :param n_ctx: tokens of context, shared evenly by `n_parallel` conversations.
+    :param n_ctx: tokens of context of each conversation, rounded up to a multiple of 256.
+    :param n_parallel: jobs that run at once, each in a context of its own. VRAM is taken for the tokens in use.
     :param n_ubatch: tokens of a prompt that are computed at once. Weights that are streamed are read once for each so
         many, and the buffers for them are part of the floor: 512 keeps that low. 0 chooses by plan, at launch, with
         what long prompts and the first 16 tokens of their answers take least, with a floor of about half of the

@@ -251,7 +251,7 @@ class ErrorInfo:
 class ModelInfo:
     """The model that is loaded.
 
-    `n_ctx` tokens are what one conversation has, and `n_parallel` jobs run at a time. No VRAM budget below
+    `n_ctx` is how many tokens one conversation has room for, and `n_parallel` jobs run at a time. No VRAM budget below
     `floor_bytes` is possible; with `full_bytes` all weights are resident. `vision` names what reads images, "" for
     nothing.
     """

@@ -49,7 +49,7 @@ namespace Frameshard
         public double VramBudgetMb;
         /// <summary>The same bits at any budget, at the cost of speed.</summary>
         public bool StreamOnly;
-        /// <summary>Tokens of context, shared evenly by <see cref="NParallel"/> conversations.</summary>
+        /// <summary>Tokens of context of each conversation; <see cref="NParallel"/> of them run at a time.</summary>
         public uint? NCtx;
         public uint? NParallel;
         public uint? NUbatch;

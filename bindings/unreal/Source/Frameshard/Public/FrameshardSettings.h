@@ -24,7 +24,7 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", meta = (ClampMin = "0"))
 	double VramBudgetMb = 2048;
 
-	/** Tokens of context, shared by all conversations. */
+	/** Tokens of context of each conversation. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", meta = (ClampMin = "1"))
 	int32 ContextTokens = 4096;
 
