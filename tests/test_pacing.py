@@ -41,11 +41,11 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
         assert text == undisturbed
         assert generation > 10
         await applied(block, block.set_budget(small))
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while (await client.budget()).budget_bytes != small:
                 await trio.sleep(0.01)
         generation = block.set_budget(1)
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while block.answer.refused_generation < generation:
                 await trio.sleep(0.01)
         assert (await client.budget()).budget_bytes == small
@@ -102,7 +102,7 @@ async def test_tokens_come_no_faster_than_the_target(model_path: Path) -> None:
         sampling = frameshard.Sampling(max_tokens=11, temperature=0.0)
         result = await client.complete("Once upon a time", sampling=sampling).completed()
         assert result.n_generated == 11
-        assert result.decode_s >= 0.45
+        assert result.decode_s >= 0.45  # at least nine intervals, on any machine
 
 
 @in_trio

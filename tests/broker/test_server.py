@@ -75,7 +75,7 @@ async def test_leaving_a_stream_cancels_its_job() -> None:
         async with client.complete("la", sampling=GREEDY) as stream:
             async for _ in stream:
                 break
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while (await client.stats()).broker.jobs_running:
                 await trio.sleep(0.01)
 
@@ -103,7 +103,7 @@ async def test_a_client_that_vanishes_takes_only_its_jobs_with_it() -> None:
             other.kill()
             other.wait()
             assert (await stream.completed()).n_generated == 400
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while (await client.stats()).broker.jobs_running:
                 await trio.sleep(0.01)
 
@@ -128,7 +128,7 @@ async def test_a_frozen_broker_is_noticed() -> None:
     async with launch() as client:
         stats = await client.stats()
         freeze(stats.broker.pid)
-        await until_lost(client, 5)
+        await until_lost(client)
         thaw(stats.broker.pid)
 
 
@@ -200,7 +200,7 @@ async def test_an_oversized_message_ends_its_connection_only() -> None:
                 welcome = await peer.greet()
                 await peer.send(bytes((1 << 20) + 1))
                 # ZeroMQ drops the connection and makes another; we are strangers there, but the session can be resumed.
-                with trio.fail_after(10):
+                with trio.fail_after(60):
                     while True:
                         with trio.move_on_after(0.2):
                             await peer.say(m.Ping(2, peer.epoch))
@@ -260,7 +260,7 @@ async def test_a_repeated_request_is_carried_out_once() -> None:
             await peer.say(submit)
             await peer.say(submit)
             heard: list[object] = []
-            with trio.fail_after(5):
+            with trio.fail_after(60):
                 while not (heard and isinstance(heard[-1], m.Pong)):
                     heard.append(await peer.hear())
                     if isinstance(heard[-1], m.Done):
@@ -277,7 +277,7 @@ async def test_a_reader_that_stands_still_gets_overloaded() -> None:
             sampling = m.Sampling(max_tokens=100_000)
             await peer.say(m.Submit(2, peer.epoch, 1, "completion", prompt="slow", window=4, sampling=sampling))
             assert (await client.complete(WORDS, sampling=m.Sampling(max_tokens=200)).completed()).text == WORDS
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 while (await client.stats()).broker.jobs_running:
                     await trio.sleep(0.01)
             events = []
@@ -308,7 +308,7 @@ async def test_too_many_jobs() -> None:
                 for each in (client, other):
                     with pytest.raises(errors.Overloaded):
                         await each.complete("la").completed()
-            with trio.fail_after(5):
+            with trio.fail_after(60):
                 while True:
                     with suppress(errors.Overloaded):
                         assert (await client.complete("free", sampling=m.Sampling(max_tokens=1)).completed()).text
@@ -389,7 +389,7 @@ async def test_a_peer_that_sends_requests_and_reads_nothing_is_dropped() -> None
         before = memory(client_pid := (await client.stats()).broker.pid)
         async with raw_peer(client.info) as peer:
             await peer.greet()
-            with trio.fail_after(30):
+            with trio.fail_after(60):
                 while (await client.stats()).broker.sessions > 1:
                     for _ in range(1000):
                         if not peer.socket.try_send([m.encode(m.Ping(2, peer.epoch))]):
@@ -510,7 +510,7 @@ async def test_what_a_killed_server_left_is_taken_over(tmp_path: Path) -> None:
     async with launch(endpoint=endpoint) as client:
         left = directory_of(client.info) / "npc"
         os.kill((await client.stats()).broker.pid, signal.SIGKILL)
-        await until_lost(client, 5)
+        await until_lost(client)
         assert left.is_socket()
         async with launch(endpoint=endpoint) as successor:
             assert (await successor.complete("mine").completed()).text == "mine"

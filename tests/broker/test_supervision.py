@@ -40,7 +40,7 @@ trio.run(main)
 
 async def engine_pid(client: frameshard.Client) -> int:
     """Process id of an engine that is ready."""
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         while True:
             broker = (await client.stats()).broker
             if broker.engine == "ready" and broker.engine_pid is not None:
@@ -141,7 +141,7 @@ async def test_an_engine_that_dies_at_the_same_place_is_given_up() -> None:
 @in_trio
 async def test_an_engine_that_dies_idle_is_given_up() -> None:
     async with launch(engine=fake_engine(crash_when_idle=True), restart_limit=1) as client:
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while (await client.stats()).broker.engine != "off":
                 await trio.sleep(0.01)
 
@@ -158,7 +158,7 @@ async def test_an_engine_that_hangs_idle_is_replaced() -> None:
     async with launch(hang_idle_s=1.0) as client:
         first = await engine_pid(client)
         freeze(first)
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while await engine_pid(client) == first:
                 await trio.sleep(0.05)
         assert (await client.complete(WORDS).completed()).text == WORDS
@@ -268,7 +268,7 @@ async def test_the_latest_budget_outlives_the_engine() -> None:
         result = await client.set_budget(40)
         assert (result.budget_bytes, result.used_bytes) == (40 << 20, 40 << 20)
         os.kill(pid := await engine_pid(client), signal.SIGKILL)
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while await engine_pid(client) == pid:
                 await trio.sleep(0.01)
         assert (await client.budget()).budget_bytes == 40 << 20
@@ -303,7 +303,7 @@ def test_nothing_outlives_a_killed_host(round_: int) -> None:
     process, pids, directory = launched("fake")
     with process:
         process.kill()
-        gone_after(pids, 2.0)
+        gone_after(pids)
         assert not directory.exists()
 
 
@@ -312,7 +312,7 @@ def test_nothing_of_the_real_engine_outlives_a_killed_host(model_path: Path) -> 
         process, pids, directory = launched(str(model_path))
         with process:
             process.kill()
-            gone_after(pids, 2.0)
+            gone_after(pids)
             assert not directory.exists()
 
 
@@ -321,7 +321,7 @@ def test_nothing_outlives_a_host_whose_pipe_leaked_into_another_child() -> None:
     with process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.kill()
-        gone_after(pids, 2.0)
+        gone_after(pids)
         assert not directory.exists()
         for child in {int(pid) for pid in children} - set(pids):
             os.kill(child, signal.SIGKILL)
@@ -336,13 +336,13 @@ def test_nothing_outlives_a_host_killed_while_the_model_loads() -> None:
     assert process.stdout is not None
     with process:
         assert process.stdout.readline() == "launching\n"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(pids := descendants(process.pid)) < 2:
             assert time.monotonic() < deadline
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.01)
         process.kill()
-        gone_after(pids, 2.0)
+        gone_after(pids)
 
 
 def descendants(pid: int) -> list[int]:
@@ -365,7 +365,7 @@ def test_signals_end_the_broker_in_good_order(number: signal.Signals) -> None:
                 os.kill(broker.pid, number)
                 with pytest.raises(errors.ConnectionLost):
                     await stream.completed()
-            gone_after([broker.pid, broker.engine_pid], 3.0)
+            gone_after([broker.pid, broker.engine_pid])
             assert not directory.exists()
 
     run()
@@ -378,8 +378,8 @@ async def test_a_killed_broker_takes_its_engine_with_it_and_the_next_launch_clea
         assert broker.engine_pid is not None
         directory = directory_of(client.info)
         os.kill(broker.pid, signal.SIGKILL)
-        gone_after([broker.engine_pid], 2.0)
-        await until_lost(client, 5)
+        gone_after([broker.engine_pid])
+        await until_lost(client)
     assert directory.exists()
     async with launch() as client:
         assert not directory.exists()

@@ -29,7 +29,7 @@ from frameshard.sync import (
     TextAdded,
 )
 from frameshard.testing import fake_engine
-from sidecars import GREEDY, WORDS
+from sidecars import GREEDY, WORDS, freeze, thaw
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def start(**options: object) -> Sidecar:
     return Sidecar.launch("no model", **{"engine": fake_engine(), **options})
 
 
-def play(sidecar: Sidecar, done: Callable[[], object], timeout_s: float = 20.0) -> list[Event]:
+def play(sidecar: Sidecar, done: Callable[[], object], timeout_s: float = 120.0) -> list[Event]:
     """Frames until `done` says so; what was polled."""
     events: list[Event] = []
     pause = threading.Event()
@@ -195,10 +195,17 @@ def test_close_while_loading() -> None:
         start().close()
 
 
-def test_calls_return_at_once() -> None:
-    """Generously: the bar is 5 ms, and this machine may be busy with other things."""
+def test_calls_wait_for_nobody() -> None:
+    """They return while no process of the sidecar runs. How fast they do, `profiles/tools/render_loop.py` measures."""
     with start(engine=fake_engine(endless=True, delay_s=0.001)) as sidecar:
         sidecar.wait_ready()
+        sidecar.stats()
+        seen: list[Event] = []
+        play(sidecar, lambda: of(seen, StatsArrived) or seen.extend(sidecar.poll()))
+        (stats,) = of(seen, StatsArrived)
+        assert stats.stats is not None
+        assert stats.stats.broker.engine_pid is not None
+        pids = [stats.stats.broker.pid, stats.stats.broker.engine_pid]
         calls: list[Callable[[], object]] = [
             lambda: sidecar.poll(),
             lambda: sidecar.ask("la", sampling=GREEDY),
@@ -207,10 +214,14 @@ def test_calls_return_at_once() -> None:
             lambda: sidecar.cancel(Job()),
         ]
         times = []
+        for pid in pids:
+            freeze(pid)
         for _ in range(50):
             for call in calls:
                 started = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - started)
-        times.sort()
-        assert times[len(times) // 2] < 0.005
+        for pid in pids:
+            thaw(pid)
+        # Each takes some 20 microseconds; one that waits for an answer takes seconds, until the sidecar is given up.
+        assert max(times) < 2.0

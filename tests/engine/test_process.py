@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,12 +198,12 @@ def test_jobs_of_one_conversation_run_in_turn(cpu: EngineProcess) -> None:
 def test_cancel_in_a_long_prompt_is_quick_and_harms_nobody(model_path: Path) -> None:
     with engine(model_path, n_ctx=4096, n_parallel=2, n_ubatch=4096) as child:
         alone = text(child.run(CASTLE))
+        read = child.stats()["prompt_tokens"]
         job = child.submit(LONG * 250, conversation="long")
         child.wait_for("started", job=job)
-        start = time.monotonic()
         child.send(op="cancel", job=job)
         assert child.wait_for("cancelled", "done", job=job)["ev"] == "cancelled"
-        assert time.monotonic() - start < 2.0  # the whole prompt takes many times that
+        assert child.stats()["prompt_tokens"] == read  # the one decode that reads the whole prompt was cut short
         assert text(child.run(CASTLE)) == alone
         assert text(child.run(CASTLE, conversation="long")) == alone  # on the sequence that was interrupted
 
