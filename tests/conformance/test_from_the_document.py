@@ -21,7 +21,7 @@ import zmq
 
 from frameshard.testing import fake_engine
 
-DEADLINE_S = 20
+DEADLINE_S = 120
 
 
 class Sidecar:
