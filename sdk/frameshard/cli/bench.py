@@ -89,7 +89,7 @@ class _Row:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+    from frameshard.engine.runtime import EngineConfig, resolve_device
 
     if args.image:
         from . import bench_images
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
     result["kv_type"] = args.kv_type
-    with Runtime.load(config, budgets=common.sizes_of(args.vram_budget), n_prompt=args.prompt) as runtime:
+    with common.load_within(config, args.vram_budget, n_prompt=args.prompt) as runtime:
         args.ubatch = runtime.config.n_ubatch
         result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
         rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]

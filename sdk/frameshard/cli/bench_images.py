@@ -64,7 +64,7 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+    from frameshard.engine.runtime import EngineConfig, resolve_device
     from frameshard.engine.vision import Vision
 
     from .bench import _budgets
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
     seeds = iter(range(10**6))
-    with Runtime.load(config, budgets=common.sizes_of(args.vram_budget), n_prompt=CONTEXT) as runtime:
+    with common.load_within(config, args.vram_budget, n_prompt=CONTEXT) as runtime:
         result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)
         rows = [_Row(image, budget) for image in args.image for budget in _budgets(args.vram_budget, runtime)]

@@ -7,10 +7,15 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from frameshard.errors import BadArgument
 from frameshard.native import default_threads
 from frameshard.wire.launch import KV_TYPES
+
+if TYPE_CHECKING:
+    from frameshard.engine.runtime import EngineConfig, Runtime
 
 UNITS = {
     "": 2**20,
@@ -42,6 +47,34 @@ def sizes_of(text: str) -> list[int]:
     """The budgets of a list that are not named ``floor`` or ``full``; 0, no limit, where all are."""
     words = (part.strip() for part in text.split(","))
     return [parse_size(word) for word in words if word not in ("floor", "full")] or [0]
+
+
+def largest_of(text: str) -> int | None:
+    """The largest budget of a list in bytes: 0, no limit, where ``full`` is named, ``None`` where ``floor`` is all."""
+    words = [part.strip() for part in text.split(",")]
+    if "full" in words:
+        return 0
+    return max((parse_size(word) for word in words if word != "floor"), default=None)
+
+
+def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Runtime:
+    """Loads a model to be tried at each budget of the list ``budgets``, and never holds more than the largest of them.
+
+    :raises BudgetBelowFloor: the largest is too small. For others see ``Runtime.load``.
+    """
+    from frameshard.engine.runtime import Runtime
+    from frameshard.errors import BudgetBelowFloor
+
+    largest = largest_of(budgets)
+    at = 1 if largest is None else largest
+    while True:
+        try:
+            return Runtime.load(replace(config, vram_budget=at), budgets=sizes_of(budgets), n_prompt=n_prompt)
+        except BudgetBelowFloor as error:
+            floor = error.detail.get("floor_bytes")
+            if largest is not None or not isinstance(floor, int) or floor <= at:
+                raise
+            at = floor  # a driver shows all that it takes only while a model is loaded
 
 
 def format_size(n_bytes: int) -> str:

@@ -1,11 +1,13 @@
 """``frameshard verify``: the same text through stock llama.cpp and through the shard device at several budgets.
 
-Stream-only rows must have the very bits that the same device gives with everything resident, also across a change of
-budget in mid-generation. Planned rows may compute on the CPU, whose rounding differs: there the next token and the
-perplexity must agree with stock llama.cpp. The device's own ledger, sampled at every allocation, must stay within the
-budget. The reference is stock llama.cpp on the CPU for the emulated device, and on the GPU itself for a GPU. A planned
-row on a GPU mixes both processors' arithmetic, so it may differ from the GPU's as much as llama.cpp's own CPU does:
-that is measured too, and printed as ``cpu_reference``.
+Stream-only rows must have the same bits as the same device at the largest budget named, also across a change of budget
+in mid-generation. Planned rows may compute on the CPU, whose rounding differs: there the next token and the perplexity
+must agree with stock llama.cpp. The device's own ledger, sampled at every allocation, must stay within the budget.
+
+No run holds more VRAM than the largest budget named. With ``full`` among them, everything is resident in the run that
+the others are compared with, and the reference for a GPU is stock llama.cpp on that GPU; else it is stock llama.cpp on
+the CPU. GPU and CPU round differently, and a planned row mixes both: it may differ from the reference as much as the
+two processors do. That is measured too, and printed as ``processors``.
 """
 
 from __future__ import annotations
@@ -85,19 +87,17 @@ def run(args: argparse.Namespace) -> int:
             kv_type=args.kv_type,
         )
 
-    reference_device = "cpu" if device == "emulated" else f"stock:{device}"
+    reference_device = f"stock:{device}" if "full" in sizes and device != "emulated" else "cpu"
     with Runtime.load(config(reference_device)) as runtime:
         tokens = _tokens(runtime, args.prompt + args.generate)
         reference = _logits(runtime, tokens, args.prompt)
     document: dict[str, object] = {"model": args.model, "device": device, "reference": reference_device}
-    spread = 0.0
+    processors: dict[str, float] = {}
     if reference_device != "cpu":
         with Runtime.load(config("cpu")) as runtime:
-            on_cpu = _agreement(_logits(runtime, tokens, args.prompt), reference, tokens)
-        document["cpu_reference"] = on_cpu
-        spread = on_cpu["kl"]
+            processors = _agreement(_logits(runtime, tokens, args.prompt), reference, tokens)
     rows = []
-    with Runtime.load(config(device)) as runtime:
+    with common.load_within(config(device), args.vram_budget) as runtime:
         assert runtime.device is not None
         stats = runtime.device.stats()
         named = {"floor": stats.floor_bytes, "full": stats.full_bytes}
@@ -110,12 +110,18 @@ def run(args: argparse.Namespace) -> int:
                     budget_bytes=budget,
                     floor_bytes=stats.floor_bytes,
                 )
-        _set_mode(runtime, "stream_only", stats.full_bytes)
+        most = max(budgets)
+        _set_mode(runtime, "stream_only", most)
         resident = _logits(runtime, tokens, args.prompt)
+        if reference_device == "cpu" and device != "emulated":
+            processors = _agreement(resident, reference, tokens)
+        if processors:
+            document["processors"] = processors
+        spread = processors.get("kl", 0.0)
         for budget in budgets:
             for mode in MODES:
                 logger.info("%s at %s", mode, common.format_size(budget))
-                row = _row(runtime, tokens, args.prompt, budget, mode, reference, resident, spread)
+                row = _row(runtime, tokens, args.prompt, budget, most, mode, reference, resident, spread)
                 rows.append(row)
                 if not args.json:
                     _print_row(row, header=len(rows) == 1)
@@ -159,14 +165,15 @@ def _set_mode(runtime: Runtime, mode: Mode, budget: int) -> None:
 
 
 class _MidGeneration:
-    """Changes the budget while a token is being computed, a third of the way through, and back after two thirds."""
+    """Changes the budget while a token is being computed, a third of the way through, and back after two thirds: to
+    less where that is possible, else to more, but not to more than ``most``. All are bytes."""
 
-    def __init__(self, runtime: Runtime, budget: int, n_generate: int) -> None:
+    def __init__(self, runtime: Runtime, budget: int, most: int, n_generate: int) -> None:
         assert runtime.device is not None
         self.runtime, self.device, self.budget = runtime, runtime.device, budget
         floor, full = self.device.stats().floor_bytes, self.device.stats().full_bytes
         room = budget - floor
-        self.other = floor + room // 3 if room > (full - floor) // 16 else floor + (full - floor) // 2
+        self.other = floor + room // 3 if room > (full - floor) // 16 else min(floor + (full - floor) // 2, most)
         self.at = {n_generate // 3: self.other, 2 * n_generate // 3: budget}
         self.peaks: list[tuple[int, int]] = []
         self.pending: threading.Thread | None = None
@@ -202,18 +209,20 @@ def _row(
     tokens: Sequence[int],
     n_prompt: int,
     budget: int,
+    most: int,
     mode: Mode,
     reference: Floats,
     resident: Floats,
     spread: float,
 ) -> dict[str, object]:
-    """One row of the result. ``spread`` is the KL divergence that a planned row may have in any case."""
+    """One row of the result. ``most`` is the largest budget that may be used, in bytes; ``spread`` is the KL divergence
+    that a planned row may have in any case."""
     import numpy as np
 
     assert runtime.device is not None
     _set_mode(runtime, mode, budget)
     runtime.device.reset_peak()
-    change = _MidGeneration(runtime, budget, len(tokens) - n_prompt)
+    change = _MidGeneration(runtime, budget, most, len(tokens) - n_prompt)
     with Sampler(runtime.observer) as nvml:
         logits = _logits(runtime, tokens, n_prompt, change)
         peaks = change.finish()

@@ -251,6 +251,7 @@ class Vision:
         while True:
             generation = device.stats().budget_generation if device else 0
             code = mtmd.mtmd_encode_chunk(self._context, picture.chunk)
+            self._runtime.follow_driver()
             if self._runtime.aborted:
                 raise DecodeAborted
             if code == 0:
@@ -291,6 +292,7 @@ class Vision:
             None,
         )
         runtime.advance(seq, picture.n_pos)
+        runtime.follow_driver()
         if code == 0:
             return
         runtime.trim(seq, past)  # of what was decoded

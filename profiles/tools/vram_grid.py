@@ -1,0 +1,165 @@
+"""Whether a sidecar ever holds more VRAM than its budget: contexts of many lengths, one to eight conversations at once.
+
+    python profiles/tools/vram_grid.py MODEL.gguf --vram-budget 2GiB --cells 1024x1,4096x2,1024x8 --json grid.json
+
+Each cell is TOKENSxCONVERSATIONS: that many prompts of that length are read at the same time and answered. All cells
+with the same number of conversations run in one sidecar, shortest first, so that what the driver keeps adds up. The
+prompts repeat themselves, so that speculative decoding is used. With ``--mmproj`` each cell also has one picture.
+NVML is sampled every 5 ms, for the engine's process and for the whole card; the exit status is 1 if a sample of the
+process lies above the budget. Needs a card that nobody else uses; on the emulated device its ledger is sampled instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+from collections import defaultdict
+from typing import Any
+
+import trio
+
+import frameshard
+from frameshard import errors
+from frameshard.cli.common import parse_size
+from frameshard.engine.nvml import Observer
+
+MIB = 1 << 20
+SAMPLE_S = 0.005
+WORDS = "w1 w2 w3 w4 w5 w6 w7 w8 w9 w2 w4 w6 w8 "
+"""Few bytes a token, also with the vocabulary of tools/synth_gguf.py: a prompt has 64 KiB at most."""
+ROOM = 256
+"""Tokens of a conversation beyond the prompt that a cell asks for."""
+
+
+class Samples:
+    """Largest figures of NVML since the last :meth:`take`, in bytes."""
+
+    def __init__(self) -> None:
+        self.observer = Observer()
+        self.process = self.card = self.count = 0
+        self._before = self._used_of_card()
+        self._stop = threading.Event()
+        if self.observer.available:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _used_of_card(self) -> int:
+        totals = self.observer.totals()
+        return totals[1] - totals[0] if totals is not None else 0
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self.card = max(self.card, self._used_of_card() - self._before)
+            used = self.observer.used()
+            if used is not None:
+                self.process = max(self.process, used)
+                self.count += 1
+
+    def take(self) -> dict[str, Any]:
+        found = {"process_mb": self.process / MIB, "card_mb": self.card / MIB, "samples": self.count}
+        self.process = self.card = self.count = 0
+        return found
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def cells(text: str) -> dict[int, list[int]]:
+    """Prompt lengths by number of conversations."""
+    found = defaultdict(list)
+    for part in text.split(","):
+        tokens, _, together = part.partition("x")
+        found[int(together or 1)].append(int(tokens))
+    return {together: sorted(lengths) for together, lengths in sorted(found.items())}
+
+
+async def run_cell(client: frameshard.Client, args: argparse.Namespace, n_tokens: int, together: int) -> int:
+    """Reads and answers; returns the prompt's real length."""
+    per_word = (await client.complete(WORDS * 10, sampling=frameshard.Sampling(max_tokens=1)).completed()).n_prompt / 10
+    prompt = WORDS * max(1, int(n_tokens / per_word))
+    lengths: list[int] = []
+
+    async def ask(number: int) -> None:
+        sampling = frameshard.Sampling(max_tokens=args.generate, temperature=0.0)
+        done = await client.complete(f"{number} {prompt}", sampling=sampling).completed()
+        lengths.append(done.n_prompt)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(together):
+            nursery.start_soon(ask, number)
+    if args.mmproj:
+        width, height = map(int, args.image.split("x"))
+        picture = frameshard.Pixels(random.randbytes(3 * width * height), width, height)
+        sampling = frameshard.Sampling(max_tokens=8, temperature=0.0)
+        await client.complete("What is this?", images=[picture], sampling=sampling).completed()
+    return max(lengths)
+
+
+async def main(args: argparse.Namespace) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    budget = parse_size(args.vram_budget)
+    for together, lengths in cells(args.cells).items():
+        samples = Samples()
+        try:
+            async with frameshard.launch(
+                args.model,
+                device=args.device,
+                mmproj=args.mmproj,
+                vram_budget_mb=budget / MIB,
+                n_ctx=(lengths[-1] + ROOM) * together,
+                n_parallel=together,
+            ) as client:
+                samples.observer.pid = (await client.stats()).broker.engine_pid or 0
+                rows.append({"tokens": 0, "together": together, **samples.take()})
+                for n_tokens in lengths:
+                    real = await run_cell(client, args, n_tokens, together)
+                    engine = (await client.stats()).engine or {}
+                    if not samples.observer.available:
+                        samples.process, samples.count = engine.get("peak_bytes", 0), 1
+                    rows.append(
+                        {
+                            "tokens": real,
+                            "together": together,
+                            **samples.take(),
+                            "ledger_mb": engine.get("used_bytes", 0) / MIB,
+                            "overhead_mb": engine.get("overhead_bytes", 0) / MIB,
+                            "guessed": engine.get("guessed_tokens", 0),
+                        }
+                    )
+                    print(rows[-1], file=sys.stderr)
+        except errors.BudgetBelowFloor as error:
+            rows.append({"tokens": lengths[-1], "together": together, "below_floor": str(error)})
+        finally:
+            samples.stop()
+    above = [row for row in rows if row.get("process_mb", 0) > budget / MIB]
+    return {"model": args.model, "budget_mb": budget / MIB, "rows": rows, "above": len(above)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--vram-budget", required=True)
+    parser.add_argument("--cells", default="1024x1,4096x1,16384x1,1024x2,4096x2,1024x8", help="TOKENSxTOGETHER,...")
+    parser.add_argument("--generate", type=int, default=48, help="tokens of each answer (48)")
+    parser.add_argument("--mmproj", default="", help="what reads images for this model")
+    parser.add_argument("--image", default="1280x720", help="size of the pictures (1280x720)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    arguments = parser.parse_args()
+    document = trio.run(main, arguments)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(document, file, indent=2)
+    print(f"{'tokens':>8}{'at once':>8}{'process MiB':>12}{'card MiB':>10}{'samples':>9}{'ledger':>9}{'guessed':>9}")
+    for row in document["rows"]:
+        if "below_floor" in row:
+            print(f"{row['tokens']:8}{row['together']:8}  {row['below_floor']}")
+            continue
+        print(
+            f"{row['tokens']:8}{row['together']:8}{row['process_mb']:12.0f}{row['card_mb']:10.0f}{row['samples']:9}"
+            f"{row.get('ledger_mb', 0):9.0f}{row.get('guessed', 0):9}"
+        )
+    print(f"budget {document['budget_mb']:.0f} MiB, rows above it: {document['above']}")
+    sys.exit(document["above"] > 0)
