@@ -207,9 +207,9 @@ async def test_an_engine_that_dies_at_load_ends_the_launch() -> None:
     with pytest.raises(errors.EngineDied, match="exit code 7"):
         async with launch(engine=(sys.executable, "-c", "raise SystemExit(7)")):
             pass
-    with pytest.raises(errors.EngineDied, match="signal 6.*terminate called; what") as died:
-        words = "engine: INFO: hello\n" * 999 + "terminate called\n  what(): no such tensor\n"
-        script = f"import os, sys; sys.stderr.write({words!r}); sys.stderr.flush(); os.abort()"
+    words = "engine: INFO: hello\n" * 999 + "terminate called\n  what(): no such tensor\n"
+    script = f"import os, sys; sys.stderr.write({words!r}); sys.stderr.flush(); os.abort()"
+    with pytest.raises(errors.EngineDied, match=r"signal 6.*terminate called; what") as died:
         async with launch(engine=(sys.executable, "-c", script)):
             pass
     assert died.value.detail["last_words"] == "terminate called; what(): no such tensor"

@@ -1,4 +1,4 @@
-"""What an engine process writes to standard error and output: passed on, and the last of it kept as the reason of its death.
+"""The standard error and output of an engine process: passed on; the last of it is kept as the reason of its death.
 
 llama.cpp, ggml and the C++ runtime say there why they abort, and nowhere else.
 """
