@@ -59,22 +59,19 @@ def largest_of(text: str) -> int | None:
 
 def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Runtime:
     """Loads a model to be tried at each budget of the list ``budgets``, and never holds more than the largest of them.
+    Where ``floor`` is the only one, no weights are resident yet.
 
     :raises BudgetBelowFloor: the largest is too small. For others see ``Runtime.load``.
     """
     from frameshard.engine.runtime import Runtime
-    from frameshard.errors import BudgetBelowFloor
 
     largest = largest_of(budgets)
-    at = 1 if largest is None else largest
-    while True:
-        try:
-            return Runtime.load(replace(config, vram_budget=at), budgets=sizes_of(budgets), n_prompt=n_prompt)
-        except BudgetBelowFloor as error:
-            floor = error.detail.get("floor_bytes")
-            if largest is not None or not isinstance(floor, int) or floor <= at:
-                raise
-            at = floor  # a driver shows all that it takes only while a model is loaded
+    return Runtime.load(
+        replace(config, vram_budget=largest or 0),
+        budgets=sizes_of(budgets),
+        n_prompt=n_prompt,
+        fill=largest is not None,
+    )
 
 
 def format_size(n_bytes: int) -> str:

@@ -214,8 +214,11 @@ class Runtime:
         self._meter = OverheadMeter()
 
     @classmethod
-    def load(cls, config: EngineConfig, *, budgets: Sequence[int] = (), n_prompt: int = 0) -> Runtime:
-        """Checks the file, loads the model, makes the context, takes the VRAM and runs one token through it.
+    def load(
+        cls, config: EngineConfig, *, budgets: Sequence[int] = (), n_prompt: int = 0, fill: bool = True
+    ) -> Runtime:
+        """Checks the file, loads the model, makes the context, takes the VRAM and runs one token through it. Without
+        ``fill`` no weights are made resident.
 
         Where ``config.n_ubatch`` is 0, that is chosen for a prompt of ``n_prompt`` tokens in each sequence at each of
         ``budgets``; without these, for ``config.vram_budget`` and what it may shrink to.
@@ -230,13 +233,13 @@ class Runtime:
         """
         runtime = cls(config)
         try:
-            runtime._load(budgets, n_prompt)
+            runtime._load(budgets, n_prompt, fill)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _load(self, budgets: Sequence[int], n_prompt: int) -> None:
+    def _load(self, budgets: Sequence[int], n_prompt: int, fill: bool) -> None:
         config = self.config
         _install_log()
         self.model_info: Model = read_model(config.model)
@@ -292,7 +295,7 @@ class Runtime:
             # The driver's libraries took their workspaces in the warm-up; what is left of the budget is for weights.
             self.measure_overhead()
             self.replan()
-            while self.fill():
+            while fill and self.fill():
                 pass
 
     def _make_device(self) -> ShardDevice:
