@@ -108,7 +108,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
                 device=args.device,
                 mmproj=args.mmproj,
                 vram_budget_mb=budget / MIB,
-                n_ctx=(lengths[-1] + ROOM) * together,
+                n_ctx=lengths[-1] + ROOM,
                 n_parallel=together,
             ) as client:
                 samples.observer.pid = (await client.stats()).broker.engine_pid or 0
