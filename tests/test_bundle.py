@@ -53,6 +53,18 @@ def files_of(pid: int) -> set[str]:
     return {parts[5] for parts in (line.split(maxsplit=5) for line in lines) if len(parts) == 6 and parts[5][0] == "/"}
 
 
+def test_the_command_takes_nothing_from_where_it_is_called(
+    bundled: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    for name in sys.stdlib_module_names:
+        (tmp_path / f"{name}.py").write_text("open('mark', 'w')")
+    command = (bundled[0] / "frameshard").read_text()
+    assert " -m " not in command  # PYTHONSAFEPATH, which the bundle's Python sets, means nothing to Python 3.10
+    said = subprocess.run([bundled[0] / "frameshard", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert said.stdout.startswith("frameshard"), said.stderr
+    assert not (tmp_path / "mark").exists()
+
+
 def test_the_bundle_talks_with_nothing_else_there(bundled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     place, _ = bundled
     connect_file = tmp_path / "connect.json"

@@ -12,10 +12,11 @@ import frameshard
 
 PACKAGE = Path(frameshard.__file__).parent
 
-# What each room may import, besides itself. Errors and the model store are everyone's.
+# What each room may import, besides itself. Errors, the model store and the way to start a program are everyone's.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "models": set(),
+    "program": set(),
     "frame": set(),
     "sprites": set(),
     "wire": set(),
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {"client", "images", "wire"},
 }
-EVERYONES = {"errors", "models"}
+EVERYONES = {"errors", "models", "program"}
 
 
 def room(path: Path) -> str:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 import trio
 import zmq
 
+from frameshard import program
 from frameshard.errors import (
     BadArgument,
     ConnectionLost,
@@ -56,6 +56,8 @@ PARTIAL_S = 60.0
 SHUTDOWN_S = 1.0
 EXIT_S = 3.0
 MAX_READY_LINE = 1 << 16
+MAX_WORDS = 1000
+"""Bytes of what a sidecar that did not start wrote last."""
 
 
 @dataclass(frozen=True)
@@ -725,6 +727,57 @@ class Client:
         self._listeners.clear()
 
 
+@contextlib.contextmanager
+def _open_log(log: int | None) -> Iterator[int]:
+    """A descriptor for the sidecar's log: standard error for None, nothing where that is closed."""
+    try:
+        fd = os.open(os.devnull, os.O_WRONLY) if log == subprocess.DEVNULL else os.dup(2 if log is None else log)
+    except OSError as error:
+        if log is not None:
+            raise BadArgument(f"log is no open file descriptor: {error.strerror}", field="log") from None
+        fd = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+async def _ready_line(sidecar: trio.Process, config: bytes) -> bytes:
+    """What the sidecar answers; cut off when it ends before."""
+    assert sidecar.stdin is not None
+    assert sidecar.stdout is not None
+    line = b""
+    with contextlib.suppress(trio.BrokenResourceError):
+        await sidecar.stdin.send_all(config)
+        while not line.endswith(b"\n") and len(line) < MAX_READY_LINE:
+            data = await sidecar.stdout.receive_some()
+            if not data:
+                break
+            line += data
+    return line
+
+
+async def _copy_words(sidecar: trio.Process, log: int, words: bytearray) -> None:
+    """Passes on to the log what the sidecar writes before it has the log itself; leaves the end of it in `words`."""
+    assert sidecar.stderr is not None
+    async for data in sidecar.stderr:
+        with contextlib.suppress(OSError):
+            os.write(log, data)
+        words += data
+        del words[:-MAX_WORDS]
+
+
+async def _status(sidecar: trio.Process) -> str:
+    """How the sidecar, which has closed its output, ended."""
+    with trio.move_on_after(EXIT_S):
+        await sidecar.wait()
+    if sidecar.returncode is None:
+        sidecar.kill()
+        await sidecar.wait()
+        return "not even after it had closed its output"
+    return f"by signal {-sidecar.returncode}" if sidecar.returncode < 0 else f"with status {sidecar.returncode}"
+
+
 def _tell(listeners: list[trio.MemorySendChannel[T]], what: T) -> None:
     for listener in list(listeners):
         try:
@@ -807,36 +860,43 @@ class ClientScope:
     async def _end(self, sidecar: trio.Process) -> None:
         assert sidecar.stdin is not None
         assert sidecar.stdout is not None
-        await sidecar.stdin.aclose()
-        await sidecar.stdout.aclose()
+        assert sidecar.stderr is not None
+        for pipe in (sidecar.stdin, sidecar.stdout, sidecar.stderr):
+            await pipe.aclose()
         with trio.move_on_after(EXIT_S):
             await sidecar.wait()
         sidecar.kill()
         await sidecar.wait()
 
     async def _start(self, config: ServeConfig) -> ConnectInfo:
-        self._sidecar = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "frameshard.broker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,  # a Ctrl-C in the terminal is the host's to answer
-        )
-        stdin, stdout = self._sidecar.stdin, self._sidecar.stdout
-        assert stdin is not None
-        assert stdout is not None
-        line = b""
-        try:
-            await stdin.send_all(wire_launch.config_line(config))
-            while not line.endswith(b"\n") and len(line) < MAX_READY_LINE:
-                data = await stdout.receive_some()
-                if not data:
-                    break
-                line += data
-        except trio.BrokenResourceError:
-            pass
-        if not line.endswith(b"\n"):
-            raise EngineDied("the sidecar ended before it was ready")
+        with _open_log(self._log) as log:
+            command = program.command("frameshard.broker", "--log-fd", str(log))
+            try:
+                self._sidecar = await trio.lowlevel.open_process(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,  # until it has taken its log: see broker/__main__.py
+                    pass_fds=(log,),
+                    start_new_session=True,  # a Ctrl-C in the terminal is the host's to answer
+                )
+            except OSError as error:
+                raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
+            words = bytearray()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_copy_words, self._sidecar, log, words)
+                line = await _ready_line(self._sidecar, wire_launch.config_line(config))
+                status = None if line.endswith(b"\n") else await _status(self._sidecar)
+                if status is None:
+                    nursery.cancel_scope.cancel()
+        if status is not None:
+            said = words.decode(errors="replace").strip()
+            raise EngineDied(
+                f"the sidecar ended before it was ready: {command[0]} ended {status}, "
+                + (f"and its last words are: {said}" if said else "without a word"),
+                python=command[0],
+                status=status,
+            )
         return wire_launch.parse_ready(line)
 
     def _connect(self, info: ConnectInfo) -> Client:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 from urllib.parse import quote, urlsplit
 
+from frameshard import program
 from frameshard.errors import DownloadFailed, ModelNotFound
 
 _BLOCK = 1 << 20
@@ -264,7 +265,7 @@ class _Progress:
 
 def _pip(name: str, *arguments: str) -> None:
     # pip's progress goes to our stderr: stdout belongs to --json.
-    command = [sys.executable, "-m", "pip", arguments[0], "--only-binary=:all:", *arguments[1:]]
+    command = program.command("pip", arguments[0], "--only-binary=:all:", *arguments[1:])
     pip = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
     if pip.returncode != 0:
         said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
@@ -291,7 +292,7 @@ def _build_sprites() -> None:
         out.mkdir()
         package_dir = str(Path(__file__).parents[1])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(scratch / "tools"), package_dir])}
-        command = [sys.executable, "-m", "frameshard.sprites", *sources, str(model), str(out)]
+        command = program.command("frameshard.sprites", *sources, str(model), str(out))
         if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, env=environment).returncode != 0:
             raise DownloadFailed("the vision tower for sprites could not be built", name=SPRITES)
         shutil.rmtree(sprites_dir(), ignore_errors=True)

@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from frameshard import program
 from frameshard.errors import BY_NAME, BudgetBelowFloor, ContextOverflow
 from frameshard.wire import channel
 
@@ -70,7 +71,7 @@ def fake_engine(
     }
     flags = {"endless": endless, "crash-at-load": crash_at_load, "crash-when-idle": crash_when_idle}
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    return (sys.executable, "-m", "frameshard.testing", *words, *(f"--{name}" for name, on in flags.items() if on))
+    return program.command("frameshard.testing", *words, *(f"--{name}" for name, on in flags.items() if on))
 
 
 @dataclass

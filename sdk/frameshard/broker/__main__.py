@@ -3,10 +3,15 @@
 One JSON line in, on standard input, which the host then keeps open; one JSON line out. No key and no path of a model
 appears in the arguments, where every user of the machine could read it. Exit codes: 0 in good order, 3 after an error
 that the line names.
+
+With ``--log-fd N`` the log goes to that inherited descriptor. A host can then give a pipe as standard error, and read
+from it what was written before this program ran: why Python did not start, or what it could not import. The pipe ends
+when this program begins, so nobody has to read it later.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -21,16 +26,28 @@ MAX_LINE = 1 << 16
 EXIT_ERROR = 3
 
 
+logger = logging.getLogger("frameshard.broker")
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="frameshard.broker")
+    parser.add_argument("--log-fd", type=int)
+    log_fd: int | None = parser.parse_args().log_fd
+    if log_fd is not None:
+        os.dup2(log_fd, 2)
+        os.close(log_fd)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sidecar: %(levelname)s: %(message)s")
     # The line's place is taken from standard output, so that nothing else can ever be written there.
     out = os.dup(1)
     os.dup2(2, 1)
 
     def say(line: bytes) -> None:
-        with contextlib.suppress(OSError):  # the host is gone, which standard input says as well
-            os.write(out, line)
-            os.close(out)
+        nonlocal out
+        if out >= 0:
+            with contextlib.suppress(OSError):  # the host is gone, which standard input says as well
+                os.write(out, line)
+                os.close(out)
+            out = -1
 
     def ready(info: launch.ConnectInfo, _: Path) -> None:
         say(launch.ready_line(info))
@@ -39,6 +56,10 @@ def main() -> int:
         serve(launch.parse_config(_read_line(0)), on_ready=ready, host_pipe=0)
     except FrameshardError as error:
         say(launch.error_line(error))
+        return EXIT_ERROR
+    except Exception as defect:
+        logger.exception("the sidecar ends by a defect of its own")
+        say(launch.error_line(FrameshardError(f"a defect of the sidecar: {defect!r}; its log has more")))
         return EXIT_ERROR
     return 0
 

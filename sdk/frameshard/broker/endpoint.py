@@ -9,12 +9,13 @@ without an error, hence the lock for paths that the user gives as well.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -51,25 +52,57 @@ def running() -> list[Path]:
     return sorted(root.glob(f"run-*/{CONNECT_FILE}"))
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that only this user can read, whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        part.unlink()
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    part.replace(path)
+@contextmanager
+def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
+    """Yields what writes the file at `path`: readable by this user only, and whole or not there at all. The end of the
+    block removes it.
+
+    Raises :class:`BadArgument` at once where it cannot be written, and from the call when it cannot be written then.
+    """
+    published = False
+
+    def publish(data: bytes) -> None:
+        nonlocal published
+        try:
+            os.write(fd, data)
+            part.replace(path)
+        except OSError as error:
+            raise refusal(error) from None
+        published = True
+
+    def refusal(error: OSError | ValueError) -> BadArgument:
+        why = error.strerror if isinstance(error, OSError) else error
+        return BadArgument(f"cannot write the connect file {path}: {why}", field="connect_file")
+
+    try:
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except (OSError, ValueError) as error:  # a ValueError: the path is none at all
+        raise refusal(error) from None
+    try:
+        yield publish
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            (path if published else part).unlink()
 
 
 @contextmanager
 def _fresh_directory() -> Iterator[Path]:
     root = _root()
-    _sweep(root)
-    while True:
-        directory = Path(tempfile.mkdtemp(dir=root, prefix="run-"))
-        lock = _lock(directory / "lock")
-        if lock is not None:
-            break  # else a sweep came between the two
+    try:
+        _sweep(root)
+        while True:
+            directory = Path(tempfile.mkdtemp(dir=root, prefix="run-"))
+            lock = _lock(directory / "lock")
+            if lock is not None:
+                break  # else a sweep came between the two
+    except OSError as error:
+        raise _no_root(root, error) from None
     try:
         yield directory
     finally:
@@ -114,12 +147,25 @@ def _root() -> Path:
         root = Path(runtime) / "frameshard"
     else:
         root = Path(f"/tmp/frameshard-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        root.mkdir(mode=0o700)
-    found = root.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        found = root.lstat()
+    except OSError as error:
+        raise _no_root(root, error) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
-        raise BadArgument(f"{root} must be a directory of yours with mode 700; remove it")
+        raise BadArgument(
+            f"{root} must be a directory of yours with mode 700; remove it, or set XDG_RUNTIME_DIR to a directory of "
+            "yours"
+        )
     return root
+
+
+def _no_root(root: Path, error: OSError) -> BadArgument:
+    return BadArgument(
+        f"cannot make a directory for this launch in {root}: {error.strerror}; set XDG_RUNTIME_DIR to a directory of "
+        "yours"
+    )
 
 
 def _sweep(root: Path) -> None:

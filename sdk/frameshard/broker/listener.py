@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from frameshard.broker.server import Server
-from frameshard.errors import EndpointInUse
+from frameshard.errors import BadArgument, EndpointInUse
 from frameshard.transport import ZAP_DOMAIN, Socket, configure
 
 logger = logging.getLogger("frameshard.broker")
@@ -36,7 +36,7 @@ class Listener:
     """Bound from its making on."""
 
     def __init__(self, wanted: str, server_secret: bytes, client_public: bytes) -> None:
-        """Raises :class:`EndpointInUse`."""
+        """Raises :class:`EndpointInUse`, :class:`BadArgument` for an endpoint that cannot be had."""
         self._server_secret = server_secret
         self._client_key = z85.decode(client_public)
         self.endpoint = self._open(wanted)
@@ -78,7 +78,10 @@ class Listener:
                 self._router.bind(wanted)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise EndpointInUse(f"cannot listen at {wanted}: {error}", endpoint=wanted) from None
+            why = f"cannot listen at {wanted}: {error.strerror}"
+            if error.errno == zmq.EADDRINUSE:
+                raise EndpointInUse(why, endpoint=wanted) from None
+            raise BadArgument(why, field="endpoint") from None
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def _authenticate(self, zap: Socket) -> None:

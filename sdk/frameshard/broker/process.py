@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import trio
@@ -19,6 +19,7 @@ import zmq
 from frameshard.broker import endpoint as places
 from frameshard.broker.listener import Listener
 from frameshard.broker.server import Server
+from frameshard.errors import Unsupported
 from frameshard.transport import new_number
 from frameshard.wire import launch
 from frameshard.wire import messages as m
@@ -26,6 +27,9 @@ from frameshard.wire.launch import ConnectInfo, ServeConfig
 
 PARENT_CHECK_S = 0.25
 MAX_FILES = 65536
+MIN_FILES = 256
+"""libzmq ends the process when it cannot make what it needs. 32 clients and the sidecar itself take 70."""
+
 OOM_SCORE_ADJ = 500
 
 
@@ -42,11 +46,16 @@ def serve(
     or a client ends the server.
 
     Raises what the model, the device or the budget is refused with (:class:`ModelNotFound`, :class:`BadModel`,
-    :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...), :class:`EndpointInUse`, or :class:`EngineDied` when the
-    engine does not survive loading. Not raised: an engine's later death, which clients learn by event.
+    :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...), :class:`EndpointInUse`, :class:`BadArgument` where a file
+    or a socket cannot be made, :class:`Unsupported` where this process may have too few files open, or
+    :class:`EngineDied` when the engine does not survive loading. Not raised: an engine's later death, which clients
+    learn by event.
     """
     _prepare_process()
-    with places.claim(config.transport, config.endpoint) as (directory, wanted):
+    with ExitStack() as stack:
+        directory, wanted = stack.enter_context(places.claim(config.transport, config.endpoint))
+        connect_file = Path(config.connect_file) if config.connect_file else directory / places.CONNECT_FILE
+        publish = stack.enter_context(places.private_file(connect_file))
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         listener = Listener(wanted, server_secret, client_public)
@@ -59,11 +68,10 @@ def serve(
             client_key=client_public.decode(),
             client_secret=client_secret.decode(),
         )
-        connect_file = Path(config.connect_file) if config.connect_file else directory / places.CONNECT_FILE
         server = Server(config, info.epoch)
 
         def announce() -> None:
-            places.write_private(connect_file, launch.info_line(info))
+            publish(launch.info_line(info))
             if on_ready is not None:
                 on_ready(info, connect_file)
 
@@ -71,8 +79,6 @@ def serve(
             trio.run(_serve, server, listener, announce, host_pipe)
         finally:
             listener.close()
-            with suppress(OSError):
-                connect_file.unlink()
     if server.error is not None:
         raise server.error
 
@@ -88,7 +94,7 @@ async def _serve(server: Server, listener: Listener, announce: Callable[[], None
 
 
 def _prepare_process() -> None:
-    """More files than an idle-connection flood can use up, and the first to go when memory runs out."""
+    """As many open files as may be, and the first to go when memory runs out. Raises :class:`Unsupported`."""
     if sys.platform == "win32":
         return
     import resource
@@ -97,6 +103,12 @@ def _prepare_process() -> None:
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < MIN_FILES:
+        raise Unsupported(
+            f"the sidecar may have {wanted} files open and needs {MIN_FILES}: raise the hard limit (ulimit -Hn)",
+            files=wanted,
+            needed=MIN_FILES,
+        )
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 

@@ -290,7 +290,11 @@ class Server:
         if self._lease.state == "hibernated":
             self._supervisor.hibernate()  # it was asked for while the process was being made
         if self._announce is not None:
-            self._announce()
+            try:
+                self._announce()
+            except FrameshardError as error:
+                self.error = error
+                self.stop()
             self._announce = None
 
     def engine_event(self, event: dict[str, Any]) -> bool:

@@ -49,7 +49,8 @@ exec "$here/home/bin/python3" "$@"
 """
 COMMAND = """\
 #!/bin/sh
-exec "$(dirname -- "$(readlink -f -- "$0")")/sidecar/python" -m frameshard "$@"
+here=$(dirname -- "$(readlink -f -- "$0")")/sidecar
+exec "$here/python" "$here/packages/frameshard/program.py" frameshard "$@"
 """
 
 # What every Linux with a desktop and a driver has, and what must be its own.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frameshard import program
 from frameshard.errors import BadArgument, FrameshardError
 
 if TYPE_CHECKING:
@@ -79,9 +80,8 @@ def draw_apart(draw: Callable[..., None], path: str, *args: object) -> None:
     crash, as both bring a C++ runtime.
 
     :raises FrameshardError: nothing was drawn."""
-    program = "import pickle, sys; draw, args = pickle.load(sys.stdin.buffer); draw(*args)"
     drawn = subprocess.run(
-        [sys.executable, "-c", program],
+        program.command("frameshard.cli.figures"),
         input=pickle.dumps((draw, (path, *args))),
         stderr=subprocess.PIPE,
         check=False,
@@ -170,3 +170,13 @@ def draw_plans(path: str, title: str, sweep: Sequence[Point], marked: Sequence[P
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _draw_from_stdin() -> None:
+    """What :func:`draw_apart` runs: a function and its arguments, pickled."""
+    draw, args = pickle.load(sys.stdin.buffer)
+    draw(*args)
+
+
+if __name__ == "__main__":
+    _draw_from_stdin()

@@ -20,8 +20,6 @@ PATIENCE_S = 60.0
 """For an answer. The process bounds its own CPU time; this is for one that was stopped or that the machine starves."""
 
 _RENDERER = Path(__file__).with_name("renderer.py")
-# The renderer finds jinja2 where this process would, whatever the working directory or the environment says.
-_START = "import sys; file, *sys.path = sys.argv[1:]; import runpy; runpy.run_path(file, {}, '__main__')"
 _OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
 _TRIES = 2  # what was killed from outside is started again
 _PROBE = [{"role": "user", "content": "Hello"}]
@@ -40,7 +38,8 @@ class _Renderer:
     def __init__(self) -> None:
         search = [entry for entry in sys.path if os.path.isabs(entry)]
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-c", _START, str(_RENDERER), *search],
+            # By the file's path and not with -c, which puts the working directory first on the path.
+            [sys.executable, "-S", str(_RENDERER), *search],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -26,6 +26,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    sys.path[:] = sys.argv[1:]  # jinja2 is found where the engine would find it
+
 import jinja2
 import jinja2.ext
 import jinja2.sandbox

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from frameshard import program
 from frameshard.errors import BadArgument, FrameshardError, from_wire
 from frameshard.wire import messages
 
@@ -22,6 +24,24 @@ MODES = ("planned", "stream_only")
 SPECULATE = ("auto", "off")
 KV_TYPES = ("f16", "q8_0", "q4_0")
 TRANSPORTS = ("ipc", "tcp")
+
+_IPC = re.compile(r"ipc:///[^\x00-\x1f\x7f\ud800-\udfff]*[^\x00-\x1f\x7f\ud800-\udfff/]")
+_TCP = re.compile(r"tcp://127\.0\.0\.1:(\*|[1-9][0-9]{0,4})")
+
+
+def check_endpoint(endpoint: str, *, bind: bool) -> None:
+    """Raises :class:`BadArgument` unless `endpoint` is, as a whole, a path or a port of the loopback.
+
+    The port ``*``, any that is free, is for `bind` alone. libzmq's own grammar has more: in
+    ``tcp://127.0.0.1:1;0.0.0.0:2`` what stands behind the semicolon is bound, on all interfaces.
+    """
+    if _IPC.fullmatch(endpoint):
+        return
+    tcp = _TCP.fullmatch(endpoint)
+    if tcp is None or (not bind if tcp[1] == "*" else int(tcp[1]) > 65535):
+        raise BadArgument(
+            "endpoint must be ipc:///PATH or tcp://127.0.0.1:PORT, with a port from 1 to 65535", field="endpoint"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +101,7 @@ class ServeConfig:
     transport: str = "tcp" if sys.platform == "win32" else "ipc"
     endpoint: str | None = None
     connect_file: str | None = None
-    engine: tuple[str, ...] = (sys.executable, "-m", "frameshard.engine.process")
+    engine: tuple[str, ...] = program.command("frameshard.engine.process")
     max_jobs: int = 256
     max_client_jobs: int = 64
     held_bytes: int = 49152
@@ -111,8 +131,8 @@ class ServeConfig:
         for name in ("endpoint", "connect_file"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise BadArgument(f"{name} must be a string", field=name)
-        if self.endpoint is not None and not self.endpoint.startswith(("ipc:///", "tcp://127.0.0.1:")):
-            raise BadArgument("endpoint must begin with ipc:/// or tcp://127.0.0.1:", field="endpoint")
+        if self.endpoint is not None:
+            check_endpoint(self.endpoint, bind=True)
         engine = self.engine
         if not isinstance(engine, tuple) or not engine or not all(isinstance(word, str) and word for word in engine):
             raise BadArgument("engine must be a command", field="engine")
@@ -157,6 +177,7 @@ class ConnectInfo:
             value = getattr(self, field.name)
             if type(value) is not (int if field.type == "int" else str):
                 raise BadArgument(f"{field.name} must be of type {field.type}", field=field.name)
+        check_endpoint(self.endpoint, bind=False)
 
     def __repr__(self) -> str:
         return f"ConnectInfo(endpoint={self.endpoint!r}, epoch={self.epoch}, pid={self.pid})"

@@ -1,0 +1,261 @@
+"""Starting a sidecar: what it takes from where it is started, where it listens, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import frameshard
+from frameshard import errors, program
+from frameshard.testing import fake_engine
+from frameshard.wire import launch as wire_launch
+from sidecars import directory_of, in_trio, launch
+
+DEPENDENCIES = ("llama_cpp", "msgpack", "numpy", "pynvml", "trio", "zmq")
+
+ASK = """
+import sys, trio, frameshard
+from frameshard.testing import fake_engine
+
+async def main():
+    async with frameshard.launch("no model", engine=fake_engine()) as client:
+        print((await client.complete("a b").completed()).text)
+trio.run(main)
+"""
+ASK_SYNC = """
+from frameshard.sync import Finished, Sidecar
+from frameshard.testing import fake_engine
+
+with Sidecar.launch("no model", engine=fake_engine()) as sidecar:
+    sidecar.wait_ready()
+    job = sidecar.complete("a b")
+    while not job.ended:
+        sidecar.poll()
+    print(job.text)
+"""
+REAL_ENGINE = """
+import trio, frameshard, frameshard.errors
+
+async def main():
+    try:
+        async with frameshard.launch("no model"):
+            pass
+    except frameshard.errors.ModelNotFound:
+        print("a b")
+trio.run(main)
+"""
+DRAW = """
+from frameshard.cli import figures
+
+figures.draw_apart(print, "a b")
+"""
+PIP = """
+from frameshard import program
+import subprocess
+
+subprocess.run(program.command("pip", "--version"), check=True, stdout=subprocess.DEVNULL)
+print("a b")
+"""
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Path:
+    """A directory with a module of every name that the sidecar could import; each leaves a mark when it is run."""
+    directory = tmp_path / "trap"
+    directory.mkdir()
+    marked = f"open({str(tmp_path / 'marks')!r}, 'a').write(__name__ + ' ')\n"
+    for name in {*sys.stdlib_module_names, *DEPENDENCIES, "frameshard", "pip"}:
+        (directory / f"{name}.py").write_text(marked)
+    return directory
+
+
+def run_in(trap: Path, command: list[str]) -> str:
+    """What a program says that is run there. Nothing but its own command line protects it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(command, cwd=trap, env=environment, capture_output=True, text=True, timeout=120)
+    marks = trap.parent / "marks"
+    assert not marks.exists(), marks.read_text()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "script", [ASK, ASK_SYNC, REAL_ENGINE, DRAW, PIP], ids=["trio", "sync", "engine", "draw", "pip"]
+)
+def test_nothing_is_imported_from_the_working_directory(script: str, trap: Path, tmp_path: Path) -> None:
+    host = tmp_path / "host.py"  # whose own directory is searched, as for any script
+    host.write_text(script)
+    assert run_in(trap, [sys.executable, str(host)]).split() == ["a", "b"]
+
+
+def test_the_trap_works(trap: Path) -> None:
+    with pytest.raises(AssertionError):
+        run_in(trap, [sys.executable, "-c", "import msgpack"])
+
+
+def test_a_program_keeps_the_rest_of_its_path(tmp_path: Path) -> None:
+    """What PYTHONPATH names is found, and arguments arrive."""
+    (tmp_path / "errors.py").write_text("import sys; print(sys.argv[1:], __name__)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    said = subprocess.run(program.command("errors", "-x", "1"), env=environment, capture_output=True, text=True).stdout
+    assert said.strip() == "['-x', '1'] __main__"
+
+
+@in_trio
+async def test_a_sidecar_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        monkeypatch.setenv("PYTHONHOME", str(tmp_path))
+        with pytest.raises(errors.EngineDied) as died:
+            async with launch(log=log.fileno()):
+                pass
+        monkeypatch.delenv("PYTHONHOME")
+        words = "No module named 'encodings'"
+        assert words in died.value.message
+        assert words in (tmp_path / "log").read_text()
+        assert sys.executable in died.value.message
+        assert "with status 1" in died.value.message
+        assert died.value.detail == {"python": sys.executable, "status": "with status 1"}
+        (tmp_path / "trio.py").write_text("import os; os.write(2, b'word' * 5000); os.kill(os.getpid(), 9)")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        with pytest.raises(errors.EngineDied, match="by signal 9, and its last words are: wordword") as died:
+            async with launch(log=log.fileno()):
+                pass
+        assert len(died.value.message) < 2000
+        assert (tmp_path / "log").read_text().count("word") == 5000
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+        with pytest.raises(errors.EngineDied, match="no python: No such file or directory"):
+            async with launch():
+                pass
+
+
+@in_trio
+async def test_the_log_goes_where_it_was_sent(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        async with launch(log=log.fileno(), engine=fake_engine(crash_at_token=3)) as client:
+            with pytest.raises(errors.EngineDied):
+                await client.complete("a b c d e").completed()
+        assert "sidecar: WARNING: the engine ended (signal 9)" in (tmp_path / "log").read_text()
+    with pytest.raises(errors.BadArgument):
+        async with launch(log=10**6):
+            pass
+
+
+ENDPOINTS = [
+    "tcp://127.0.0.1:*;0.0.0.0:1",
+    "tcp://127.0.0.1:5555;0.0.0.0:1",
+    "tcp://127.0.0.1:0",
+    "tcp://127.0.0.1:!",
+    "tcp://127.0.0.1:65536",
+    "tcp://127.0.0.1:99999",
+    "tcp://127.0.0.1:05",
+    "tcp://127.0.0.1:",
+    "tcp://127.0.0.1:5555\n",
+    "tcp://127.0.0.1:٣",
+    "tcp://0.0.0.0:5555",
+    "tcp://127.0.0.1.example.org:5555",
+    "ipc://",
+    "ipc:///",
+    "ipc:///tmp/",
+    "ipc:///tmp/a\0b",
+    "ipc:///tmp/\ud800",
+    "ipc://@abstract",
+    "ipc://*",
+    "inproc://a",
+    "udp://127.0.0.1:5555",
+    "",
+]
+
+
+@pytest.mark.parametrize("endpoint", [*ENDPOINTS, 5])
+def test_an_endpoint_is_a_path_or_a_port_of_the_loopback(endpoint: Any) -> None:
+    with pytest.raises(errors.BadArgument):
+        frameshard.ServeConfig("m", endpoint=endpoint)
+    info = {"protocol": 1, "epoch": 1, "pid": 1, "server_key": "", "client_key": "", "client_secret": ""}
+    with pytest.raises(errors.BadArgument):
+        wire_launch.parse_info(json.dumps({**info, "endpoint": endpoint}))
+    for right in ("tcp://127.0.0.1:1", "tcp://127.0.0.1:65535", "ipc:///run/a;b", "ipc:///run/é"):
+        assert frameshard.ServeConfig("m", endpoint=right).endpoint == right
+        assert wire_launch.parse_info(json.dumps({**info, "endpoint": right})).endpoint == right
+    assert frameshard.ServeConfig("m", endpoint="tcp://127.0.0.1:*").endpoint
+    with pytest.raises(errors.BadArgument):  # nobody can connect to any port that is free
+        wire_launch.parse_info(json.dumps({**info, "endpoint": "tcp://127.0.0.1:*"}))
+
+
+def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and error of a sidecar that cannot start."""
+    done = subprocess.run(
+        program.command("frameshard.broker"),
+        input=json.dumps({"model": "none", "engine": fake_engine(), **config}) + "\n",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    (line,) = done.stdout.splitlines()
+    return done.returncode, json.loads(line)["error"]
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with socket.create_server(("127.0.0.1", 0)) as taken, tempfile.TemporaryDirectory(dir="/tmp") as squatted:
+        (Path(squatted) / "frameshard").mkdir(mode=0o755)
+        for config, environment, name in [
+            ({"connect_file": str(tmp_path / "no" / "where")}, {}, "bad_argument"),
+            ({"connect_file": str(tmp_path)}, {}, "bad_argument"),
+            ({"connect_file": str(tmp_path / "file" / "in")}, {}, "bad_argument"),
+            ({"connect_file": "/proc/here"}, {}, "bad_argument"),
+            ({"connect_file": "/"}, {}, "bad_argument"),
+            ({"connect_file": "a\0b"}, {}, "bad_argument"),
+            ({"connect_file": "x" * 300}, {}, "bad_argument"),
+            ({"endpoint": "ipc:///proc/no/here"}, {}, "bad_argument"),
+            ({"endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}, {}, "endpoint_in_use"),
+            ({}, {"XDG_RUNTIME_DIR": squatted}, "bad_argument"),
+        ]:
+            status, error = broker(config, **environment)
+            assert (status, error["name"]) == (3, name), (config, error)
+    assert (tmp_path / "file").read_text() == "precious"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_serve_says_it_in_json(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"")
+    for args in (["--connect-file", str(tmp_path / "no" / "where")], ["--endpoint", "tcp://127.0.0.1:*;0.0.0.0:1"]):
+        command = program.command("frameshard", "serve", "--model", str(model), "--json", *args)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert json.loads(done.stdout)["error"]["name"] == "bad_argument"
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@in_trio
+async def test_a_sidecar_that_fails_leaves_the_connect_file_of_another(tmp_path: Path) -> None:
+    place = tmp_path / "connect.json"
+    async with launch(connect_file=str(place)) as client:
+        with pytest.raises(errors.BadModel):
+            async with launch(connect_file=str(place), engine=fake_engine(fatal="bad_model")):
+                pass
+        async with frameshard.connect(place) as other:
+            assert other.info == client.info
+    assert directory_of(client.info).exists() is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_few_files_are_an_error_by_name() -> None:
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.argv = ['broker']; "
+        "runpy.run_module('frameshard.broker', run_name='__main__')"
+    )
+    config = json.dumps({"model": "none", "engine": fake_engine()}) + "\n"
+    done = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, text=True, timeout=60)
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["name"], error["detail"]) == (3, "unsupported", {"files": 64, "needed": 256})
