@@ -119,7 +119,8 @@ class ConnectionLost(FrameshardError):
 
 
 class EngineDied(FrameshardError):
-    """The engine process ended and could not be brought back within its restart limit."""
+    """The engine process ended: twice over this job, or it is off because it cannot be kept alive now. The message says
+    why, and detail has ``reason`` (an error's name) and ``last_words``."""
 
     code, name, retriable = 32, "engine_died", True
 

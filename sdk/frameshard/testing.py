@@ -43,6 +43,8 @@ def fake_engine(
     crash_at_load: bool = False,
     crash_at_token: int | None = None,
     crash_when_idle: bool = False,
+    poison: str | None = None,
+    sick: str | None = None,
     hang_at_token: int | None = None,
     nonsense_at_token: int | None = None,
 ) -> tuple[str, ...]:
@@ -56,6 +58,8 @@ def fake_engine(
     :param crash_at_load: die by a signal while loading.
     :param crash_at_token: die by a signal before the token of this number of any job, each time again.
     :param crash_when_idle: die as soon as it is ready.
+    :param poison: die by a signal before any token of a job that has this word.
+    :param sick: path of a file; as long as it exists, die by a signal while loading.
     :param hang_at_token: stand still before this token, with the process alive.
     :param nonsense_at_token: send something that is no message instead of this token.
     """
@@ -66,6 +70,8 @@ def fake_engine(
         "n-ctx": n_ctx,
         "fatal": fatal,
         "crash-at-token": crash_at_token,
+        "poison": poison,
+        "sick": sick,
         "hang-at-token": hang_at_token,
         "nonsense-at-token": nonsense_at_token,
     }
@@ -140,7 +146,8 @@ class _FakeEngine:
         return {"jobs_running": len(self._jobs), "used_bytes": self._used(), "settings": self._settings}
 
     def _load(self, op: dict[str, Any]) -> None:
-        if self._args.crash_at_load:
+        if self._args.crash_at_load or (self._args.sick and os.path.exists(self._args.sick)):
+            print("the device is on fire", file=sys.stderr, flush=True)
             _die()
         if self._args.fatal:
             self._say("fatal", error=BY_NAME[self._args.fatal]("as the test wants").to_wire())
@@ -209,7 +216,7 @@ class _FakeEngine:
                 decode_s=self._args.delay * index,
             )
             return
-        if index == self._args.crash_at_token:
+        if index == self._args.crash_at_token or self._args.poison in job.words:
             _die()
         if index == self._args.hang_at_token:
             signal.pause()
@@ -278,7 +285,8 @@ def _main() -> None:
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--floor", type=int, default=16)
     parser.add_argument("--full", type=int, default=256)
-    parser.add_argument("--fatal")
+    for name in ("--fatal", "--poison", "--sick"):
+        parser.add_argument(name)
     parser.add_argument("--n-ctx", type=int)
     for name in ("--crash-at-token", "--hang-at-token", "--nonsense-at-token"):
         parser.add_argument(name, type=int)

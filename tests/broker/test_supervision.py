@@ -17,7 +17,6 @@ import frameshard
 from frameshard import errors
 from frameshard.broker.supervisor import RestartPolicy
 from frameshard.testing import fake_engine
-from frameshard.wire import states
 from sidecars import GREEDY, WORDS, alive, directory_of, freeze, gone_after, host, in_trio, launch, thaw, until_lost
 
 HOST = """
@@ -46,6 +45,15 @@ async def engine_pid(client: frameshard.Client) -> int:
             if broker.engine == "ready" and broker.engine_pid is not None:
                 return broker.engine_pid
             await trio.sleep(0.01)
+
+
+def patched_engine(patch: str) -> tuple[str, ...]:
+    """The real engine with a defect: Python that runs before it, with its module as `process`."""
+    script = f"from frameshard import native\nfrom frameshard.engine import process\n{patch}\nprocess.main()"
+    return (sys.executable, "-c", script)
+
+
+ABORT = "native._ggml().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
 async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, *after: int) -> None:
@@ -123,34 +131,190 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
 
 
 @in_trio
-async def test_an_engine_that_dies_at_the_same_place_is_given_up() -> None:
+async def test_a_job_that_kills_the_engine_at_the_same_place_fails_alone() -> None:
     async with launch(engine=fake_engine(crash_at_token=7)) as client:
         async with client.complete(WORDS) as stream:
-            with pytest.raises(errors.EngineDied):
+            with pytest.raises(errors.EngineDied, match=r"2 times over this job.*signal 9") as failed:
                 await stream.completed()
+        assert failed.value.detail["reason"] == "engine_died"
         assert stream.text == " ".join(WORDS.split()[:7])
-        stats = await client.stats()
-        assert (stats.broker.engine, stats.broker.engine_restarts, stats.engine) == ("off", 3, None)
-        with pytest.raises(errors.EngineDied):
-            await client.complete("x").completed()
-        with pytest.raises(errors.EngineDied):
+        assert (await client.complete("one two").completed()).text == "one two"
+        assert (await client.stats()).broker.engine_restarts == 2
+
+
+@in_trio
+async def test_jobs_beside_one_that_kills_the_engine_go_on() -> None:
+    """It comes first, in the middle and last; it dies at two engines, the others miss nothing."""
+    for place in range(3):
+        async with launch(engine=fake_engine(poison="poison", delay_s=0.005), n_parallel=3) as client:
+            ended: dict[int, str] = {}
+
+            async def run(client: frameshard.Client, ended: dict[int, str], index: int, prompt: str) -> None:
+                try:
+                    ended[index] = (await client.complete(prompt).completed()).text
+                except errors.EngineDied as error:
+                    ended[index] = error.name
+
+            prompts = [f"{index} {WORDS}" for index in range(5)]
+            prompts.insert(place, "poison")
+            async with trio.open_nursery() as nursery:
+                for index, prompt in enumerate(prompts):
+                    nursery.start_soon(run, client, ended, index, prompt)
+            assert [ended[index] for index in range(6)] == [*prompts[:place], "engine_died", *prompts[place + 1 :]]
+            broker = (await client.stats()).broker
+            assert (broker.engine, broker.engine_restarts) == ("ready", 2)
+
+
+@in_trio
+async def test_job_after_job_that_kills_the_engine_ends_no_other() -> None:
+    """More of them than the restart limit, beside a long answer that gets one token between two deaths at least."""
+    async with launch(engine=fake_engine(poison="poison", delay_s=0.005), restart_limit=1) as client:
+        async with client.complete(WORDS) as stream:
+            for _ in range(4):
+                with pytest.raises(errors.EngineDied):
+                    await client.complete("poison").completed()
+            assert (await stream.completed()).text == WORDS
+
+
+def test_an_image_that_kills_the_engine_fails_its_job_alone(
+    model_path: Path, mmproj_path: Path, tmp_path: Path
+) -> None:
+    """A progress event of the replay is no progress."""
+    see = "process.Batcher._see = lambda self, picture, *_: "
+    abort = f"{ABORT} if picture.embedding is not None else see(self, picture, *_)"
+    engine = patched_engine(f"see = process.Batcher._see\n{see}{abort}")
+    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1, "mmproj": mmproj_path}
+    picture = frameshard.Pixels(bytes(range(256)) * 12, 32, 32)
+
+    async def main() -> None:
+        with trio.fail_after(240):
+            async with frameshard.launch(model_path, engine=engine, **options) as client:
+                changes = client.engine_changes()
+                with pytest.raises(errors.EngineDied, match=r"here\.c:7: it cannot be"):
+                    await client.ask("What is this?", images=[picture]).completed()
+                states_seen = [changes.receive_nowait().state for _ in range(changes.statistics().current_buffer_used)]
+                assert states_seen.count("restarting") <= 2
+                text = await client.ask("Hello", sampling=frameshard.Sampling(max_tokens=2)).completed()
+                assert text.n_generated == 2
+                assert (await client.stats()).broker.engine_restarts == 2
+
+    trio.run(main)
+
+
+@in_trio
+async def test_an_engine_that_dies_idle_is_off_after_a_while() -> None:
+    async with launch(engine=fake_engine(crash_when_idle=True), restart_limit=1) as client:
+        await until_off(client)
+
+
+@in_trio
+async def test_an_engine_that_does_not_load_again_is_off_and_tried_again(tmp_path: Path) -> None:
+    """Why it is off is in each refusal and in the event; when what ailed it is gone, it comes back by itself."""
+    sick = tmp_path / "sick"
+    options = {"restart_limit": 1, "off_pause_s": 0.2, "off_pause_max_s": 0.4}
+    async with launch(engine=fake_engine(sick=str(sick)), **options) as client:
+        sick.touch()
+        changes = client.engine_changes()
+        os.kill(await engine_pid(client), signal.SIGKILL)
+        refused = 0
+        while refused < 3:
+            change = await changes.receive()
+            if change.state == "off":
+                assert change.error is not None
+                assert "the device is on fire" in change.error.message
+                for ask in (client.complete("x").completed, lambda: client.plan([64])):
+                    with pytest.raises(errors.EngineDied, match="the device is on fire"):
+                        await ask()
+                refused += 1
+        sick.unlink()
+        async for change in changes:
+            if change.state == "ready":
+                break
+        await engine_pid(client)
+        assert (await client.complete(WORDS).completed()).text == WORDS
+
+
+@pytest.mark.parametrize("wish", ["job", "budget"])
+def test_a_wish_ends_a_long_pause_early(tmp_path: Path, wish: str) -> None:
+    """The fifth pause would last for an hour."""
+
+    @in_trio
+    async def run() -> None:
+        sick = tmp_path / "sick"
+        async with launch(engine=fake_engine(sick=str(sick)), restart_limit=0, **pauses) as client:
+            sick.touch()
+            os.kill(await engine_pid(client), signal.SIGKILL)
+            await until_off(client)
+            sick.unlink()
+            if wish == "budget":
+                assert (await client.set_budget(100)).budget_bytes == 100 << 20
+            else:
+                with pytest.raises(errors.EngineDied):
+                    await client.complete("x").completed()
+            await engine_pid(client)
+            assert (await client.complete(WORDS).completed()).text == WORDS
+
+    pauses = {"off_pause_s": 0.2, "off_pause_max_s": 3600.0}
+    run()
+
+
+@in_trio
+async def test_a_budget_for_an_engine_that_does_not_come_back_is_refused(tmp_path: Path) -> None:
+    sick = tmp_path / "sick"
+    async with launch(engine=fake_engine(sick=str(sick)), restart_limit=0, off_pause_s=0.2) as client:
+        sick.touch()
+        os.kill(await engine_pid(client), signal.SIGKILL)
+        await until_off(client)
+        with pytest.raises(errors.EngineDied, match="the device is on fire"):
             await client.set_budget(100)
         assert (await client.budget()).budget_bytes == 0
 
 
 @in_trio
-async def test_an_engine_that_dies_idle_is_given_up() -> None:
-    async with launch(engine=fake_engine(crash_when_idle=True), restart_limit=1) as client:
-        with trio.fail_after(60):
-            while (await client.stats()).broker.engine != "off":
-                await trio.sleep(0.01)
+async def test_an_engine_can_be_off_and_then_hibernate(tmp_path: Path) -> None:
+    sick = tmp_path / "sick"
+    async with launch(engine=fake_engine(sick=str(sick)), restart_limit=0, off_pause_s=0.2) as client:
+        sick.touch()
+        os.kill(await engine_pid(client), signal.SIGKILL)
+        await until_off(client)
+        await client.set_budget(100, state="hibernated")
+        assert (await client.stats()).broker.engine == "hibernated"
+        sick.unlink()
+        await client.set_budget(100)
+        assert (await client.complete(WORDS).completed()).text == WORDS
 
 
 @in_trio
-async def test_an_engine_that_hangs_at_work_is_replaced_and_given_up() -> None:
-    async with launch(engine=fake_engine(hang_at_token=3), hang_busy_s=1.0, restart_limit=1) as client:
+async def test_wishes_cannot_make_it_spin(tmp_path: Path) -> None:
+    """Asked all the time, it is tried again only so often: each pause lasts for five of the first at least."""
+    sick = tmp_path / "sick"
+    options = {"restart_limit": 0, "off_pause_s": 0.4, "off_pause_max_s": 3600.0}
+    async with launch(engine=fake_engine(sick=str(sick)), **options) as client:
+        sick.touch()
+        os.kill(await engine_pid(client), signal.SIGKILL)
+        await until_off(client)
+        started, before = trio.current_time(), (await client.stats()).broker.engine_restarts
+        while trio.current_time() - started < 6:
+            with pytest.raises(errors.EngineDied):
+                await client.complete("x").completed()
+        tries = (await client.stats()).broker.engine_restarts - before
+        # 0.4 + 0.8 + 1.6 s and then 2.0 s each
+        assert 1 <= tries <= 3 + (trio.current_time() - started) / 2.0
+
+
+async def until_off(client: frameshard.Client) -> None:
+    with trio.fail_after(60):
+        while (await client.stats()).broker.engine != "off":
+            await trio.sleep(0.01)
+
+
+@in_trio
+async def test_a_job_that_hangs_the_engine_fails_alone() -> None:
+    async with launch(engine=fake_engine(hang_at_token=3), hang_busy_s=1.0) as client:
         with pytest.raises(errors.EngineDied):
             await client.complete("one two three four five").completed()
+        assert (await client.complete("one two").completed()).text == "one two"
+        assert (await client.stats()).broker.engine_restarts == 2
 
 
 @in_trio
@@ -180,9 +344,10 @@ async def test_a_busy_engine_is_left_in_peace() -> None:
 
 @in_trio
 async def test_an_engine_that_talks_nonsense_is_replaced() -> None:
-    async with launch(engine=fake_engine(nonsense_at_token=5), restart_limit=2) as client:
+    async with launch(engine=fake_engine(nonsense_at_token=5)) as client:
         with pytest.raises(errors.EngineDied):
             await client.complete(WORDS).completed()
+        assert (await client.complete("one two").completed()).text == "one two"
         assert (await client.stats()).broker.engine_restarts == 2
 
 
@@ -213,15 +378,6 @@ async def test_an_engine_that_dies_at_load_ends_the_launch() -> None:
         async with launch(engine=(sys.executable, "-c", script)):
             pass
     assert died.value.detail["last_words"] == "terminate called; what(): no such tensor"
-
-
-def patched_engine(patch: str) -> tuple[str, ...]:
-    """The real engine with a defect: Python that runs before it, with its module as `process`."""
-    script = f"from frameshard import native\nfrom frameshard.engine import process\n{patch}\nprocess.main()"
-    return (sys.executable, "-c", script)
-
-
-ABORT = "native._ggml().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
 @in_trio
@@ -388,15 +544,21 @@ async def test_a_killed_broker_takes_its_engine_with_it_and_the_next_launch_clea
 
 
 def test_restart_policy() -> None:
-    policy = RestartPolicy(3, 300.0)
-    delays = [policy.died(float(at), progress=False) for at in range(4)]
-    assert delays == [0.0, 0.25, 0.5, None]
-    policy = RestartPolicy(3, 300.0)
-    for at in range(100):
-        assert policy.died(float(at), progress=True) == 0.0
-    policy = RestartPolicy(1, 300.0)
-    assert [policy.died(at, progress=False) for at in (0.0, 301.0, 602.0, 700.0)] == [0.0, 0.0, 0.0, None]
+    def policy(limit: int) -> RestartPolicy:
+        return RestartPolicy(frameshard.ServeConfig("x", restart_limit=limit))
 
-
-def test_off_is_final() -> None:
-    assert states.ENGINE[states.Engine.OFF] == {}
+    idle = policy(3)
+    assert [idle.died(float(at), progress=False, busy=False) for at in range(4)] == [0.0, 0.25, 0.5, None]
+    assert [idle.pause() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert idle.died(5.0, progress=False, busy=False) is None
+    assert idle.pause() == 60
+    assert idle.died(1000.0, progress=True, busy=True) == 0.0
+    assert idle.pause() == 1
+    for progress in (True, False):
+        at_work = policy(0)
+        delays = [at_work.died(float(at), progress=progress, busy=True) for at in range(100)]
+        assert None not in delays
+        assert max(delay for delay in delays if delay is not None) == (0.0 if progress else 1.0)
+    rare = policy(1)
+    delays = [rare.died(at, progress=False, busy=False) for at in (0.0, 301.0, 602.0, 700.0)]
+    assert [delay is None for delay in delays] == [False, False, False, True]

@@ -4,6 +4,11 @@ Decides and does no I/O: what the engine shall do is left in :attr:`Jobs.ops`, w
 connections. A job is replayed from its prompt, its seed and the tokens that it has produced, so its client sees one
 stream without a gap; the text is the same because the engine draws token i from (seed, i) alone and repeats the batch
 shapes of the first run, which it names in ``history``.
+
+Deaths count per job: one that was in the engine at :data:`MAX_DEATHS` deaths without a new token of its own in between
+fails with the engine's reason, and the others go on. So that they do not share its blame, jobs that were in an engine
+when it died go back one at a time: the next one when the one before has said a new token, or has ended. At any death
+after the first, at most one job in the engine has said nothing new, and it is the one to blame.
 """
 
 from __future__ import annotations
@@ -14,12 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameshard.broker.images import NO_IMAGES, HeldImages, Images
-from frameshard.errors import BadArgument, BadMessage, FrameshardError, Overloaded, UnknownJob, from_wire
+from frameshard.errors import BadArgument, BadMessage, EngineDied, FrameshardError, Overloaded, UnknownJob, from_wire
 from frameshard.wire import messages as m
 from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
 
 Op = dict[str, Any]
+
+MAX_DEATHS = 2
 
 
 @dataclass(eq=False)
@@ -38,6 +45,10 @@ class Job:
     """Tokens since the last delta: some have no text of their own."""
     n_prompt: int = 0
     history: Any = None
+    deaths: int = 0
+    """Of engines that it was in, since its last new token."""
+    speaking: bool = False
+    """It has said a new token in the engine where it is now."""
     images: HeldImages = NO_IMAGES
 
     def op(self) -> Op:
@@ -136,15 +147,20 @@ class Jobs:
         self._engine_ready = True
         self._fill_slots()
 
-    def engine_lost(self) -> None:
-        """The engine is gone; its jobs wait for the next one, except those that were to end anyway."""
+    def engine_lost(self, death: FrameshardError | None) -> None:
+        """The engine is gone; its jobs wait for the next one, except those that were to end anyway and those that are
+        to blame. `death` says why it died, None that its end was asked for."""
         self._engine_ready = False
         self._leaving.clear()
         self.ops.clear()
         for job in list(self._jobs.values()):
+            job.deaths += job.at_engine and death is not None
             job.at_engine = False
             if job.cancelling:
                 self._end(job, "cancelled")
+            elif death is not None and job.deaths >= MAX_DEATHS:
+                blame = f"the engine died {job.deaths} times over this job, the last time because: {death.message}"
+                self._end(job, "failed", EngineDied(blame, **{**death.detail, "reason": death.name}))
 
     def fail_all(self, error: FrameshardError) -> None:
         """There will be no engine."""
@@ -152,7 +168,7 @@ class Jobs:
             self._end(job, "failed", error)
 
     def engine_event(self, event: dict[str, Any]) -> bool:
-        """Takes a job's event; true when it was progress. Raises :class:`BadMessage` when the engine makes no sense."""
+        """Takes a job's event; true for a new token. Raises :class:`BadMessage` when the engine makes no sense."""
         kind, number = event.get("ev"), event.get("job")
         if number in self._leaving:
             if kind in ("done", "failed", "cancelled"):
@@ -168,7 +184,7 @@ class Jobs:
             self._take(job, kind, event)
         except (KeyError, TypeError, ValueError, BadArgument) as error:
             raise BadMessage(f"the engine's {kind!r} is wrong: {error!r}") from None
-        return kind in ("token", "progress")
+        return kind == "token"
 
     def _take(self, job: Job, kind: str, event: dict[str, Any]) -> None:
         if kind == "started":
@@ -185,8 +201,12 @@ class Jobs:
                 raise ValueError(f"token {event['n']} after {len(job.tokens)} tokens")
             job.tokens.append(event["id"])
             job.unsaid += 1
+            job.deaths = 0
             if event["text"]:
                 self._say(job, event["text"])
+            if not job.speaking:
+                job.speaking = True
+                self._fill_slots()
         elif kind == "done":
             self._end(job, kind, event=event)
         elif kind == "failed":
@@ -208,13 +228,19 @@ class Jobs:
         if not self._engine_ready:
             return
         free = self._slots - self.running
-        for job in self._jobs.values():
-            if free <= 0:
+        waiting = [job for job in self._jobs.values() if not job.at_engine]
+        for job in sorted(waiting, key=lambda job: job.deaths == 0):
+            if free <= 0 or self._on_trial():
                 break
-            if not job.at_engine:
-                job.at_engine = True
-                self.ops.append(job.op())
-                free -= 1
+            job.at_engine, job.speaking = True, False
+            self.ops.append(job.op())
+            free -= 1
+
+    def _on_trial(self) -> bool:
+        """While jobs of a dead engine have said nothing new, no job enters beside another that has said nothing."""
+        jobs = self._jobs.values()
+        silent = bool(self._leaving) or any(job.at_engine and not job.speaking for job in jobs)
+        return silent and any(job.deaths for job in jobs)
 
     def _cancel(self, job: Job) -> None:
         if not job.at_engine:

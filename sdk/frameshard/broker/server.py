@@ -165,11 +165,10 @@ class Server:
             self._jobs.cancel(connection, request.job)
             connection.ok(request.id)
         elif isinstance(request, m.BudgetSet):
-            self._demand_engine()
             self._lease.set(connection, request, trio.current_time())
             if self._lease.state == "hibernated":
                 self._supervisor.hibernate()
-            elif self._lease.state == "active":
+            if self._lease.state == "active" or self._supervisor.state is states.Engine.OFF:
                 self._supervisor.wake()
         elif isinstance(request, m.BudgetGet):
             connection.reply(self._lease.describe(request.id, self._jobs.open))
@@ -206,8 +205,8 @@ class Server:
 
     def _demand_engine(self) -> None:
         if self._supervisor.state is states.Engine.OFF:
-            assert self._supervisor.error is not None
-            raise EngineDied(f"the engine is off: {self._supervisor.error.message}")
+            self._supervisor.wake()
+            raise self._supervisor.off()
 
     def _ask(self, session: Session, request: m.StatsGet | m.PlanGet, op: dict[str, Any]) -> None:
         if self._supervisor.state is not states.Engine.READY:
@@ -224,7 +223,9 @@ class Server:
         if isinstance(request, m.StatsGet):
             self._answer_stats(session, request.id, None if event is None else event.get("stats"))
         elif event is None:
-            session.connection.refuse(request.id, EngineDied("no engine runs now that could make a plan"))
+            off = self._supervisor.state is states.Engine.OFF
+            why = self._supervisor.off() if off else EngineDied("no engine runs now that could make a plan")
+            session.connection.refuse(request.id, why)
         elif "error" in event:
             session.connection.refuse(request.id, from_wire(event["error"]))
         else:
@@ -309,8 +310,8 @@ class Server:
             return self._jobs.engine_event(event)
         return False
 
-    def engine_lost(self) -> None:
-        self._jobs.engine_lost()
+    def engine_lost(self, death: FrameshardError | None) -> None:
+        self._jobs.engine_lost(death)
         self._lease.engine_lost()
         waiting, self._asked = self._asked, {}
         for session, request in waiting.values():
@@ -329,9 +330,8 @@ class Server:
         self._tell_all()
 
     def engine_off(self, error: FrameshardError) -> None:
-        ended = error if isinstance(error, EngineDied) else EngineDied(f"the engine is off: {error.message}")
-        self._jobs.fail_all(ended)
-        self._lease.fail_all(ended)
+        self._jobs.fail_all(error)
+        self._lease.fail_all(error)
         self._tell_all()
 
     def engine_busy(self) -> bool:

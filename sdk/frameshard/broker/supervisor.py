@@ -1,9 +1,9 @@
 """Starts the engine process, watches it, and starts it again.
 
 Guarantees: the engine ends when this process does (its socket closes; on an orderly end it is also killed); an engine
-that stops answering is replaced; a death that was asked for never counts. An engine that dies again and again without
-progress is given up, while one that gets a little further each time is not: only then may a long answer be finished on
-a machine that resets its driver every minute.
+that stops answering is replaced; a death that was asked for never counts. A death while jobs ran counts against those
+jobs (:mod:`frameshard.broker.jobs`). An engine that dies again and again while nothing runs is off for a pause, and
+then tried again; the pauses grow up to a limit, so the service comes back by itself when what ailed it is gone.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ WORDS_S = 1.0
 """For what a dead engine has written. Its children, if it has any, may hold the pipe open."""
 
 BACKOFF_S = 0.25
+MAX_BACKOFF_S = 1.0
+
+WAKE_AFTER = 5
+"""First pauses, before which no client's wish ends a pause: it cannot make the broker do nothing but load models."""
+
 MAX_BACKLOG = 4096
 """Messages waiting for an engine that does not read: it hangs."""
 
@@ -62,7 +67,9 @@ class Owner(Protocol):
     def engine_event(self, event: dict[str, Any]) -> bool:
         """True for progress. Raises :class:`BadMessage` when the engine makes no sense."""
 
-    def engine_lost(self) -> None: ...
+    def engine_lost(self, death: FrameshardError | None) -> None:
+        """`death` is None when the end was asked for."""
+
     def engine_wanted(self) -> bool:
         """False while no engine shall run."""
 
@@ -77,21 +84,36 @@ class Owner(Protocol):
 class RestartPolicy:
     """Whether, and after how long, to start again."""
 
-    def __init__(self, limit: int, window_s: float) -> None:
-        self._limit = limit
-        self._window_s = window_s
-        self._deaths: deque[float] = deque()
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._deaths: deque[float] = deque()  # that count
+        self._in_a_row = 0
+        self._pauses = 0
 
-    def died(self, now: float, *, progress: bool) -> float | None:
-        """Seconds to wait before the next start, or None to give up."""
+    def died(self, now: float, *, progress: bool, busy: bool) -> float | None:
+        """Seconds to wait before the next start, or None when the engine is off for :meth:`pause`.
+
+        `progress`: it has said a new token; `busy`: jobs were in it, and the death counts against them.
+        """
         if progress:
             self._deaths.clear()
-        self._deaths.append(now)
-        while self._deaths[0] < now - self._window_s:
+            self._in_a_row = 0
+        self._in_a_row += 1
+        if not busy:
+            self._deaths.append(now)
+        while self._deaths and self._deaths[0] < now - self._config.restart_window_s:
             self._deaths.popleft()
-        if len(self._deaths) > self._limit:
+        if len(self._deaths) > self._config.restart_limit:
             return None
-        return BACKOFF_S * (len(self._deaths) - 1)
+        self._pauses = 0
+        return min(BACKOFF_S * (self._in_a_row - 1), MAX_BACKOFF_S)
+
+    def pause(self) -> float:
+        """Seconds for which the engine is off now."""
+        first, longest = self._config.off_pause_s, self._config.off_pause_max_s
+        pause: float = min(first * 2 ** min(self._pauses, 32), longest)
+        self._pauses += 1
+        return pause
 
 
 class Supervisor:
@@ -120,8 +142,8 @@ class Supervisor:
         self._started_at = 0.0
 
     async def run(self) -> None:
-        """Until :meth:`stop`, a first load that fails, or the engine is given up; :attr:`error` says why."""
-        policy = RestartPolicy(self._config.restart_limit, self._config.restart_window_s)
+        """Until :meth:`stop`, or a first load that fails; :attr:`error` says why."""
+        policy = RestartPolicy(self._config)
         while True:
             status = await self._live()
             if self._stopping:
@@ -135,17 +157,15 @@ class Supervisor:
                 self.error = self._reason(f"the engine ended while it loaded the model ({status})")
                 return
             self._move("died")
-            self._owner.engine_lost()
-            delay = policy.died(trio.current_time(), progress=self._progress)
-            hopeless = self._fatal is not None and was is states.Engine.RESTARTING and not self._fatal.retriable
-            if delay is None or hopeless:
-                self.error = self._reason(f"the engine keeps dying, last with {status}")
-                self._move("gave up")
-                self._owner.engine_off(self.error)
+            death = self._reason(f"the engine ended with {status}")
+            busy = self._owner.engine_busy()
+            self._owner.engine_lost(death)
+            delay = policy.died(trio.current_time(), progress=self._progress, busy=busy)
+            if delay is None or (was is states.Engine.RESTARTING and self._fatal and not self._fatal.retriable):
+                await self._off(death, policy.pause())
+            else:
                 self._owner.engine_changed()
-                return
-            self._owner.engine_changed()
-            await trio.sleep(delay)
+                await trio.sleep(delay)
             if not self._owner.engine_wanted():
                 await self._hibernated()
                 continue
@@ -169,7 +189,7 @@ class Supervisor:
     async def _hibernated(self) -> None:
         """Until an engine is wanted again."""
         self._move("hibernated")
-        self._owner.engine_lost()
+        self._owner.engine_lost(None)
         self._owner.engine_hibernated()
         self._owner.engine_changed()
         while not self._owner.engine_wanted():
@@ -179,6 +199,29 @@ class Supervisor:
         self._move("woken")
         self._owner.engine_woken()
         self._owner.engine_changed()
+
+    async def _off(self, death: FrameshardError, pause_s: float) -> None:
+        """Until the pause is over, or an engine is asked for in a late part of it."""
+        logger.warning("the engine is off for %g s: %s", pause_s, death)
+        self.error = death
+        self._move("gave up")
+        self._owner.engine_off(self.off())
+        self._owner.engine_changed()
+        fixed_s = min(pause_s, WAKE_AFTER * self._config.off_pause_s)
+        self._woken = trio.Event()
+        await trio.sleep(fixed_s)
+        with trio.move_on_after(pause_s - fixed_s):
+            await self._woken.wait()
+        self.error = None
+        self._move("tried again")
+        self._owner.engine_woken()
+        self._owner.engine_changed()
+
+    def off(self) -> FrameshardError:
+        """For who asks for an engine while it is off."""
+        assert self.error is not None
+        message = f"the engine is off and will be tried again: {self.error.message}"
+        return EngineDied(message, **{**self.error.detail, "reason": self.error.name})
 
     def wake(self) -> None:
         """An engine is wanted again."""

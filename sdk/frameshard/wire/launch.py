@@ -81,7 +81,9 @@ class ServeConfig:
     :param silent_s: a client that says nothing for so long loses its jobs.
     :param hang_idle_s: an engine without work that does not answer for so long is replaced; `hang_busy_s` with work,
         `hang_load_s` while it loads.
-    :param restart_limit: engine deaths without progress in `restart_window_s` after which it stays off.
+    :param restart_limit: engine deaths in `restart_window_s`, without a new token in between and not while jobs ran,
+        after which it is off for `off_pause_s`. Deaths while jobs ran count against those jobs. Each pause is twice as
+        long as the last, `off_pause_max_s` at most; then the engine is tried again.
     :raises BadArgument: a value is of the wrong type or out of range.
     """
 
@@ -111,6 +113,8 @@ class ServeConfig:
     hang_load_s: float = 600.0
     restart_limit: int = 3
     restart_window_s: float = 300.0
+    off_pause_s: float = 1.0
+    off_pause_max_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -157,7 +161,16 @@ _INTEGERS = {
     "held_bytes": (0, 49152),
     "restart_limit": (0, 1000),
 }
-_NUMBERS = ("link_gbps", "silent_s", "hang_idle_s", "hang_busy_s", "hang_load_s", "restart_window_s")
+_NUMBERS = (
+    "link_gbps",
+    "silent_s",
+    "hang_idle_s",
+    "hang_busy_s",
+    "hang_load_s",
+    "restart_window_s",
+    "off_pause_s",
+    "off_pause_max_s",
+)
 
 
 @dataclass(frozen=True, repr=False)

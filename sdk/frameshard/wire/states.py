@@ -90,10 +90,11 @@ class Engine(Enum):
 
 # Rules:
 # - A first load that fails ends the sidecar with the engine's error: there is nothing to serve yet.
-# - "died" is any end that was not asked for; "gave up" follows when the restart limit is reached or the engine reports
-#   an error that a retry cannot mend.
+# - "died" is any end that was not asked for; "gave up" follows when the engine does not stay alive even without jobs
+#   (the restart limit), or reports while it loads an error that another try at once cannot mend.
 # - Hibernated is an end that was asked for: the process is gone, its jobs wait. "woken" starts another.
-# - Off is final for this launch: jobs fail with engine_died, the broker still answers.
+# - Off is a pause, and each is longer than the last up to a limit: jobs are refused with the reason. "tried again"
+#   ends it, when it has passed or sooner when a client asks for a job or a budget.
 ENGINE: dict[Engine, dict[str, Engine]] = {
     Engine.LOADING: {"ready": Engine.READY},
     Engine.READY: {"died": Engine.RESTARTING, "hibernated": Engine.HIBERNATED},
@@ -104,5 +105,5 @@ ENGINE: dict[Engine, dict[str, Engine]] = {
         "hibernated": Engine.HIBERNATED,
     },
     Engine.HIBERNATED: {"woken": Engine.RESTARTING},
-    Engine.OFF: {},
+    Engine.OFF: {"tried again": Engine.RESTARTING},
 }
