@@ -18,6 +18,7 @@ import pytest
 import trio
 
 import frameshard
+from frameshard import cpu
 from frameshard.wire import launch
 
 try:
@@ -113,6 +114,12 @@ def test_the_command_line_of_a_bundle(bundled: tuple[Path, dict[str, Any]], tmp_
 def test_the_manifest_tells_what_is_there(bundled: tuple[Path, dict[str, Any]], model_path: Path) -> None:
     place, manifest = bundled
     assert manifest == json.loads((place / "manifest.json").read_text())
+    system = manifest["system"]
+    assert system["os"] == "linux"
+    if system["machine"] == "x86_64":
+        features = cpu.compiled_for()
+        assert features
+        assert system["cpu"] == {"level": cpu.level(features), "flags": cpu.needed_flags(features)}
     (model,) = manifest["models"]
     assert model["sha256"] == hashlib.sha256(model_path.read_bytes()).hexdigest()
     assert (place / model["path"]).stat().st_size == model["bytes"] == model_path.stat().st_size

@@ -1,9 +1,13 @@
 """Builds the pinned llama-cpp-python once per machine and prints the path of the wheel.
 
 Compiling llama.cpp takes minutes, so the wheel is kept in ${XDG_CACHE_HOME:-~/.cache}/frameshard/wheels under a key of
-everything that changes what comes out: version, CMAKE_ARGS, interpreter, system, and the CPU's features, since ggml is
-compiled for the CPU it is built on. CMAKE_ARGS from the environment chooses the GPU, as llama-cpp-python documents:
-"-DGGML_CUDA=on", "-DGGML_VULKAN=on" or "-DGGML_METAL=on".
+everything that changes what comes out: version, CMake arguments, interpreter and system. CMAKE_ARGS from the
+environment chooses the GPU, as llama-cpp-python documents: "-DGGML_CUDA=on", "-DGGML_VULKAN=on" or "-DGGML_METAL=on".
+
+On x86-64 ggml is compiled for Haswell, not for the CPU that builds it: the same files then run on every later CPU, and
+a bundle can carry them. It also leaves AMX out, which gcc 12 compiles wrongly: it drops the stores that prepare
+_tile_loadconfig, and the process dies in ggml_backend_amx_mul_mat. With -DGGML_NATIVE=ON in CMAKE_ARGS the build is for
+this CPU, and its key has the CPU's features too.
 """
 
 import fcntl
@@ -21,6 +25,9 @@ import progress
 # Of llama.cpp only the libraries are used.
 LEAN = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("TOOLS", "EXAMPLES", "TESTS", "SERVER")]
 
+# Named one by one: with SOURCE_DATE_EPOCH in the environment ggml's own defaults leave all of them out.
+HASWELL = ["-DGGML_NATIVE=OFF", *(f"-DGGML_{part}=ON" for part in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C"))]
+
 
 def cpu_features() -> str:
     try:
@@ -30,7 +37,27 @@ def cpu_features() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def build(directory: pathlib.Path, cmake_args: str) -> None:
+def cmake_args(given: list[str]) -> list[str]:
+    """All arguments for CMake, those given last: of two with one name CMake takes the later."""
+    args = list(LEAN)
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        args += HASWELL
+        if any("GGML_CUDA" in arg for arg in given):
+            # Left to itself, ggml without GGML_NATIVE compiles its kernels for every GPU since Maxwell: an hour.
+            args.append("-DCMAKE_CUDA_ARCHITECTURES=native")
+    return args + given
+
+
+def key(args: list[str]) -> str:
+    """What the wheel is kept under. The CPU's features are part of it if they may change what is compiled."""
+    parts = [headers.VERSION, " ".join(args), sys.implementation.cache_tag, sys.platform, platform.machine()]
+    portable = "-DGGML_NATIVE=OFF"
+    if portable not in args or any("native" in arg.lower() for arg in args if arg != portable):
+        parts.append(cpu_features())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def build(directory: pathlib.Path, args: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         requirement = pathlib.Path(scratch) / "sdist.txt"
         requirement.write_text(f"llama-cpp-python=={headers.VERSION} --hash=sha256:{headers.SDIST_SHA256}\n")
@@ -39,7 +66,7 @@ def build(directory: pathlib.Path, cmake_args: str) -> None:
         command += ["--wheel-dir", scratch, "--requirement", str(requirement)]
         # The build tools of this environment, whether or not it is activated.
         path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        env = {**os.environ, "CMAKE_ARGS": cmake_args, "PATH": path}
+        env = {**os.environ, "CMAKE_ARGS": " ".join(args), "PATH": path}
         label = f"compiling llama-cpp-python {headers.VERSION}, once per machine"
         if status := progress.run(label, directory / "build.log", command, env):
             sys.exit(status)
@@ -48,11 +75,8 @@ def build(directory: pathlib.Path, cmake_args: str) -> None:
 
 
 def main() -> None:
-    cmake_args = " ".join([*LEAN, *os.environ.get("CMAKE_ARGS", "").split()])
-    system = [sys.implementation.cache_tag, sys.platform, platform.machine(), cpu_features()]
-    parts = [headers.VERSION, cmake_args, *system]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    directory = headers.cache_dir() / "wheels" / f"{headers.VERSION}-{key}"
+    args = cmake_args(os.environ.get("CMAKE_ARGS", "").split())
+    directory = headers.cache_dir() / "wheels" / f"{headers.VERSION}-{key(args)}"
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         try:
@@ -61,7 +85,7 @@ def main() -> None:
             print(f"waiting for another build in {directory}", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(directory.glob("*.whl")):
-            build(directory, cmake_args)
+            build(directory, args)
         print(next(directory.glob("*.whl")))
 
 

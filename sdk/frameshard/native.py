@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import errors
+from . import cpu, errors
 
 STREAMED = 1
 CPU = 2
@@ -224,9 +224,13 @@ def check_llama_cpp_python() -> None:
 
 
 def _ggml() -> ctypes.CDLL:
-    """libggml as llama_cpp loaded it; another copy in the process would have a registry of its own."""
+    """libggml as llama_cpp loaded it; another copy in the process would have a registry of its own.
+
+    :raises Unsupported: it was compiled for another CPU.
+    """
     import llama_cpp
 
+    cpu.check()
     directory = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
     names = {"win32": "ggml.dll", "darwin": "libggml.dylib"}
     ggml = ctypes.CDLL(str(directory / names.get(sys.platform, "libggml.so")))

@@ -1,8 +1,9 @@
 """``frameshard bundle``: lays out what a game ships, so that the sidecar runs where nothing is installed.
 
 A bundle is this environment's interpreter and packages, copied file by file, behind a launcher that looks nowhere else.
-It runs from any path, offline, on the system it was made for: same processor, a C library no older. Rejected: a frozen
-executable, which is one more build tool for the same files, and a virtual environment, which names absolute paths.
+It runs from any path, offline, on Linux with a C library no older than here and a CPU that has what the manifest names:
+any x86-64 since Haswell, if ``make build`` made the environment. Rejected: a frozen executable, which is one more build
+tool for the same files, and a virtual environment, which names absolute paths.
 
 ::
 
@@ -12,7 +13,7 @@ executable, which is one more build tool for the same files, and a virtual envir
     DIR/client/              libframeshard and what it needs, where it was given
     DIR/models/              model files, where they were asked for
     DIR/licences/            the licence texts of everything inside
-    DIR/manifest.json        sizes, versions, and the models with their hashes
+    DIR/manifest.json        what it needs, sizes, versions, and the models with their hashes
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from frameshard import cpu
 from frameshard.cli import common
 from frameshard.errors import BadArgument, ModelNotFound, Unsupported
 
@@ -129,6 +131,13 @@ def run(args: argparse.Namespace) -> int:
     for part, size in sizes.items():
         print(f"{part:24}{size / 2**20:8.1f} MiB")
     print(f"{'total':24}{sum(sizes.values()) / 2**20:8.1f} MiB")
+    needs = _cpu_needs()
+    if needs and needs["level"] != "x86-64-v3":
+        print(
+            f"llama-cpp-python was compiled for this CPU: the bundle needs {needs['level'] or needs['flags']}; "
+            "what `make build` makes needs x86-64-v3, Haswell and later",
+            file=sys.stderr,
+        )
     for name in silent:
         print(f"no licence text found for {name}: add it to {directory / 'licences'}", file=sys.stderr)
     return 0
@@ -373,7 +382,7 @@ def _manifest(
     return {
         "frameshard": distributions["frameshard"].version,
         "python": platform.python_version(),
-        "system": {"os": "linux", "machine": platform.machine(), libc[0] or "libc": libc[1]},
+        "system": {"os": "linux", "machine": platform.machine(), libc[0] or "libc": libc[1], "cpu": _cpu_needs()},
         "packages": {name: distribution.version for name, distribution in distributions.items()},
         "bytes": sizes,
         "total_bytes": sum(sizes.values()),
@@ -388,6 +397,14 @@ def _manifest(
         ],
         "without_licence_text": silent,
     }
+
+
+def _cpu_needs() -> dict[str, object] | None:
+    """What ggml was compiled for, the most demanding part of a bundle; ``None`` where that is not known."""
+    features = cpu.compiled_for()
+    if features is None or platform.machine() != "x86_64":
+        return None
+    return {"level": cpu.level(features), "flags": cpu.needed_flags(features)}
 
 
 def _sha256(path: Path) -> str:

@@ -31,6 +31,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from frameshard import cpu
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.nvml import DRIVER_MARGIN, Observer, OverheadMeter
 from frameshard.errors import (
@@ -250,9 +251,13 @@ class Runtime:
         self.n_threads = config.n_threads or default_threads()
         self.device_name = resolve_device(config.device)
 
+        cpu.check()
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
+        if cpu.must_avoid_amx(cpu.compiled_for(), cpu.flags()):
+            logger.warning("llama-cpp-python was compiled with AMX, which gcc 12 gets wrong: loading without it")
+            model_params.use_extra_bufts = False
         if self.device_name == "cpu":
             self._devices = (ctypes.c_void_p * 1)(None)  # an empty list, or llama.cpp would take every GPU it finds
             model_params.n_gpu_layers = 0
