@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, user
+from PIL import Image
 
 from frameshard.broker.page import Page
 from frameshard.frame import FrameBlock
@@ -126,6 +128,21 @@ def test_a_job_goes_on_after_an_engines_death(resident: EngineProcess) -> None:
     history, tokens = events[0]["history"], ids(events)
     rest = resident.run(QUESTION, images=[picture(11)], params=SEEN, history=history, resume=tokens[:2])
     assert tokens[:2] + ids(rest) == tokens
+
+
+def test_others_talk_while_an_image_is_decoded(model_path: Path, mmproj_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (4096, 4096), "red").save(file, "PNG")
+    with engine(model_path, mmproj=str(mmproj_path), **{**FIELDS, "n_parallel": 2}) as child:
+        talker = child.submit("Once upon a time", params={"max_tokens": 800})
+        child.wait_for("token", job=talker)
+        job = child.submit(QUESTION, images=[{"format": "encoded", "data": file.getvalue()}], params=SEEN)
+        child.stats()  # answered when what was sent before has been read
+        tokens = 0
+        while (event := child.next_event()).get("job") != job:
+            tokens += event["ev"] == "token"
+        assert event["ev"] == "started"
+        assert tokens >= 3  # one at most when all is done between two decodes
 
 
 def failure(child: EngineProcess, **image: Any) -> Event:

@@ -17,43 +17,39 @@ from its "started" event), then its own tokens one at a time, or with the guesse
 the text alone, and their number does too in stream-only mode; in planned mode it follows the plan and what a draft took
 of late. Rejected: reading the tokens as one chunk, which is faster and now and then ends in another text.
 
-Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker.
+Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker. Requests are
+read elsewhere (:mod:`frameshard.engine.request`): a job that comes here has its tokens.
 """
 
 from __future__ import annotations
 
 import collections
-import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from frameshard.engine.draft import Draft, Guesses, common_prefix
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
-from frameshard.engine.sampling import Sampler, SamplingParams, make_grammar
+from frameshard.engine.sampling import Sampler, SamplingParams
 from frameshard.engine.text import TextStream
-from frameshard.engine.vision import Image, Picture, Vision
+from frameshard.engine.vision import Picture, Vision
 from frameshard.errors import (
     BadArgument,
     BudgetBelowFloor,
     ContextOverflow,
     FrameshardError,
     Overloaded,
-    Unsupported,
 )
 
 Event = dict[str, Any]
 Shape = tuple[int, int]
 """Tokens of a sequence that were decoded together: how many of them it kept, and how many they were."""
 
-MAX_PROMPT_BYTES = 1 << 20
-MAX_MESSAGES = 1024
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
 
@@ -80,6 +76,7 @@ class Job:
     first_token_at: float = 0.0
     pictures: dict[int, Picture] = field(default_factory=dict)
     lookup: Lookup | None = None
+    """Where guesses are looked up; none where nothing is guessed."""
     drafted: Guesses | None = None
 
     def next_tokens(self, n: int) -> list[int]:
@@ -198,15 +195,12 @@ class Batcher:
             "drafted_right": self._drafted_right,
         }
 
-    def submit(self, message: Mapping[str, object]) -> None:
-        """Takes a submit message.
+    def add(self, job: Job) -> None:
+        """Takes a job.
 
-        :raises BadArgument: a field is missing, of the wrong type or out of range, or the job number is in use.
-        :raises ContextOverflow: prompt and answer do not fit one sequence of the context.
-        :raises Unsupported: a chat with a model that has no chat template, or images with one that reads none.
+        :raises BadArgument: the job number is in use.
         :raises Overloaded: too many jobs wait.
         """
-        job = self._parse(message)
         if any(job.id == other.id for other in self._jobs()):
             raise BadArgument(f"job {job.id} exists", field="job")
         if len(self._queued) >= MAX_QUEUED:
@@ -449,13 +443,11 @@ class Batcher:
             job.shapes.append((shape, shape))
             at += shape
         job.started_at = time.monotonic()
-        if self._runtime.guesses:
-            job.lookup = Lookup(job.prompt)
-            if self._draft is not None and not job.pictures:  # a draft reads text alone
-                self._draft.check_file()
-                job.drafted = Guesses()
-                if self._runtime.mode == "stream_only":
-                    self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
+        if self._draft is not None and job.lookup is not None and not job.pictures:  # a draft reads text alone
+            self._draft.check_file()
+            job.drafted = Guesses()
+            if self._runtime.mode == "stream_only":
+                self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
         job.sampler = Sampler(
             job.params, job.seed, self._runtime.vocab, self._runtime.n_vocab, [t for t in job.prompt if t >= 0]
         )
@@ -561,113 +553,6 @@ class Batcher:
                 slot.used_at = self._turns
         return event
 
-    # --- reading a request ----------------------------------------------------------------------------------------
-
-    def _parse(self, message: Mapping[str, object]) -> Job:
-        runtime = self._runtime
-        params = message.get("params", {})
-        if not isinstance(params, Mapping):
-            raise BadArgument("params must be a map", field="params")
-        sampling = SamplingParams.from_wire(params)
-        if sampling.json_schema:
-            llama_cpp.llama_sampler_free(make_grammar(sampling, runtime.vocab))  # refused here or never
-        conversation = message.get("conversation")
-        if conversation is not None and (not isinstance(conversation, str) or not 0 < len(conversation) <= 256):
-            raise BadArgument("conversation must be a string of 1 to 256 characters", field="conversation")
-        prompt, pictures = self._prompt(message)
-        n_prompt = len(prompt)
-        if not n_prompt:
-            raise BadArgument("the prompt is empty", field="prompt")
-        if n_prompt + (sampling.max_tokens or 1) > runtime.n_ctx_seq:
-            raise ContextOverflow(
-                f"a prompt of {n_prompt} tokens and an answer of {sampling.max_tokens or 1} do not fit the "
-                f"{runtime.n_ctx_seq} tokens of a conversation: shorten the prompt, lower max_tokens, or launch with "
-                f"n_ctx={n_prompt + (sampling.max_tokens or 1)} (--ctx on the command line)",
-                n_prompt=n_prompt,
-                n_ctx=runtime.n_ctx_seq,
-            )
-        max_new = sampling.max_tokens or runtime.n_ctx_seq - n_prompt
-        resume = _whole_list("resume", message.get("resume") or [], runtime.n_vocab - 1)
-        if len(resume) > max_new:
-            raise BadArgument("more tokens to resume than the job may produce", field="resume")
-        return Job(
-            id=_whole("job", message.get("job"), 2**53),
-            prompt=prompt,
-            params=sampling,
-            seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
-            max_new=max_new,
-            conversation=conversation,
-            resume=resume,
-            history=_unpack_shapes(message.get("history") or [], n_prompt, n_prompt if pictures else runtime.n_ubatch),
-            text=TextStream(sampling.stop),
-            pictures=pictures,
-        )
-
-    def _prompt(self, message: Mapping[str, object]) -> tuple[list[int], dict[int, Picture]]:
-        specs = message.get("images") or []
-        assert isinstance(specs, list)
-        images = [Image.from_wire(spec) for spec in specs]
-        if images and self._vision is None:
-            raise Unsupported("no model that reads images is loaded: serve with one (mmproj)")
-        if self._vision is None or not images:
-            return self._text_prompt(message), {}
-        text, add_special = self._marked_text(message, "".join(f"{self._vision.marker}\n" for _ in images))
-        prompt: list[int] = []
-        pictures: dict[int, Picture] = {}
-        for part in self._vision.tokenize(text, images, add_special=add_special):
-            if isinstance(part, Picture):
-                pictures[len(prompt)] = part
-                prompt += part.ids
-            else:
-                prompt += part
-        return prompt, pictures
-
-    def _text_prompt(self, message: Mapping[str, object]) -> list[int]:
-        if message.get("kind") == "completion":
-            return self._runtime.tokenize(_completion(message))
-        return self._runtime.chat_tokens(_messages(message))
-
-    def _marked_text(self, message: Mapping[str, object], marks: str) -> tuple[str, bool]:
-        """The prompt with ``marks`` for images before what is said last, and whether tokens like BOS have to be added.
-        libmtmd reads control tokens wherever they stand, so none may stand in what was said."""
-        if message.get("kind") == "completion":
-            prompt = _completion(message)
-            said, text, add_special = [prompt], marks + prompt, True
-        else:
-            messages = _messages(message)
-            said = [each["content"] for each in messages]
-            last = {**messages[-1], "content": marks + messages[-1]["content"]}
-            text, add_special = self._runtime.chat_text([*messages[:-1], last])
-        for each in said:
-            if (token := self._runtime.control_token(each)) is not None:
-                raise BadArgument(f"beside images a prompt cannot have {token} in it: leave it out", field="messages")
-        return text, add_special
-
-
-def _completion(message: Mapping[str, object]) -> str:
-    prompt = message.get("prompt")
-    if not isinstance(prompt, str):
-        raise BadArgument("a completion needs a prompt", field="prompt")
-    _check_size(len(prompt.encode("utf-8", "replace")))
-    return prompt
-
-
-def _messages(message: Mapping[str, object]) -> Sequence[Mapping[str, str]]:
-    if message.get("kind") != "chat":
-        raise BadArgument("kind must be chat or completion", field="kind")
-    messages = message.get("messages")
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise BadArgument(f"a chat needs 1 to {MAX_MESSAGES} messages", field="messages")
-    size = 0
-    for each in messages:
-        if not isinstance(each, Mapping) or set(each) != {"role", "content"}:
-            raise BadArgument("a message has role and content", field="messages")
-        if not all(isinstance(value, str) for value in each.values()):
-            raise BadArgument("role and content must be strings", field="messages")
-        size += sum(len(value.encode("utf-8", "replace")) for value in each.values())
-    _check_size(size)
-    return messages
-
 
 def job_slot(job: Job) -> Slot:
     """The sequence of a job that runs."""
@@ -679,23 +564,6 @@ def _progress(job: Job, phase: str, done: int, total: int) -> Event:
     return {"ev": "progress", "job": job.id, "phase": phase, "done": done, "total": total}
 
 
-def _check_size(size: int) -> None:
-    if size > MAX_PROMPT_BYTES:
-        raise BadArgument(f"the prompt is longer than {MAX_PROMPT_BYTES} bytes", field="prompt")
-
-
-def _whole(name: str, value: object, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
-        raise BadArgument(f"{name} must be a whole number from 0 to {high}", field=name)
-    return value
-
-
-def _whole_list(name: str, value: object, high: int) -> list[int]:
-    if not isinstance(value, list):
-        raise BadArgument(f"{name} must be a list", field=name)
-    return [_whole(name, item, high) for item in value]
-
-
 def _pack_shapes(shapes: Iterable[Shape]) -> list[list[int]]:
     """[(3, 8), (1, 1), (1, 1)] -> [[3, 8, 1], [1, 1, 2]]: tokens kept, tokens decoded and how often in a row."""
     packed: list[list[int]] = []
@@ -705,23 +573,3 @@ def _pack_shapes(shapes: Iterable[Shape]) -> list[list[int]]:
         else:
             packed.append([kept, decoded, 1])
     return packed
-
-
-def _unpack_shapes(packed: object, n_prompt: int, n_ubatch: int) -> list[Shape]:
-    if not isinstance(packed, list):
-        raise BadArgument("history must be a list", field="history")
-    shapes: list[Shape] = []
-    total, kept, decoded = 0, 0, 0
-    for row in packed:
-        kept, decoded, count = row if isinstance(row, list) and len(row) == 3 else (0, 0, 0)
-        if not (
-            _whole("history", count, n_prompt) and _whole("history", kept, _whole("history", decoded, n_ubatch)) > 0
-        ):
-            raise BadArgument("history must have tokens kept, tokens decoded, and how often", field="history")
-        shapes += [(kept, decoded)] * count
-        total += kept * count
-        if total > n_prompt:
-            raise BadArgument("history is longer than the prompt", field="history")
-    if total == n_prompt and kept < decoded:
-        raise BadArgument("the prompt's last tokens cannot have been cut", field="history")
-    return shapes

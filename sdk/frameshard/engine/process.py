@@ -4,8 +4,9 @@
 ``op`` (from the broker) or ``ev`` (to it) names it.
 
 Threads: the *reader* takes frames and never waits for the GPU; what can act in the middle of a decode (interrupting a
-job, statistics) it does itself, the rest goes to the *main* thread in order. The *budget* thread waits for the device
-to release memory. The main thread decodes, and between decodes answers pings: a stuck engine shows by its silence. One
+job, statistics) it does itself, the rest goes to the *main* thread in order. Two *prepare* threads make requests ready
+to run, and one *plan* thread answers what-if questions. The *budget* thread waits for the device to release memory. The
+main thread decodes, and between decodes answers pings: a stuck engine shows by its silence. One
 decode can last longer than the broker's patience (a long chunk of a large model on a slow CPU), so while a decode
 visibly moves the reader answers in its place.
 
@@ -29,8 +30,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.batch import Batcher, Event, Job
 from frameshard.engine.draft import Draft
+from frameshard.engine.prepare import Preparation
+from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import EngineConfig, Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
@@ -41,6 +44,7 @@ from frameshard.errors import (
     DeadlineMissed,
     EngineDied,
     FrameshardError,
+    Overloaded,
     Unsupported,
 )
 from frameshard.native import SCHEDULING_MODES, Pacing, ShardDevice, on_abort
@@ -60,6 +64,9 @@ FILL_S = 0.005
 
 FILL_STEPS = 4
 """Between two decodes they are copied for as long as so many decodes take: then they need not be streamed any more."""
+
+MAX_PLANS = 8
+"""What-if questions that wait at most."""
 
 LEARN_EVERY = 64  # decodes between two looks at what experts are chosen
 
@@ -119,6 +126,8 @@ class Engine:
         self._budgets: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._runtime: Runtime | None = None
         self._batcher: Batcher | None = None
+        self._preparation: Preparation | None = None
+        self._plans: queue.Queue[Message] = queue.Queue(MAX_PLANS)
         self._vision: Vision | None = None
         self._loaded = threading.Event()
         self._closed = threading.Event()
@@ -140,7 +149,7 @@ class Engine:
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
-        for work in (self._read, self._serve_budgets, self._watch):
+        for work in (self._read, self._serve_budgets, self._serve_plans, self._watch):
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
         try:
             while not self._stop:
@@ -152,10 +161,12 @@ class Engine:
         except Exception as error:
             logger.exception("a defect of the engine")
             return self._fatal(FrameshardError(f"{type(error).__name__}: {error}"))
-        if self._batcher is not None:
-            self._batcher.close()
-        if self._runtime is not None:
-            self._runtime.close()
+        # What a request is still read with must not be freed; the system takes it all anyway.
+        if self._preparation is None or self._preparation.close(CLEANUP_S / 2):
+            if self._batcher is not None:
+                self._batcher.close()
+            if self._runtime is not None:
+                self._runtime.close()
         self._closed.set()
         return 0
 
@@ -242,6 +253,7 @@ class Engine:
         mmproj = self._runtime.config.mmproj
         self._vision = Vision(self._runtime, mmproj) if mmproj else None
         self._batcher = Batcher(self._runtime, self._vision, self._make_draft(self._runtime))
+        self._preparation = Preparation(RequestReader(self._runtime, self._vision).read, self._prepared)
         self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
         self._budget_known = self._runtime.budget_bytes
         self._watcher = Watcher(self._runtime)
@@ -257,17 +269,19 @@ class Engine:
             return None
         return Draft(runtime, runtime.config.draft_model)
 
-    def _submit(self, message: Message) -> None:
-        if self._batcher is None:
-            raise BadMessage("submit came before load")
-        try:
-            self._batcher.submit(message)
-        except FrameshardError as error:
-            self._channel.send({"ev": "failed", "job": message.get("job"), "error": error.to_wire()})
-        except Exception as error:  # a defect of ours, of which only this job is known to suffer
-            logger.exception("a job could not be taken")
-            defect = FrameshardError(f"the engine cannot take this job: {type(error).__name__}: {error}")
-            self._channel.send({"ev": "failed", "job": message.get("job"), "error": defect.to_wire()})
+    def _prepared(self, number: object, outcome: Job | FrameshardError) -> None:
+        """[any thread] A request has been read."""
+        self._commands.put(lambda: self._submit(number, outcome))
+
+    def _submit(self, number: object, outcome: Job | FrameshardError) -> None:
+        assert self._batcher is not None
+        if isinstance(outcome, Job):
+            try:
+                self._batcher.add(outcome)
+                return
+            except FrameshardError as error:
+                outcome = error
+        self._channel.send({"ev": "failed", "job": number, "error": outcome.to_wire()})
 
     def _cancel(self, job: int) -> None:
         if self._batcher is not None:
@@ -301,9 +315,14 @@ class Engine:
         if op == "load":
             self._commands.put(lambda: self._load(message))
         elif op == "submit":
-            self._commands.put(lambda: self._submit(message))
+            if self._preparation is None:
+                raise BadMessage("submit came before the engine was ready")
+            self._preparation.submit(message)
         elif op == "cancel":
             job = _integer(message, "job")
+            if self._preparation is not None and self._preparation.cancel(job):
+                self._commands.put(lambda: self._channel.send({"ev": "cancelled", "job": job}))
+                return
             if self._batcher is not None:
                 self._batcher.interrupt(job)
             self._commands.put(lambda: self._cancel(job))
@@ -314,7 +333,7 @@ class Engine:
         elif op == "pacing":
             self._set_pacing(str(message.get("mode")), message.get("target"))
         elif op == "plan":
-            threading.Thread(target=self._plan, args=(message,), daemon=True, name="plan").start()
+            self._ask_plan(message)
         elif op == "stats":
             self._channel.send({"ev": "stats", "seq": _integer(message, "seq"), "stats": self._stats()})
         elif op == "ping":
@@ -392,6 +411,40 @@ class Engine:
             "full_bytes": device.full_bytes if device else 0,
             "plan": runtime.plan.summary() if runtime.plan else {},
         }
+
+    def _ask_plan(self, message: Message) -> None:
+        try:
+            self._plans.put_nowait(message)
+        except queue.Full:
+            error = Overloaded(f"{MAX_PLANS} plans are asked for already")
+            self._channel.send({"ev": "plan", "seq": message.get("seq"), "error": error.to_wire()})
+
+    # --- plan thread ----------------------------------------------------------------------------------------------
+
+    def _serve_plans(self) -> None:
+        """What-if questions, one at a time. None is worth a pause of a decode."""
+        self._loaded.wait()
+        assert self._runtime is not None
+        with contextlib.suppress(BrokerGone):
+            while True:
+                message = self._plans.get()
+                event: Event = {"ev": "plan", "seq": message.get("seq")}
+                try:
+                    event["rows"] = self._predict(self._runtime, message)
+                except FrameshardError as error:
+                    event["error"] = error.to_wire()
+                self._channel.send(event)
+
+    def _predict(self, runtime: Runtime, message: Message) -> list[dict[str, object]]:
+        if runtime.device is None:
+            raise Unsupported("plans are made for a shard device, and this model runs on the CPU alone")
+        n_prompt = _integer(message, "prompt_tokens")
+        rows: list[dict[str, object]] = []
+        for budget in message["budgets"]:
+            if self._stop:
+                raise EngineDied("the engine ends")
+            rows.append(runtime.what_if(budget, n_prompt))
+        return rows
 
     # --- watch thread ---------------------------------------------------------------------------------------------
 
@@ -564,18 +617,6 @@ class Engine:
                     reached = stats.used_bytes - int(excess * timeout_s / seconds)
         self._channel.send({**event, "phase": "lease", "budget_bytes": reached, "seconds": seconds})
         return timeout_s if reached == wanted else max(timeout_s, PARTIAL_S)
-
-    def _plan(self, message: Message) -> None:
-        """A thread of its own: predictions at the budgets asked."""
-        event: Event = {"ev": "plan", "seq": message.get("seq")}
-        with contextlib.suppress(BrokerGone):
-            try:
-                if self._runtime is None or self._runtime.device is None:
-                    raise Unsupported("plans are made for a shard device, and this model runs on the CPU alone")
-                rows = self._runtime.what_if(message["budgets"], _integer(message, "prompt_tokens"))
-                self._channel.send({**event, "rows": rows})
-            except FrameshardError as error:
-                self._channel.send({**event, "error": error.to_wire()})
 
     def _await_observed(self, runtime: Runtime, wanted: int, deadline: float) -> int | None:
         """The driver's figure as soon as it is within the budget, else the last one before ``deadline`` or before the

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from frameshard import cpu
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.nvml import DRIVER_MARGIN, Observer, OverheadMeter
+from frameshard.engine.vocabulary import LeastTokens
 from frameshard.errors import (
     BadArgument,
     BadModel,
@@ -75,6 +76,8 @@ _llama_logger = logging.getLogger("frameshard.llama")
 ALL_LAYERS = 999
 STOCK = "stock:"
 MAX_SEQUENCES = 64
+LONG_TEXT_CHARS = 1 << 15
+"""Shorter texts are tokenised within a tenth of a second, in which there is no use for a bound."""
 KV_TYPES = {
     "f16": llama_cpp.GGML_TYPE_F16,
     "q8_0": llama_cpp.GGML_TYPE_Q8_0,
@@ -490,7 +493,7 @@ class Runtime:
     ) -> None:
         self.close()
 
-    # --- text -----------------------------------------------------------------------------------------------------
+    # --- text [any thread] --------------------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of ``text``. ``add_special`` adds BOS/EOS where the model wants them; ``parse_special`` reads
@@ -509,13 +512,35 @@ class Runtime:
         found = self._control_tokens.search(text)
         return found and found[0]
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of :meth:`chat_text`. Control tokens written out in a message are read as the characters that they
-        are: whoever is quoted there cannot end the message and speak for another.
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the length of :meth:`tokenize`; 0 for a text that is tokenised quickly."""
+        if len(text) < LONG_TEXT_CHARS or self._least_tokens is None:
+            return 0
+        return self._least_tokens.of(text.encode("utf-8", "replace"))
 
-        :raises Unsupported: the model has no usable chat template.
-        :raises BadArgument: the template refuses the messages.
-        """
+    @functools.cached_property
+    def _least_tokens(self) -> LeastTokens | None:
+        """``None`` for kinds of vocabulary that change or drop parts of a text."""
+        name = ctypes.create_string_buffer(16)
+        llama_cpp.llama_model_meta_val_str(self._model, b"tokenizer.ggml.model", name, len(name))
+        if name.value not in (b"llama", b"gpt2"):
+            return None
+        stripping = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
+        tokens = range(self.n_vocab)
+        strips = any(llama_cpp.llama_vocab_get_attr(self._vocab, token) & stripping for token in tokens)
+        pieces = (self._piece(token, special=True) for token in tokens)
+        return LeastTokens(pieces, strips=strips, escapes=name.value == b"llama")
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of :meth:`chat_text`, but of control tokens written out in a message those of the characters that
+        they are: whoever is quoted there cannot end the message and speak for another. Raises like
+        :meth:`chat_text`."""
+        parts, add_special = self.chat_parts(messages)
+        return self.tokenize_parts(parts, add_special=add_special, parse_special=True)
+
+    def chat_parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[str], bool]:
+        """:meth:`chat_text` for :meth:`tokenize_parts`, cut in the middle of control tokens written out in messages.
+        Raises like :meth:`chat_text`."""
         cut = secrets.token_hex(16)
 
         def apart(found: re.Match[str]) -> str:
@@ -524,9 +549,13 @@ class Runtime:
         text, add_special = self.chat_text(
             [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages]
         )
+        return text.split(cut), add_special
+
+    def tokenize_parts(self, parts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[int]:
+        """The tokens of a text whose ``parts`` have no token in common; otherwise like :meth:`tokenize`."""
         tokens: list[int] = []
-        for i, part in enumerate(text.split(cut)):
-            tokens += self.tokenize(part, add_special=add_special and i == 0, parse_special=True)
+        for i, part in enumerate(parts):
+            tokens += self.tokenize(part, add_special=add_special and i == 0, parse_special=parse_special)
         return tokens
 
     def chat_text(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
@@ -870,27 +899,22 @@ class Runtime:
             layout=layout,
         )
 
-    def what_if(self, budgets: Sequence[int], n_prompt: int) -> list[dict[str, object]]:
-        """[any thread] Of each budget, whether it fits, what would be where, and predicted times; changes nothing."""
+    def what_if(self, budget: int, n_prompt: int) -> dict[str, object]:
+        """[any thread] Whether a budget fits, what would be where, and predicted times; changes nothing."""
         assert self.device is not None
         assert self.profile is not None
-        rows: list[dict[str, object]] = []
-        for budget in budgets:
-            row: dict[str, object] = {
-                "vram_budget_bytes": budget,
-                "fits": False,
-                "ttft_s": None,
-                "tokens_per_second": None,
-            }
-            sizes = {"resident_bytes": 0, "streamed_bytes": 0, "cpu_bytes": 0}
-            with contextlib.suppress(BudgetBelowFloor):
-                plan = self.plan_for(budget, min(n_prompt, self.n_ctx_seq), 1)
-                row.update(
-                    fits=True, ttft_s=plan.predicted_ttft(n_prompt), tokens_per_second=plan.predicted_decode_tps()
-                )
-                sizes = {name: getattr(plan.tiers[0], name) for name in sizes}
-            rows.append({**row, **sizes})
-        return rows
+        row: dict[str, object] = {
+            "vram_budget_bytes": budget,
+            "fits": False,
+            "ttft_s": None,
+            "tokens_per_second": None,
+        }
+        sizes = {"resident_bytes": 0, "streamed_bytes": 0, "cpu_bytes": 0}
+        with contextlib.suppress(BudgetBelowFloor):
+            plan = self.plan_for(budget, min(n_prompt, self.n_ctx_seq), 1)
+            row.update(fits=True, ttft_s=plan.predicted_ttft(n_prompt), tokens_per_second=plan.predicted_decode_tps())
+            sizes = {name: getattr(plan.tiers[0], name) for name in sizes}
+        return {**row, **sizes}
 
     def measure_overhead(self) -> None:
         """[any thread] Tells the device how much more the driver counts for this process than the device's ledger

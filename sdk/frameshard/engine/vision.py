@@ -3,7 +3,7 @@
 The tower's weights lie in host memory and are streamed while an image is encoded; VRAM for it is borrowed from the
 language model's budget for that time alone. On the CPU the tower is stock libmtmd. What an image was encoded to is kept
 in host memory, so that the same image in another prompt costs nothing but its reading. A :class:`Vision` belongs to the
-thread of its :class:`~frameshard.engine.runtime.Runtime`.
+thread of its :class:`~frameshard.engine.runtime.Runtime`, except for what says [any thread].
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Image:
 
     @classmethod
     def from_wire(cls, spec: Mapping[str, Any]) -> Image:
-        """The image of a submit message. Alpha is dropped.
+        """[any thread] The image of a submit message. Alpha is dropped.
 
         :raises BadArgument: it cannot be read, is no PNG or JPEG, is cut off or too large.
         :raises Unsupported: an encoded image, and Pillow is not installed.
@@ -200,7 +200,7 @@ class Vision:
         return self._marker
 
     def tokenize(self, prompt: str, images: Sequence[Image], *, add_special: bool) -> list[list[int] | Picture]:
-        """The parts of ``prompt``: text and pictures. Each :attr:`marker` stands for one of
+        """[any thread] The parts of ``prompt``: text and pictures. Each :attr:`marker` stands for one of
         ``images``; control tokens written out in the text are read.
 
         :raises BadArgument: libmtmd cannot use an image.

@@ -1,0 +1,182 @@
+"""Requests that are slow to read hold up nobody else: each test has one, and a job that talks meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_driver import EngineProcess, engine, ids, user
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny_models
+from frameshard.engine.runtime import LONG_TEXT_CHARS, EngineConfig, Runtime
+
+# A second of CPU time where the message asks for it.
+SLOW_TEMPLATE = (
+    "{% if 'slow' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+# Might fit, as far as the bytes say, and takes a second to tokenise: each of these bytes becomes a token.
+LONG = "\u2581" * 36_000
+TALK = {"temperature": 0.0, "max_tokens": 3000}
+MANY = 20
+"""Tokens that the talking job has to say meanwhile. When one thread does it all, there is one at most."""
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    path = tmp_path_factory.mktemp("model") / "slow.gguf"
+    tiny_models.make("llama", path, chat_template=SLOW_TEMPLATE)
+    with engine(path, n_ctx=16384, n_parallel=2) as running:
+        yield running
+
+
+@pytest.fixture
+def talker(child: EngineProcess) -> Iterator[int]:
+    job = child.submit("Once upon a time", params=TALK)
+    child.wait_for("token", job=job)
+    yield job
+    child.send(op="cancel", job=job)
+    child.wait_for("cancelled", "done", job=job)
+
+
+def tokens_until(child: EngineProcess, talker: int, job: int, *names: str) -> tuple[int, dict[str, Any]]:
+    """Tokens of ``talker`` from when the engine has this job to the first event of it, which has to be of ``names``."""
+    child.stats()  # answered when what was sent before has been read
+    count = 0
+    while (event := child.next_event()).get("job") != job:
+        count += event["ev"] == "token" and event["job"] == talker
+    assert event["ev"] in names, event
+    return count, event
+
+
+def test_others_talk_while_a_long_prompt_is_tokenised(child: EngineProcess, talker: int) -> None:
+    count, failed = tokens_until(child, talker, child.submit(LONG), "failed")
+    assert failed["error"]["name"] == "context_overflow"
+    assert failed["error"]["detail"]["n_prompt"] == 108_004
+    assert count >= MANY
+
+
+def test_others_talk_while_a_template_takes_its_time(child: EngineProcess, talker: int) -> None:
+    count, failed = tokens_until(child, talker, child.submit(user("be slow")), "failed")
+    assert failed["error"]["name"] == "bad_argument"
+    assert count >= MANY
+
+
+def test_short_requests_do_not_wait_for_long_ones(child: EngineProcess) -> None:
+    long = [child.submit(LONG) for _ in range(2)]
+    short = child.submit("abc", params={"max_tokens": 2})
+    order = []
+    while len(order) < 3:
+        event = child.next_event()
+        if event["ev"] in ("done", "failed"):
+            order.append(event["job"])
+    assert order == [short, *long]
+
+
+def test_jobs_of_one_conversation_keep_their_order(child: EngineProcess) -> None:
+    prompts = ["\u2581" * 6000 + " one", "two", user("three"), "\u2581" * 6000 + " four", "five"]
+    wanted = [child.submit(prompt, conversation="c", params={"max_tokens": 1}) for prompt in prompts]
+    order = []
+    while len(order) < len(prompts):
+        event = child.next_event()
+        if event["ev"] in ("started", "failed"):
+            order.append(event["job"])
+    assert order == wanted
+
+
+def test_a_job_that_is_being_read_can_be_cancelled(child: EngineProcess, talker: int) -> None:
+    job = child.submit(LONG, conversation="cancelled")
+    behind = child.submit("abc", conversation="cancelled", params={"max_tokens": 1})
+    child.send(op="cancel", job=job)
+    events = child.finish(job, behind)
+    assert [event["ev"] for event in events[job]] == ["cancelled"]
+    assert [event["ev"] for event in events[behind]] == ["started", "token", "done"]
+    # Nothing more is said of it, and its number is free.
+    child.send(op="submit", job=job, kind="completion", prompt="abc", params={"max_tokens": 2})
+    assert [event["ev"] for event in child.finish(job)[job]] == ["started", "token", "token", "done"]
+
+
+def test_a_number_that_is_being_read_is_in_use(child: EngineProcess) -> None:
+    job = child.submit(LONG)
+    child.send(op="submit", job=job, kind="completion", prompt="x", params={})
+    assert [child.wait_for("failed", job=job)["error"]["name"] for _ in range(2)] == [
+        "bad_argument",
+        "context_overflow",
+    ]
+
+
+def test_the_engine_ends_while_a_request_is_read(tmp_path: Path) -> None:
+    tiny_models.make("llama", tmp_path / "tiny.gguf")
+    child = EngineProcess()
+    try:
+        child.load(tmp_path / "tiny.gguf", device="cpu", n_ctx=512, n_parallel=1, n_threads=1)
+        child.submit(LONG)
+        child.send(op="stop")
+        assert child.process.wait(30) == 0
+    finally:
+        child.close()
+
+
+def test_plans_wait_in_one_short_queue(tiny_model: Callable[[str], Path]) -> None:
+    with engine(tiny_model("llama"), device="emulated", n_ctx=4096, n_parallel=2) as child:
+        talker = child.submit("Once upon a time", params=TALK)
+        child.wait_for("token", job=talker)
+        for seq in range(30):
+            child.send(op="plan", seq=seq, budgets=[0] * 4, prompt_tokens=100)
+        answers: dict[int, Any] = {}
+        tokens = 0
+        while len(answers) < 30:
+            event = child.next_event()
+            tokens += event["ev"] == "token"
+            if event["ev"] == "plan":
+                answers[event["seq"]] = event.get("error", {}).get("name") or len(event["rows"])
+        assert set(answers.values()) == {4, "overloaded"}
+        assert answers[0] == 4
+        assert tokens
+
+
+# --- how few tokens a text can have -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["smollm2", "llama"])
+def runtime(request: pytest.FixtureRequest, model_path: Path, tiny_model: Callable[[str], Path]) -> Iterator[Runtime]:
+    path = model_path if request.param == "smollm2" else tiny_model("llama")
+    with Runtime.load(EngineConfig(model=str(path), n_ctx=256, n_parallel=1, n_threads=1)) as loaded:
+        yield loaded
+
+
+PIECES = st.sampled_from(
+    ["the ", "  ", "\u2581", "<|im_end|>", "internationally", "\n\n", "0", "旅", "\x00", "w12 w13"]
+)
+
+
+@given(
+    text=st.text() | st.lists(PIECES | st.characters()).map("".join), times=st.integers(1, 50), control=st.booleans()
+)
+def test_no_text_has_fewer_tokens_than_the_bound(runtime: Runtime, text: str, times: int, control: bool) -> None:
+    least = runtime._least_tokens
+    assert least is not None
+    text *= times
+    assert least.of(text.encode()) <= len(runtime.tokenize(text, add_special=False, parse_special=control))
+
+
+@pytest.mark.parametrize("text", ["The wind blew over the hills. ", "a", " ", "{", "\n", "\U0001f409", "abc def 123, "])
+def test_the_bound_refuses_what_is_far_too_long(runtime: Runtime, text: str) -> None:
+    long = (text * (1 << 20))[: (1 << 20) // len(text[:1].encode())]
+    assert runtime.least_tokens(long) > 4096
+    assert runtime.least_tokens(long[:LONG_TEXT_CHARS]) > 0
+    assert runtime.least_tokens(long[: LONG_TEXT_CHARS - 1]) == 0
+
+
+def test_a_prompt_that_cannot_fit_is_refused_unread(model_path: Path) -> None:
+    with engine(model_path, n_ctx=2048, n_parallel=1) as child:
+        for prompt in ("The wind blew. " * 60_000, user("The wind blew. " * 60_000)):
+            (failed,) = child.run(prompt)
+            assert failed["error"]["name"] == "context_overflow"
+            assert "a prompt of at least" in failed["error"]["message"]
+            assert failed["error"]["detail"]["n_prompt"] > 2048
+        assert ids(child.run("Hello", params={"max_tokens": 2}))
