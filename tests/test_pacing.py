@@ -6,9 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import trio
 
 import frameshard
+from frameshard import errors
 from frameshard.frame import FrameBlock
 from sidecars import in_trio, launch
 
@@ -103,6 +105,38 @@ async def test_tokens_come_no_faster_than_the_target(model_path: Path) -> None:
         result = await client.complete("Once upon a time", sampling=sampling).completed()
         assert result.n_generated == 11
         assert result.decode_s >= 0.45  # at least nine intervals, on any machine
+
+
+@in_trio
+async def test_a_target_out_of_range_is_refused_and_harms_nobody() -> None:
+    async with launch() as client:
+        for rate in (1e-12, 0.09, 10_001, -1, float("inf"), float("nan"), 1e-320, "fast", True, False):
+            with pytest.raises(errors.BadArgument, match="target_tokens_per_second"):
+                await client.set_pacing(target_tokens_per_second=rate)  # type: ignore[arg-type]
+        for rate in (0, 0.1, 10_000):
+            await client.set_pacing(target_tokens_per_second=rate)
+        assert (await client.stats()).broker.engine_restarts == 0
+
+
+@in_trio
+async def test_what_was_due_at_the_old_target_is_forgotten(model_path: Path) -> None:
+    """At a token in ten seconds, a wait begins that is as long as that; the new target ends it."""
+    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
+        sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
+        async with client.complete("Once upon a time", sampling=sampling) as stream:
+            await stream.__anext__()
+            waited = []
+            for _ in range(3):
+                await client.set_pacing(target_tokens_per_second=0.1)
+                with trio.move_on_after(1.0):  # what was under way
+                    while True:
+                        await stream.__anext__()
+                asked = trio.current_time()
+                await client.set_pacing(target_tokens_per_second=0)
+                await stream.__anext__()
+                waited.append(trio.current_time() - asked)
+            # A wait that nobody ended would last for 8 s or more.
+            assert min(waited) < 5
 
 
 @in_trio

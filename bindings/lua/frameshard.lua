@@ -676,10 +676,11 @@ function Sidecar:get_plan(vram_budget_mb, prompt_tokens)
 end
 
 --- How the GPU is shared with the game's frames: "prioritize_graphics", "balance" or "prioritize_compute", and a limit
--- of tokens a second for all jobs together (0, the default: none). Returns the number that a "refused" would have.
+-- of 0.1 to 10,000 tokens a second for all jobs together (0, the default: none). Returns the number that a "refused"
+-- would have.
 function Sidecar:set_pacing(scheduling_mode, target_tokens_per_second)
   local mode = place_of(scheduling_mode, SCHEDULING_MODES, "scheduling_mode")
-  local rate = number_of(target_tokens_per_second or 0, "target_tokens_per_second", 0, 1e6)
+  local rate = number_of(target_tokens_per_second or 0, "target_tokens_per_second", 0, 10000)
   check(lib.fs_set_pacing(client_of(self), mode, rate, self._number))
   return tonumber(self._number[0])
 end

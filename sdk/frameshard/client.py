@@ -560,7 +560,8 @@ class Client:
     ) -> None:
         """How the GPU is shared with the frames of :meth:`frame_block`: ``prioritize_graphics`` uses only what they
         leave, ``balance`` some more as long as they keep their time, ``prioritize_compute`` takes no notice of them.
-        Tokens come no faster than the target, 0 for as fast as they can."""
+        Tokens come no faster than the target, 0.1 to 10,000 a second for all jobs together, or 0 for as fast as they
+        can."""
         await self._answer(self._ask(lambda: self._core.pacing(scheduling_mode, target_tokens_per_second)))
 
     async def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> FrameBlock:

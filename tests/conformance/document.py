@@ -180,6 +180,9 @@ def check(notation: str) -> Check:
         return lambda value: isinstance(value, list) and len(value) <= int(limit) and all(map(each, value))
     if word in RECORDS:
         return lambda value: _fits(RECORDS[word], value)
+    if rest.startswith("0, "):
+        other = check(f"{word} {rest[3:]}")
+        return lambda value: (value == 0 and not isinstance(value, bool)) or other(value)
     low, high = map(float, rest.split(".."))
     if word == "bin":
         return lambda value: isinstance(value, bytes) and low <= len(value) <= high

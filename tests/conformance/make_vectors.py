@@ -215,6 +215,12 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "plan-33": ({"t": "plan", "id": 1, "epoch": 5, "budgets": [1] * 33}, "33 budgets"),
     "plan-no-prompt": ({"t": "plan", "id": 1, "epoch": 5, "budgets": [1], "prompt_tokens": 0}, "a prompt of 0 tokens"),
+    "target-tiny": (
+        {"t": "pacing", "id": 1, "epoch": 5, "target_tokens_per_second": 1e-12},
+        "a rate above 0 below 0.1",
+    ),
+    "target-huge": ({"t": "pacing", "id": 1, "epoch": 5, "target_tokens_per_second": 10001}, "a rate above 10000"),
+    "target-bool": ({"t": "pacing", "id": 1, "epoch": 5, "target_tokens_per_second": False}, "false is not 0"),
     "notices-number": ({"t": "hello", "id": 1, "protocol": 1, "client": "", "notices": 1}, "1 is not true"),
     "resend-number": ({"t": "credit", "epoch": 5, "job": 1, "next": 0, "resend": 1}, "1 is not true"),
 }

@@ -339,8 +339,8 @@ enum {
 };
 
 /* How the GPU is shared with the frames that a frame block tells of. `target_tokens_per_second` is a limit for all jobs
- * together; 0: as fast as they can. The last word counts, whichever client says it. FS_EVENT_REFUSED follows if it is
- * refused, else nothing. `request` may be NULL. [client] */
+ * together, 0.1 to 10000; 0: as fast as they can. The last word counts, whichever client says it. FS_EVENT_REFUSED
+ * follows if it is refused, else nothing. `request` may be NULL. [client] */
 FS_API fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second,
                                uint64_t *request);
 

@@ -669,7 +669,9 @@ fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double targe
     return guarded([&] {
         fs_client &open = open_client(client);
         check_range("scheduling_mode", scheduling_mode, FS_PRIORITIZE_GRAPHICS, FS_PRIORITIZE_COMPUTE);
-        check_range("target_tokens_per_second", target_tokens_per_second, 0, 1e6);
+        if (target_tokens_per_second != 0) { // else no bound
+            check_range("target_tokens_per_second", target_tokens_per_second, 0.1, 10000);
+        }
         const char *const modes[] = {"prioritize_graphics", "balance", "prioritize_compute"};
         ask_for(open,
                 {{"t", "pacing"},

@@ -291,6 +291,10 @@ class Engine:
         for event in events:
             self._channel.send(event)
 
+    def _set_target(self, rate: float) -> None:
+        """What was due at the old rate is not due any more."""
+        self._target, self._due = rate, 0.0
+
     def _stop_main(self) -> None:
         self._stop = True
 
@@ -352,10 +356,10 @@ class Engine:
     def _set_pacing(self, mode: str, target: object) -> None:
         if mode not in SCHEDULING_MODES or not isinstance(target, (int, float)):
             raise BadMessage("pacing needs a mode and a number")
-        self._target = float(target)
         if self._runtime is not None and self._runtime.device is not None:
             self._runtime.device.set_scheduling_mode(mode)
-        self._commands.put(lambda: None)
+        rate = float(target)
+        self._commands.put(lambda: self._set_target(rate))
 
     def _end(self) -> None:
         self._commands.put(self._stop_main)

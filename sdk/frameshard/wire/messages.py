@@ -23,6 +23,9 @@ VERSION = 1
 MAX_WINDOW = 256
 """Events that may be under way to a client for one job."""
 
+MIN_RATE, MAX_RATE = 0.1, 10_000.0
+"""Bounds of a target of tokens per second, but for 0."""
+
 T = TypeVar("T")
 Check = Callable[[Any], Any]
 
@@ -50,6 +53,12 @@ def _number(low: float, high: float) -> Check:
         return float(value)
 
     return check
+
+
+def _rate(value: Any) -> float:
+    if type(value) not in (int, float) or not (value == 0 or MIN_RATE <= value <= MAX_RATE):
+        raise Refused(f"must be 0 or a number from {MIN_RATE} to {MAX_RATE}")
+    return float(value)
 
 
 def _text(limit: int, least: int = 0) -> Check:
@@ -382,7 +391,7 @@ class Pacing:
     id: Id
     epoch: Id
     scheduling_mode: SchedulingMode = "balance"
-    target_tokens_per_second: Annotated[float, _number(0, 1e6)] = 0.0
+    target_tokens_per_second: Annotated[float, _rate] = 0.0
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ namespace Frameshard
         }
 
         /// <summary>How the GPU is shared with the frames that a <see cref="FrameBlock"/> tells of, and a limit for all
-        /// jobs together (0: none).</summary>
+        /// jobs together (0.1 to 10,000 tokens a second; 0: none).</summary>
         public void SetPacing(SchedulingMode mode, double targetTokensPerSecond = 0)
         {
             lock (_gate) Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
