@@ -6,7 +6,7 @@ import pytest
 import trio
 import zmq
 
-from frameshard.transport import Socket, Unreachable, configure
+from frameshard.transport import MAX_DROPPED, STEP_PARTS, Flooded, Socket, Unreachable, configure
 from sidecars import in_trio
 
 COUNT = 20_000
@@ -19,7 +19,7 @@ class Naive(Socket):
         while True:
             await trio.lowlevel.wait_readable(self._fd)
             try:
-                return self._receive_now()
+                return self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 pass
 
@@ -94,6 +94,53 @@ async def test_a_router_says_that_nobody_is_there() -> None:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         with pytest.raises(Unreachable):
             Socket(router).try_send([b"nobody", b"hello"])
+
+
+@in_trio
+async def test_a_message_of_too_many_parts_is_given_up() -> None:
+    """Other tasks have their turn meanwhile."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://parts")
+        theirs.connect("inproc://parts")
+        theirs.send_multipart([b"first"] + [b""] * (MAX_DROPPED + 100))
+        turns = 0
+
+        async def work() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work)
+            with pytest.raises(Flooded) as flood:
+                await Socket(ours).receive()
+            nursery.cancel_scope.cancel()
+        assert flood.value.first == b"first"
+        assert turns >= MAX_DROPPED // STEP_PARTS
+
+
+@in_trio
+async def test_a_long_message_whose_receiver_was_cancelled_is_one_message_still() -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://parts")
+        theirs.connect("inproc://parts")
+        theirs.send_multipart([b"a"] * 1000)
+        theirs.send_multipart([b"b"])
+        socket = Socket(ours)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def cancel() -> None:
+                    for _ in range(3):
+                        await trio.lowlevel.checkpoint()
+                    scope.cancel()
+
+                nursery.start_soon(cancel)
+                await socket.receive()
+        assert scope.cancelled_caught
+        assert await socket.receive() == [b"a"] * 4
+        assert await socket.receive() == [b"b"]
 
 
 @in_trio

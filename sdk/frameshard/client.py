@@ -37,7 +37,7 @@ from frameshard.errors import (
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
-from frameshard.transport import Socket, configure
+from frameshard.transport import Flooded, Socket, configure
 from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
 from frameshard.wire.connection import BEAT_S, ClientConnection
@@ -674,7 +674,13 @@ class Client:
 
     async def _receive(self) -> None:
         while True:
-            for frame in await self._socket.receive():
+            try:
+                frames = await self._socket.receive()
+            except Flooded as flood:
+                self._core.gone(ConnectionLost(f"the server does not speak this protocol: {flood}"))
+                self._flush()
+                return
+            for frame in frames:
                 for message in self._core.receive(frame):
                     self._deliver(message)
             self._flush()

@@ -25,9 +25,25 @@ ZAP_DOMAIN = b"frameshard"
 MAX_PARTS = 3
 """Of one message, a router's address included."""
 
+STEP_PARTS = 100
+"""Read of a message that is too long before other tasks have their turn; less than a millisecond's work."""
+
+MAX_DROPPED = 10_000
+"""Parts of one message that are read and dropped. Reading a million takes seconds, in which nobody else is heard."""
+
 
 class Unreachable(Exception):
     """The peer that a router was to send to is not connected now."""
+
+
+class Flooded(Exception):
+    """A message has more than :data:`MAX_DROPPED` parts. The socket is of no more use: close it.
+
+    `first` is the message's first part, for a router the sender's address."""
+
+    def __init__(self, first: bytes) -> None:
+        super().__init__(f"a message of more than {MAX_DROPPED} parts")
+        self.first = first
 
 
 class Socket:
@@ -38,13 +54,23 @@ class Socket:
         self._fd = int(socket.getsockopt(zmq.FD))
         self._max_parts = max_parts
         self._parked: trio.CancelScope | None = None
+        self._reading: list[bytes] = []  # the beginning of a message whose end has not been read
 
     async def receive(self) -> list[bytes]:
-        """The next message. One part more than the limit stands for any number: the rest is dropped unread."""
+        """The next message. One part more than the limit stands for any number: the rest is dropped.
+
+        Raises :class:`Flooded` when that rest is too long."""
         await trio.lowlevel.checkpoint()
         while True:
             try:
-                return self._receive_now()
+                if not self._reading:
+                    self._reading = [self._socket.recv(zmq.NOBLOCK)]
+                for _ in range(MAX_DROPPED // STEP_PARTS):
+                    if self._read_on():
+                        message, self._reading = self._reading, []
+                        return message
+                    await trio.lowlevel.checkpoint()
+                raise Flooded(self._reading[0])
             except zmq.Again:
                 pass
             # A receive that finds nothing has consumed the signals so far; later ones make the descriptor readable.
@@ -70,13 +96,15 @@ class Socket:
     def close(self) -> None:
         self._socket.close()
 
-    def _receive_now(self) -> list[bytes]:
-        parts = [self._socket.recv(zmq.NOBLOCK)]
-        while self._socket.getsockopt(zmq.RCVMORE):
+    def _read_on(self) -> bool:
+        """Whether that was the message's last part."""
+        for _ in range(STEP_PARTS):
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                return True
             part = self._socket.recv(zmq.NOBLOCK)
-            if len(parts) <= self._max_parts:
-                parts.append(part)
-        return parts
+            if len(self._reading) <= self._max_parts:
+                self._reading.append(part)
+        return False
 
 
 def new_number() -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
 import signal
-from contextlib import AsyncExitStack, suppress
+import socket
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,49 @@ async def test_multipart_messages_are_refused() -> None:
                 assert isinstance(answer, m.Error)
                 assert answer.error.name == "bad_message"
             assert isinstance(await peer.tell({"t": "ping", "id": 3, "epoch": peer.epoch}), m.Pong)
+
+
+@in_trio
+async def test_a_message_of_very_many_parts_ends_its_sender_only() -> None:
+    """All connections are made anew, which the other client does not notice."""
+    async with launch(engine=fake_engine(delay_s=0.01)) as client:
+        async with client.complete(WORDS) as stream, raw_peer(client.info) as peer:
+            welcome = await peer.greet()
+            await stream.__anext__()
+            await trio.to_thread.run_sync(peer.socket._socket.send_multipart, [b""] * 100_000)
+            assert (await stream.completed()).text == WORDS
+            stats = (await client.stats()).broker
+            assert (stats.sessions, stats.jobs_running) == (1, 0)
+            with trio.fail_after(30):
+                assert not (await peer.greet(session=welcome.session)).resumed
+
+
+@in_trio
+async def test_idle_connections_do_not_use_up_the_files() -> None:
+    """Those who are in go on; the doors are open again when the flood is over."""
+    async with launch(engine=fake_engine(delay_s=0.01)) as client:
+        path = client.info.endpoint.removeprefix("ipc://")
+        resource.prlimit((await client.stats()).broker.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+        with ExitStack() as crowd:
+            refused = 0
+            async with client.complete(WORDS) as stream:
+                for number in itertools.count():
+                    if refused == 100:
+                        break
+                    if number % 10 == 0:
+                        await trio.sleep(0.001)
+                    caller = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                    caller.setblocking(False)
+                    try:
+                        caller.connect(path)
+                    except OSError:  # the doors are closed, or many wait there
+                        refused += 1
+                        caller.close()
+                assert (await stream.completed()).text == WORDS
+        async with frameshard.connect(client.info) as other:
+            assert (await other.complete("a b").completed()).text == "a b"
+        directory = directory_of(client.info)
+    assert not directory.exists()
 
 
 @in_trio

@@ -258,4 +258,4 @@ def test_too_few_files_are_an_error_by_name() -> None:
     config = json.dumps({"model": "none", "engine": fake_engine()}) + "\n"
     done = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, text=True, timeout=60)
     error = json.loads(done.stdout)["error"]
-    assert (done.returncode, error["name"], error["detail"]) == (3, "unsupported", {"files": 64, "needed": 256})
+    assert (done.returncode, error["name"], error["detail"]) == (3, "unsupported", {"files": 64, "needed": 1024})

@@ -45,6 +45,11 @@ def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
         yield directory, endpoint
 
 
+def closed_name(path: Path) -> Path:
+    """What a socket's file is called while nobody shall connect."""
+    return path.with_name(path.name + ".closed")
+
+
 def running() -> list[Path]:
     """Connect files of this user's sidecars that serve, but for those that were told to leave theirs elsewhere."""
     root = _root()
@@ -128,9 +133,10 @@ def _socket_path(path: Path) -> Iterator[None]:
             path.unlink()
         yield
     finally:
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(path.lstat().st_mode):
-                path.unlink()
+        for left in (path, closed_name(path)):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(left.lstat().st_mode):
+                    left.unlink()
         with contextlib.suppress(OSError):
             path.with_name(path.name + ".lock").unlink()
         os.close(lock)

@@ -27,8 +27,9 @@ from frameshard.wire.launch import ConnectInfo, ServeConfig
 
 PARENT_CHECK_S = 0.25
 MAX_FILES = 65536
-MIN_FILES = 256
-"""libzmq ends the process when it cannot make what it needs. 32 clients and the sidecar itself take 70."""
+MIN_FILES = 1024
+"""libzmq ends the process when it has no descriptor left. The sidecar and 32 clients take 70; the rest is for the time
+that it takes to notice a flood of connections."""
 
 OOM_SCORE_ADJ = 500
 

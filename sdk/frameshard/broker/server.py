@@ -21,7 +21,7 @@ from frameshard.broker.page import Page
 from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import BadMessage, ConnectionLost, EngineDied, FrameshardError, Overloaded, from_wire
-from frameshard.transport import Socket, Unreachable
+from frameshard.transport import Flooded, Socket, Unreachable
 from frameshard.wire import messages as m
 from frameshard.wire import states
 from frameshard.wire.launch import ServeConfig
@@ -111,13 +111,18 @@ class Server:
             self.stop()
 
     async def receive(self, socket: Socket) -> None:
-        """Takes what comes on `socket`, and sends on it."""
+        """Takes what comes on `socket`, and sends on it, until a peer floods it: then `socket` has to be replaced."""
         self._socket = socket
         while True:
-            peer, *parts = await socket.receive()
+            try:
+                peer, *parts = await socket.receive()
+            except Flooded as flood:
+                logger.warning("%s: its sender is dropped", flood)
+                self._sessions.drop(flood.first)
+                self._forget_evicted()
+                return
             wanted = self._sessions.receive(peer, parts, trio.current_time())
-            while self._sessions.evicted:
-                self._forget(self._sessions.evicted.popleft())
+            self._forget_evicted()
             if wanted is not None:
                 session, request = wanted
                 try:
@@ -263,6 +268,10 @@ class Server:
             uptime_s=time.monotonic() - self._started_at,
         )
         session.connection.reply(m.Stats(request_id, self._epoch, broker, engine))
+
+    def _forget_evicted(self) -> None:
+        while self._sessions.evicted:
+            self._forget(self._sessions.evicted.popleft())
 
     def _forget(self, session: Session) -> None:
         self._sessions.end(session)

@@ -103,6 +103,11 @@ class Sessions:
         for session in self:
             session.reachable = False
 
+    def drop(self, peer: bytes) -> None:
+        """Evicts the session of a peer that does not keep the protocol."""
+        if peer in self._by_peer:
+            self.evicted.append(self._by_peer[peer])
+
     def end(self, session: Session) -> None:
         """Forgets a session."""
         self._by_number.pop(session.connection.session, None)
