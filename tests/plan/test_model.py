@@ -211,8 +211,31 @@ BAD: dict[str, tuple[str, Callable[[Gguf], object]]] = {
     "no context": ("context_length", lambda f: f.set("llama.context_length", 0)),
     "heads": ("4 attention heads and 3", lambda f: f.set("llama.attention.head_count_kv", 3)),
     "heads of one layer": ("2 layers", lambda f: f.set("llama.attention.head_count_kv", [4])),
-    "head size": ("heads", lambda f: f.set("llama.attention.key_length", 1 << 30)),
+    "head size": ("heads|rows", lambda f: f.set("llama.attention.key_length", 1 << 30)),
     "rotated part": ("rope.dimension_count is 18", lambda f: f.set("llama.rope.dimension_count", 18)),
+    "nothing rotated": ("rope.dimension_count is 0", lambda f: f.set("llama.rope.dimension_count", 0)),
+    "a part rotated of what is rotated whole": (
+        "rope.dimension_count is 8, and llama rotates all 16",
+        lambda f: f.set("llama.rope.dimension_count", 8),
+    ),
+    "nothing rotated in windows": (
+        "rope.dimension_count_swa is 0",
+        lambda f: f.set("llama.rope.dimension_count_swa", 0),
+    ),
+    "frequency": (r"rope.freq_base is 0.0, not a number above 0", lambda f: f.set("llama.rope.freq_base", 0.0)),
+    "heads that the queries do not have": (
+        "attn_q.weight has 64 rows, and llama.attention.head_count 512",
+        lambda f: f.set("llama.attention.head_count", 512),
+    ),
+    "heads of another width": (
+        "attn_q.weight has 64 rows, and llama.attention.head_count 8",
+        lambda f: (f.set("llama.attention.head_count", 8), f.set("llama.attention.key_length", 16)),
+    ),
+    "integer scale": ("type I32", lambda f: _tensor(f, b"blk.0.layer_output_scale.weight", (1,), 26)),
+    "bytes in a wordpiece vocabulary": (
+        "bert",
+        lambda f: _vocabulary(f, [b"a", b"b"], model="bert", token_type=[1, 6]),
+    ),
     "odd rotated part": ("rope.dimension_count is 15", lambda f: f.set("llama.rope.dimension_count", 15)),
     "rope scaling": ("scaling.type", lambda f: f.set("llama.rope.scaling.type", "wild")),
     "not a number": ("is nan", lambda f: f.set("llama.rope.freq_base", float("nan"))),
@@ -252,7 +275,7 @@ def test_bad_files_are_refused_in_words(case: str, tmp_path: Path) -> None:
 
 def test_what_looks_odd_but_is_fine(tmp_path: Path) -> None:
     file = Gguf()
-    _vocabulary(file, [*_byte_vocabulary(), b""], model="llama", token_type=[6] * 256 + [1, 1, 1])
+    _vocabulary(file, [*_byte_vocabulary(), b""], model="llama", token_type=[6] * 256 + [1, 1, 1, 6])
     file.set("tokenizer.ggml.padding_token_id", 70_000)  # never used, and published files have it
     file.set("tokenizer.ggml.eot_token_id", 0xFFFFFFFF)
     file.set("llama.attention.head_count_kv", [4, 0])

@@ -93,6 +93,18 @@ _SCALARS = {
     12: "<f8",
 }
 _ROPE_SCALING = ("none", "linear", "yarn", "longrope")
+# Of llama.cpp at the pin: architectures that do not rotate keys, and those that rotate all of a head or abort.
+_UNROTATED = frozenset(
+    "gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 t5 t5encoder jais rwkv6 rwkv6qwen2 rwkv7 arwkv7"
+    " wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next".split()
+)
+_ROTATED_WHOLE = frozenset(
+    "apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5"
+    " ernie4_5-moe exaone exaone-moe exaone4 falcon granite granite_swa graniteswitch grok grovemoe hunyuan-moe"
+    " hunyuan_vl hy_v3 internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo olmo2 olmoe orion"
+    " paddleocr pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss"
+    " smallthinker smollm3 starcoder2 talkie xverse".split()
+)
 
 Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...]
 
@@ -433,7 +445,7 @@ def _build(path: Path, header: _Header, tensors: tuple[Tensor, ...], file_bytes:
         _wrong(f"{arch}.context_length is {n_ctx_train}")
     n_vocab = _check_vocabulary(header)
     _check_numbers(metadata, arch)
-    _check_heads(metadata, arch, n_layer, n_embd)
+    _check_heads(metadata, arch, n_layer, n_embd, tensors)
     _check_shared_caches(metadata, arch, n_layer)
     if arch != "clip":
         for tensor in tensors:
@@ -493,14 +505,18 @@ def _check_vocabulary(header: _Header) -> int:
 
 
 def _check_bytes(header: _Header, words: list[bytes]) -> None:
-    """In a sentencepiece vocabulary any byte must have a token, and byte tokens are read as hexadecimal."""
+    """In a sentencepiece vocabulary any byte must have a token, and byte tokens are read as hexadecimal. In a wordpiece
+    vocabulary there are none."""
+    types = header.token_types[: len(words)] if header.token_types is not None else np.zeros(0)
+    if header.metadata.get("tokenizer.ggml.model") == "bert" and _BYTE in types:
+        _wrong("tokenizer.ggml.model is bert, whose vocabularies have no byte tokens, and this one has")
     if header.metadata.get("tokenizer.ggml.model") != "llama":
         return
     known = set(words)
     for byte in range(256):
         if b"<0x%02X>" % byte not in known and bytes([byte]) not in known:
             _wrong(f"the vocabulary has no token for byte 0x{byte:02X}")
-    for i in np.flatnonzero(header.token_types == _BYTE)[: len(words)] if header.token_types is not None else ():
+    for i in np.flatnonzero(types == _BYTE):
         if not re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", words[i]):
             _wrong(f"token {i} ({words[i][:80]!r}) is marked as a byte but names none")
 
@@ -512,7 +528,11 @@ def _check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 _wrong(f"{key} is {value}")
             if key.endswith("_epsilon") and not (isinstance(value, float) and value >= 0):
-                _wrong(f"{key} is {value}")
+                _wrong(f"{key} is {value}, not a number from 0 up")
+            if (key.endswith((".rope.freq_base", ".rope.freq_base_swa")) and arch not in _UNROTATED) and not (
+                isinstance(value, float) and value > 0
+            ):
+                _wrong(f"{key} is {value}, not a number above 0")
 
 
 def _check_type(tensor: Tensor) -> None:
@@ -521,7 +541,7 @@ def _check_type(tensor: Tensor) -> None:
         # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
         if kind not in (_PLAIN if len(tensor.shape) > 1 else ("F32",)):
             _wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
-    elif len(tensor.shape) > 1 and kind in _NO_WEIGHTS and not _TABLE.search(name):
+    elif kind in _NO_WEIGHTS and not _TABLE.search(name):
         _wrong(f"tensor {name} is of type {kind}, which no weights can be")
 
 
@@ -534,7 +554,9 @@ def _layers(metadata: Mapping[str, Value], key: str, n_layer: int, default: int)
     return [_int(metadata, key, default)] * n_layer
 
 
-def _check_heads(metadata: Mapping[str, Value], arch: str, n_layer: int, n_embd: int) -> None:
+def _check_heads(
+    metadata: Mapping[str, Value], arch: str, n_layer: int, n_embd: int, tensors: tuple[Tensor, ...]
+) -> None:
     heads = _layers(metadata, f"{arch}.attention.head_count", n_layer, 0)
     kv_heads = metadata.get(f"{arch}.attention.head_count_kv")
     by_layer = heads if kv_heads is None else _layers(metadata, f"{arch}.attention.head_count_kv", n_layer, 0)
@@ -548,17 +570,49 @@ def _check_heads(metadata: Mapping[str, Value], arch: str, n_layer: int, n_embd:
             _wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
         width = lengths[0] or _int(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
         rotated = max(_layers(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, 0), default=0)
-        if n_head and (not 0 <= rotated <= width or rotated % 2):
-            _wrong(f"{arch}.rope.dimension_count{suffix} is {rotated}, of heads {width} wide")
+        if n_head:
+            _check_rotated(metadata, arch, suffix, width)
         latent = _int(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
         rank = _int(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
         if latent and max(by_layer) > 1:
             _wrong(f"latent attention has {max(by_layer)} key-value heads")
         if latent and rotated and (rotated >= latent or width != rank + rotated):
             _wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
+    for tensor in tensors:
+        match = _QUERIES.fullmatch(tensor.name)
+        if match is not None and len(tensor.shape) == 2 and int(match[1]) < n_layer:
+            _check_queries(metadata, arch, tensor, heads[int(match[1])], n_embd)
     head_size = _int(metadata, f"{arch}.wkv.head_size", 1)
     if head_size < 1 or n_embd % head_size:
         _wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
+
+
+def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width: int) -> None:
+    """Of heads ``width`` wide. Without the key whole heads are rotated, or none."""
+    key = f"{arch}.rope.dimension_count{suffix}"
+    value = metadata.get(key, width)
+    for rotated in value if isinstance(value, tuple) else (_int(metadata, key, width),):
+        if not isinstance(rotated, int) or not 0 <= rotated <= width or (rotated % 2 and rotated != width):
+            _wrong(f"{key} is {rotated}, not an even number up to the {width} values of a head")
+        if rotated == 0 and key in metadata and arch not in _UNROTATED:
+            _wrong(f"{key} is 0, not an even number from 2 to the {width} values of a head")
+        if rotated != width and not suffix and arch in _ROTATED_WHOLE:
+            _wrong(f"{key} is {rotated}, and {arch} rotates all {width} values of a head")
+
+
+_QUERIES = re.compile(r"blk\.(\d+)\.attn_q\.weight")
+
+
+def _check_queries(metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_head: int, n_embd: int) -> None:
+    """Queries are heads one after another, with a gate as wide beside each in some architectures."""
+    if not n_head:
+        return
+    names = ("attention.key_length_swa", "attention.key_length_mla", "kda.head_dim")
+    widths = {_int(metadata, f"{arch}.attention.key_length", n_embd // n_head)}
+    widths |= {_int(metadata, f"{arch}.{name}", 0) for name in names}
+    rows = tensor.shape[1]
+    if all(rows not in (n_head * width, 2 * n_head * width) for width in widths):
+        _wrong(f"{tensor.name} has {rows} rows, and {arch}.attention.head_count {n_head} does not fit them")
 
 
 def _check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
