@@ -24,13 +24,12 @@ read elsewhere (:mod:`frameshard.engine.request`): a job that comes here has its
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from frameshard.engine.draft import Draft, Guesses, common_prefix
 from frameshard.engine.lookup import Lookup, best_length
@@ -40,6 +39,7 @@ from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture, Vision
 from frameshard.errors import (
     BadArgument,
+    BadModel,
     BudgetBelowFloor,
     ContextOverflow,
     FrameshardError,
@@ -52,6 +52,10 @@ Shape = tuple[int, int]
 
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
+
+
+class _NotFinite(Exception):
+    """A row of logits has NaN or infinity in it."""
 
 
 @dataclass(eq=False)
@@ -286,11 +290,31 @@ class Batcher:
             if reading.pictures:
                 events.append(_progress(reading, "prefill", len(job_slot(reading).tokens), len(reading.prompt)))
             if not reading.reading:
-                events += self._speak(reading, [], outputs, now)
+                events += self._speak_all([(reading, [])], outputs, now)
             return events
+        return events + self._speak_all(batch, outputs, now)
+
+    def _speak_all(self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float) -> list[Event]:
+        """What comes of a decode: as many rows of ``outputs`` for each job.
+
+        :raises FrameshardError: the device computes no numbers any more.
+        """
+        events: list[Event] = []
+        failed: list[Job] = []
         each = len(outputs) // len(batch)
         for i, (job, tokens) in enumerate(batch):
-            events += self._speak(job, tokens, outputs[i * each : (i + 1) * each], now)
+            try:
+                events += self._speak(job, tokens, outputs[i * each : (i + 1) * each], now)
+            except _NotFinite:
+                failed.append(job)
+        for job in failed:
+            slot = job_slot(job)
+            slot.conversation = None  # its keys and values may be no numbers either
+            error = BadModel("the model computes NaN or infinity for this prompt: some of its weights are damaged")
+            events.append(self._end(job, {"ev": "failed", "job": job.id, "error": error.to_wire()}))
+            with contextlib.suppress(DecodeAborted):
+                if not self._runtime.computes(slot.seq):
+                    raise FrameshardError("the device computes NaN or infinity where it computed numbers before")
         return events
 
     def _see(self, picture: Picture, slot: Slot, at: int) -> bool:
@@ -500,8 +524,8 @@ class Batcher:
     def _next_token(self, job: Job, row: int, now: float, events: list[Event]) -> str | None:
         """Draws a token and adds its event; returns why it is the last, if it is."""
         assert job.sampler is not None
-        if not np.isfinite(self._runtime.logits(row).max()):
-            raise FrameshardError("the device computes values that are no numbers")
+        if not self._runtime.is_finite(row):
+            raise _NotFinite
         index = len(job.produced)
         if index == 0:
             job.first_token_at = now

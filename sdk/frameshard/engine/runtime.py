@@ -461,16 +461,22 @@ class Runtime:
     def _warm_up(self) -> None:
         """A model whose first decode fails should fail here, not in somebody's job. On a GPU also as many prompts as
         one graph takes: drivers allocate workspaces at first use, and that must happen while the arena is still empty.
+
+        :raises BadModel: what it computes is not finite.
         """
-        token = max(0, int(llama_cpp.llama_vocab_bos(self._vocab)))
+        token = self._first_token
         if self.observer is not None:
             n_seq = min(-(-self.n_ubatch // (self.n_ctx_seq - 1)), self.config.n_parallel)
             each = [token] * min(self.n_ubatch // n_seq, self.n_ctx_seq - 1)
             self.decode([Rows(seq, each) for seq in range(n_seq)])
             for seq in range(n_seq):
                 self.clear(seq)
-        self.decode([Rows(0, [token])])
-        self.clear(0)
+        if not self.computes(0):
+            raise BadModel(
+                f"{self.config.model} computes NaN or infinity on {self.device_name}: its weights are damaged, or its"
+                " numbers do not fit them",
+                path=self.config.model,
+            )
 
     def close(self) -> None:
         """Frees the context, then the model. Safe to call twice and after a failed load."""
@@ -720,6 +726,25 @@ class Runtime:
         """The logits of a row of the last decode, shape [n_vocab]; a view that the next decode overwrites."""
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def is_finite(self, row: int) -> bool:
+        """A row of the last decode has a largest logit that is a number; NaN anywhere in it spoils that."""
+        return bool(np.isfinite(self.logits(row).max()))
+
+    def computes(self, seq: int) -> bool:
+        """One token alone, in the empty sequence ``seq`` that is empty again after it, gives finite logits. The model
+        did that when it was loaded: if not, the device does not compute any more. Overwrites all rows.
+
+        :raises DecodeAborted: :meth:`abort` was called.
+        """
+        (row,) = self.decode([Rows(seq, [self._first_token])])
+        finite = self.is_finite(row)
+        self.clear(seq)
+        return finite
+
+    @property
+    def _first_token(self) -> int:
+        return max(0, int(llama_cpp.llama_vocab_bos(self._vocab)))
 
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
         """Appends ``tokens`` to sequence ``seq`` in chunks of ``n_ubatch``; returns the logits asked for, [n, n_vocab].

@@ -574,8 +574,8 @@ def _check_heads(
             _check_rotated(metadata, arch, suffix, width)
         latent = _int(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
         rank = _int(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
-        if latent and max(by_layer) > 1:
-            _wrong(f"latent attention has {max(by_layer)} key-value heads")
+        if latent and max(by_layer) != 1:
+            _wrong(f"latent attention has {max(by_layer)} key-value heads, not 1")
         if latent and rotated and (rotated >= latent or width != rank + rotated):
             _wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
     for tensor in tensors:
