@@ -93,17 +93,23 @@ _SCALARS = {
     12: "<f8",
 }
 _ROPE_SCALING = ("none", "linear", "yarn", "longrope")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Of llama.cpp at the pin: architectures that do not rotate keys, and those that rotate all of a head or abort.
-_UNROTATED = frozenset(
+_UNROTATED = _words(
     "gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 t5 t5encoder jais rwkv6 rwkv6qwen2 rwkv7 arwkv7"
-    " wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next".split()
+    " wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next"
 )
-_ROTATED_WHOLE = frozenset(
+_ROTATED_WHOLE = _words(
     "apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5"
     " ernie4_5-moe exaone exaone-moe exaone4 falcon granite granite_swa graniteswitch grok grovemoe hunyuan-moe"
     " hunyuan_vl hy_v3 internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo olmo2 olmoe orion"
     " paddleocr pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss"
-    " smallthinker smollm3 starcoder2 talkie xverse".split()
+    " smallthinker smollm3 starcoder2 talkie xverse"
 )
 
 Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...]
