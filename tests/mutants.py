@@ -83,7 +83,8 @@ class Gguf:
     def key(self, name: str) -> Key:
         return next(key for key in self.keys if key.name == name.encode())
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, *, sparse: bool = False) -> Path:
+        """The file; ``sparse`` leaves out the weights, which no preflight reads, but keeps its length."""
         out = [b"GGUF", struct.pack("<IQQ", 3, len(self.tensors), len(self.keys))]
         out += [_text(key.name) + struct.pack("<I", key.kind) + _value(key) for key in self.keys]
         offset = 0
@@ -93,9 +94,12 @@ class Gguf:
             out.append(_text(each.name) + shape + struct.pack("<IQ", each.ggml_type, where))
             offset += -(-len(each.data) // 32) * 32
         header = b"".join(out)
-        data = b"".join(each.data + bytes(-len(each.data) % 32) for each in self.tensors)
-        whole = header + bytes(-len(header) % 32) + data
-        path.write_bytes(whole if self.cut is None else whole[: int(len(whole) * self.cut)])
+        header += bytes(-len(header) % 32)
+        with open(path, "wb") as file:
+            file.write(header)
+            for each in () if sparse else self.tensors:
+                file.write(each.data + bytes(-len(each.data) % 32))
+            file.truncate(int((len(header) + offset) * (1.0 if self.cut is None else self.cut)))
         return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from engine_driver import EngineProcess, Event, engine, ids, user
 from PIL import Image
 
+import mutants
 from frameshard.broker.page import Page
 from frameshard.frame import FrameBlock
 
@@ -181,6 +183,66 @@ def test_a_tower_of_another_model_is_refused(tiny_model: Any, mmproj_path: Path)
         assert (event["ev"], event["error"]["name"]) == ("fatal", "bad_model")
     finally:
         child.close()
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No tower has been tried, and no machine was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "frameshard" / "towers"
+
+
+def loaded_with(model: Path, mmproj: Path, device: str) -> Event:
+    """What an engine says of itself when it has loaded both or not."""
+    child = EngineProcess()
+    try:
+        return child.load(model, mmproj=str(mmproj), **{**FIELDS, "device": device})
+    finally:
+        child.close()
+
+
+def renamed(mmproj: Path, path: Path, name: str) -> Path:
+    """A copy with one letter of a tensor's name damaged."""
+    file = mutants.Gguf(mmproj)
+    info = next(each for each in file.tensors if each.name == name.encode())
+    info.name = info.name.replace(b".weight", b".weighs")
+    return file.write(path)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("tensor", ["v.blk.2.attn_q.weight", "v.blk.1.ffn_up.weight", "mm.model.mlp.1.weight"])
+def test_a_tower_with_a_damaged_name_is_refused_at_launch(
+    tensor: str, device: str, model_path: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
+) -> None:
+    event = loaded_with(model_path, renamed(mmproj_path, tmp_path / "bad.gguf", tensor), device)
+    assert event["ev"] == "fatal"
+    assert event["error"]["name"] == "bad_model"
+    assert "bad.gguf" in event["error"]["message"]
+    assert not fresh_cache.exists()
+
+
+def test_a_tower_that_computes_no_numbers_is_refused_at_launch(
+    model_path: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
+) -> None:
+    file = mutants.Gguf(mmproj_path)
+    info = next(each for each in file.tensors if each.name == b"v.blk.2.ffn_down.weight")
+    info.data = b"\0\x7e" * (len(info.data) // 2)
+    event = loaded_with(model_path, file.write(tmp_path / "bad.gguf"), "cpu")
+    assert (event["ev"], event["error"]["name"]) == ("fatal", "bad_model")
+    assert "computes NaN" in event["error"]["message"]
+
+
+def test_a_tower_is_tried_once_for_a_device(
+    model_path: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
+) -> None:
+    tower = tmp_path / "tower.gguf"
+    tower.write_bytes(mmproj_path.read_bytes())
+    for device, n in (("cpu", 1), ("cpu", 1), ("emulated", 2), ("emulated", 2)):
+        assert loaded_with(model_path, tower, device)["ev"] == "ready"
+        assert len(list(fresh_cache.iterdir())) == n
+    os.utime(tower, (1, 1))
+    assert loaded_with(model_path, tower, "cpu")["ev"] == "ready"
+    assert len(list(fresh_cache.iterdir())) == 3
 
 
 def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(model_path: Path, mmproj_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import struct
@@ -13,9 +14,11 @@ import gguf
 import numpy as np
 import pytest
 
+import mutants
 import tiny_models
 from frameshard.errors import BadModel, ModelNotFound
-from frameshard.plan.model import CORE_MAX_BYTES, GGML_TYPES, Model, read_model
+from frameshard.plan.header import GGML_TYPES
+from frameshard.plan.model import CORE_MAX_BYTES, Model, read_model
 from work import count_calls
 
 
@@ -354,6 +357,23 @@ def test_a_large_file_is_little_work(tmp_path: Path) -> None:
     (model,) = models
     assert model.n_vocab == 150_000
     assert model.file_bytes > 16 << 30
+
+
+@pytest.mark.parametrize("name", tiny_models.ARCHS)
+def test_well_formed_mutants_are_read_or_refused(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    sound = mutants.Gguf(tiny_model(name))
+    path = tmp_path / "mutant.gguf"
+    outcomes = []
+    for seed in range(60):
+        file = copy.deepcopy(sound)
+        done = mutants.mutate(file, random.Random(f"{name}{seed}"))
+        print("seed", f"{name}{seed}", done)  # shown if the next lines fail
+        try:
+            read_model(file.write(path, sparse=True))
+            outcomes.append("read")
+        except BadModel:
+            outcomes.append("refused")
+    assert set(outcomes) == {"read", "refused"}
 
 
 @pytest.mark.parametrize("seed", range(0, 500, 50))

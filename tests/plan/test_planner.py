@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from frameshard.errors import BudgetBelowFloor
 from frameshard.plan.bounds import least_seconds
+from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile
-from frameshard.plan.model import Model, Shard, Tensor, read_model
+from frameshard.plan.model import Model, Shard, read_model
 from frameshard.plan.planner import (
     CPU,
     STREAMED,

@@ -34,12 +34,13 @@ from frameshard.engine.batch import Batcher, Event, Job
 from frameshard.engine.draft import Draft
 from frameshard.engine.prepare import Preparation
 from frameshard.engine.request import RequestReader
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import DecodeAborted, EngineConfig, Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.errors import (
     BadArgument,
     BadMessage,
+    BadModel,
     BudgetBelowFloor,
     DeadlineMissed,
     EngineDied,
@@ -83,6 +84,9 @@ PARTIAL_S = 60.0
 WATCH_S = 0.25
 WATCH_TELL_S = 1.0
 OOM_SCORE_ADJ = 500  # when memory runs out, the sidecar goes before the game
+
+_DEVICE_WORDS = ("CUDA error", "ggml-cuda", "ggml-vulkan", "ggml-metal")
+"""Of an abort at load for which not the file but the device is to blame."""
 
 Message = dict[str, Any]
 
@@ -129,6 +133,8 @@ class Engine:
         self._preparation: Preparation | None = None
         self._plans: queue.Queue[Message] = queue.Queue(MAX_PLANS)
         self._vision: Vision | None = None
+        self._loading = ""
+        """The file that is being loaded."""
         self._loaded = threading.Event()
         self._closed = threading.Event()
         self._replan = threading.Event()
@@ -180,7 +186,9 @@ class Engine:
     def aborted(self, why: str) -> NoReturn:
         """[any thread] ggml is about to abort the process: tells the broker why, and ends at once. An abort would take
         its time to write a core file of all that is mapped."""
-        os._exit(self._fatal(EngineDied(f"ggml aborted: {why}", last_words=why)))
+        if self._loaded.is_set() or any(word in why for word in _DEVICE_WORDS):
+            os._exit(self._fatal(EngineDied(f"ggml aborted: {why}", last_words=why)))
+        os._exit(self._fatal(BadModel(f"llama.cpp cannot use {self._loading}: {why}", last_words=why)))
 
     def _turn(self) -> None:
         """Commands that came, then one decode unless new room is being filled, then a piece of filling."""
@@ -249,9 +257,16 @@ class Engine:
         if self._runtime is not None:
             raise BadMessage("load came twice")
         started = time.monotonic()
-        self._runtime = Runtime.load(EngineConfig.from_wire(message))
+        config = EngineConfig.from_wire(message)
+        self._loading = config.model
+        self._runtime = Runtime.load(config)
         mmproj = self._runtime.config.mmproj
-        self._vision = Vision(self._runtime, mmproj) if mmproj else None
+        if mmproj:
+            self._loading = mmproj
+            self._vision = Vision(self._runtime, mmproj)
+            with contextlib.suppress(DecodeAborted):  # told to stop meanwhile
+                self._vision.try_out()
+            self._filling = True  # an encode borrows room from weights
         self._batcher = Batcher(self._runtime, self._vision, self._make_draft(self._runtime))
         self._preparation = Preparation(RequestReader(self._runtime, self._vision).read, self._prepared)
         self._fill_bytes = int(self._runtime.profile.h2d * FILL_S) if self._runtime.profile else 0
@@ -267,6 +282,7 @@ class Engine:
         if not runtime.may_guess:
             logger.warning("the draft model is not loaded: nothing is guessed (speculate off, CPU or recurrent model)")
             return None
+        self._loading = runtime.config.draft_model
         return Draft(runtime, runtime.config.draft_model)
 
     def _prepared(self, number: object, outcome: Job | FrameshardError) -> None:

@@ -9,6 +9,7 @@ thread of its :class:`~frameshard.engine.runtime.Runtime`, except for what says 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import hashlib
 import io
@@ -18,6 +19,7 @@ import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -31,9 +33,10 @@ from frameshard.errors import (
     BudgetBelowFloor,
     ContextOverflow,
     FrameshardError,
-    ModelNotFound,
     Unsupported,
 )
+from frameshard.models import cache_dir
+from frameshard.plan.tower import read_tower
 
 try:
     from llama_cpp import mtmd_cpp as mtmd
@@ -41,12 +44,16 @@ except (OSError, RuntimeError):  # llama.cpp was built without libmtmd, or lies 
     mtmd = None
 
 _logger = logging.getLogger("frameshard.mtmd")
+_errors: collections.deque[str] = collections.deque(maxlen=3)
 VISION_DEVICE = "FRAMESHARD_VISION"
 MAX_PIXELS = 16 << 20
 """A larger picture is refused: no tower sees more than a part of that."""
 
 CACHE_BYTES = 256 << 20
 """Of encoded images."""
+
+TRY_SIDE = 64
+"""Pixels of the image that a new tower is tried with; towers for one size scale it up."""
 
 NODES_A_LOOK = 16
 """On the CPU, between two looks at an abort."""
@@ -147,7 +154,8 @@ class Vision:
     """The vision tower of an mmproj file, for one runtime's model.
 
     :raises ModelNotFound: no such file.
-    :raises BadModel: libmtmd refuses the file, or it does not belong to this model.
+    :raises BadModel: the file is no vision tower or contradicts itself, libmtmd refuses it, or it does not belong to
+        this model.
     :raises Unsupported: there is no libmtmd.
     """
 
@@ -157,14 +165,15 @@ class Vision:
                 "images need libmtmd, which is not beside this llama-cpp-python: install one with it, or name the"
                 " library's folder in MTMD_CPP_LIB"
             )
-        if not os.path.isfile(mmproj):
-            raise ModelNotFound(f"no vision model file {mmproj}", path=mmproj)
+        read_tower(mmproj)
         mtmd.mtmd_helper_log_set(_log_callback, None)
+        _errors.clear()
         self._runtime = runtime
         self._marker = f"<image-{secrets.token_hex(8)}>"
         self._marker_bytes = self._marker.encode()
         self._asked = 0
         self.name = os.path.basename(mmproj)
+        self._path = mmproj
         self._cache: collections.OrderedDict[bytes, npt.NDArray[np.float32]] = collections.OrderedDict()
         params = mtmd.mtmd_context_params_default()
         params.media_marker = self._marker_bytes
@@ -184,7 +193,7 @@ class Vision:
         self._context: Any = mtmd.mtmd_init_from_file(os.fsencode(mmproj), runtime.model, params)
         if not self._context or not mtmd.mtmd_support_vision(self._context):
             self.close()
-            raise BadModel(f"libmtmd refuses {mmproj} for this model")
+            raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
 
     def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
         """The scheduler asks of each node whether the caller wants to see it, and shows it when all up to it are
@@ -233,6 +242,32 @@ class Vision:
             mtmd.mtmd_input_chunks_free(chunks)
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
+
+    def try_out(self) -> None:
+        """Encodes a small image, so that a tower that fails does so here and not in somebody's job. A file that passed
+        is not tried again on the same device until it changes.
+
+        :raises BadModel: what it computes is not finite. Where libmtmd aborts, the process ends.
+        """
+        passed = _passed(self._path, self._runtime.device_name)
+        if passed.exists():
+            return
+        _logger.warning("trying %s with one image; that is done once for a file", self.name)
+        grey = Image(TRY_SIDE, TRY_SIDE, bytes(range(256)) * (3 * TRY_SIDE * TRY_SIDE // 256))
+        try:
+            for part in self.tokenize(self._marker, [grey], add_special=False):
+                if isinstance(part, Picture) and not np.isfinite(self._encode(part)).all():
+                    raise BadModel(
+                        f"{self._path} computes NaN or infinity from an image: its weights are damaged, or its numbers"
+                        " do not fit them",
+                        path=self._path,
+                    )
+        except BudgetBelowFloor as error:  # a larger budget may come, and jobs with images are refused until then
+            _logger.warning("the vision tower is not tried: %s", error)
+            return
+        with contextlib.suppress(OSError):  # a read-only cache: the next launch tries it again
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
 
     def encode(self, picture: Picture) -> None:
         """Sets ``picture.embedding``, from the cache when the same image was encoded lately.
@@ -309,6 +344,15 @@ class Vision:
             self._context = None
 
 
+def _passed(path: str, device: str) -> Path:
+    """The file whose existence says that the tower at ``path``, as it is now, has encoded an image on ``device``."""
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        head = hashlib.sha256(file.read(1 << 20)).hexdigest()
+    about = [os.path.abspath(path), status.st_size, status.st_mtime_ns, head, device, llama_cpp.__version__]
+    return cache_dir() / "towers" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+
+
 def _tokens(chunk: Any) -> list[int]:
     n = ctypes.c_size_t()
     tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
@@ -321,7 +365,10 @@ def _bytes(pixels: bytes) -> Any:
 
 def _on_log(level: int, text: bytes, _data: object) -> None:
     if level >= 3 and level <= 4:  # warnings and errors of ggml_log_level
-        _logger.log(logging.ERROR if level == 4 else logging.WARNING, "%s", text.decode("utf-8", "replace").strip())
+        line = text.decode("utf-8", "replace").strip()
+        _logger.log(logging.ERROR if level == 4 else logging.WARNING, "%s", line)
+        if level == 4:
+            _errors.append(line)
 
 
 _log_callback = llama_cpp.llama_log_callback(_on_log)  # libmtmd keeps the pointer for the life of the process

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
-from frameshard.plan.model import GGML_TYPES, Model, Shard, Tensor
+from frameshard.plan.header import GGML_TYPES, Tensor
+from frameshard.plan.model import Model, Shard
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice

@@ -12,86 +12,38 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from frameshard.errors import BadModel, ModelNotFound
-
-# Tensor types of ggml.h at the pin: number -> (name, weights in a block, bytes of a block).
-GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 36),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-    41: ("Q1_0", 128, 18),
-    42: ("Q2_0", 64, 18),
-}
+from frameshard.errors import BadModel
+from frameshard.plan.header import (
+    GGML_TYPES,
+    MAX_LAYERS,
+    Header,
+    Tensor,
+    Value,
+    Wrong,
+    read_header,
+    unique,
+    whole,
+    wrong,
+)
 
 CORE_MAX_BYTES = 64 << 10
 """Tensors up to this size (norms, biases) are never moved: they form the core, always on the device."""
 
-_VERSIONS = (2, 3)
-_MAX_HEADER = 1 << 30  # bytes; vocabularies of a million tokens need a tenth of it
-_MAX_NAME = 63  # GGML_MAX_NAME less its terminator
-_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
 _MAX_EMBD = 1 << 20
 _MAX_HEADS = 1 << 16
-_STRING, _ARRAY, _BOOL = 8, 9, 7
 _BYTE = 6  # token type
 _PLAIN = ("F32", "F16", "BF16")
 _NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
 _TABLE = re.compile(r"tid2eid|ordering|d2t|position_ids")
-_SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "<u1",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
 _ROPE_SCALING = ("none", "linear", "yarn", "longrope")
 
 
@@ -111,29 +63,6 @@ _ROTATED_WHOLE = _words(
     " paddleocr pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss"
     " smallthinker smollm3 starcoder2 talkie xverse"
 )
-
-Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor: ``shape`` in ggml's order (contiguous dimension first), ``offset`` from the start of its file."""
-
-    name: str
-    ggml_type: int
-    shape: tuple[int, ...]
-    n_bytes: int
-    offset: int
-    part: int = 0  # of a model split over several files
-
-    @property
-    def type_name(self) -> str:
-        return GGML_TYPES[self.ggml_type][0]
-
-    @property
-    def n_weights(self) -> int:
-        _, block, block_bytes = GGML_TYPES[self.ggml_type]
-        return self.n_bytes // block_bytes * block
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,266 +132,59 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     GGUF, is truncated or contradicts itself.
     """
     path = Path(path)
-    header = _read_header(path)
-    split_count = _int(header.metadata, "split.count", 1)
+    header = read_header(path)
+    split_count = whole(header.metadata, "split.count", 1)
     try:
         tensors, file_bytes = list(header.tensors), header.file_bytes
         if split_count > 1:
             for part, part_path in enumerate(_parts(path, split_count, header)[1:], start=1):
-                more = _read_header(part_path, part)
+                more = read_header(part_path, part)
                 tensors += more.tensors
                 file_bytes += more.file_bytes
-            _unique((tensor.name for tensor in tensors), "tensor name")
+            unique((tensor.name for tensor in tensors), "tensor name")
         return _build(path, header, tuple(tensors), file_bytes)
-    except _Wrong as wrong:
+    except Wrong as wrong:
         raise BadModel(f"{path.name}: {wrong}", path=str(path)) from None
 
 
-class _Wrong(Exception):
-    """What is wrong with the file, without its name."""
-
-
-def _wrong(text: str) -> NoReturn:
-    raise _Wrong(text)
-
-
-@dataclass
-class _Header:
-    metadata: dict[str, Value]
-    tokens: list[bytes] | None
-    token_types: np.ndarray | None
-    array_lengths: dict[str, int]
-    tensors: list[Tensor]
-    file_bytes: int
-
-
-class _Reader:
-    """Bytes from the start of a file, read as far as they are asked for. Every length is checked against the file's."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
-        self._data = b""
-        self.pos = 0
-
-    def _need(self, n: int) -> None:
-        end = self.pos + n
-        if end > len(self._data):
-            if end > self._size:
-                _wrong(f"truncated: the header needs {end} bytes, the file has {self._size}")
-            if end > _MAX_HEADER:
-                _wrong(f"the header is larger than {_MAX_HEADER} bytes")
-            self._data += self._file.read(max(end, 2 * len(self._data), 1 << 20) - len(self._data))
-            if end > len(self._data):
-                _wrong("truncated while it was read")
-
-    def number(self, code: str) -> int:
-        size = struct.calcsize(code)
-        self._need(size)
-        value: int = struct.unpack_from(code, self._data, self.pos)[0]
-        self.pos += size
-        return value
-
-    def string(self) -> bytes:
-        n = self.number("<Q")
-        self._need(n)
-        self.pos += n
-        return self._data[self.pos - n : self.pos]
-
-    def strings(self, n: int) -> list[bytes]:
-        if n > (self._size - self.pos) // 8:
-            _wrong(f"truncated: an array of {n} strings in a file of {self._size} bytes")
-        out: list[bytes] = []
-        while len(out) < n:
-            # The common case without a call per string: vocabularies have 10^5 of them.
-            data, pos, end_of_data = self._data, self.pos, len(self._data)
-            for _ in range(n - len(out)):
-                start = pos + 8
-                end = start + int.from_bytes(data[pos:start], "little")
-                if start > end_of_data or end > end_of_data:
-                    break
-                out.append(data[start:end])
-                pos = end
-            self.pos = pos
-            if len(out) < n:
-                out.append(self.string())
-        return out
-
-    def array(self, dtype: str, n: int) -> np.ndarray:
-        n_bytes = n * np.dtype(dtype).itemsize
-        self._need(n_bytes)
-        self.pos += n_bytes
-        return np.frombuffer(self._data, dtype, n, self.pos - n_bytes)
-
-
-def _read_header(path: Path, part: int = 0) -> _Header:
-    try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ModelNotFound(f"{path} is not a file", path=str(path))
-            return _parse(_Reader(file, status.st_size), status.st_size, part)
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}", path=str(path)) from error
-    except _Wrong as wrong:
-        raise BadModel(f"{path.name}: {wrong}", path=str(path)) from None
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a named pipe would block otherwise
-
-
-def _parse(reader: _Reader, file_bytes: int, part: int) -> _Header:
-    magic = reader.array("<u1", 4).tobytes() if file_bytes >= 4 else b""
-    if magic != b"GGUF":
-        _wrong(f"not a GGUF file (it starts with {magic!r})")
-    version = reader.number("<I")
-    if version not in _VERSIONS:
-        _wrong(f"GGUF version {version} is not supported (only {' and '.join(map(str, _VERSIONS))})")
-    n_tensors, n_keys = reader.number("<q"), reader.number("<q")
-    if not 0 <= n_tensors <= file_bytes // 24 or not 0 <= n_keys <= file_bytes // 13:
-        _wrong(f"{n_tensors} tensors and {n_keys} keys cannot be in a file of {file_bytes} bytes")
-
-    metadata: dict[str, Value] = {}
-    array_lengths: dict[str, int] = {}
-    tokens: list[bytes] | None = None
-    token_types: np.ndarray | None = None
-    for _ in range(n_keys):
-        key = _text(reader.string(), "key")
-        if key in metadata or key in array_lengths:
-            _wrong(f"key {key} is there twice")
-        kind = reader.number("<I")
-        if kind == _STRING:
-            metadata[key] = reader.string().decode("utf-8", "replace")
-        elif kind != _ARRAY:
-            metadata[key] = _scalar(reader.array(_dtype(key, kind), 1)[0], kind)
-        else:
-            kind, n = reader.number("<I"), reader.number("<Q")
-            array_lengths[key] = n
-            if kind == _STRING:
-                strings = reader.strings(n)
-                if key == "tokenizer.ggml.tokens":
-                    tokens = strings
-            else:
-                values = reader.array(_dtype(key, kind), n)
-                if key == "tokenizer.ggml.token_type":
-                    token_types = values
-                elif n <= _MAX_LAYERS:
-                    metadata[key] = tuple(values.tolist())
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        _wrong(f"general.alignment is {alignment}, not a power of two")
-    infos = [_tensor_info(reader, part) for _ in range(n_tensors)]
-    _unique((info.name for info in infos), "tensor name")
-
-    start = -(-reader.pos // alignment) * alignment
-    offset = 0
-    tensors: list[Tensor] = []
-    for info in infos:
-        if info.offset != offset:
-            _wrong(f"tensor {info.name} is at offset {info.offset}, expected {offset}")
-        if start + offset + info.n_bytes > file_bytes:
-            end = start + offset + info.n_bytes
-            _wrong(f"truncated: tensor {info.name} ends at byte {end}, the file has {file_bytes}")
-        tensors.append(Tensor(info.name, info.ggml_type, info.shape, info.n_bytes, start + offset, part))
-        offset += -(-info.n_bytes // alignment) * alignment
-    return _Header(metadata, tokens, token_types, array_lengths, tensors, file_bytes)
-
-
-def _dtype(key: str, kind: int) -> str:
-    return _SCALARS[kind] if kind in _SCALARS else _wrong(f"key {key} has unknown type {kind}")
-
-
-def _scalar(value: np.generic, kind: int) -> Value:
-    number: int | float = value.item()
-    return bool(number) if kind == _BOOL else number
-
-
-def _tensor_info(reader: _Reader, part: int) -> Tensor:
-    name = _text(reader.string(), "tensor name")
-    if len(name.encode()) > _MAX_NAME:
-        _wrong(f"tensor name {name[:80]} is longer than {_MAX_NAME} bytes")
-    n_dims = reader.number("<I")
-    if not 1 <= n_dims <= 4:
-        _wrong(f"tensor {name} has {n_dims} dimensions")
-    shape = tuple(reader.number("<q") for _ in range(n_dims))
-    ggml_type = reader.number("<I")
-    if ggml_type not in GGML_TYPES:
-        _wrong(f"tensor {name} has unknown type {ggml_type}")
-    type_name, block, block_bytes = GGML_TYPES[ggml_type]
-    n_weights = 1
-    for dim in shape:
-        if dim < 1:
-            _wrong(f"tensor {name} has a dimension of {dim}")
-        n_weights *= dim
-    if shape[0] % block:
-        _wrong(f"tensor {name} has rows of {shape[0]} weights, not whole blocks of {block} ({type_name})")
-    n_bytes = n_weights // block * block_bytes
-    if n_bytes >= 1 << 62:
-        _wrong(f"tensor {name} has the impossible shape {shape}")
-    return Tensor(name, ggml_type, shape, n_bytes, reader.number("<Q"), part)
-
-
-def _text(raw: bytes, what: str) -> str:
-    # llama.cpp compares names as C strings: one with a zero byte would pass here and collide there.
-    if not raw or b"\0" in raw:
-        _wrong(f"{what} {raw[:80]!r} is empty or has a zero byte")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        _wrong(f"{what} {raw[:80]!r} is not UTF-8")
-
-
-def _unique(names: Iterable[str], what: str) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            _wrong(f"{what} {name} is there twice")
-        seen.add(name)
-
-
-def _int(metadata: Mapping[str, Value], key: str, default: int) -> int:
-    value = metadata.get(key, default)
-    return value if isinstance(value, int) else _wrong(f"{key} is {value!r}, not a whole number")
-
-
-def _parts(path: Path, count: int, header: _Header) -> list[Path]:
+def _parts(path: Path, count: int, header: Header) -> list[Path]:
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
-    if _int(header.metadata, "split.no", 0) != 0 or match is None or int(match[2]) != count:
-        _wrong(f"part of a model split over {count} files; give the first, named like NAME-00001-of-{count:05d}.gguf")
+    if whole(header.metadata, "split.no", 0) != 0 or match is None or int(match[2]) != count:
+        wrong(f"part of a model split over {count} files; give the first, named like NAME-00001-of-{count:05d}.gguf")
     return [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
-def _build(path: Path, header: _Header, tensors: tuple[Tensor, ...], file_bytes: int) -> Model:
+def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: int) -> Model:
     metadata = header.metadata
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or not arch:
-        _wrong("general.architecture is missing")
+        wrong("general.architecture is missing")
     if not tensors:
-        _wrong("there are no tensors in it")
-    prefix = f"{arch}.vision" if arch == "clip" else arch
-    n_layer = _int(metadata, f"{prefix}.block_count", 0)
-    if not (0 if arch == "clip" else 1) <= n_layer <= _MAX_LAYERS:
-        _wrong(f"{prefix}.block_count is {n_layer}, not from 1 to {_MAX_LAYERS}")
-    n_embd = _int(metadata, f"{prefix}.embedding_length", 0)
-    if not (0 if arch == "clip" else 1) <= n_embd <= _MAX_EMBD:
-        _wrong(f"{prefix}.embedding_length is {n_embd}, not from 1 to {_MAX_EMBD}")
-    n_ctx_train = _int(metadata, f"{arch}.context_length", 0)
-    if arch != "clip" and not 1 <= n_ctx_train < 1 << 31:
-        _wrong(f"{arch}.context_length is {n_ctx_train}")
+        wrong("there are no tensors in it")
+    if arch == "clip":
+        wrong("it is a vision tower, not a language model: give it as mmproj, beside one")
+    n_layer = whole(metadata, f"{arch}.block_count", 0)
+    if not 1 <= n_layer <= MAX_LAYERS:
+        wrong(f"{arch}.block_count is {n_layer}, not from 1 to {MAX_LAYERS}")
+    n_embd = whole(metadata, f"{arch}.embedding_length", 0)
+    if not 1 <= n_embd <= _MAX_EMBD:
+        wrong(f"{arch}.embedding_length is {n_embd}, not from 1 to {_MAX_EMBD}")
+    n_ctx_train = whole(metadata, f"{arch}.context_length", 0)
+    if not 1 <= n_ctx_train < 1 << 31:
+        wrong(f"{arch}.context_length is {n_ctx_train}, not from 1 to {(1 << 31) - 1}")
     n_vocab = _check_vocabulary(header)
     _check_numbers(metadata, arch)
     _check_heads(metadata, arch, n_layer, n_embd, tensors)
     _check_shared_caches(metadata, arch, n_layer)
-    if arch != "clip":
-        for tensor in tensors:
-            _check_type(tensor)
+    for tensor in tensors:
+        _check_type(tensor)
     n_expert, used = _check_experts(metadata, arch, n_layer)
-    n_nextn = _int(metadata, f"{arch}.nextn_predict_layers", 0)
-    if not 0 <= n_nextn < max(n_layer, 1):
-        _wrong(f"{arch}.nextn_predict_layers is {n_nextn} of {n_layer} layers")
+    n_nextn = whole(metadata, f"{arch}.nextn_predict_layers", 0)
+    if not 0 <= n_nextn < n_layer:
+        wrong(f"{arch}.nextn_predict_layers is {n_nextn} of {n_layer} layers")
     scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
     if scaling not in _ROPE_SCALING:
-        _wrong(f"{arch}.rope.scaling.type is {scaling!r}")
+        wrong(f"{arch}.rope.scaling.type is {scaling!r}")
     template = metadata.get("tokenizer.chat_template")
     return Model(
         path=path,
@@ -481,11 +203,11 @@ def _build(path: Path, header: _Header, tensors: tuple[Tensor, ...], file_bytes:
     )
 
 
-def _check_vocabulary(header: _Header) -> int:
+def _check_vocabulary(header: Header) -> int:
     """The number of tokens; 0 for a file without a vocabulary."""
     if header.tokens is None:
         if "tokenizer.ggml.tokens" in header.array_lengths:
-            _wrong("tokenizer.ggml.tokens are not strings")
+            wrong("tokenizer.ggml.tokens are not strings")
         return 0
     n_vocab = len(header.tokens)
     # As llama.cpp sees them: C strings, and empty ones are given a name by their number.
@@ -494,37 +216,37 @@ def _check_vocabulary(header: _Header) -> int:
         seen: set[bytes] = set()
         for i, word in enumerate(words):
             if word in seen:
-                _wrong(f"token {i} ({word[:80]!r}) is in the vocabulary twice")
+                wrong(f"token {i} ({word[:80]!r}) is in the vocabulary twice")
             seen.add(word)
     _check_bytes(header, words)
     for name in ("scores", "token_type"):
         n = header.array_lengths.get(f"tokenizer.ggml.{name}", n_vocab)
         if n < n_vocab:
-            _wrong(f"tokenizer.ggml.{name} has {n} entries for {n_vocab} tokens")
+            wrong(f"tokenizer.ggml.{name} has {n} entries for {n_vocab} tokens")
     for key, value in header.metadata.items():
         # Padding is never fed or sampled, and published files do have it out of range.
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and key != "tokenizer.ggml.padding_token_id":
-            token = _int(header.metadata, key, 0)
+            token = whole(header.metadata, key, 0)
             if not 0 <= token < n_vocab and token not in (-1, 0xFFFFFFFF):
-                _wrong(f"{key} is {value}, the vocabulary has {n_vocab} tokens")
+                wrong(f"{key} is {value}, the vocabulary has {n_vocab} tokens")
     return n_vocab
 
 
-def _check_bytes(header: _Header, words: list[bytes]) -> None:
+def _check_bytes(header: Header, words: list[bytes]) -> None:
     """In a sentencepiece vocabulary any byte must have a token, and byte tokens are read as hexadecimal. In a wordpiece
     vocabulary there are none."""
     types = header.token_types[: len(words)] if header.token_types is not None else np.zeros(0)
     if header.metadata.get("tokenizer.ggml.model") == "bert" and _BYTE in types:
-        _wrong("tokenizer.ggml.model is bert, whose vocabularies have no byte tokens, and this one has")
+        wrong("tokenizer.ggml.model is bert, whose vocabularies have no byte tokens, and this one has")
     if header.metadata.get("tokenizer.ggml.model") != "llama":
         return
     known = set(words)
     for byte in range(256):
         if b"<0x%02X>" % byte not in known and bytes([byte]) not in known:
-            _wrong(f"the vocabulary has no token for byte 0x{byte:02X}")
+            wrong(f"the vocabulary has no token for byte 0x{byte:02X}")
     for i in np.flatnonzero(types == _BYTE):
         if not re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", words[i]):
-            _wrong(f"token {i} ({words[i][:80]!r}) is marked as a byte but names none")
+            wrong(f"token {i} ({words[i][:80]!r}) is marked as a byte but names none")
 
 
 def _check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
@@ -532,13 +254,13 @@ def _check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
         if key.startswith(f"{arch}."):
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-                _wrong(f"{key} is {value}")
+                wrong(f"{key} is {value}")
             if key.endswith("_epsilon") and not (isinstance(value, float) and value >= 0):
-                _wrong(f"{key} is {value}, not a number from 0 up")
+                wrong(f"{key} is {value}, not a number from 0 up")
             if (key.endswith((".rope.freq_base", ".rope.freq_base_swa")) and arch not in _UNROTATED) and not (
                 isinstance(value, float) and value > 0
             ):
-                _wrong(f"{key} is {value}, not a number above 0")
+                wrong(f"{key} is {value}, not a number above 0")
 
 
 def _check_type(tensor: Tensor) -> None:
@@ -546,18 +268,18 @@ def _check_type(tensor: Tensor) -> None:
     if name.endswith(".bias") or "norm" in name:
         # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
         if kind not in (_PLAIN if len(tensor.shape) > 1 else ("F32",)):
-            _wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
+            wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
     elif kind in _NO_WEIGHTS and not _TABLE.search(name):
-        _wrong(f"tensor {name} is of type {kind}, which no weights can be")
+        wrong(f"tensor {name} is of type {kind}, which no weights can be")
 
 
 def _layers(metadata: Mapping[str, Value], key: str, n_layer: int, default: int) -> list[int]:
     value = metadata.get(key, default)
     if isinstance(value, tuple):
         if len(value) < n_layer:
-            _wrong(f"{key} has {len(value)} entries for {n_layer} layers")
-        return [v if isinstance(v, int) else _wrong(f"{key} has {v!r} in it") for v in value[:n_layer]]
-    return [_int(metadata, key, default)] * n_layer
+            wrong(f"{key} has {len(value)} entries for {n_layer} layers")
+        return [v if isinstance(v, int) else wrong(f"{key} has {v!r} in it") for v in value[:n_layer]]
+    return [whole(metadata, key, default)] * n_layer
 
 
 def _check_heads(
@@ -568,42 +290,42 @@ def _check_heads(
     by_layer = heads if kv_heads is None else _layers(metadata, f"{arch}.attention.head_count_kv", n_layer, 0)
     for layer, (n_head, n_head_kv) in enumerate(zip(heads, by_layer, strict=True)):
         if not 0 <= n_head <= _MAX_HEADS or not 0 <= n_head_kv <= _MAX_HEADS or (n_head_kv and n_head % n_head_kv):
-            _wrong(f"layer {layer} has {n_head} attention heads and {n_head_kv} key-value heads")
+            wrong(f"layer {layer} has {n_head} attention heads and {n_head_kv} key-value heads")
     n_head = max(heads, default=0)
     for suffix in ("", "_swa"):
-        lengths = [_int(metadata, f"{arch}.attention.{key}_length{suffix}", 0) for key in ("key", "value")]
+        lengths = [whole(metadata, f"{arch}.attention.{key}_length{suffix}", 0) for key in ("key", "value")]
         if not all(0 <= length <= _MAX_EMBD for length in lengths):
-            _wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
-        width = lengths[0] or _int(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
+            wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
+        width = lengths[0] or whole(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
         rotated = max(_layers(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, 0), default=0)
         if n_head:
             _check_rotated(metadata, arch, suffix, width)
-        latent = _int(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
-        rank = _int(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
+        latent = whole(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
+        rank = whole(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
         if latent and max(by_layer) != 1:
-            _wrong(f"latent attention has {max(by_layer)} key-value heads, not 1")
+            wrong(f"latent attention has {max(by_layer)} key-value heads, not 1")
         if latent and rotated and (rotated >= latent or width != rank + rotated):
-            _wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
+            wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
     for tensor in tensors:
         match = _QUERIES.fullmatch(tensor.name)
         if match is not None and len(tensor.shape) == 2 and int(match[1]) < n_layer:
             _check_queries(metadata, arch, tensor, heads[int(match[1])], n_embd)
-    head_size = _int(metadata, f"{arch}.wkv.head_size", 1)
+    head_size = whole(metadata, f"{arch}.wkv.head_size", 1)
     if head_size < 1 or n_embd % head_size:
-        _wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
+        wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
 
 
 def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width: int) -> None:
     """Of heads ``width`` wide. Without the key whole heads are rotated, or none."""
     key = f"{arch}.rope.dimension_count{suffix}"
     value = metadata.get(key, width)
-    for rotated in value if isinstance(value, tuple) else (_int(metadata, key, width),):
+    for rotated in value if isinstance(value, tuple) else (whole(metadata, key, width),):
         if not isinstance(rotated, int) or not 0 <= rotated <= width or (rotated % 2 and rotated != width):
-            _wrong(f"{key} is {rotated}, not an even number up to the {width} values of a head")
+            wrong(f"{key} is {rotated}, not an even number up to the {width} values of a head")
         if rotated == 0 and key in metadata and arch not in _UNROTATED:
-            _wrong(f"{key} is 0, not an even number from 2 to the {width} values of a head")
+            wrong(f"{key} is 0, not an even number from 2 to the {width} values of a head")
         if rotated != width and not suffix and arch in _ROTATED_WHOLE:
-            _wrong(f"{key} is {rotated}, and {arch} rotates all {width} values of a head")
+            wrong(f"{key} is {rotated}, and {arch} rotates all {width} values of a head")
 
 
 _QUERIES = re.compile(r"blk\.(\d+)\.attn_q\.weight")
@@ -614,45 +336,45 @@ def _check_queries(metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_h
     if not n_head:
         return
     names = ("attention.key_length_swa", "attention.key_length_mla", "kda.head_dim")
-    widths = {_int(metadata, f"{arch}.attention.key_length", n_embd // n_head)}
-    widths |= {_int(metadata, f"{arch}.{name}", 0) for name in names}
+    widths = {whole(metadata, f"{arch}.attention.key_length", n_embd // n_head)}
+    widths |= {whole(metadata, f"{arch}.{name}", 0) for name in names}
     rows = tensor.shape[1]
     if all(rows not in (n_head * width, 2 * n_head * width) for width in widths):
-        _wrong(f"{tensor.name} has {rows} rows, and {arch}.attention.head_count {n_head} does not fit them")
+        wrong(f"{tensor.name} has {rows} rows, and {arch}.attention.head_count {n_head} does not fit them")
 
 
 def _check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
     """Layers without a KV cache use that of the last layer that has one, or of the one before it, whichever has the
     same kind of window."""
-    n_shared = _int(metadata, f"{arch}.attention.shared_kv_layers", 0)
+    n_shared = whole(metadata, f"{arch}.attention.shared_kv_layers", 0)
     if not 0 <= n_shared <= max(n_layer - 2, 0):
-        _wrong(f"{n_shared} of {n_layer} layers share the KV cache of others")
+        wrong(f"{n_shared} of {n_layer} layers share the KV cache of others")
     windows = metadata.get(f"{arch}.attention.sliding_window_pattern")
     if n_shared and isinstance(windows, tuple):
         if len(windows) != n_layer:
-            _wrong(f"{arch}.attention.sliding_window_pattern has {len(windows)} entries for {n_layer} layers")
+            wrong(f"{arch}.attention.sliding_window_pattern has {len(windows)} entries for {n_layer} layers")
         owners = windows[: n_layer - n_shared][-2:]
         if any(bool(owners[0 if window else 1]) != bool(window) for window in windows[n_layer - n_shared :]):
-            _wrong(f"{arch} has layers that share a KV cache with another kind of window")
+            wrong(f"{arch} has layers that share a KV cache with another kind of window")
 
 
 def _check_experts(metadata: Mapping[str, Value], arch: str, n_layer: int) -> tuple[int, list[int]]:
     """The number of experts and how many of them each layer uses."""
-    n_expert = _int(metadata, f"{arch}.expert_count", 0)
+    n_expert = whole(metadata, f"{arch}.expert_count", 0)
     used = _layers(metadata, f"{arch}.expert_used_count", n_layer, 0)
     if arch.startswith("hunyuan") and n_expert == 1:
         return 0, [0] * n_layer  # how its dense models are written
     if not 0 <= n_expert <= _MAX_EXPERTS:
-        _wrong(f"{arch}.expert_count is {n_expert}, more than {_MAX_EXPERTS}")
+        wrong(f"{arch}.expert_count is {n_expert}, more than {_MAX_EXPERTS}")
     most = max(used, default=0)
     if min(used, default=0) < 0 or most > n_expert or (n_expert and not most):
-        _wrong(f"{arch} uses {most} of {n_expert} experts")
-    groups = _int(metadata, f"{arch}.expert_group_count", 0)
-    groups_used = _int(metadata, f"{arch}.expert_group_used_count", 0)
+        wrong(f"{arch} uses {most} of {n_expert} experts")
+    groups = whole(metadata, f"{arch}.expert_group_count", 0)
+    groups_used = whole(metadata, f"{arch}.expert_group_used_count", 0)
     if groups < 0 or (groups and groups >= n_expert):
-        _wrong(f"{arch} has {groups} groups of {n_expert} experts")
+        wrong(f"{arch} has {groups} groups of {n_expert} experts")
     if groups > 1 and (n_expert % groups or not 0 < groups_used < groups):
-        _wrong(f"{arch} uses {groups_used} of {groups} groups of {n_expert} experts")
+        wrong(f"{arch} uses {groups_used} of {groups} groups of {n_expert} experts")
     return n_expert, used
 
 
@@ -692,7 +414,7 @@ def _make_shards(
         group = _group(tensor.name)
         layer = group[2]
         if layer is not None and layer >= n_layer and tensor.name.startswith(("blk.", "enc.")):
-            _wrong(f"tensor {tensor.name} belongs to a layer beyond the {n_layer} there are")
+            wrong(f"tensor {tensor.name} belongs to a layer beyond the {n_layer} there are")
         if tied and tensor.name == "token_embd.weight":
             group = ("output", "output", None)
         elif _INPUT.fullmatch(tensor.name):

@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 
 from frameshard.errors import BudgetBelowFloor, Unsupported
 from frameshard.plan import bounds
+from frameshard.plan.header import GGML_TYPES, Tensor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Kind, KvType, Profile, heads_of, kind_of, kv_value_bytes
-from frameshard.plan.model import GGML_TYPES, Model, Shard, Tensor
+from frameshard.plan.model import Model, Shard
 
 STREAMED, CPU = 1, 2
 """Placements of a shard that is not resident, as in the device's C interface."""

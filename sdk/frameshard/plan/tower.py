@@ -1,0 +1,139 @@
+"""A vision tower (mmproj) before it is loaded: its GGUF header, checked for what libmtmd trusts and fails at.
+
+libmtmd reads most tensors by name and takes many as optional, so that a damaged name shows in the first encode at the
+earliest: the engine makes one at launch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from frameshard.errors import BadModel
+from frameshard.plan.header import MAX_LAYERS, Header, Value, Wrong, read_header, whole, wrong
+
+_MAX_SIDE = 1 << 14  # pixels
+_MAX_WIDTH = 1 << 20
+_MAX_STEP = 64  # patches that become one token, by side
+_BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A checked file. ``side`` and ``patch`` in pixels."""
+
+    path: Path
+    projector: str
+    n_layer: int
+    side: int
+    patch: int
+    file_bytes: int
+
+
+def read_tower(path: str | os.PathLike[str]) -> Tower:
+    """Reads and checks the header of an mmproj file.
+
+    Raises :class:`ModelNotFound` if the file is not there and :class:`BadModel`, saying what is wrong, if it is no
+    vision tower, is truncated or contradicts itself.
+    """
+    path = Path(path)
+    header = read_header(path)
+    try:
+        return _check(path, header)
+    except Wrong as error:
+        raise BadModel(f"{path.name}: {error}", path=str(path)) from None
+
+
+def _check(path: Path, header: Header) -> Tower:
+    metadata = header.metadata
+    arch = metadata.get("general.architecture")
+    if arch != "clip":
+        wrong(f"general.architecture is {arch!r}, and a vision tower is of clip")
+    if metadata.get("clip.has_vision_encoder") is not True:
+        wrong("clip.has_vision_encoder is not true: nothing in it reads images")
+    projector = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
+    if not isinstance(projector, str):
+        wrong("clip.projector_type is missing")
+    if not header.tensors:
+        wrong("there are no tensors in it")
+    _check_numbers(metadata)
+    side = _between(metadata, "image_size", 1, _MAX_SIDE)
+    patch = _between(metadata, "patch_size", 1, side)
+    n_layer = _between(metadata, "block_count", 0, MAX_LAYERS)
+    _check_heads(metadata, n_layer)
+    _between(metadata, "feed_forward_length", 0, _MAX_WIDTH, 0)
+    _between(metadata, "projection_dim", 0, _MAX_WIDTH, 0)
+    for name in ("spatial_merge_size", "projector.scale_factor"):
+        _between(metadata, name, 1, _MAX_STEP, 1)
+    _check_order(metadata, "image_min_pixels", "image_max_pixels")
+    _check_order(metadata, "preproc_min_tiles", "preproc_max_tiles")
+    _check_layers([tensor.name for tensor in header.tensors], n_layer)
+    return Tower(path, projector, n_layer, side, patch, header.file_bytes)
+
+
+def _between(metadata: Mapping[str, Value], name: str, low: int, high: int, default: int | None = None) -> int:
+    """The number ``clip.vision.NAME``; it must be there where there is no default."""
+    key = f"clip.vision.{name}"
+    if default is None and key not in metadata:
+        wrong(f"{key} is missing")
+    value = whole(metadata, key, default or 0)
+    if key in metadata and not low <= value <= high:
+        wrong(f"{key} is {value}, not from {low} to {high}")
+    return value
+
+
+def _check_heads(metadata: Mapping[str, Value], n_layer: int) -> None:
+    least = 1 if n_layer else 0
+    n_embd = _between(metadata, "embedding_length", least, _MAX_WIDTH)
+    n_head = _between(metadata, "attention.head_count", least, _MAX_WIDTH)
+    head_dim = _between(metadata, "attention.head_dim", 1, _MAX_WIDTH, 0)
+    if n_head and not head_dim and n_embd % n_head:
+        wrong(f"clip.vision.attention.head_count is {n_head}, which does not divide an embedding of {n_embd}")
+    n_head_kv = _between(metadata, "attention.head_count_kv", least, max(n_head, least), n_head)
+    if n_head_kv and n_head % n_head_kv:
+        wrong(f"clip.vision.attention.head_count_kv is {n_head_kv}, which does not divide {n_head} heads")
+
+
+def _check_layers(names: list[str], n_layer: int) -> None:
+    """What all layers but one have is missing there: libmtmd would follow a null pointer. Not so of feed-forward
+    networks, which are dense in the first layer of some mixtures of experts."""
+    layers: dict[str, set[int]] = {}
+    for name in names:
+        match = _BLOCK.fullmatch(name)
+        if match is None:
+            continue
+        if int(match[1]) >= n_layer:
+            wrong(f"tensor {name} belongs to a layer beyond the {n_layer} there are")
+        layers.setdefault(match[2], set()).add(int(match[1]))
+    for part, found in layers.items():
+        if len(found) == n_layer - 1 > 1 and not part.startswith(("ffn_", "exp_")):
+            (missing,) = set(range(n_layer)) - found
+            wrong(f"tensor v.blk.{missing}.{part} is missing, and every other layer has one")
+
+
+def _check_order(metadata: Mapping[str, Value], low: str, high: str) -> None:
+    least, most = (whole(metadata, f"clip.vision.{name}", 0) for name in (low, high))
+    if least < 0 or (f"clip.vision.{high}" in metadata and most < max(least, 1)):
+        wrong(f"clip.vision.{low} is {least} and clip.vision.{high} {most}")
+
+
+def _check_numbers(metadata: Mapping[str, Value]) -> None:
+    for key, value in metadata.items():
+        if key.startswith("clip."):
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                wrong(f"{key} is {value}, not finite")
+    epsilon = metadata.get("clip.vision.attention.layer_norm_epsilon", 0.0)
+    if not isinstance(epsilon, float) or epsilon < 0:
+        wrong(f"clip.vision.attention.layer_norm_epsilon is {epsilon}, not a number from 0 up")
+    for name in ("image_mean", "image_std"):
+        key = f"clip.vision.{name}"
+        colours = metadata.get(key)
+        if not isinstance(colours, tuple) or len(colours) < 3 or not all(isinstance(each, float) for each in colours):
+            wrong(f"{key} is {colours}, not three numbers")
+        if name == "image_std" and min(colours) <= 0:
+            wrong(f"{key} is {colours}, not above 0")

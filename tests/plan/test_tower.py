@@ -1,0 +1,82 @@
+"""The header of a vision tower: a sound one is read, a damaged one is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import mutants
+from frameshard.errors import BadModel, ModelNotFound
+from frameshard.plan.model import read_model
+from frameshard.plan.tower import read_tower
+
+
+def test_a_sound_tower(mmproj_path: Path) -> None:
+    tower = read_tower(mmproj_path)
+    assert (tower.projector, tower.n_layer, tower.side, tower.patch) == ("internvl", 4, 224, 14)
+
+
+BAD: dict[str, tuple[str, Callable[[mutants.Gguf], object]]] = {
+    "no vision": ("has_vision_encoder", lambda f: setattr(f.key("clip.has_vision_encoder"), "value", False)),
+    "no projector": ("projector_type", lambda f: f.keys.remove(f.key("clip.projector_type"))),
+    "patch": ("patch_size is 0, not from 1", lambda f: setattr(f.key("clip.vision.patch_size"), "value", 0)),
+    "patch larger than the image": (
+        "patch_size is 225, not from 1 to 224",
+        lambda f: setattr(f.key("clip.vision.patch_size"), "value", 225),
+    ),
+    "image": ("image_size is 0", lambda f: setattr(f.key("clip.vision.image_size"), "value", 0)),
+    "heads": ("head_count is 3", lambda f: setattr(f.key("clip.vision.attention.head_count"), "value", 3)),
+    "no heads": ("head_count is 0", lambda f: setattr(f.key("clip.vision.attention.head_count"), "value", 0)),
+    "layers": ("block_count is 513", lambda f: setattr(f.key("clip.vision.block_count"), "value", 513)),
+    "a layer less": ("beyond the 3", lambda f: setattr(f.key("clip.vision.block_count"), "value", 3)),
+    "scale": ("scale_factor is 0", lambda f: setattr(f.key("clip.vision.projector.scale_factor"), "value", 0)),
+    "colours": ("image_std", lambda f: setattr(f.key("clip.vision.image_std"), "value", [0.5, 0.0, 0.5])),
+    "two colours": ("image_mean", lambda f: setattr(f.key("clip.vision.image_mean"), "value", [0.5, 0.5])),
+    "epsilon": (
+        "epsilon is nan",
+        lambda f: setattr(f.key("clip.vision.attention.layer_norm_epsilon"), "value", float("nan")),
+    ),
+    "tiles": ("preproc_min_tiles", lambda f: setattr(f.key("clip.vision.preproc_min_tiles"), "value", 9)),
+    "missing": ("image_size is missing", lambda f: f.keys.remove(f.key("clip.vision.image_size"))),
+    "a damaged name": (
+        "v.blk.1.attn_q.weight is missing",
+        lambda f: setattr(next(t for t in f.tensors if t.name == b"v.blk.1.attn_q.weight"), "name", b"v.blk.1.att_q"),
+    ),
+    "tensor twice": ("twice", lambda f: setattr(f.tensors[1], "name", f.tensors[0].name)),
+    "offset": ("is at offset 7", lambda f: setattr(f.tensors[2], "offset", 7)),
+    "truncated": ("truncated", lambda f: setattr(f, "cut", 0.7)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_towers_are_refused_in_words(case: str, mmproj_path: Path, tmp_path: Path) -> None:
+    says, spoil = BAD[case]
+    file = mutants.Gguf(mmproj_path)
+    spoil(file)
+    with pytest.raises(BadModel, match=says) as caught:
+        read_tower(file.write(tmp_path / "bad.gguf"))
+    assert caught.value.detail == {"path": str(tmp_path / "bad.gguf")}
+
+
+def test_what_is_no_tower(tiny_model: Callable[[str], Path], mmproj_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match="'llama', and a vision tower is of clip"):
+        read_tower(tiny_model("llama"))
+    with pytest.raises(BadModel, match="give it as mmproj"):
+        read_model(mmproj_path)
+    with pytest.raises(ModelNotFound):
+        read_tower(tmp_path / "none.gguf")
+
+
+def test_mutants_are_read_or_refused(mmproj_path: Path, tmp_path: Path) -> None:
+    sound = mutants.Gguf(mmproj_path)
+    for seed in range(200):
+        print("seed", seed)  # shown if it fails
+        file = copy.deepcopy(sound)
+        mutants.mutate(file, random.Random(seed))
+        with suppress(BadModel):
+            read_tower(file.write(tmp_path / "mutant.gguf", sparse=True))
