@@ -374,8 +374,11 @@ async def test_an_engine_that_dies_at_load_ends_the_launch() -> None:
             pass
     words = "engine: INFO: hello\n" * 999 + "terminate called\n  what(): no such tensor\n"
     script = f"import os, sys; sys.stderr.write({words!r}); sys.stderr.flush(); os.abort()"
-    with pytest.raises(errors.EngineDied, match=r"signal 6.*terminate called; what") as died:
+    with pytest.raises(errors.BadModel, match=r"signal 6.*no model: terminate called; what") as died:
         async with launch(engine=(sys.executable, "-c", script)):
+            pass
+    with pytest.raises(errors.EngineDied, match=r"no model \(signal 9\), killed because it has not answered for 1 s"):
+        async with launch(engine=(sys.executable, "-c", "import signal; signal.pause()"), hang_load_s=1.0):
             pass
     assert died.value.detail["last_words"] == "terminate called; what(): no such tensor"
 
@@ -383,7 +386,7 @@ async def test_an_engine_that_dies_at_load_ends_the_launch() -> None:
 @in_trio
 async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path) -> None:
     engine = patched_engine(f"process.Engine._load = lambda *_: {ABORT}")
-    with pytest.raises(errors.EngineDied, match=r"here\.c:7: it cannot be"):
+    with pytest.raises(errors.BadModel, match=r"here\.c:7: it cannot be"):
         async with frameshard.launch(model_path, device="cpu", engine=engine):
             pass
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trio
 from engine_driver import EngineProcess, Event, engine, ids, user
 from PIL import Image
 
+import frameshard
 import mutants
 from frameshard.broker.page import Page
+from frameshard.errors import BadModel
 from frameshard.frame import FrameBlock
 
 MIB = 1 << 20
@@ -219,6 +222,23 @@ def test_a_tower_with_a_damaged_name_is_refused_at_launch(
     assert event["error"]["name"] == "bad_model"
     assert "bad.gguf" in event["error"]["message"]
     assert not fresh_cache.exists()
+
+
+def test_a_tower_that_crashes_libmtmd_is_refused_at_launch(
+    model_path: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
+) -> None:
+    """No layer has what its name says is optional: libmtmd follows a null pointer."""
+    file = mutants.Gguf(mmproj_path)
+    for info in file.tensors:
+        info.name = info.name.replace(b".attn_q.weight", b".attn_q.weighs")
+    path = file.write(tmp_path / "bad.gguf")
+
+    async def main() -> None:
+        with pytest.raises(BadModel, match=r"signal 11 while it loaded .*trying bad\.gguf"):
+            async with frameshard.launch(model_path, mmproj=str(path), device="cpu", n_ctx=256, n_parallel=1):
+                pass
+
+    trio.run(main)
 
 
 def test_a_tower_that_computes_no_numbers_is_refused_at_launch(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import trio
 
 from frameshard.broker.lastwords import LastWords
-from frameshard.errors import BadMessage, EngineDied, FrameshardError, from_wire
+from frameshard.errors import BadMessage, BadModel, EngineDied, FrameshardError, from_wire
 from frameshard.wire import channel, states
 from frameshard.wire.launch import ServeConfig
 
@@ -55,6 +55,12 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "20000",
 }
 """Of the engine's process."""
+
+_FILE_STATUSES = tuple(
+    f"signal {int(getattr(signal, name))}"
+    for name in ("SIGABRT", "SIGSEGV", "SIGFPE", "SIGBUS")
+    if hasattr(signal, name)
+)
 
 _ASIDE = ("budget", "stats", "plan", "watch")
 """Events that do not come from the engine's main loop and so do not prove that it turns."""
@@ -138,6 +144,7 @@ class Supervisor:
         self._ending = False
         self._woken = trio.Event()
         self._fatal: FrameshardError | None = None
+        self._killed_for = ""
         self._words = LastWords()
         self._started_at = 0.0
 
@@ -154,7 +161,7 @@ class Supervisor:
                 continue
             logger.warning("the engine ended (%s) while %s", status, was.value)
             if was is states.Engine.LOADING:
-                self.error = self._reason(f"the engine ended while it loaded the model ({status})")
+                self.error = self._load_failure(status)
                 return
             self._move("died")
             death = self._reason(f"the engine ended with {status}")
@@ -184,6 +191,7 @@ class Supervisor:
         """Ends the engine at once. It is started again."""
         if self.pid is not None:
             logger.warning("killing the engine: %s", why)
+            self._killed_for = why
             os.kill(self.pid, signal.SIGKILL)
 
     async def _hibernated(self) -> None:
@@ -249,8 +257,19 @@ class Supervisor:
         """Why the last engine ended: what it reported, or `how` it ended and the last that it wrote."""
         if self._fatal is not None:
             return self._fatal
+        how += f", killed because {self._killed_for}" if self._killed_for else ""
         said = str(self._words)
         return EngineDied(f"{how}: {said}" if said else how, last_words=said)
+
+    def _load_failure(self, status: str) -> FrameshardError:
+        """Why the first engine never was ready. It does nothing before that but load: what ends it with one of these
+        signals is a file that llama.cpp cannot use."""
+        model = self._load().get("model")
+        if self._fatal is None and status in _FILE_STATUSES:
+            said = str(self._words)
+            how = f"llama.cpp ended with {status} while it loaded {model}"
+            return BadModel(f"{how}: {said}" if said else how, last_words=said)
+        return self._reason(f"the engine ended while it loaded {model} ({status})")
 
     async def _live(self) -> str:
         """One engine's life; returns how it ended."""
@@ -266,7 +285,7 @@ class Supervisor:
                 env={**os.environ, **ENVIRONMENT},
             )
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        self.pid, self._fatal, self._words = process.pid, None, LastWords()
+        self.pid, self._fatal, self._words, self._killed_for = process.pid, None, LastWords(), ""
         self._silent, self._ping_open, self._progress = 0, False, False
         self._started_at = trio.current_time()
         self._send, receive = trio.open_memory_channel[dict[str, Any]](math.inf)
