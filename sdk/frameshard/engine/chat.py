@@ -2,75 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from frameshard.engine.confined import OUT_OF_TIME, Confined, Gone
 from frameshard.errors import BadArgument, Unsupported
 
 MAX_TEMPLATE_CHARS = 256 * 1024
-PATIENCE_S = 60.0
-"""For an answer. The process bounds its own CPU time; this is for one that was stopped or that the machine starves."""
 
 _RENDERER = Path(__file__).with_name("renderer.py")
-_OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
 _TRIES = 2  # what was killed from outside is started again
 _PROBE = [{"role": "user", "content": "Hello"}]
-
-
-class _Gone(Exception):
-    """The renderer has ended or does not answer. ``status`` is that of :class:`subprocess.Popen`."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-
-class _Renderer:
-    """The process. A template has to be its first request."""
-
-    def __init__(self) -> None:
-        search = [entry for entry in sys.path if os.path.isabs(entry)]
-        self._process = subprocess.Popen(
-            # By the file's path and not with -c, which puts the working directory first on the path.
-            [sys.executable, "-S", str(_RENDERER), *search],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """:raises _Gone: there is no answer; the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        watch = threading.Timer(PATIENCE_S, self._process.kill)
-        watch.daemon = True
-        watch.start()
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-            return answer
-        except (OSError, ValueError):  # a closed pipe, or half an answer
-            self._process.kill()
-            raise _Gone(self._process.wait()) from None
-        finally:
-            watch.cancel()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        self._process.wait()
 
 
 class ChatTemplate:
@@ -87,7 +31,7 @@ class ChatTemplate:
         self._source = source
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._lock = threading.Lock()
-        self._renderer: _Renderer | None = None
+        self._renderer: Confined | None = None
         answer = self._ask(_PROBE)
         # One that refuses this message may be made for others.
         if answer.get("error", "refused") != "refused":
@@ -118,16 +62,16 @@ class ChatTemplate:
             for _ in range(_TRIES):
                 try:
                     answer = self._ask_once({"messages": messages, "tokens": self._tokens})
-                except _Gone as gone:
+                except Gone as gone:
                     self._drop()
                     status = gone.status
-                    if status == _OUT_OF_TIME:
+                    if status == OUT_OF_TIME:
                         break
                     continue
                 if answer.get("error") == "out_of_memory":
                     self._drop()  # it ends
                 return answer
-        if status == _OUT_OF_TIME:
+        if status == OUT_OF_TIME:
             reason = "takes more than a second of CPU time"
         else:
             reason = f"ends the process that renders it (status {status})"
@@ -135,7 +79,7 @@ class ChatTemplate:
 
     def _ask_once(self, request: Mapping[str, object]) -> dict[str, Any]:
         if self._renderer is None:
-            self._renderer = _Renderer()
+            self._renderer = Confined(_RENDERER)
             answer = self._renderer.ask({"source": self._source})
             if "error" in answer:
                 self._drop()
