@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -402,37 +401,3 @@ def test_it_goes_first_when_memory_runs_out(cpu: EngineProcess) -> None:
 def test_a_terminals_interrupt_is_not_its_business(cpu: EngineProcess) -> None:
     subprocess.run(["kill", "-INT", str(cpu.process.pid)], check=True)
     assert last(cpu.run("Once"))["ev"] == "done"
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["castle", "mill"]},
-        "people": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
-        "safe": {"type": "boolean"},
-    },
-    "required": ["name", "people", "safe"],
-}
-
-
-def test_an_answer_of_a_given_form(model_path: Path) -> None:
-    with engine(model_path, n_ctx=512, n_parallel=1) as child:
-        params = {"json_schema": json.dumps(SCHEMA), "max_tokens": 60, "temperature": 1.0, "seed": 3}
-        events = child.run(user("Tell me about the castle."), params=params)
-        answer = json.loads(text(events))
-        assert list(answer) == ["name", "people", "safe"]
-        assert answer["name"] in ("castle", "mill")
-        assert events[-1]["reason"] == "stop"
-        tokens = ids(events)
-        resumed = child.run(user("Tell me about the castle."), params=params, resume=tokens[:4])
-        assert tokens[:4] + ids(resumed) == tokens
-        for wrong in (
-            "{",
-            "[]",
-            '{"type": "string", "pattern": "(a+)+"}',
-            '{"type": "array", "items": {"type": "string"}, "maxItems": 100000}',
-            json.dumps({"$ref": "#"}),
-            '{"type": "array", "items": ' * 7 + '{"type": "null"}' + "}" * 7,
-        ):
-            error = child.run(user("x"), params={"json_schema": wrong})[-1]["error"]
-            assert (error["name"], error["detail"]["field"]) == ("bad_argument", "json_schema"), wrong

@@ -72,6 +72,8 @@ class Job:
     resume: list[int]
     history: list[Shape]
     text: TextStream
+    grammar: str = ""
+    """What its answer is held to; "" is nothing."""
     slot: Slot | None = None
     sampler: Sampler | None = None
     shapes: collections.deque[Shape] = field(default_factory=collections.deque)
@@ -472,9 +474,9 @@ class Batcher:
             job.drafted = Guesses()
             if self._runtime.mode == "stream_only":
                 self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
-        job.sampler = Sampler(
-            job.params, job.seed, self._runtime.vocab, self._runtime.n_vocab, [t for t in job.prompt if t >= 0]
-        )
+        matcher = self._runtime.schemas.matcher(job.grammar) if job.grammar else None
+        seen = [token for token in job.prompt if token >= 0]
+        job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, seen, matcher)
         return {
             "ev": "started",
             "job": job.id,
@@ -497,8 +499,13 @@ class Batcher:
         """A token from each row, as long as it is the one that was decoded for the next row."""
         events: list[Event] = []
         drafted = job.drafted is not None and bool(job.drafted.next)
+        refusal: BadArgument | None = None
         for kept, row in enumerate(rows, 1):
-            reason = self._next_token(job, row, now, events)
+            try:
+                reason = self._next_token(job, row, now, events)
+            except BadArgument as error:  # its schema is too complex after all
+                refusal, reason = error, None
+                break
             if reason is not None or tokens[kept : kept + 1] != job.produced[-1:]:
                 break
         if tokens:
@@ -508,6 +515,8 @@ class Batcher:
             if drafted:
                 self._drafted += len(tokens) - 1
                 self._drafted_right += kept - 1
+        if refusal is not None:
+            events.append(self._end(job, {"ev": "failed", "job": job.id, "error": refusal.to_wire()}))
         if reason is not None:
             done = {
                 "ev": "done",
@@ -548,6 +557,8 @@ class Batcher:
             text = job.text.push(self._runtime.piece(token))
             if job.text.stopped:
                 reason = "stop"
+            elif job.sampler.complete:
+                text, reason = text + job.text.finish(), "stop"
             elif index + 1 == job.max_new:
                 text, reason = text + job.text.finish(), "length"
         if not resumed:

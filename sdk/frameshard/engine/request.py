@@ -9,12 +9,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
-import llama_cpp
-
 from frameshard.engine.batch import Job, Shape
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
-from frameshard.engine.sampling import SamplingParams, make_grammar
+from frameshard.engine.sampling import SamplingParams
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
@@ -35,15 +33,15 @@ class RequestReader:
 
         :raises BadArgument: a field is missing, of the wrong type or out of range.
         :raises ContextOverflow: prompt and answer do not fit one sequence of the context.
-        :raises Unsupported: a chat with a model that has no chat template, or images with one that reads none.
+        :raises Unsupported: a chat with a model that has no chat template, images with one that reads none, or a JSON
+            schema with one that has no token that ends an answer.
         """
         runtime = self._runtime
         params = message.get("params", {})
         if not isinstance(params, Mapping):
             raise BadArgument("params must be a map", field="params")
         sampling = SamplingParams.from_wire(params)
-        if sampling.json_schema:
-            llama_cpp.llama_sampler_free(make_grammar(sampling, runtime.vocab))  # refused here or never
+        grammar = runtime.schemas.grammar(sampling.json_schema) if sampling.json_schema else ""
         conversation = message.get("conversation")
         if conversation is not None and (not isinstance(conversation, str) or not 0 < len(conversation) <= 256):
             raise BadArgument("conversation must be a string of 1 to 256 characters", field="conversation")
@@ -66,6 +64,7 @@ class RequestReader:
             resume=resume,
             history=_unpack_shapes(message.get("history") or [], n_prompt, n_prompt if pictures else runtime.n_ubatch),
             text=TextStream(sampling.stop),
+            grammar=grammar,
             pictures=pictures,
             lookup=Lookup(prompt) if runtime.guesses else None,
         )

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from frameshard import cpu
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.nvml import DRIVER_MARGIN, Observer, OverheadMeter
+from frameshard.engine.schema import Schemas
 from frameshard.engine.vocabulary import LeastTokens
 from frameshard.errors import (
     BadArgument,
@@ -209,6 +210,8 @@ class Runtime:
         """How the model's routers choose experts, as plans have it; see :meth:`learn`."""
         self.unfilled = False
         """Keys and values were given up: :meth:`fill` finds room for weights."""
+        self.schemas = Schemas(self._grammar_tokens)
+        """[any thread] What holds answers to a JSON schema."""
         self._model: Any = None
         self._context: Any = None
         self._abort = False
@@ -447,6 +450,20 @@ class Runtime:
             self._no_chat = str(error)
             return None
 
+    def _grammar_tokens(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of each token, and the tokens that end an answer. No bytes have those, control tokens, and what
+        stands in the vocabulary for a control token, such as ``<think>``: none of them can occur in JSON."""
+        user_defined = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        ends = [token for token in range(self.n_vocab) if self.is_end(token)]
+        pieces = [self.piece(token) for token in range(self.n_vocab)]
+        for token, piece in enumerate(pieces):
+            marks = piece.startswith(b"<") and piece.endswith(b">")
+            if marks and llama_cpp.llama_vocab_get_attr(self._vocab, token) & user_defined:
+                pieces[token] = b""
+        for token in ends:
+            pieces[token] = b""
+        return pieces, ends
+
     def _find_control_tokens(self) -> re.Pattern[str]:
         special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
         texts = {
@@ -482,6 +499,7 @@ class Runtime:
         """Frees the context, then the model. Safe to call twice and after a failed load."""
         if (chat := self.__dict__.get("chat")) is not None:
             chat.close()
+        self.schemas.close()
         if self._context:
             llama_cpp.llama_free(self._context)
             self._context = None

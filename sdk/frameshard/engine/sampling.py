@@ -6,14 +6,16 @@ generator state to go on with the same text: the logits and the tokens before it
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
+import numpy as np
 
-from frameshard.engine.schema import grammar_of
+from frameshard.engine.schema import Matcher
 from frameshard.errors import BadArgument
 
 MAX_STOPS = 16
@@ -22,6 +24,8 @@ PENALTY_WINDOW = 64
 """Tokens (prompt and answer) that ``repeat_penalty`` looks back on."""
 
 GREEDY_BELOW = 0.001  # dividing logits by less leaves the range of a float
+
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 _SEED_LIMIT = 2**53  # what every protocol peer can hold exactly
 
@@ -101,34 +105,27 @@ def token_seed(seed: int, index: int) -> int:
     return folded if folded != llama_cpp.LLAMA_DEFAULT_SEED else 0  # the default seed would mean "random"
 
 
-def make_grammar(params: SamplingParams, vocab: Any) -> Any:
-    """llama.cpp's sampler for the JSON schema of ``params``; the caller frees it.
-
-    :raises BadArgument: the schema cannot be used.
-    """
-    grammar = llama_cpp.llama_sampler_init_grammar(vocab, grammar_of(params.json_schema).encode(), b"root")
-    if not grammar:
-        raise BadArgument("json_schema: llama.cpp refuses its grammar", field="json_schema")
-    return grammar
-
-
 class Sampler:
-    """One job's sampler chain: grammar, penalties, top-k, top-p, min-p, temperature, then the seeded draw.
+    """One job's sampler chain: penalties, top-k, top-p, min-p, temperature, then the seeded draw. Of an answer with a
+    JSON schema, the chain is given only the tokens that ``matcher`` allows.
 
     ``context_tokens`` are the prompt tokens that the repeat penalty starts from. Free it with :meth:`close`.
-
-    :raises BadArgument: the JSON schema cannot be used.
     """
 
     def __init__(
-        self, params: SamplingParams, seed: int, vocab: Any, n_vocab: int, context_tokens: Sequence[int]
+        self,
+        params: SamplingParams,
+        seed: int,
+        n_vocab: int,
+        context_tokens: Sequence[int],
+        matcher: Matcher | None = None,
     ) -> None:
         self._seed = seed
+        self._n_vocab = n_vocab
+        self._matcher = matcher
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         steps = []
-        if params.json_schema:
-            steps.append(make_grammar(params, vocab))
         if params.repeat_penalty != 1.0:
             penalties = llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, params.repeat_penalty, 0.0, 0.0)
             for token in context_tokens[-PENALTY_WINDOW:]:
@@ -148,20 +145,48 @@ class Sampler:
             llama_cpp.llama_sampler_chain_add(self._chain, step)
         self._n_steps = len(steps)
 
+    @property
+    def complete(self) -> bool:
+        """By its JSON schema the answer is complete."""
+        return self._matcher is not None and self._matcher.complete
+
     def sample(self, context: Any, row: int, index: int) -> int:
-        """Token ``index`` of the answer, from output ``row`` of the context's last decode; it counts as accepted."""
+        """Token ``index`` of the answer, from output ``row`` of the context's last decode; it counts as accepted.
+
+        :raises BadArgument: the JSON schema is too complex after all.
+        """
         if not self._draws:
-            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+            return self._choose(context, row)
         draw = llama_cpp.llama_sampler_init_dist(token_seed(self._seed, index))
         llama_cpp.llama_sampler_chain_add(self._chain, draw)
         try:
-            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+            return self._choose(context, row)
         finally:
             llama_cpp.llama_sampler_free(llama_cpp.llama_sampler_chain_remove(self._chain, self._n_steps))
 
+    def _choose(self, context: Any, row: int) -> int:
+        if self._matcher is None:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, row), (self._n_vocab,))
+        allowed = self._matcher.allowed()
+        candidates = np.zeros(len(allowed), _CANDIDATE)
+        candidates["id"] = allowed
+        candidates["logit"] = logits[allowed]
+        data = candidates.ctypes.data_as(llama_cpp.llama_token_data_p)
+        array = llama_cpp.llama_token_data_array(data, len(allowed), -1, False)
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        token = int(array.data[array.selected].id)
+        self.accept(token)
+        return token
+
     def accept(self, token: int) -> None:
-        """Takes a token that was not sampled here (a resumed one) into the penalty window."""
+        """Takes a token that was not sampled here (a resumed one) into the penalty window and the JSON schema.
+
+        :raises BadArgument: the JSON schema does not allow it.
+        """
         llama_cpp.llama_sampler_accept(self._chain, token)
+        if self._matcher is not None:
+            self._matcher.accept(token)
 
     def close(self) -> None:
         """Frees the chain. Safe to call twice."""

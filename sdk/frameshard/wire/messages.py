@@ -213,7 +213,8 @@ class Sampling:
 
     `max_tokens` bounds the answer; `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; without a `seed` the
     sidecar draws one. Generation ends before any of the strings in `stop`. With a `json_schema`, a JSON schema as text,
-    the answer is JSON of that form.
+    the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; bindings/PROTOCOL.md, "JSON schemas",
+    says what of a schema is understood.
     """
 
     max_tokens: Annotated[int, _integer(1, 1 << 20)] = 256
@@ -224,7 +225,7 @@ class Sampling:
     repeat_penalty: Annotated[float, _number(0.5, 2)] = 1.0
     seed: Annotated[int, _integer(0, 2**32 - 1)] | None = None
     stop: Annotated[tuple[StopString, ...], 16] = ()
-    json_schema: Annotated[str, _text(4096)] = ""
+    json_schema: Text = ""
 
 
 DEFAULT_SAMPLING = Sampling()

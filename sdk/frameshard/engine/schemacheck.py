@@ -1,0 +1,130 @@
+"""Makes a grammar of one JSON schema. The worker of a :mod:`frameshard.engine.confined` process: llguidance bounds most
+of what a schema can cost, but not all (an intersection of many patterns, a large ``multipleOf``).
+
+A request is ``{"schema"}``, a text. The answer is ``{"grammar"}``, for llguidance, or ``{"error", "reason"}``, where
+the error is ``refused``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MEMORY_BYTES = 256 << 20
+"""Of address space; the process takes 30 MiB of it before it has a schema."""
+
+CPU_S = 0.5
+"""For one schema. Ordinary ones take a millisecond, an ``enum`` of 6,000 values 30."""
+
+# At most one space after a comma and a colon, and none elsewhere: a small model would else fill an answer with them.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+# A forced text is not spelled for the model: the tokenizer of a vocabulary need not give back the bytes it was given.
+_HEAD = '%llguidance {"no_forcing": true}\nstart: %json '
+
+_PLACE_S = 0.1  # for finding the place of what is wrong
+_MAX_REASON_CHARS = 500
+_ONE_OF = "oneOf is understood only where no value can fit two of its schemas: use anyOf"
+# Where a schema has further schemas.
+_SINGLE = ("items", "additionalProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_COMBINED = {"$ref", "anyOf", "oneOf"}
+_OPENING = {"additionalProperties", "patternProperties", "minProperties"}
+_OF_OBJECTS = {"properties", "required", *_OPENING}
+
+Schema = Mapping[str, Any]
+
+
+class Worker:
+    """Knows no vocabulary: bytes are its tokens."""
+
+    def __init__(self) -> None:
+        self._bytes = LLTokenizer("byte")
+        self._limits = LLParserLimits(verbose_errors=False)
+
+    def answer(self, request: Mapping[str, str]) -> dict[str, str]:
+        """The answer to one request."""
+        try:
+            return self._answer(json.loads(request["schema"]))
+        except ValueError as error:
+            return _refused(f"not JSON: {error}")
+        except RecursionError:
+            return _refused("too deep")
+
+    def _answer(self, schema: Any) -> dict[str, str]:
+        if not isinstance(schema, dict):
+            return _refused("a schema is an object")
+        _close_objects(schema)
+        schema["x-guidance"] = _LAYOUT
+        reason = self._refusal(schema)
+        if reason:
+            return _refused(f"at {self._place(reason, schema, schema, '#', time.process_time() + _PLACE_S)}: {reason}")
+        return {"grammar": _HEAD + json.dumps(schema)}
+
+    def _refusal(self, schema: Schema) -> str:
+        """Why the schema cannot be used; empty where it can."""
+        text = json.dumps(schema)
+        matcher = LLMatcher(self._bytes, LLMatcher.grammar_from_json_schema(text), log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if not matcher.is_error():
+            return ""
+        error = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        if error.startswith("NoExtension"):
+            return "no value fits it"
+        return _ONE_OF if error.startswith("oneOf constraints") else error
+
+    def _place(self, reason: str, root: Schema, schema: Schema, at: str, until: float) -> str:
+        """The smallest part that is refused for this reason on its own, as a JSON pointer."""
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        for name, part in _parts(schema):
+            if time.process_time() > until:
+                break
+            if isinstance(part, dict) and self._refusal({**shared, **part}) == reason:
+                return self._place(reason, root, part, f"{at}/{name}", until)
+        return at
+
+
+def _close_objects(schema: dict[str, Any]) -> None:
+    """Objects get the properties that are named and no others, where the schema does not say: a small model would go on
+    with some of its own. Where several schemas may apply to one object, it is left as it is."""
+    parts = list(_all_parts(schema))
+    for part in parts:
+        combined = part.keys() & _COMBINED
+        if "allOf" in part or len(combined) > 1 or (combined and part.keys() & _OF_OBJECTS):
+            return
+    for part in parts:
+        named, required = part.get("properties"), part.get("required", [])
+        if not isinstance(named, dict) or not isinstance(required, list):
+            continue
+        if not part.keys() & _OPENING and all(name in named for name in required if isinstance(name, str)):
+            part["additionalProperties"] = False
+
+
+def _all_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield schema
+    for _, part in _parts(schema):
+        if isinstance(part, dict):
+            yield from _all_parts(part)
+
+
+def _refused(reason: str) -> dict[str, str]:
+    return {"error": "refused", "reason": reason[:_MAX_REASON_CHARS]}
+
+
+def _parts(schema: Schema) -> Iterator[tuple[str, Any]]:
+    for name in _SINGLE:
+        if name in schema:
+            yield name, schema[name]
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            yield from ((f"{name}/{i}", part) for i, part in enumerate(schema[name]))
+    for name in _MAPS:
+        if isinstance(schema.get(name), dict):
+            for key, part in schema[name].items():
+                yield f"{name}/{key.replace('~', '~0').replace('/', '~1')}", part

@@ -1,0 +1,398 @@
+"""Answers that fit a JSON schema, and schemas that are attacks. Models with random weights are the harshest: they have
+no idea of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pytest
+from engine_driver import EngineProcess, Event, engine, ids, text, user
+from pydantic import BaseModel, Field
+
+from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.schema import MAX_BYTES
+
+Name = Annotated[str, Field(max_length=8)]
+
+
+class Mood(Enum):
+    CALM = "calm"
+    ANGRY = 'so "angry" \\ he\nshouts'
+
+
+class Item(BaseModel):
+    name: Name
+    weight: Annotated[int, Field(ge=0, le=999)]
+    cursed: bool = False
+
+
+class Sword(BaseModel):
+    kind: Literal["sword"]
+    edge: Annotated[int, Field(ge=1, le=10)]
+
+
+class Potion(BaseModel):
+    kind: Literal["potion"]
+    of: Name | None = None
+
+
+class Person(BaseModel):
+    name: Name
+    mood: Mood
+    place: tuple[Annotated[int, Field(ge=-50, le=50)], Annotated[int, Field(ge=-50, le=50)]]
+    bag: Annotated[list[Item], Field(max_length=2)]
+    holds: Annotated[Sword | Potion, Field(discriminator="kind")]
+
+
+class Party(BaseModel):
+    leader: Person
+    others: Annotated[list[Person], Field(max_length=1)]
+    pact: Literal["none", "süß", 7, None]
+
+
+class Quest(BaseModel):
+    """Refers to itself."""
+
+    title: Name
+    done: bool
+    steps: Annotated[list[Quest], Field(max_length=2)] = []
+
+
+MODELS: dict[str, type[BaseModel]] = {"item": Item, "person": Person, "party": Party, "quest": Quest, "potion": Potion}
+WORD = {"type": "string", "maxLength": 8}
+ODD = '" \\ \n\t\0\x7f\u2028 🐉 ▁ </s> <|im_end|>'
+SCHEMAS: dict[str, dict[str, Any]] = {
+    **{name: model.model_json_schema() for name, model in MODELS.items()},
+    "types": {"type": ["integer", "null", "boolean"], "minimum": -5, "maximum": 5},
+    "const": {"const": ODD},
+    "deep const": {"const": [[{"a": [{"b": {"c": [1, 2.5, None, {"d": ODD}]}}]}]]},
+    "enum": {"enum": [ODD, "", 0, -1.5, None, True, [], {"k": ["v", ODD]}]},
+    "names": {"type": "object", "properties": {ODD: WORD, "$ref": WORD, "ü": WORD}, "required": ["$ref", ODD]},
+    "pattern": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}( the [A-Z][a-z]{2,8})?$"},
+    "format": {"type": "array", "items": {"type": "string", "format": "date"}, "minItems": 1, "maxItems": 2},
+    "length": {"type": "string", "minLength": 3, "maxLength": 5},
+    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, WORD], "items": False, "minItems": 2},
+    "map": {"type": "object", "patternProperties": {"^[a-c]$": {"enum": [1, 2]}}, "additionalProperties": False},
+    "any": {"anyOf": [WORD, {"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 99}, {"const": None}]},
+    "all": {"allOf": [{"type": "string", "pattern": "^a.*z$"}, {"maxLength": 6}]},
+    "number": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "optional": {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(6)}, "required": ["p3"]},
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"v": WORD, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+                "required": ["v", "next"],
+            }
+        },
+    },
+}
+
+NO_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def check(name: str, answer: str) -> None:
+    """The answer fits the schema, and is no longer than it has to be."""
+    value = json.loads(answer)
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(value)
+    if name in MODELS:
+        MODELS[name].model_validate_json(answer)
+    outside = NO_STRINGS.sub("", answer)
+    assert not re.search(r"\s\s|[^,:]\s|\s$", outside), answer
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Callable[[str], Path]) -> Iterator[EngineProcess]:
+    with engine(tiny_model("llama"), n_ctx=1024, n_parallel=16) as child:
+        yield child
+
+
+def job(child: EngineProcess, schema: object, seed: int, **params: object) -> int:
+    held = schema if isinstance(schema, str) else json.dumps(schema)
+    warm = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 600, "seed": seed, **params}
+    return child.submit("Once", params={**warm, "json_schema": held})
+
+
+def refusal(events: list[Event]) -> str:
+    error = events[-1]["error"]
+    assert (error["name"], error["detail"]) == ("bad_argument", {"field": "json_schema"}), error
+    return str(error["message"])
+
+
+# --- answers fit ------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
+    """200 seeds and 20 schemas. Tokens are drawn from those allowed with equal probability, as no model would."""
+    assert len(SCHEMAS) == 20
+    config = EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)
+    with Runtime.load(config) as runtime:
+        pieces = [runtime.piece(token) for token in range(runtime.n_vocab)]
+        for name, schema in SCHEMAS.items():
+            grammar = runtime.schemas.grammar(json.dumps(schema))
+            endless = 0
+            for seed in range(200):
+                draw, matcher, said = random.Random(f"{name} {seed}"), runtime.schemas.matcher(grammar), b""
+                for _ in range(2000):
+                    token = int(draw.choice(matcher.allowed()))
+                    if runtime.is_end(token):
+                        break
+                    matcher.accept(token)
+                    said += pieces[token]
+                    if matcher.complete:
+                        break
+                else:
+                    endless += 1
+                    continue
+                check(name, said.decode())
+            assert endless <= 2, name
+
+
+def test_every_answer_that_ends_fits(tiny: EngineProcess) -> None:
+    """Through the engine, 16 at a time, with the probabilities of a model."""
+    jobs = {job(tiny, schema, seed): name for name, schema in SCHEMAS.items() for seed in range(5)}
+    ended = 0
+    for number, events in tiny.finish(*jobs).items():
+        assert events[-1]["ev"] == "done", (jobs[number], events[-1])
+        if events[-1]["reason"] == "stop":
+            check(jobs[number], text(events))
+            ended += 1
+    assert ended >= 0.95 * len(jobs)
+
+
+def test_a_model_that_has_an_idea(model_path: Path) -> None:
+    with engine(model_path, n_ctx=1024, n_parallel=4) as child:
+        names = ("item", "person", "types", "any")
+        jobs = {
+            child.submit(
+                user(f"Describe one {name} of a tavern as JSON."),
+                params={"json_schema": json.dumps(SCHEMAS[name]), "temperature": 0.8, "seed": 1, "max_tokens": 300},
+            ): name
+            for name in names
+        }
+        for number, events in child.finish(*jobs).items():
+            assert events[-1]["reason"] == "stop", events[-1]
+            check(jobs[number], text(events))
+
+
+def test_control_tokens_are_no_text(model_path: Path) -> None:
+    config = EngineConfig(str(model_path), n_ctx=512, n_parallel=1, n_threads=1)
+    with Runtime.load(config) as runtime:
+        grammar = runtime.schemas.grammar('{"type": "string"}')
+        matcher = runtime.schemas.matcher(grammar)
+        for token in runtime.tokenize('"a', add_special=False):
+            matcher.accept(token)
+        allowed = set(matcher.allowed().tolist())
+        control = runtime.tokenize("<|im_start|><|im_end|><|endoftext|><repo_name>", parse_special=True)
+        assert len(control) == 4
+        assert not allowed & set(control)
+        assert len(allowed) > 40_000
+        (quote,) = runtime.tokenize('"', add_special=False)
+        matcher.accept(quote)
+        assert matcher.complete
+        ends = {token for token in range(runtime.n_vocab) if runtime.is_end(token)}
+        assert set(matcher.allowed().tolist()) == ends
+
+
+def test_a_number_ends_with_the_models_end(tiny: EngineProcess) -> None:
+    """Nothing completes it but the token that ends an answer."""
+    number = job(tiny, {"type": "integer", "minimum": 1}, 3)
+    events = tiny.finish(number)[number]
+    assert events[-1]["reason"] == "stop"
+    assert int(text(events)) >= 1
+
+
+def test_max_tokens_cuts_an_answer_off(tiny: EngineProcess) -> None:
+    number = job(tiny, {"type": "array", "items": WORD, "minItems": 50}, 3, max_tokens=9)
+    events = tiny.finish(number)[number]
+    assert (events[-1]["reason"], events[-1]["n_generated"]) == ("length", 9)
+    assert text(events).startswith("[")
+
+
+def test_an_object_has_only_what_is_named_unless_it_says_otherwise(tiny_model: Callable[[str], Path]) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    rest = b'{"a":null,'
+    with Runtime.load(EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
+
+        def goes_on(schema: dict[str, Any]) -> bool:
+            matcher = runtime.schemas.matcher(runtime.schemas.grammar(json.dumps(schema)))
+            for byte in rest[:-1]:
+                matcher.accept(3 + byte)
+            return 3 + rest[-1] in matcher.allowed()
+
+        assert not goes_on(schema)
+        assert goes_on({**schema, "additionalProperties": True})
+        assert goes_on({**schema, "required": ["a", "b"]})
+        assert goes_on({"allOf": [schema, {"properties": {"b": {"type": "null"}}, "required": ["b"]}]})
+        assert goes_on({**schema, "anyOf": [{"properties": {"b": {"type": "null"}}}]})
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+def nested(levels: int, head: str, tail: str) -> str:
+    return head * levels + "1" + tail * levels
+
+
+ATTACKS: dict[str, object] = {
+    "null required": {"type": "object", "properties": {"a": WORD}, "required": None},
+    "list of properties": {"type": "object", "properties": [1], "required": [[1]]},
+    "no such type": {"type": "strng"},
+    "deep const": nested(200, '{"const":[', "]}"),
+    "deeper const": '{"const":' + nested(2000, "[", "]") + "}",
+    "deepest const": '{"const":' + nested(30_000, "[", "]") + "}",
+    "deep schema": '{"items":' * 500 + "{}" + "}" * 500,
+    "deep pattern": {"type": "string", "pattern": "(" * 20_000 + ")" * 20_000},
+    "deep stars": {"type": "string", "pattern": "(" * 200 + "a" + ")*" * 200},
+    "many nested counts": {"type": "string", "pattern": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"},
+    "explosive": {"type": "string", "pattern": "^(a|b)*a(a|b){5000}c$"},
+    "many patterns at once": {"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(200)]},
+    "large divisor": {"type": "integer", "multipleOf": 1_000_003},
+    "items without end": {"type": "array", "items": WORD, "minItems": 10**9, "maxItems": 10**9},
+    "string without end": {"type": "string", "minLength": 10**9, "maxLength": 10**9},
+    "negative length": {"type": "string", "maxLength": -1},
+    "itself": {"$ref": "#"},
+    "a circle": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+    "a remote one": {"$ref": "https://example.com/schema.json"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "nowhere": {"$ref": "#/$defs/none"},
+    "product of choices": {
+        "allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {"const": j}}} for j in range(4)]} for i in range(12)]
+    },
+    "doubling": {
+        "$ref": "#/$defs/a0",
+        "$defs": {
+            **{f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 9} for i in range(40)},
+            "a40": WORD,
+        },
+    },
+    "no value": {"type": "integer", "minimum": 5, "maximum": 4},
+    "nothing to choose": {"enum": []},
+    "unknown to llguidance": {"type": "array", "uniqueItems": True},
+    "several at once": {"oneOf": [{"type": "string"}, {"maxLength": 3}]},
+    "not JSON": "{",
+    "no schema": "[]",
+    "no number": '{"const": NaN}',
+    "too large a number": '{"const": 1e999}',
+    "a number of 5,000 digits": '{"const": ' + "9" * 5000 + "}",
+    "half a character": '{"const": "\\ud800"}',
+    "more of a schema": '{}}], "max_tokens": 1, "grammars": [{"lark_grammar": "start: /x/"',
+    "its own layout": {"const": [1, 2], "x-guidance": {"item_separator": "x", "whitespace_flexible": True}},
+    "too long": {"const": "x" * MAX_BYTES},
+}
+
+
+def test_a_hostile_schema_hurts_nobody_else(tiny: EngineProcess) -> None:
+    other = tiny.submit("Once", params={"temperature": 0.0, "max_tokens": 900})
+    jobs = {job(tiny, schema, 1, max_tokens=20): name for name, schema in ATTACKS.items()}
+    answers = tiny.finish(other, *jobs)
+    assert (answers[other][-1]["ev"], len(ids(answers[other]))) == ("done", 900)
+    for number, name in jobs.items():
+        last = answers[number][-1]
+        if last["ev"] == "failed":
+            assert len(refusal(answers[number])) < 600, name
+        elif last["reason"] == "stop":
+            schema = ATTACKS[name]
+            jsonschema.validate(
+                json.loads(text(answers[number])), json.loads(schema) if isinstance(schema, str) else schema
+            )
+    for number in (job(tiny, SCHEMAS["types"], seed) for seed in range(3)):
+        check("types", text(tiny.finish(number)[number]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (
+            {"type": "object", "properties": {"a/b": {"type": "array", "items": {"type": "strng"}}}},
+            "#/properties/a~1b/items",
+        ),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [WORD, {"not": WORD}]}}}, "#/$defs/x/anyOf/1"),
+        ({"type": "string", "pattern": "(("}, "#: regex parse error"),
+    ],
+)
+def test_a_refusal_names_the_place(tiny: EngineProcess, schema: object, place: str) -> None:
+    number = job(tiny, schema, 1)
+    assert f"json_schema: at {place}" in refusal(tiny.finish(number)[number])
+
+
+def test_one_that_is_too_complex_in_the_middle_fails_alone(tiny: EngineProcess) -> None:
+    """Only the answer shows how much of it has to be kept in mind."""
+    optional = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
+    number, other = job(tiny, optional, 1), job(tiny, SCHEMAS["person"], 1)
+    answers = tiny.finish(number, other)
+    assert "too" in refusal(answers[number]) or "max" in refusal(answers[number])
+    check("person", text(answers[other]))
+
+
+def test_the_process_that_checks_is_started_again(tiny: EngineProcess) -> None:
+    children = Path(f"/proc/{tiny.process.pid}/task/{tiny.process.pid}/children")
+    number = job(tiny, {"const": "first"}, 1)
+    assert text(tiny.finish(number)[number]) == '"first"'
+    tasks = Path(f"/proc/{tiny.process.pid}/task").iterdir()
+    pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    assert pids, children
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    number = job(tiny, {"const": "second"}, 1)
+    assert text(tiny.finish(number)[number]) == '"second"'
+
+
+# --- the same text again ----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], Path]) -> None:
+    model, schema = tiny_model("llama"), {**SCHEMAS["party"], "title": "of a death"}
+    with engine(model, n_ctx=1024, n_parallel=2) as child:
+        number = job(child, schema, 5)
+        whole = child.finish(number)[number]
+    assert whole[-1]["reason"] == "stop"
+    child = EngineProcess()
+    try:
+        child.load(model, device="cpu", n_ctx=1024, n_parallel=2, n_threads=1)
+        number = job(child, schema, 5)
+        started, said = child.wait_for("started"), []
+        while len(said) < len(ids(whole)) // 2:
+            said.append(child.wait_for("token", job=number)["id"])
+        child.process.kill()
+    finally:
+        child.close()
+    with engine(model, n_ctx=1024, n_parallel=2) as child:
+        for n in (len(said), 1, len(ids(whole))):
+            params = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 600, "seed": 5}
+            events = child.run(
+                "Once",
+                params={**params, "json_schema": json.dumps(schema)},
+                resume=ids(whole)[:n],
+                history=started["history"],
+            )
+            assert said == ids(whole)[: len(said)]
+            assert ids(whole)[:n] + ids(events) == ids(whole)
+            assert events[-1]["reason"] == "stop"
+
+
+def test_guesses_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> None:
+    """Much repeats in it, so much is guessed; a wrong guess must leave no trace in what may come next."""
+    schema = {"type": "array", "items": {"enum": ["no weapons", "no magic", "no talk"]}, "minItems": 6, "maxItems": 9}
+    answers = []
+    for speculate in ("auto", "off"):
+        with engine(
+            tiny_model("llama"), device="emulated", mode="stream_only", n_ctx=1024, n_parallel=4, speculate=speculate
+        ) as child:
+            jobs = [job(child, schema, seed) for seed in range(4)]
+            done = child.finish(*jobs)
+            answers.append([text(done[number]) for number in jobs])
+            assert (child.stats()["guessed_tokens"] > 0) == (speculate == "auto")
+    assert answers[0] == answers[1]
+    for answer in answers[0]:
+        jsonschema.validate(json.loads(answer), schema)
