@@ -227,12 +227,23 @@ BAD: dict[str, tuple[str, Callable[[Gguf], object]]] = {
     ),
     "frequency": (r"rope.freq_base is 0.0, not a number above 0", lambda f: f.set("llama.rope.freq_base", 0.0)),
     "heads that the queries do not have": (
-        "attn_q.weight has 64 rows, and llama.attention.head_count 512",
+        "attn_q.weight has 64 rows, which llama.attention.head_count 512 does not fit",
         lambda f: f.set("llama.attention.head_count", 512),
     ),
     "heads of another width": (
-        "attn_q.weight has 64 rows, and llama.attention.head_count 8",
+        "attn_q.weight has 64 rows, which llama.attention.head_count 8 does not fit",
         lambda f: (f.set("llama.attention.head_count", 8), f.set("llama.attention.key_length", 16)),
+    ),
+    "key-value heads that the keys do not have": (
+        "attn_k.weight has 32 rows, which llama.attention.head_count_kv 4 does not fit",
+        lambda f: _tensor(f, b"blk.0.attn_k.weight", (64, 32)),
+    ),
+    "no layer with a window": (
+        "leaves no layer",
+        lambda f: (
+            f.set("llama.attention.sliding_window", 32),
+            f.set("llama.attention.sliding_window_pattern", 1),
+        ),
     ),
     "integer scale": ("type I32", lambda f: _tensor(f, b"blk.0.layer_output_scale.weight", (1,), 26)),
     "bytes in a wordpiece vocabulary": (

@@ -269,6 +269,8 @@ def _check_type(tensor: Tensor) -> None:
         # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
         if kind not in (_PLAIN if len(tensor.shape) > 1 else ("F32",)):
             wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
+    elif len(tensor.shape) == 1 and "scale" in name and kind not in ("F32", "F16"):
+        wrong(f"tensor {name} is of type {kind}, which no scale can be")
     elif kind in _NO_WEIGHTS and not _TABLE.search(name):
         wrong(f"tensor {name} is of type {kind}, which no weights can be")
 
@@ -291,13 +293,15 @@ def _check_heads(
     for layer, (n_head, n_head_kv) in enumerate(zip(heads, by_layer, strict=True)):
         if not 0 <= n_head <= _MAX_HEADS or not 0 <= n_head_kv <= _MAX_HEADS or (n_head_kv and n_head % n_head_kv):
             wrong(f"layer {layer} has {n_head} attention heads and {n_head_kv} key-value heads")
-    n_head = max(heads, default=0)
+    n_head, rotated = max(heads, default=0), 0
     for suffix in ("", "_swa"):
         lengths = [whole(metadata, f"{arch}.attention.{key}_length{suffix}", 0) for key in ("key", "value")]
         if not all(0 <= length <= _MAX_EMBD for length in lengths):
             wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
         width = lengths[0] or whole(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
-        rotated = max(_layers(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, 0), default=0)
+        # Without the key whole heads are rotated, and in windows as much as elsewhere.
+        usual = 0 if arch in _UNROTATED else rotated if suffix else width
+        rotated = max(_layers(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, usual), default=0)
         if n_head:
             _check_rotated(metadata, arch, suffix, width)
         latent = whole(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
@@ -307,16 +311,17 @@ def _check_heads(
         if latent and rotated and (rotated >= latent or width != rank + rotated):
             wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
     for tensor in tensors:
-        match = _QUERIES.fullmatch(tensor.name)
+        match = _PROJECTION.fullmatch(tensor.name)
         if match is not None and len(tensor.shape) == 2 and int(match[1]) < n_layer:
-            _check_queries(metadata, arch, tensor, heads[int(match[1])], n_embd)
+            layer = int(match[1])
+            _check_projection(metadata, arch, tensor, heads[layer], by_layer[layer], n_embd)
     head_size = whole(metadata, f"{arch}.wkv.head_size", 1)
     if head_size < 1 or n_embd % head_size:
         wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
 
 
 def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width: int) -> None:
-    """Of heads ``width`` wide. Without the key whole heads are rotated, or none."""
+    """Of heads ``width`` wide."""
     key = f"{arch}.rope.dimension_count{suffix}"
     value = metadata.get(key, width)
     for rotated in value if isinstance(value, tuple) else (whole(metadata, key, width),):
@@ -328,19 +333,26 @@ def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width:
             wrong(f"{key} is {rotated}, and {arch} rotates all {width} values of a head")
 
 
-_QUERIES = re.compile(r"blk\.(\d+)\.attn_q\.weight")
+_PROJECTION = re.compile(r"blk\.(\d+)\.attn_([qk])\.weight")
+_GATED = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 
 
-def _check_queries(metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_head: int, n_embd: int) -> None:
-    """Queries are heads one after another, with a gate as wide beside each in some architectures."""
-    if not n_head:
+def _check_projection(
+    metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_head: int, n_head_kv: int, n_embd: int
+) -> None:
+    """Queries and keys are heads one after another, with a gate as wide beside each query in some architectures."""
+    if not n_head or not n_head_kv:
         return
-    names = ("attention.key_length_swa", "attention.key_length_mla", "kda.head_dim")
+    names = ("attention.key_length_swa", "attention.key_length_mla")
     widths = {whole(metadata, f"{arch}.attention.key_length", n_embd // n_head)}
     widths |= {whole(metadata, f"{arch}.{name}", 0) for name in names}
-    rows = tensor.shape[1]
-    if all(rows not in (n_head * width, 2 * n_head * width) for width in widths):
-        wrong(f"{tensor.name} has {rows} rows, and {arch}.attention.head_count {n_head} does not fit them")
+    queries = tensor.name.endswith("attn_q.weight")
+    n = (n_head * (2 if arch in _GATED else 1)) if queries else n_head_kv
+    fits = {each * width for width in widths for each in (n, n_head)}  # linear attention has a key head for each
+    fits.add(n_head * whole(metadata, f"{arch}.kda.head_dim", 0))
+    if tensor.shape[1] not in fits:
+        key = "head_count" if queries else "head_count_kv"
+        wrong(f"{tensor.name} has {tensor.shape[1]} rows, which {arch}.attention.{key} {n} does not fit")
 
 
 def _check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
@@ -350,6 +362,9 @@ def _check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int)
     if not 0 <= n_shared <= max(n_layer - 2, 0):
         wrong(f"{n_shared} of {n_layer} layers share the KV cache of others")
     windows = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    none_left = windows == 1 or (isinstance(windows, tuple) and not any(windows[:n_layer]))
+    if whole(metadata, f"{arch}.attention.sliding_window", 0) and none_left:
+        wrong(f"{arch}.attention.sliding_window_pattern is {windows}, which leaves no layer with the window")
     if n_shared and isinstance(windows, tuple):
         if len(windows) != n_layer:
             wrong(f"{arch}.attention.sliding_window_pattern has {len(windows)} entries for {n_layer} layers")
