@@ -141,9 +141,11 @@ typedef struct fs_launch_options {
 FS_API void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 
 /* Starts a sidecar and a session with it. Returns at once: FS_EVENT_READY follows when the model is loaded, or
- * FS_EVENT_CLOSED with the reason (FS_MODEL_NOT_FOUND, FS_BAD_MODEL, FS_UNKNOWN_DEVICE, FS_BUDGET_BELOW_FLOOR, ...).
- * What is asked before that waits. The sidecar ends with the client, and with this process however that ends.
- * FS_BAD_ARGUMENT for options that are wrong by themselves, FS_INTERNAL if the process cannot be started.
+ * FS_EVENT_CLOSED with the reason (FS_MODEL_NOT_FOUND, FS_BAD_MODEL, FS_UNKNOWN_DEVICE, FS_BUDGET_BELOW_FLOOR, ...;
+ * FS_ENGINE_DIED if the process ended before it could say one: text has its program, its exit status and what it wrote
+ * last, such as that frameshard is not installed there). What is asked before that waits. The sidecar ends with the client, and with this process however that ends.
+ * FS_BAD_ARGUMENT for options that are wrong by themselves, FS_INTERNAL if the process cannot be started or log_file
+ * cannot be opened.
  * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
 FS_API fs_status fs_launch(const fs_launch_options *options, fs_client **client);
 
@@ -397,7 +399,8 @@ enum {
     FS_EVENT_STARTED = 2,   /* job, n_prompt */
     FS_EVENT_TEXT = 3,      /* job, text: more of the answer, never cut within a character; tokens */
     FS_EVENT_DONE = 4,      /* job, reason, n_prompt, n_generated, prefill_s, decode_s */
-    FS_EVENT_FAILED = 5,    /* job, status, text: why, detail. The text so far stands */
+    FS_EVENT_FAILED = 5,    /* job, status, text: why, detail. The text so far stands. Also of what was asked before a
+                               launch that failed, and when the sidecar is lost */
     FS_EVENT_CANCELLED = 6, /* job */
     FS_EVENT_BUDGET_RELEASED =
         7, /* request, budget_bytes, used_bytes, seconds: released, exact by the sidecar's count */
@@ -406,8 +409,9 @@ enum {
                                      wanted_bytes: what the sidecar would like to have now */
     FS_EVENT_STATS = 10,          /* request, detail: {"broker": BrokerStats, "engine": {...} or null} */
     FS_EVENT_REFUSED = 11,        /* request, status, text: why, detail; floor_bytes with FS_BUDGET_BELOW_FLOOR */
-    FS_EVENT_ENGINE = 12,         /* engine_state, restarts; status, text and detail if it is off. Jobs go on by
-                                     themselves after a restart */
+    FS_EVENT_ENGINE = 12,         /* engine_state, restarts; status, text and detail if it is off, which need not be
+                                     the end: it may come back. Jobs go on by themselves
+                                     after a restart */
     FS_EVENT_CLOSED = 13, /* the last event of all: status, text and detail say why. All jobs have ended before */
     FS_EVENT_LEASE = 14,  /* request, decision, budget_bytes (reached by the deadline), seconds (until all of it is
                              reached, as predicted), version */
@@ -493,8 +497,9 @@ typedef struct fs_event {
  * Returns the number of events, 0 to `capacity`, or -FS_BAD_ARGUMENT. [client] */
 FS_API int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 
-/* For programs that have nothing else to do: waits until fs_poll may have something, at most `timeout_s`. It may return
- * early. Returns 1 if there may be something, else 0. [client] */
+/* For programs that have nothing else to do: waits until fs_poll has something, at most `timeout_s`, and does all other
+ * work that is due for the client. It takes next to no CPU time. Returns 1 if there is something, else 0. When
+ * FS_EVENT_CLOSED has been polled nothing will come any more: it then returns 0 after 0.05 s at most. [client] */
 FS_API int32_t fs_wait(fs_client *client, double timeout_s);
 
 #ifdef __cplusplus

@@ -44,6 +44,8 @@ namespace {
 constexpr size_t kMaxLine = 1 << 16;
 constexpr double kLookAtProcessSeconds = 0.05;
 constexpr double kGoodbyeSeconds = 1.0;
+constexpr double kLongestWaitSeconds = 3600.0;
+constexpr double kEndSeconds = 3.0; // from the end of the sidecar's output to its own
 constexpr int kHighWater = 256, kHandshakeMs = 1000;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -62,16 +64,20 @@ struct fs_client {
     }
 
     void connect(const json &info);
-    void load();
+    void load(double time);
+    void fail_to_start(double time);
     void work(double time);
     bool receive();
+    void wait(int milliseconds);
     void flush();
     void lose(fs_status status, std::string message) { session.lose({status, std::move(message), json::object()}); }
 
     Session session;
     frameshard_core::Process process;
     bool launched = false, loading = false;
-    std::string line; // of the process, so far
+    std::string python;      // program that was started
+    std::string line;        // of the process, so far
+    double output_ended = 0; // when the process closed its output without a line
     std::string connect_file;
     uint64_t pid = 0;
     std::string model_name, model_arch, model_device, model_plan, model_vision;
@@ -99,6 +105,17 @@ void need(int result) {
 }
 
 void set(void *socket, int option, int value) { need(zmq_setsockopt(socket, option, &value, sizeof value)); }
+
+/* What a process has written, as UTF-8 without space around it. */
+std::string valid_text(const std::string &bytes) {
+    size_t begin = bytes.find_first_not_of(" \t\r\n"), end = bytes.find_last_not_of(" \t\r\n");
+    std::string text = begin == std::string::npos ? "" : bytes.substr(begin, end + 1 - begin);
+    if (!frameshard_core::is_utf8(text.data(), text.size())) {
+        std::replace_if(
+            text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0x80) != 0; }, '?');
+    }
+    return text;
+}
 
 /* ConnectInfo, as a ready line or a connect file has it. */
 void check_info(const json &info) {
@@ -242,18 +259,21 @@ void fs_client::connect(const json &info) {
 }
 
 /* Looks for the sidecar's ready line. */
-void fs_client::load() {
+void fs_client::load(double time) {
     bool more = process.read(&line);
     size_t end = line.find('\n');
     if (end == std::string::npos) {
-        if (!more || line.size() > kMaxLine) {
-            lose(FS_ENGINE_DIED, "the sidecar ended before it was ready");
+        if (line.size() > kMaxLine) {
+            loading = false;
+            lose(FS_INTERNAL, python + " is no sidecar: what it writes is not understood");
+        } else if (!more) {
+            fail_to_start(time);
         }
         return;
     }
     loading = false;
+    process.stop_reading();
     json said = json::parse(line.begin(), line.begin() + std::ptrdiff_t(end), nullptr, false);
-    line.clear();
     if (said.is_object() && said.contains("ready")) {
         fs_status status = guarded([&] { connect(said["ready"]); });
         if (status != FS_OK) {
@@ -265,8 +285,29 @@ void fs_client::load() {
                said["error"].value("detail", json()).is_object()) {
         session.lose(frameshard_core::error_of(said["error"]));
     } else {
-        lose(FS_INTERNAL, "the sidecar's first line is not understood");
+        lose(FS_INTERNAL, python + " is no sidecar: what it writes is not understood");
     }
+    line.clear();
+}
+
+/* The process has closed its output without a line: says how it ended, and what Python said. */
+void fs_client::fail_to_start(double time) {
+    std::string how;
+    output_ended = output_ended > 0 ? output_ended : time;
+    bool ended = process.ended(&how);
+    if (!ended && time < output_ended + kEndSeconds) {
+        return; // its end may be a moment later
+    }
+    loading = false;
+    std::string words = valid_text(process.words());
+    std::string said = words.empty() ? "without a word" : "and its last words are: " + words;
+    session.lose({FS_ENGINE_DIED,
+                  "the sidecar ended before it was ready: " + python + " ended " +
+                      (ended ? how : std::string("not even after it had closed its output")) + ", " + said +
+                      (words.find("No module named") == std::string::npos
+                           ? ""
+                           : ". Launch it with a Python in which frameshard is installed"),
+                  {{"python", python}, {"status", how}}});
 }
 
 /* What is due by the clock. */
@@ -275,7 +316,7 @@ void fs_client::work(double time) {
         next_look = time + kLookAtProcessSeconds;
         std::string how;
         if (loading) {
-            load();
+            load(time);
         } else if (process.ended(&how)) {
             while (receive()) { // its last words
             }
@@ -307,6 +348,17 @@ bool fs_client::receive() {
     }
     zmq_msg_close(&frame);
     return there;
+}
+
+/* Waits until there may be something to receive, at most so long. */
+void fs_client::wait(int milliseconds) {
+    if (loading) {
+        process.wait_readable(milliseconds);
+        next_look = 0;
+        return;
+    }
+    zmq_pollitem_t item = {socket, 0, ZMQ_POLLIN, 0};
+    zmq_poll(&item, session.lost() ? 0 : 1, milliseconds);
 }
 
 void fs_client::flush() {
@@ -416,11 +468,11 @@ fs_status fs_launch(const fs_launch_options *given, fs_client **client) {
         if (options.connect_file != nullptr) {
             made->connect_file = options.connect_file;
         }
-        std::string python = options.python == nullptr ? "python3" : text_of("python", options.python, 1, path);
+        made->python = options.python == nullptr ? "python3" : text_of("python", options.python, 1, path);
         std::string log = options.log_file == nullptr ? "" : text_of("log_file", options.log_file, 1, path);
         std::string why;
-        if (!made->process.start(python, log, line, &why)) {
-            refuse(FS_INTERNAL, "cannot start " + python + ": " + why);
+        if (!made->process.start(made->python, log, line, &why)) {
+            refuse(FS_INTERNAL, why);
         }
         *client = made.release();
     });
@@ -733,18 +785,26 @@ int32_t fs_wait(fs_client *client, double timeout_s) {
         if (client == nullptr) {
             refuse(FS_BAD_ARGUMENT, "client is NULL");
         }
-        if (client->session.has_event()) {
-            there = 1;
-            return;
+        frameshard_core::Session &session = client->session;
+        double time = now(), deadline = time + std::min(timeout_s, kLongestWaitSeconds);
+        while (!session.has_event()) {
+            client->work(time);
+            while (!session.has_event() && client->receive()) {
+            }
+            if (session.next_frame() != nullptr && !session.lost()) {
+                client->flush();
+            }
+            if (session.has_event() || !(time < deadline)) { // NaN included
+                break;
+            }
+            // Beats and looks at the process are due in between.
+            client->wait(int(std::ceil(1000 * std::min(deadline - time, kLookAtProcessSeconds))));
+            if (session.lost()) {
+                break;
+            }
+            time = now();
         }
-        // Beats and looks at the process are due in between, so no wait is longer than those.
-        long ms = long(std::ceil(1000 * std::max(0.0, std::min(timeout_s, kLookAtProcessSeconds))));
-        if (client->socket == nullptr && !client->session.lost()) {
-            there = client->process.wait_readable(int(ms)) ? 1 : 0;
-            return;
-        }
-        zmq_pollitem_t item = {client->socket, 0, ZMQ_POLLIN, 0};
-        there = zmq_poll(&item, client->session.lost() ? 0 : 1, ms) > 0 ? 1 : 0;
+        there = session.has_event() ? 1 : 0;
     });
     return there;
 }

@@ -1,6 +1,7 @@
 /* Process over POSIX; process_windows.cpp is the other one. */
 #include "process.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -18,6 +19,8 @@ namespace frameshard_core {
 namespace {
 
 constexpr long kLookAgainNs = 1000000;
+constexpr int kLogFd = 3; // in the child
+constexpr size_t kMaxWords = 1000;
 
 void close_fd(int *fd) {
     if (*fd >= 0) {
@@ -26,18 +29,51 @@ void close_fd(int *fd) {
     }
 }
 
-/* A pipe that no other child inherits: the sidecar would outlive the host if one did. */
+/* Makes *fd one that no child inherits and that is none of those that the child will have, which it is copied to: a host
+ * may have closed its standard descriptors. */
+bool move_up(int *fd) {
+    int moved = *fd < 0 ? -1 : fcntl(*fd, F_DUPFD_CLOEXEC, kLogFd + 1);
+    close_fd(fd);
+    *fd = moved;
+    return moved >= 0;
+}
+
 bool open_pipe(int fds[2]) {
 #if defined(__linux__)
-    return pipe2(fds, O_CLOEXEC) == 0;
+    bool open = pipe2(fds, O_CLOEXEC) == 0;
 #else
-    if (pipe(fds) != 0) {
-        return false;
-    }
-    fcntl(fds[0], F_SETFD, FD_CLOEXEC);
-    fcntl(fds[1], F_SETFD, FD_CLOEXEC);
-    return true;
+    bool open = pipe(fds) == 0;
 #endif
+    // The sidecar would outlive the host if another child inherited its pipe.
+    return open && move_up(&fds[0]) && move_up(&fds[1]);
+}
+
+/* Where the sidecar's log goes: a file, else the host's standard error, else nowhere. */
+int open_log(const std::string &file) {
+    int log = file.empty() ? fcntl(2, F_DUPFD_CLOEXEC, kLogFd + 1)
+                           : open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (log < 0 && file.empty()) {
+        log = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    }
+    move_up(&log);
+    return log;
+}
+
+/* Writes what can be written at once. A log that nobody reads must neither hold up the host nor end it by SIGPIPE. */
+void write_log(int log, const char *text, size_t size) {
+    pollfd item = {log, POLLOUT, 0};
+    sigset_t broken, before;
+    sigemptyset(&broken);
+    sigaddset(&broken, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &broken, &before);
+    if (poll(&item, 1, 0) > 0 && write(log, text, size) < 0 && errno == EPIPE) {
+        sigset_t pending;
+        int number = 0;
+        if (sigpending(&pending) == 0 && sigismember(&pending, SIGPIPE) == 1) {
+            sigwait(&broken, &number);
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 } // namespace
@@ -45,24 +81,51 @@ bool open_pipe(int fds[2]) {
 Process::~Process() { end(0); }
 
 bool Process::start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why) {
-    int in[2] = {-1, -1}, out[2] = {-1, -1};
-    if (!open_pipe(in) || !open_pipe(out)) {
-        *why = std::strerror(errno);
-        close_fd(&in[0]);
-        close_fd(&in[1]);
+    int in[2] = {-1, -1}, out[2] = {-1, -1}, errors[2] = {-1, -1};
+    bool opened = open_pipe(in) && open_pipe(out) && open_pipe(errors);
+    int failed = opened ? 0 : errno;
+    *why = "cannot make a pipe";
+    if (opened) {
+        log_ = open_log(log_file);
+        failed = log_ < 0 ? errno : 0;
+        *why = "cannot open " + (log_file.empty() ? std::string("a log") : log_file);
+    }
+    if (failed == 0) {
+        // The line is written before there is a reader that could die and leave the host with a SIGPIPE; a pipe holds it.
+        fcntl(in[1], F_SETFL, O_NONBLOCK);
+        failed = write(in[1], line.data(), line.size()) == ssize_t(line.size())
+                     ? spawn(python, in[0], out[1], errors[1])
+                     : E2BIG;
+        *why = "cannot start " + python;
+    }
+    close_fd(&in[0]);
+    close_fd(&out[1]);
+    close_fd(&errors[1]);
+    input_ = in[1];
+    output_ = out[0];
+    errors_ = errors[0];
+    if (failed != 0) {
+        *why += std::string(": ") + std::strerror(failed);
+        if (opened && failed == ENOENT && log_ >= 0) {
+            *why += ". Install Python 3.10 or newer with frameshard, or say where it is";
+        }
+        close_fd(&input_);
+        stop_reading();
         return false;
     }
-    // The line is written before there is a reader that could die and leave the host with a SIGPIPE; a pipe holds it.
-    fcntl(in[1], F_SETFL, O_NONBLOCK);
-    bool written = write(in[1], line.data(), line.size()) == ssize_t(line.size());
+    fcntl(output_, F_SETFL, O_NONBLOCK);
+    fcntl(errors_, F_SETFL, O_NONBLOCK);
+    return true;
+}
 
+/* 0, or what posix_spawn says. */
+int Process::spawn(const std::string &python, int input, int output, int errors) {
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
-    posix_spawn_file_actions_adddup2(&files, in[0], 0);
-    posix_spawn_file_actions_adddup2(&files, out[1], 1);
-    if (!log_file.empty()) {
-        posix_spawn_file_actions_addopen(&files, 2, log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
-    }
+    posix_spawn_file_actions_adddup2(&files, input, 0);
+    posix_spawn_file_actions_adddup2(&files, output, 1);
+    posix_spawn_file_actions_adddup2(&files, errors, 2);
+    posix_spawn_file_actions_adddup2(&files, log_, kLogFd);
     posix_spawnattr_t attributes;
     posix_spawnattr_init(&attributes);
     sigset_t none, defaults;
@@ -76,27 +139,19 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     // A session of its own: a Ctrl-C in the terminal is the host's to answer.
     posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
 
-    std::string words[] = {python, "-m", "frameshard.broker"};
-    char *argv[] = {&words[0][0], &words[1][0], &words[2][0], nullptr};
-    int failed = written ? posix_spawnp(&pid_, argv[0], &files, &attributes, argv, environ) : E2BIG;
+    std::string words[] = {python, "-m", "frameshard.broker", "--log-fd", std::to_string(kLogFd)};
+    char *argv[] = {&words[0][0], &words[1][0], &words[2][0], &words[3][0], &words[4][0], nullptr};
+    int failed = posix_spawnp(&pid_, argv[0], &files, &attributes, argv, environ);
     posix_spawn_file_actions_destroy(&files);
     posix_spawnattr_destroy(&attributes);
-    close_fd(&in[0]);
-    close_fd(&out[1]);
-    input_ = in[1];
-    output_ = out[0];
     if (failed != 0) {
         pid_ = 0;
-        close_fd(&input_);
-        close_fd(&output_);
-        *why = std::strerror(failed);
-        return false;
     }
-    fcntl(output_, F_SETFL, O_NONBLOCK);
-    return true;
+    return failed;
 }
 
 bool Process::read(std::string *text) {
+    copy_words();
     char buffer[4096];
     while (output_ >= 0) {
         ssize_t size = ::read(output_, buffer, sizeof buffer);
@@ -110,12 +165,38 @@ bool Process::read(std::string *text) {
             close_fd(&output_);
         }
     }
+    copy_words(); // written before the end
     return false;
 }
 
-bool Process::wait_readable(int milliseconds) {
-    pollfd item = {output_, POLLIN, 0};
-    return output_ < 0 || poll(&item, 1, milliseconds) > 0;
+/* Passes on to the log what Python writes before the sidecar has the log itself. */
+void Process::copy_words() {
+    char buffer[4096];
+    while (errors_ >= 0) {
+        ssize_t size = ::read(errors_, buffer, sizeof buffer);
+        if (size > 0) {
+            words_.append(buffer, size_t(size));
+            words_.erase(0, words_.size() - std::min(words_.size(), kMaxWords));
+            write_log(log_, buffer, size_t(size));
+        } else if (size < 0 && errno == EINTR) {
+            continue;
+        } else if (size < 0 && errno == EAGAIN) {
+            return;
+        } else {
+            close_fd(&errors_);
+        }
+    }
+}
+
+void Process::stop_reading() {
+    close_fd(&output_);
+    close_fd(&errors_);
+    close_fd(&log_);
+}
+
+void Process::wait_readable(int milliseconds) {
+    pollfd items[] = {{output_, POLLIN, 0}, {errors_, POLLIN, 0}}; // a negative one is left out
+    poll(items, 2, milliseconds);
 }
 
 bool Process::ended(std::string *how) {
@@ -137,7 +218,7 @@ bool Process::ended(std::string *how) {
 
 void Process::end(double timeout_s) {
     close_fd(&input_);
-    close_fd(&output_);
+    stop_reading();
     std::string how;
     for (int64_t left = int64_t(timeout_s * 1e9); left > 0 && !ended(&how); left -= kLookAgainNs) {
         timespec pause = {0, kLookAgainNs};

@@ -18,16 +18,20 @@ class Process {
     Process &operator=(const Process &) = delete;
 
     /* Starts `python -m frameshard.broker`, with `line` waiting on its standard input, which ends with this object.
-     * False with the reason in *why. */
+     * False with the reason in *why, a whole sentence. */
     bool start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why);
 
     /* Appends what the process has written to its standard output; false when nothing more will come. Never waits. */
     bool read(std::string *text);
-    /* Waits until read() may have something, at most so long; whether it may. */
-    bool wait_readable(int milliseconds);
+    /* Waits until read() may have something, at most so long. */
+    void wait_readable(int milliseconds);
+    /* What comes after this is not read. */
+    void stop_reading();
 
     /* Whether it has ended, and how, in words. Never waits. */
     bool ended(std::string *how);
+    /* The end of what Python wrote to standard error before the sidecar ran; "" where that went elsewhere. */
+    const std::string &words() const { return words_; }
 
     /* Closes its standard input, which ends it; waits at most so long, then kills it. */
     void end(double timeout_s);
@@ -37,10 +41,14 @@ class Process {
     void *process_ = nullptr, *job_ = nullptr; // HANDLEs; nullptr: none
     void *input_ = nullptr, *output_ = nullptr;
 #else
+    int spawn(const std::string &python, int input, int output, int errors);
+    void copy_words();
+
     pid_t pid_ = 0; // 0: none, or reaped
     int input_ = -1, output_ = -1;
+    int errors_ = -1, log_ = -1; // until the sidecar writes to the log by itself
 #endif
-    std::string how_;
+    std::string how_, words_;
 };
 
 } // namespace frameshard_core

@@ -93,7 +93,7 @@ Process::~Process() { end(0); }
 bool Process::start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why) {
     Inherited in, out, log;
     auto fail = [&] {
-        *why = last_error();
+        *why = "cannot start " + python + ": " + last_error();
         close_handle(&input_);
         close_handle(&output_);
         close_handle(&job_);
@@ -171,19 +171,21 @@ bool Process::read(std::string *text) {
     return false;
 }
 
-bool Process::wait_readable(int milliseconds) {
+void Process::wait_readable(int milliseconds) {
     // A pipe cannot be waited for; its writer can.
-    for (int left = milliseconds;; --left) {
+    constexpr int step = 5;
+    for (int left = milliseconds; left > 0; left -= step) {
         DWORD there = 0;
-        if (output_ == nullptr || !PeekNamedPipe(output_, nullptr, 0, nullptr, &there, nullptr) || there > 0) {
-            return true;
+        if (output_ != nullptr && (!PeekNamedPipe(output_, nullptr, 0, nullptr, &there, nullptr) || there > 0)) {
+            return;
         }
-        if (left <= 0) {
-            return false;
+        if (process_ == nullptr || WaitForSingleObject(process_, step) == WAIT_OBJECT_0) {
+            Sleep(step);
         }
-        WaitForSingleObject(process_, 1);
     }
 }
+
+void Process::stop_reading() { close_handle(&output_); }
 
 bool Process::ended(std::string *how) {
     if (process_ != nullptr && WaitForSingleObject(process_, 0) == WAIT_OBJECT_0) {
