@@ -44,10 +44,11 @@ def test_the_unreal_layer_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BUILT is None, reason="`make bindings` runs this one")
-@pytest.mark.parametrize("program", ["codec_vectors", "host", "game", "unreal_layer"])
+@pytest.mark.parametrize("program", ["codec_vectors", "host", "idle", "game", "unreal_layer"])
 def test_program(program: str, model_path: Path) -> None:
     arguments: dict[str, list[str | Path]] = {
         "codec_vectors": [REPO / "bindings" / "vectors"],
+        "idle": [model_path, sys.executable],
         "game": [model_path, sys.executable],
         "unreal_layer": [model_path, sys.executable],
     }
@@ -55,19 +56,59 @@ def test_program(program: str, model_path: Path) -> None:
 
 
 def test_the_program_in_the_readme_talks(program_env: dict[str, str], built: Path, tmp_path: Path) -> None:
+    """Compiled and run by the README's own commands, with what `cmake --install` put into a home directory."""
     readme = (REPO / "bindings" / "c" / "README.md").read_text()
     (source,) = re.findall(r"```c\n(.*?)```", readme, flags=re.DOTALL)
     assert source == (REPO / "bindings" / "c" / "examples" / "npc.c").read_text()
-    assert len(source.splitlines()) <= 20
-    (tmp_path / "npc.c").write_text(source)
-    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{REPO}/bindings/c/include"]
-    run(["gcc", *flags, tmp_path / "npc.c", f"-L{built}", "-lframeshard", "-o", tmp_path / "npc"])
-    command = [tmp_path / "npc", program_env["FRAMESHARD_MODEL"], "Any rooms left?"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the "python3" that has frameshard
+    assert len([line for line in source.splitlines() if line.strip("{} ")]) <= 20
+    build, use = re.findall(r"```sh\n(.*?)```", readme, flags=re.DOTALL)
+    assert "--prefix ~/.local" in build
+    home = tmp_path / "home"
+    run(["cmake", "--install", built, "--prefix", home / ".local"])
+    (tmp_path / "bindings").symlink_to(REPO / "bindings")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    bare = ("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "PKG_CONFIG_PATH", "FRAMESHARD_LIBRARY")
+    env = {name: value for name, value in program_env.items() if name not in bare}
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    env |= {"HOME": str(home), "XDG_CACHE_HOME": cache, "CFLAGS": ""}
     said = subprocess.run(
-        command, env=program_env | {"PATH": path}, stdout=subprocess.PIPE, text=True, timeout=300, check=True
+        ["sh", "-ec", use], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=300, check=True
     )
     assert said.stdout.strip()
+    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{REPO}/bindings/c/include"]
+    run(["gcc", *flags, "-fsyntax-only", REPO / "bindings" / "c" / "examples" / "npc.c"])
+
+
+CONSUMER = """
+cmake_minimum_required(VERSION 3.24)
+project(consumer C CXX)
+find_package(frameshard REQUIRED)
+add_executable(shared npc.c)
+target_link_libraries(shared PRIVATE frameshard::frameshard)
+add_executable(static npc.c)
+set_target_properties(static PROPERTIES LINKER_LANGUAGE CXX)
+target_link_libraries(static PRIVATE frameshard::frameshard_static)
+"""
+
+
+def test_what_is_installed_may_be_moved(built: Path, tmp_path: Path) -> None:
+    """pkg-config and CMake find header and libraries where they lie now."""
+    run(["cmake", "--install", built, "--prefix", tmp_path / "first"])
+    moved = (tmp_path / "first").rename(tmp_path / "second")
+    (pc,) = moved.glob("lib*/**/frameshard.pc")
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "frameshard"], env=os.environ | {"PKG_CONFIG_PATH": str(pc.parent)},
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout.split()  # fmt: skip
+    places = {kind: [Path(flag[2:]).resolve() for flag in flags if flag.startswith(kind)] for kind in ("-I", "-L")}
+    assert moved.resolve() / "include" in places["-I"]
+    assert pc.resolve().parents[1] in places["-L"]
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(CONSUMER)
+    (project / "npc.c").write_text((REPO / "bindings" / "c" / "examples" / "npc.c").read_text())
+    run(["cmake", "-S", project, "-B", project / "build", f"-DCMAKE_PREFIX_PATH={moved}"])
+    run(["cmake", "--build", project / "build"])
 
 
 def ask_the_runner(built: Path, commands: list[dict[str, Any]], last: str) -> list[dict[str, Any]]:
