@@ -229,10 +229,19 @@ local frameshard = {}
 
 -- ---- the library ----------------------------------------------------------------------------------------------------
 
+local function load_library(path)
+  local loaded, library = pcall(ffi.load, path)
+  if not loaded then
+    error(("frameshard's C library cannot be loaded (%s): build bindings/c and set FRAMESHARD_LIBRARY to the path of "
+      .. "the library"):format(tostring(library)), 0)
+  end
+  return library
+end
+
 local function open_library()
   local chosen = os.getenv("FRAMESHARD_LIBRARY")
   if chosen and chosen ~= "" then
-    return ffi.load(chosen)
+    return load_library(chosen)
   end
   if love and love.filesystem then
     local name = ({ Windows = "frameshard.dll", OSX = "libframeshard.dylib" })[ffi.os] or "libframeshard.so"
@@ -240,10 +249,10 @@ local function open_library()
     local file = io.open(path, "rb")
     if file then
       file:close()
-      return ffi.load(path)
+      return load_library(path)
     end
   end
-  return ffi.load("frameshard")
+  return load_library("frameshard")
 end
 
 local lib = open_library()
@@ -849,7 +858,8 @@ function Sidecar:poll(limit)
   return events
 end
 
---- For scripts without a frame loop: waits until `poll` may have something, at most `timeout_s`.
+--- For scripts without a frame loop: waits until `poll` has something, at most `timeout_s`; whether it has. When the
+-- sidecar has ended by itself nothing will come any more: it then returns after 0.05 s at most.
 function Sidecar:wait(timeout_s)
   return #self._pending > 0 or lib.fs_wait(client_of(self), number_of(timeout_s, "timeout_s", 0, 1e6)) ~= 0
 end

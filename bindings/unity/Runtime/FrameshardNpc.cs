@@ -25,10 +25,11 @@ namespace Frameshard.Unity
         /// <summary>Says something to the character; the task ends with the whole answer.</summary>
         public async Task<string> AskAsync(string text, CancellationToken cancellation = default(CancellationToken))
         {
-            if (sidecar == null || sidecar.Client == null)
+            if (sidecar == null || (sidecar.Client == null && sidecar.Error == null))
                 throw new InvalidOperationException("FrameshardNpc needs an enabled FrameshardSidecar");
             try
             {
+                if (sidecar.Client == null) throw sidecar.Error;
                 cancellation.ThrowIfCancellationRequested();
                 _job = sidecar.Client.Ask(text, new JobOptions
                 {

@@ -40,6 +40,9 @@ namespace Frameshard.Unity
         /// <summary>The session; null while disabled.</summary>
         public Sidecar Client { get; private set; }
 
+        /// <summary>Why there is no sidecar: it could not be started, or it has ended. Null while all is well.</summary>
+        public FrameshardException Error { get; private set; }
+
         /// <summary>All that the sidecar holds in VRAM has to fit into so many MiB; 0 is no limit.</summary>
         public Task<BudgetResult> SetBudgetAsync(float mb, CancellationToken cancellation = default(CancellationToken))
         {
@@ -49,6 +52,7 @@ namespace Frameshard.Unity
 
         private void OnEnable()
         {
+            Error = null;
             try
             {
                 Client = Sidecar.Launch(new LaunchOptions
@@ -60,13 +64,13 @@ namespace Frameshard.Unity
             }
             catch (FrameshardException error)
             {
-                Report(error);
+                End(error);
                 return;
             }
             Client.OnBudgetChanged += result => OnBudgetChanged?.Invoke(result);
             Client.OnNotice += notice => OnNotice?.Invoke(notice);
             Client.OnRefused += Report;
-            Client.OnClosed += Report;
+            Client.OnClosed += End;
             Greet(Client);
         }
 
@@ -113,6 +117,12 @@ namespace Frameshard.Unity
             _frames = null;
             Client?.Dispose();
             Client = null;
+        }
+
+        private void End(FrameshardException error)
+        {
+            Error = error;
+            if (error.Code != 0) Report(error); // else it was shut down
         }
 
         private void Report(FrameshardException error)

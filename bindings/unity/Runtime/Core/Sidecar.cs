@@ -17,6 +17,8 @@ namespace Frameshard
         private const double Mebibyte = 1024 * 1024;
         private const int Batch = 32;
         private const double LeaveSeconds = 1.0;
+        private const double SliceSeconds = 0.01; // of a wait, between which other threads may call
+        private const double ClosedPauseSeconds = 0.05;
 
         private static readonly List<WeakReference> Open = new List<WeakReference>();
 
@@ -28,6 +30,7 @@ namespace Frameshard
         private readonly Dictionary<ulong, Request> _requests = new Dictionary<ulong, Request>();
         private readonly TaskCompletionSource<ModelInfo> _ready = new TaskCompletionSource<ModelInfo>();
         private bool _closed;
+        private FrameshardException _why;
 
         /// <summary>A request with an answer; a lease has three.</summary>
         private sealed class Request
@@ -72,6 +75,12 @@ namespace Frameshard
         public bool IsClosed
         {
             get { lock (_gate) return _closed; }
+        }
+
+        /// <summary>Why the session has ended; null before. Every call then fails with the same words.</summary>
+        public FrameshardException CloseReason
+        {
+            get { lock (_gate) return _why; }
         }
 
         /// <summary>Starts a sidecar. Returns at once; what is asked before it is <see cref="Ready"/> waits.</summary>
@@ -302,28 +311,35 @@ namespace Frameshard
             return raised;
         }
 
-        /// <summary>For programs without a frame loop: polls until the task has ended and returns its result.</summary>
+        /// <summary>For programs without a frame loop: polls until the task has ended and returns its result. When the
+        /// sidecar closes before that, throws the reason.</summary>
         public T Run<T>(Task<T> task)
         {
             while (!task.IsCompleted)
             {
                 if (Poll() > 0) continue;
-                if (IsClosed) break; // its own tasks have ended
+                if (IsClosed) throw Gone();
                 Wait(0.1);
             }
             return task.GetAwaiter().GetResult();
         }
 
-        /// <summary>For programs without a frame loop: waits until <see cref="Poll"/> may have something.</summary>
+        /// <summary>For programs without a frame loop: waits until <see cref="Poll"/> has something, at most so long.
+        /// When the sidecar is closed nothing will come any more: it then returns after 0.05 s at most.</summary>
         public void Wait(double timeoutSeconds)
         {
             var clock = Stopwatch.StartNew();
-            var waiting = true;
-            while (waiting && clock.Elapsed.TotalSeconds < timeoutSeconds)
+            do
             {
                 lock (_gate) // given away between short waits, for other threads' calls
-                    waiting = !_closed && _pending.Count == 0 && Native.fs_wait(_client, 0.01) == 0;
+                {
+                    if (_pending.Count > 0) return;
+                    if (_closed) break;
+                    if (Native.fs_wait(_client, SliceSeconds) != 0) return;
+                }
             }
+            while (clock.Elapsed.TotalSeconds < timeoutSeconds);
+            if (IsClosed) Thread.Sleep((int)(1000 * Math.Max(0, Math.Min(ClosedPauseSeconds, timeoutSeconds))));
         }
 
         /// <summary>Ends the session, and a launched sidecar. Open tasks fail with ConnectionLost.</summary>
@@ -333,12 +349,13 @@ namespace Frameshard
             {
                 if (_client.IsClosed) return;
                 _closed = true;
+                _why = _why ?? new FrameshardException(ErrorCode.ConnectionLost, "the sidecar was closed");
                 _pending.Clear();
                 _client.CloseTimeout = LeaveSeconds;
                 _client.Dispose();
             }
             lock (Open) Open.RemoveAll(entry => entry.Target == null || entry.Target == this);
-            EndAll(new FrameshardException(ErrorCode.ConnectionLost, "the sidecar was closed"));
+            EndAll(Gone());
         }
 
         internal void Cancel(Job job)
@@ -483,8 +500,16 @@ namespace Frameshard
 
         private int Closable(Func<int> call)
         {
-            if (_closed) throw new FrameshardException(ErrorCode.ConnectionLost, "the sidecar is closed");
+            if (_closed) throw Gone();
             return call();
+        }
+
+        /// <summary>A sidecar that was shut down is lost to whoever still wants something of it.</summary>
+        private FrameshardException Gone()
+        {
+            var why = CloseReason;
+            var code = why.Code == 0 ? ErrorCode.ConnectionLost : why.Code;
+            return new FrameshardException(code, why.Message, why.DetailJson);
         }
 
         /// <summary>Takes events from C and notes what is to be done; their texts die with the next fs_poll.</summary>
@@ -565,8 +590,12 @@ namespace Frameshard
                     break;
                 case Native.EventType.Closed:
                     var why = Error(native, text, detail);
-                    lock (_gate) _closed = true;
-                    EndAll(why);
+                    lock (_gate)
+                    {
+                        _closed = true;
+                        _why = why;
+                    }
+                    EndAll(Gone());
                     OnClosed?.Invoke(why);
                     break;
             }
@@ -655,7 +684,16 @@ namespace Frameshard
 
         private static void CheckLibrary()
         {
-            var version = Native.fs_abi_version();
+            uint version;
+            try
+            {
+                version = Native.fs_abi_version();
+            }
+            catch (DllNotFoundException error)
+            {
+                throw new DllNotFoundException("The library libframeshard is not found. Build bindings/c and put it into "
+                    + "Assets/Plugins/x86_64 (Unity) or where the system's loader looks, such as LD_LIBRARY_PATH", error);
+            }
             if (version != Native.AbiVersion)
                 throw new FrameshardException(ErrorCode.VersionMismatch,
                     $"this package is made for version {Native.AbiVersion} of the library, not for {version}");

@@ -17,6 +17,8 @@ public sealed class Innkeeper : MonoBehaviour
     private float _budgetMb, _askedMb, _floorMb, _fullMb;
     private bool _busy;
 
+    private bool IsReady => _fullMb > 0 && sidecar.Error == null;
+
     private void Start()
     {
         npc.OnToken += text => _answer += text;
@@ -35,16 +37,16 @@ public sealed class Innkeeper : MonoBehaviour
     {
         GUILayout.BeginArea(new Rect(20, 20, Screen.width - 40, Screen.height - 40));
         _question = GUILayout.TextField(_question);
-        if (GUILayout.Button("Ask") && !_busy && _fullMb > 0) Ask(_question);
+        if (GUILayout.Button("Ask") && !_busy && IsReady) Ask(_question);
         GUILayout.Label(_answer);
-        GUILayout.Label("VRAM: " + _vram);
+        GUILayout.Label(sidecar.Error == null ? "VRAM: " + _vram : $"{sidecar.Error.Name}: {sidecar.Error.Message}");
         _budgetMb = GUILayout.HorizontalSlider(_budgetMb, _floorMb, _fullMb);
         GUILayout.EndArea();
     }
 
     private void Update()
     {
-        if (Math.Abs(_budgetMb - _askedMb) >= 1) Budget(_budgetMb);
+        if (IsReady && Math.Abs(_budgetMb - _askedMb) >= 1) Budget(_budgetMb);
     }
 
     private async void Ask(string question)
