@@ -14,4 +14,7 @@ async def main() -> None:
                     await sidecar.set_budget(120)  # and the game takes 80 MiB back: done on return
 
 
-trio.run(main)
+try:
+    trio.run(main)
+except frameshard.FrameshardError as error:  # says what to do
+    raise SystemExit(f"{error.name}: {error}") from None

@@ -67,6 +67,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def children(pid: int) -> list[int]:
+    """Processes that it has started and that have not been waited for."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for tasks in lists for child in tasks.read_text().split()]
+
+
 def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
     """Seconds until none of the processes is left. Fails after `timeout_s`."""
     started = time.monotonic()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import sidecars
 
 REPO = Path(__file__).parents[1]
 SCENE = REPO / "samples" / "npc_dialogue" / "main.py"
@@ -49,6 +53,33 @@ def test_hello_runs(model_path: Path) -> None:
     result = run(str(REPO / "samples" / "hello.py"))
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 20
+
+
+def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
+    hello = (REPO / "samples" / "hello.py").read_text()
+    (tmp_path / "hello.py").write_text(hello.replace('resolve("smollm2-135m")', f"{str(tmp_path / 'no.gguf')!r}"))
+    result = run(str(tmp_path / "hello.py"))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("model_not_found: ")  # behind the sidecar's log
+    assert "Traceback" not in result.stderr
+
+
+def test_the_scene_ends_with_its_sidecar(model_path: Path) -> None:
+    """Killed in the middle of an answer, over a link so narrow that it takes minutes."""
+    options = ["--unattended", "--model", str(model_path), "--device", "emulated", "--link-gbps", "0.05"]
+    with subprocess.Popen(
+        [sys.executable, str(SCENE), *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as scene:  # fmt: skip
+        assert scene.stdout is not None
+        while "on emulated, which gives it" not in scene.stdout.readline():
+            assert scene.poll() is None
+        (broker,) = sidecars.children(scene.pid)
+        os.kill(broker, signal.SIGKILL)
+        _, errors = scene.communicate(timeout=600)
+    assert scene.returncode == 2, errors
+    assert errors.count("connection_lost: ") == 1
+    assert "Traceback" not in errors
 
 
 def test_the_readme_shows_hello() -> None:

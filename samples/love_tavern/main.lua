@@ -47,11 +47,14 @@ local function read_arguments(arguments)
   end
 end
 
--- What cannot be repaired is said on the screen; where nobody looks, on standard error.
+-- Ends the talk, and with the first reason: on standard error, and on the screen until the player leaves.
 local function fail(text)
-  banner = text
+  if banner then
+    return
+  end
+  banner = text .. "\n(Escape leaves)"
+  io.stderr:write(text, "\n")
   if options.unattended then
-    io.stderr:write(text, "\n")
     love.event.quit(1)
   end
 end
@@ -117,7 +120,7 @@ local function take(event)
       fail(tostring(event.error))
     end
   elseif event.type == "closed" then
-    fail(tostring(event.error))
+    fail(event.error and tostring(event.error) or "the sidecar was shut down")
   end
 end
 
@@ -234,7 +237,7 @@ end
 
 function love.keypressed(key)
   if key == "escape" then
-    love.event.quit(0)
+    love.event.quit(banner and 1 or 0)
   elseif key == "backspace" then
     typed = typed:gsub("[%z\1-\127\194-\244][\128-\191]*$", "")
   elseif key == "return" and typed ~= "" and vram and not banner and not (job and not job.ended) then

@@ -26,7 +26,7 @@ import pygame
 
 import frameshard
 from frameshard import models, sync
-from frameshard.errors import FrameshardError
+from frameshard.errors import ConnectionLost, FrameshardError
 
 MIB = 1 << 20
 SIZE = WIDTH, HEIGHT = 960, 540
@@ -237,8 +237,10 @@ class Play:
             elif isinstance(event, sync.BudgetReleased):
                 self._in_force = event.budget_bytes / MIB
                 self.tally.budgets.append(self._in_force)
-            elif isinstance(event, (sync.BudgetRefused, sync.Closed)) and event.error is not None:
+            elif isinstance(event, sync.BudgetRefused):
                 self.error = event.error
+            elif isinstance(event, sync.Closed):
+                self.error = self.error or event.error or ConnectionLost("the sidecar was shut down")
 
     def frame(self, clock: pygame.time.Clock) -> None:
         """One frame."""
@@ -297,7 +299,7 @@ def attended(play: Play) -> int:
     return 1
 
 
-def main() -> int:
+def play_scene() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", metavar="PATH|NAME")
     parser.add_argument("--mmproj", metavar="PATH|NAME", help="what reads images for it (sprites, or the model's own)")
@@ -321,10 +323,18 @@ def main() -> int:
     with sync.Sidecar.launch(model, mmproj=eyes, log=subprocess.DEVNULL, **options) as sidecar:
         play = Play(sidecar, Room(Art(art)), screen, budgets)
         code = unattended(play, args.screenshot) if args.unattended else attended(play)
-    if play.error is not None:
-        print(f"{play.error.name}: {play.error.message}", file=sys.stderr)
     pygame.quit()
+    if play.error is not None:
+        raise play.error
     return code
+
+
+def main() -> int:
+    try:
+        return play_scene()
+    except FrameshardError as error:
+        print(f"{error.name}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
