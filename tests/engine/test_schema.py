@@ -331,17 +331,16 @@ def test_one_that_is_too_complex_in_the_middle_fails_alone(tiny: EngineProcess) 
     optional = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
     number, other = job(tiny, optional, 1), job(tiny, SCHEMAS["person"], 1)
     answers = tiny.finish(number, other)
-    assert "too" in refusal(answers[number]) or "max" in refusal(answers[number])
+    assert "too complex" in refusal(answers[number])
     check("person", text(answers[other]))
 
 
 def test_the_process_that_checks_is_started_again(tiny: EngineProcess) -> None:
-    children = Path(f"/proc/{tiny.process.pid}/task/{tiny.process.pid}/children")
     number = job(tiny, {"const": "first"}, 1)
     assert text(tiny.finish(number)[number]) == '"first"'
     tasks = Path(f"/proc/{tiny.process.pid}/task").iterdir()
     pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    assert pids, children
+    assert pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     number = job(tiny, {"const": "second"}, 1)

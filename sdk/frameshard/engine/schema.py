@@ -30,12 +30,14 @@ _WORKER = Path(__file__).with_name("schemacheck.py")
 _TRIES = 2  # what was killed from outside is started again
 _REMEMBERED = 64  # schemas
 _MAX_REASON_CHARS = 500
+_TOO_COMPLEX = "too complex for an answer that has begun: "
 
 
 class Matcher:
     """What may come next in one answer.
 
-    :raises BadArgument: the schema cannot be used; each method raises it where the schema is too complex after all.
+    :raises BadArgument: the schema cannot be used with this vocabulary. :meth:`allowed` and :meth:`accept` raise it
+        where the schema is too complex after all.
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
@@ -43,7 +45,7 @@ class Matcher:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._mask = allocate_token_bitmask(1, self._n_vocab)
-        self._check()
+        self._check("")
 
     @property
     def complete(self) -> bool:
@@ -53,19 +55,19 @@ class Matcher:
     def allowed(self) -> npt.NDArray[np.int64]:
         """The tokens that may come next, ascending; among them those that end the answer, where it may end here."""
         fill_next_token_bitmask(self._matcher, self._mask)
-        self._check()
+        self._check(_TOO_COMPLEX)
         bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
         return np.flatnonzero(bits)
 
     def accept(self, token: int) -> None:
         """The next token is ``token``."""
         self._matcher.consume_token(token)
-        self._check()
+        self._check(_TOO_COMPLEX)
 
-    def _check(self) -> None:
+    def _check(self, what: str) -> None:
         if self._matcher.is_error():
             error = self._matcher.get_error().removesuffix("<non-verbose/>").strip()
-            raise _refused("no token of this model can follow" if error.startswith("NoExtension") else error)
+            raise _refused("no token of this model can follow" if error.startswith("NoExtension") else what + error)
 
 
 class Schemas:
