@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import importlib.metadata
 import os
 import re
 import shutil
@@ -28,8 +29,8 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from http.client import HTTPMessage
@@ -128,6 +129,25 @@ def cache_dir() -> Path:
     """frameshard's directory for what can be made again: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "frameshard"
+
+
+def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
+    """The file in the cache whose existence says that these files, as they are now, passed a test of this kind with the
+    llama.cpp there is."""
+    named: list[object] = [kind, importlib.metadata.version("llama-cpp-python"), *about]
+    for path in files:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            head = hashlib.sha256(file.read(_BLOCK)).hexdigest()
+        named += [os.path.abspath(path), status.st_size, status.st_mtime_ns, head]
+    return cache_dir() / "verdicts" / f"{kind}-{hashlib.sha256(repr(named).encode()).hexdigest()[:32]}"
+
+
+def pass_verdict(passed: Path) -> None:
+    """Makes the file of a :func:`verdict`. Where the cache is read-only, the next run tests again."""
+    with suppress(OSError):
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
 
 
 def models_dir() -> Path:

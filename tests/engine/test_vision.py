@@ -192,7 +192,7 @@ def test_a_tower_of_another_model_is_refused(tiny_model: Any, mmproj_path: Path)
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No tower has been tried, and no machine was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "frameshard" / "towers"
+    return tmp_path / "cache" / "frameshard" / "verdicts"
 
 
 def loaded_with(model: Path, mmproj: Path, device: str) -> Event:

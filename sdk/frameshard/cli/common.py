@@ -64,7 +64,9 @@ def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Run
     :raises BudgetBelowFloor: the largest is too small. For others see ``Runtime.load``.
     """
     from frameshard.engine.runtime import Runtime
+    from frameshard.engine.scratch import try_files
 
+    try_files(config.model, config.mmproj)
     largest = largest_of(budgets)
     return Runtime.load(
         replace(config, vram_budget=largest or 0),

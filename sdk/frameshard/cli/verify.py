@@ -61,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
     from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+    from frameshard.engine.scratch import try_files
 
     device = resolve_device(args.device)
     if device == "cpu":
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     reference_device = f"stock:{device}" if "full" in sizes and device != "emulated" else "cpu"
+    try_files(str(models.resolve(args.model)))
     with Runtime.load(config(reference_device)) as runtime:
         tokens = _tokens(runtime, args.prompt + args.generate)
         reference = _logits(runtime, tokens, args.prompt)

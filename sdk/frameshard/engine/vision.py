@@ -9,7 +9,6 @@ thread of its :class:`~frameshard.engine.runtime.Runtime`, except for what says 
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import hashlib
 import io
@@ -26,6 +25,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from frameshard import models
 from frameshard.engine.runtime import STOCK, DecodeAborted, Runtime
 from frameshard.errors import (
     BadArgument,
@@ -35,7 +35,6 @@ from frameshard.errors import (
     FrameshardError,
     Unsupported,
 )
-from frameshard.models import cache_dir
 from frameshard.plan.tower import read_tower
 
 try:
@@ -249,7 +248,7 @@ class Vision:
 
         :raises BadModel: what it computes is not finite. Where libmtmd aborts, the process ends.
         """
-        passed = _passed(self._path, self._runtime.device_name)
+        passed = models.verdict("tower", [Path(self._path)], self._runtime.device_name)
         if passed.exists():
             return
         _logger.warning("trying %s with one image; that is done once for a file", self.name)
@@ -265,9 +264,7 @@ class Vision:
         except BudgetBelowFloor as error:  # a larger budget may come, and jobs with images are refused until then
             _logger.warning("the vision tower is not tried: %s", error)
             return
-        with contextlib.suppress(OSError):  # a read-only cache: the next launch tries it again
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
+        models.pass_verdict(passed)
 
     def encode(self, picture: Picture) -> None:
         """Sets ``picture.embedding``, from the cache when the same image was encoded lately.
@@ -342,15 +339,6 @@ class Vision:
         if self._context:
             mtmd.mtmd_free(self._context)
             self._context = None
-
-
-def _passed(path: str, device: str) -> Path:
-    """The file whose existence says that the tower at ``path``, as it is now, has encoded an image on ``device``."""
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        head = hashlib.sha256(file.read(1 << 20)).hexdigest()
-    about = [os.path.abspath(path), status.st_size, status.st_mtime_ns, head, device, llama_cpp.__version__]
-    return cache_dir() / "towers" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
 
 
 def _tokens(chunk: Any) -> list[int]:

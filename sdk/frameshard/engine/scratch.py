@@ -1,0 +1,76 @@
+"""Tries model files in a process that may die of them, for programs that load them into their own.
+
+The sidecar's engine is such a process by itself. A file that loaded is not tried again until it changes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from frameshard import models, program
+from frameshard.errors import BadModel, EngineDied, FrameshardError, from_wire
+from frameshard.plan.model import read_model
+
+logger = logging.getLogger("frameshard.engine")
+
+TRY_S = 600.0
+"""For a file that is larger than memory on a slow disk; what takes longer hangs."""
+
+_WORDS = 4  # lines of the process's last words
+
+
+def try_files(model: str, mmproj: str = "") -> None:
+    """Loads the model on the CPU in a process of its own and decodes a token, and encodes an image with ``mmproj``.
+
+    :raises BadModel: the process died of a file, or reports one.
+    :raises EngineDied: it was killed.
+    """
+    read_model(model)
+    files = [*models.files_of(Path(model)), *([Path(mmproj)] if mmproj else [])]
+    passed = models.verdict("scratch", files)
+    if passed.exists():
+        return
+    names = " with ".join(file.name for file in files[:1] + files[len(files) - bool(mmproj) :])
+    logger.warning("trying %s in a process of its own; that is done once for a file", names)
+    command = program.command("frameshard.engine.scratch", model, mmproj)
+    try:
+        tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRY_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise BadModel(f"{names} did not load within {TRY_S:g} s", path=model) from None
+    if tried.returncode == 0:
+        models.pass_verdict(passed)
+        return
+    if tried.stdout:
+        raise from_wire(json.loads(tried.stdout))
+    said = "; ".join(tried.stderr.decode("utf-8", "replace").strip().splitlines()[-_WORDS:])
+    if tried.returncode == -signal.SIGKILL:
+        raise EngineDied(f"the process that tried {names} was killed: {said}", last_words=said)
+    how = f"signal {-tried.returncode}" if tried.returncode < 0 else f"exit code {tried.returncode}"
+    raise BadModel(f"llama.cpp ended with {how} while it loaded {names}: {said}", path=model, last_words=said)
+
+
+def main(model: str, mmproj: str) -> int:
+    """In the scratch process: its exit status. An error is one JSON document on standard output."""
+    from frameshard.engine.runtime import EngineConfig, Runtime
+    from frameshard.engine.vision import Vision
+
+    config = EngineConfig(model, device="cpu", n_ctx=256, n_parallel=1, n_ubatch=32, mmproj=mmproj)
+    try:
+        with Runtime.load(config) as runtime:
+            if mmproj:
+                vision = Vision(runtime, mmproj)
+                vision.try_out()
+                vision.close()
+    except FrameshardError as error:
+        print(json.dumps(error.to_wire()))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
