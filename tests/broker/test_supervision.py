@@ -109,9 +109,9 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
     """Once in an answer and four times in another, in each of four settings: the text is that of an undisturbed run."""
 
     async def main() -> None:
-        options = {"device": device, "n_parallel": 2, "n_ctx": 512, "n_ubatch": 64, "n_threads": 1}
+        options = {"device": device, "mode": "stream_only", "n_parallel": 2, "n_ctx": 512, "n_ubatch": 64}
         rng = random.Random(f"{device}{temperature}")
-        async with frameshard.launch(model_path, log=subprocess.DEVNULL, **options) as client:
+        async with frameshard.launch(model_path, log=subprocess.DEVNULL, n_threads=1, **options) as client:
             sampling = frameshard.Sampling(max_tokens=24, temperature=temperature, seed=5)
             prompt = "Tell me about the old lighthouse at the end of the bay, and who keeps it."
 
@@ -122,6 +122,37 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
                     await kill_engine_in_mid_stream(client, stream, *sorted(rng.sample(range(1, 22), deaths)))
                 assert stream.text == expected
             assert (await client.stats()).broker.engine_restarts == 5
+
+    async def bounded() -> None:
+        with trio.fail_after(300):
+            await main()
+
+    trio.run(bounded)
+
+
+def test_what_was_said_is_read_again_in_chunks(model_path: Path) -> None:
+    """In planned mode, once the engine has been killed: the text goes on, and no token is decoded alone again."""
+    said, n_tokens, n_ubatch = 100, 120, 64
+
+    async def main() -> None:
+        options = {"device": "emulated", "n_ctx": 512, "n_ubatch": n_ubatch, "n_parallel": 1, "speculate": "off"}
+        async with frameshard.launch(model_path, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+            sampling = frameshard.Sampling(max_tokens=n_tokens, temperature=1.0, seed=5)
+            async with client.complete("Once upon a time", sampling=sampling) as stream:
+                count = 0
+                while count < said:
+                    count += (await stream.__anext__()).tokens
+                before = stream.text
+                os.kill(await engine_pid(client), signal.SIGKILL)
+                await stream.completed()
+            assert stream.text.startswith(before)
+            assert stream.result is not None
+            assert stream.result.n_generated == n_tokens
+            stats = await client.stats()
+            assert stats.broker.engine_restarts == 1
+            assert stats.engine is not None
+            # The second engine's: what was said in two chunks, then each token; the rest is for its warm-up.
+            assert stats.engine["graphs"] <= n_tokens - said + said // n_ubatch + 1 + 20
 
     async def bounded() -> None:
         with trio.fail_after(300):

@@ -25,6 +25,12 @@ def cpu(model_path: Path) -> Iterator[EngineProcess]:
         yield child
 
 
+@pytest.fixture(scope="module")
+def exact(model_path: Path) -> Iterator[EngineProcess]:
+    with engine(model_path, mode="stream_only") as child:
+        yield child
+
+
 def reference(model_path: Path, question: str, n: int) -> str:
     """Greedy answer of a loop that shares nothing with the engine but llama.cpp itself, in a process of its own."""
     loop = Path(__file__).parent / "reference_loop.py"
@@ -96,6 +102,54 @@ def test_a_completion_reads_no_control_tokens_in_the_prompt(cpu: EngineProcess) 
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
+def test_what_was_said_is_read_with_the_prompt(cpu: EngineProcess) -> None:
+    """Planned mode: chunks, and the text is continued, not promised to be the same."""
+    whole = cpu.run(CASTLE, params={"max_tokens": 40})
+    produced = ids(whole)
+    assert len(produced) == 40
+    for cut in (1, 17, 39):
+        before = cpu.stats()["prompt_tokens"]
+        events = cpu.run(CASTLE, params={"max_tokens": 40}, resume=produced[:cut])
+        n_generated = last(events)["n_generated"]
+        assert [event["n"] for event in events if event["ev"] == "token"] == list(range(cut, n_generated))
+        assert n_generated > cut
+        assert last(events)["prefill_s"] > 0
+        assert cpu.stats()["prompt_tokens"] - before == whole[0]["n_prompt"] + cut
+
+
+def test_an_answer_that_was_whole_when_the_engine_died(cpu: EngineProcess, exact: EngineProcess) -> None:
+    for params, reason in (({"max_tokens": 12}, "length"), ({"max_tokens": 40, "stop": ["castle"]}, "stop")):
+        whole = cpu.run(CASTLE, params=params)
+        assert last(whole)["reason"] == reason
+        for child in (cpu, exact):
+            events = child.run(CASTLE, params=params, resume=ids(whole))
+            assert [event["ev"] for event in events] == ["started", "done"]
+            assert (last(events)["reason"], last(events)["n_generated"]) == (reason, len(ids(whole)))
+    assert text(cpu.run(CASTLE, params=params)) == text(whole)  # nothing of it was left in the sequence
+
+
+def test_text_that_was_held_back_when_the_engine_died(cpu: EngineProcess) -> None:
+    """The text so far ends like a stop string begins; what comes next is shown with what was held back."""
+    produced = cpu.run(CASTLE, params={"max_tokens": 12})
+    stop = text(produced)[-6:] + "\0"
+    events = cpu.run(CASTLE, params={"max_tokens": 13, "stop": [stop]}, resume=ids(produced))
+    assert text(events).startswith(stop[:-1])
+    assert len(ids(events)) == 1
+
+
+def test_reading_again_can_be_cancelled_and_lets_others_talk(model_path: Path) -> None:
+    with engine(model_path, n_ctx=2048, n_parallel=2, n_ubatch=32) as child:
+        talker = child.submit(CASTLE, params={"max_tokens": 400})
+        child.wait_for("token", job=talker)
+        job = child.submit("Once", params={"max_tokens": 1900}, resume=[100] * 1800)
+        child.wait_for("started", job=job)
+        for _ in range(3):
+            child.wait_for("token", job=talker)
+        child.send(op="cancel", job=job)
+        assert child.wait_for("cancelled", "token", "done", job=job)["ev"] == "cancelled"
+        assert child.stats()["prompt_tokens"] < 1800
+
+
 @pytest.mark.parametrize(
     ("params", "stride"),
     [
@@ -103,13 +157,13 @@ def test_a_completion_reads_no_control_tokens_in_the_prompt(cpu: EngineProcess) 
         ({"temperature": 0.9, "seed": 11, "repeat_penalty": 1.1, "max_tokens": 20}, 4),
     ],
 )
-def test_resume_at_any_token(cpu: EngineProcess, params: dict[str, object], stride: int) -> None:
+def test_resume_at_any_token(exact: EngineProcess, params: dict[str, object], stride: int) -> None:
     params = {**params, "stop": ["never said"]}
-    whole = cpu.run(PERSONA, params=params)
+    whole = exact.run(PERSONA, params=params)
     produced, started = ids(whole), whole[0]
     for cut in range(0, len(produced) + 1, stride):
-        job = cpu.submit(PERSONA, params=params, resume=produced[:cut], history=started["history"])
-        events = cpu.finish(job)[job]
+        job = exact.submit(PERSONA, params=params, resume=produced[:cut], history=started["history"])
+        events = exact.finish(job)[job]
         assert events[0] == {**started, "job": job, "seed": events[0]["seed"]}
         assert [event["n"] for event in events if event["ev"] == "token"] == list(range(cut, len(produced)))
         assert ids(events) == produced[cut:]
@@ -117,14 +171,14 @@ def test_resume_at_any_token(cpu: EngineProcess, params: dict[str, object], stri
         assert last(events)["n_generated"] == len(produced)
 
 
-def test_resume_of_a_later_turn_in_a_new_engine(cpu: EngineProcess, model_path: Path) -> None:
+def test_resume_of_a_later_turn_in_a_new_engine(exact: EngineProcess, model_path: Path) -> None:
     """A prompt that was read in several goes (a conversation) is read in the same goes again."""
-    first = cpu.run(PERSONA, conversation="turns")
+    first = exact.run(PERSONA, conversation="turns")
     turn = [*PERSONA, {"role": "assistant", "content": text(first)}, *user("And to drink?")]
-    whole = cpu.run(turn, conversation="turns", params={"max_tokens": 40})
+    whole = exact.run(turn, conversation="turns", params={"max_tokens": 40})
     assert whole[0]["n_reused"] > first[0]["n_prompt"]
     cut = 15
-    with engine(model_path) as other:
+    with engine(model_path, mode="stream_only") as other:
         job = other.submit(
             turn,
             conversation="turns",

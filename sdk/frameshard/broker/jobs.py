@@ -2,8 +2,8 @@
 
 Decides and does no I/O: what the engine shall do is left in :attr:`Jobs.ops`, what clients shall hear goes to their
 connections. A job is replayed from its prompt, its seed and the tokens that it has produced, so its client sees one
-stream without a gap; the text is the same because the engine draws token i from (seed, i) alone and repeats the batch
-shapes of the first run, which it names in ``history``.
+stream without a gap. In stream-only mode the text is that of an undisturbed run: the engine draws token i from
+(seed, i) alone and repeats the batch shapes of the first run, which it names in ``history``.
 
 Deaths count per job: one that was in the engine at :data:`MAX_DEATHS` deaths without a new token of its own in between
 fails with the engine's reason, and the others go on. So that they do not share its blame, jobs that were in an engine

@@ -11,11 +11,17 @@ sampler as if it had been computed alone, for as long as what is drawn is what w
 guesses change how fast a text comes, and nothing else. All sequences of a step get the same length: llama.cpp would
 compute what sticks out as a graph of its own, and copy all weights again for that.
 
-Same text again: on one device, which kernels run, and so the last bits of the logits, depend on the *shapes* in which a
-sequence was decoded. A resumed job therefore repeats them: its prompt in the chunks of the first time (``history``,
-from its "started" event), then its own tokens one at a time, or with the guesses of the first time. These follow from
-the text alone, and their number does too in stream-only mode; in planned mode it follows the plan and what a draft took
-of late. Rejected: reading the tokens as one chunk, which is faster and now and then ends in another text.
+Going on after an engine's death: a job comes with the tokens that it has said (``resume``), and none of them is said
+again. In planned mode they are read as the end of its prompt, in chunks: 800 tokens take as long as a prompt of 800,
+not as an answer. What follows continues the text, but it need not be the text that an undisturbed run would have had:
+which kernels run, and so the last bits of the logits, depend on the *shapes* in which a sequence was decoded (a chunk
+or a token at a time), and where two tokens are nearly as likely these bits decide. Plans and guesses have shapes of
+their own too, so planned mode promises no more without a death either.
+
+Stream-only mode promises the same text. There a resumed job repeats the shapes: its prompt in the chunks of the first
+time (``history``, from its "started" event), then its own tokens one at a time, or with the guesses of the first time,
+whose number follows from the text alone. This takes as long as saying them took. No device was found on which chunks
+have the bits of single tokens: the matrix kernels add up in another order, on the CPU as on CUDA.
 
 Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker. Requests are
 read elsewhere (:mod:`frameshard.engine.request`): a job that comes here has its tokens.
@@ -60,8 +66,8 @@ class _NotFinite(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """One request. ``shapes`` are the prompt chunks still to read; ``resume`` the tokens it had produced before;
-    ``pictures`` the images in the prompt by where they begin. Tokens of an image are negative."""
+    """One request. ``shapes`` are the chunks still to read; ``resume`` the tokens it had produced before; ``pictures``
+    the images in the prompt by where they begin. Tokens of an image are negative."""
 
     id: int
     prompt: list[int]
@@ -84,6 +90,8 @@ class Job:
     lookup: Lookup | None = None
     """Where guesses are looked up; none where nothing is guessed."""
     drafted: Guesses | None = None
+    to_read: list[int] = field(default_factory=list)
+    """What its sequence has to hold before it speaks: the prompt, and what of ``resume`` is read with it."""
 
     def next_tokens(self, n: int) -> list[int]:
         """The token that was drawn last and ``n - 1`` guesses, some of them wild."""
@@ -108,8 +116,13 @@ class Job:
         return self.expected(n_guesses, with_draft=True) > self.expected(n_guesses)
 
     @property
+    def resumed(self) -> bool:
+        """It ran before, in another engine."""
+        return bool(self.resume or self.history)
+
+    @property
     def reading(self) -> bool:
-        """Part of the prompt is still to be decoded."""
+        """Part of :attr:`to_read` is still to be decoded."""
         return bool(self.shapes)
 
 
@@ -290,7 +303,7 @@ class Batcher:
             self._keep(job_slot(reading), part, kept)
             self._prompt_tokens += kept
             if reading.pictures:
-                events.append(_progress(reading, "prefill", len(job_slot(reading).tokens), len(reading.prompt)))
+                events.append(_progress(reading, "prefill", len(job_slot(reading).tokens), len(reading.to_read)))
             if not reading.reading:
                 events += self._speak_all([(reading, [])], outputs, now)
             return events
@@ -361,7 +374,7 @@ class Batcher:
         """The next tokens of a prompt."""
         at = len(job_slot(reading).tokens)
         kept, decoded = reading.shapes[0]
-        tokens = reading.prompt[at : at + kept]
+        tokens = reading.to_read[at : at + kept]
         # Of what was decoded behind them and taken back only the length has left a trace.
         return tokens + tokens[-1:] * (decoded - kept)
 
@@ -435,7 +448,7 @@ class Batcher:
                     waiting.add(job.conversation)
                 continue
             self._queued.remove(job)
-            events.append(self._start(job, slot))
+            events += self._start(job, slot)
         return events
 
     def _slot_for(self, job: Job) -> Slot | None:
@@ -447,44 +460,68 @@ class Batcher:
         # An empty one first; else the conversation that was silent longest is forgotten and read again when it goes on.
         return min(idle, key=lambda slot: (slot.conversation is not None, slot.used_at, slot.seq), default=None)
 
-    def _start(self, job: Job, slot: Slot) -> Event:
+    def _start(self, job: Job, slot: Slot) -> list[Event]:
         self._runtime.check_file()
+        exact = self._runtime.mode == "stream_only"
+        job.to_read = job.prompt if exact else job.prompt + job.resume
+        history = job.history if exact else []
         keep = 0
-        if slot.conversation == job.conversation and job.conversation is not None and not (job.resume or job.history):
-            # At least one prompt token is decoded: its logits are what the answer starts from.
-            keep = slot.whole(min(common_prefix(slot.tokens, job.prompt), len(job.prompt) - 1))
+        if slot.conversation == job.conversation and job.conversation is not None and not (exact and job.resumed):
+            # At least one token is decoded: its logits are what the answer starts from.
+            keep = slot.whole(min(common_prefix(slot.tokens, job.to_read), len(job.to_read) - 1))
         position = slot.positions(keep)
         slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
         kept = len(slot.tokens)
-        self._runtime.expect(slot.seq, len(job.prompt))
+        self._runtime.expect(slot.seq, len(job.to_read))
         slot.conversation, slot.job = job.conversation, job
         job.slot = slot
-        job.shapes.extend(job.history)
-        at = kept + sum(n_kept for n_kept, _ in job.history)
-        while at < len(job.prompt):
-            if at in job.pictures:
-                shape = job.pictures[at].n_tokens
-            else:
-                shape = min([begin for begin in job.pictures if begin > at] + [len(job.prompt), at + self.chunk]) - at
-            job.shapes.append((shape, shape))
-            at += shape
+        job.shapes.extend(history)
+        self._cut_into_chunks(job, kept + sum(n_kept for n_kept, _ in history))
         job.started_at = time.monotonic()
         if self._draft is not None and job.lookup is not None and not job.pictures:  # a draft reads text alone
             self._draft.check_file()
             job.drafted = Guesses()
-            if self._runtime.mode == "stream_only":
+            if exact:
                 self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
         matcher = self._runtime.schemas.matcher(job.grammar) if job.grammar else None
         seen = [token for token in job.prompt if token >= 0]
         job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, seen, matcher)
-        return {
+        started: Event = {
             "ev": "started",
             "job": job.id,
             "n_prompt": len(job.prompt),
             "n_reused": kept,
             "seed": job.seed,
-            "history": _pack_shapes(slot.shapes + list(job.shapes)),
         }
+        if exact:
+            started["history"] = _pack_shapes(slot.shapes + list(job.shapes))
+            return [started]
+        return [started, *self._take_up(job)]
+
+    def _cut_into_chunks(self, job: Job, at: int) -> None:
+        """How to read the rest of what a job has to read, from ``at``."""
+        while at < len(job.to_read):
+            if at in job.pictures:
+                shape = job.pictures[at].n_tokens
+            else:
+                next_picture = min((begin for begin in job.pictures if begin > at), default=len(job.to_read))
+                shape = min(next_picture, at + self.chunk) - at
+            job.shapes.append((shape, shape))
+            at += shape
+
+    def _take_up(self, job: Job) -> list[Event]:
+        """Brings a job to where it was when it had produced ``resume``, all but its sequence. Its answer may have been
+        whole already, when the engine died before it could say so."""
+        assert job.sampler is not None
+        for token in job.resume:
+            try:
+                job.sampler.accept(token)
+            except BadArgument as error:  # its schema is too complex after all
+                return [self._end(job, {"ev": "failed", "job": job.id, "error": error.to_wire()})]
+            _, reason = self._add(job, token)
+            if reason is not None:
+                return [self._done(job, reason, job.started_at)]
+        return []
 
     # --- what comes of it -----------------------------------------------------------------------------------------
 
@@ -518,16 +555,7 @@ class Batcher:
         if refusal is not None:
             events.append(self._end(job, {"ev": "failed", "job": job.id, "error": refusal.to_wire()}))
         if reason is not None:
-            done = {
-                "ev": "done",
-                "job": job.id,
-                "reason": reason,
-                "n_prompt": len(job.prompt),
-                "n_generated": len(job.produced),
-                "prefill_s": job.first_token_at - job.started_at,
-                "decode_s": now - job.first_token_at,
-            }
-            events.append(self._end(job, done))
+            events.append(self._done(job, reason, now))
         return events
 
     def _next_token(self, job: Job, row: int, now: float, events: list[Event]) -> str | None:
@@ -536,34 +564,49 @@ class Batcher:
         if not self._runtime.is_finite(row):
             raise _NotFinite
         index = len(job.produced)
-        if index == 0:
-            job.first_token_at = now
+        job.first_token_at = job.first_token_at or now
         resumed = index < len(job.resume)
         if resumed:
             token = job.resume[index]
             job.sampler.accept(token)
         else:
             token = job.sampler.sample(self._runtime.context, row, index)
+        self._count(now)
+        text, reason = self._add(job, token)
+        if not resumed:
+            events.append({"ev": "token", "job": job.id, "n": index, "id": token, "text": text})
+        return reason
+
+    def _add(self, job: Job, token: int) -> tuple[str, str | None]:
+        """The answer goes on with ``token``: the text that this sets free, and why it is the last, if it is."""
         job.produced.append(token)
         if job.lookup is not None:
             job.lookup.add(token)
         if job.drafted is not None:
             job.drafted.add(token)
-        self._count(now)
-        reason = None
         if self._runtime.is_end(token):
-            text, reason = job.text.finish(), "stop"
-        else:
-            text = job.text.push(self._runtime.piece(token))
-            if job.text.stopped:
-                reason = "stop"
-            elif job.sampler.complete:
-                text, reason = text + job.text.finish(), "stop"
-            elif index + 1 == job.max_new:
-                text, reason = text + job.text.finish(), "length"
-        if not resumed:
-            events.append({"ev": "token", "job": job.id, "n": index, "id": token, "text": text})
-        return reason
+            return job.text.finish(), "stop"
+        text = job.text.push(self._runtime.piece(token))
+        if job.text.stopped:
+            return text, "stop"
+        if job.sampler is not None and job.sampler.complete:
+            return text + job.text.finish(), "stop"
+        if len(job.produced) == job.max_new:
+            return text + job.text.finish(), "length"
+        return text, None
+
+    def _done(self, job: Job, reason: str, now: float) -> Event:
+        first_token_at = job.first_token_at or now
+        done: Event = {
+            "ev": "done",
+            "job": job.id,
+            "reason": reason,
+            "n_prompt": len(job.prompt),
+            "n_generated": len(job.produced),
+            "prefill_s": first_token_at - job.started_at,
+            "decode_s": now - first_token_at,
+        }
+        return self._end(job, done)
 
     def _count(self, now: float) -> None:
         if self._rate and self._rate[-1][0] == now:
