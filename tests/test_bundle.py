@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,28 @@ def test_the_command_line_of_a_bundle(bundled: tuple[Path, dict[str, Any]], tmp_
     link.symlink_to(place / "frameshard")
     result = subprocess.run([link, "--version"], capture_output=True, text=True, env={}, cwd=tmp_path, timeout=60)
     assert f"frameshard {manifest['frameshard']}\n" in result.stdout, result.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64")
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="no emulated Haswell here (Debian: qemu-user)")
+def test_a_bundle_runs_on_haswell(bundled: tuple[Path, dict[str, Any]], tiny_model: Callable[[str], Path]) -> None:
+    """qemu knows nothing newer than AVX2 and ends what uses more by SIGILL."""
+    place, manifest = bundled
+    if manifest["system"]["cpu"]["level"] != "x86-64-v3":
+        pytest.skip("this environment's llama-cpp-python was compiled for newer CPUs, as the manifest says")
+    sidecar = place / "sidecar"
+    environment = {
+        "PYTHONHOME": str(sidecar / "home"),
+        "PYTHONPATH": str(sidecar / "packages"),
+        "LD_LIBRARY_PATH": str(sidecar / "lib"),
+        "PYTHONSAFEPATH": "1",
+    }
+    command = ["qemu-x86_64", "-cpu", "Haswell", sidecar / "home" / "bin" / "python3", "-m", "frameshard", "bench"]
+    command += ["--model", tiny_model("llama"), "--device", "cpu", "--threads", "1", "--repeat", "1", "--json"]
+    command += ["--prompt", "16", "--generate", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)
 
 
 def test_the_manifest_tells_what_is_there(bundled: tuple[Path, dict[str, Any]], model_path: Path) -> None:

@@ -122,8 +122,12 @@ def test_what_is_given_wins() -> None:
         (frozenset(), None, False),
     ],
 )
-def test_amx_is_avoided_where_both_have_it(features: set[str] | None, has: set[str] | None, avoid: bool) -> None:
-    assert cpu.must_avoid_amx(features, has) is avoid
+def test_amx_is_avoided_where_both_have_it(
+    features: set[str] | None, has: set[str] | None, avoid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "compiled_for", lambda: features)
+    monkeypatch.setattr(cpu, "flags", lambda: has)
+    assert cpu.must_avoid_amx() is avoid
 
 
 LOAD = """

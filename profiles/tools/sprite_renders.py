@@ -20,7 +20,7 @@ import trio
 from llama_cpp import mtmd_cpp as mtmd
 
 import frameshard
-from frameshard import models
+from frameshard import cpu, models
 from frameshard.cli.common import parse_size
 from frameshard.engine.chat import ChatTemplate
 from frameshard.plan.model import read_model
@@ -36,6 +36,7 @@ def stock(model_path: Path, mmproj: Path, pictures: list[Path], n_threads: int) 
     mtmd.mtmd_helper_log_set(quiet, None)
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
+    params.use_extra_bufts = not cpu.must_avoid_amx()
     model = llama_cpp.llama_model_load_from_file(str(model_path).encode(), params)
     context_params = llama_cpp.llama_context_default_params()
     context_params.n_ctx, context_params.n_threads, context_params.n_threads_batch = N_CTX, n_threads, n_threads

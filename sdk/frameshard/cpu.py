@@ -81,10 +81,11 @@ def check() -> None:
         )
 
 
-def must_avoid_amx(features: Set[str] | None, has: Set[str] | None) -> bool:
-    """Whether models must be loaded without ggml's extra buffer types, of which AMX is one.
+def must_avoid_amx() -> bool:
+    """Whether models must be loaded without ggml's extra buffer types, of which AMX is one: where ggml was compiled
+    with AMX and the CPU has it.
 
     gcc 12 drops the stores before ``_tile_loadconfig``, so that the first product of a matrix in AMX's buffer type ends
     the process. A library does not tell its compiler, so no AMX is trusted. What is not known is taken for yes.
     """
-    return (features is None or AMX in features) and (has is None or AMX in has)
+    return all(where is None or AMX in where for where in (compiled_for(), flags()))

@@ -8,6 +8,8 @@ import sys
 
 import llama_cpp
 
+from frameshard import cpu
+
 SYSTEM = b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # what the model's template puts first
 
 
@@ -18,6 +20,7 @@ def main(model_path: str, question: str, n: int, kv_type: str = "f16") -> None:
     llama_cpp.llama_log_set(QUIET, None)
     model_params = llama_cpp.llama_model_default_params()
     model_params.n_gpu_layers = 0
+    model_params.use_extra_bufts = not cpu.must_avoid_amx()
     model = llama_cpp.llama_model_load_from_file(model_path.encode(), model_params)
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 512

@@ -261,7 +261,7 @@ class Runtime:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
-        if cpu.must_avoid_amx(cpu.compiled_for(), cpu.flags()):
+        if cpu.must_avoid_amx():
             logger.warning("llama-cpp-python was compiled with AMX, which gcc 12 gets wrong: loading without it")
             model_params.use_extra_bufts = False
         if self.device_name == "cpu":
