@@ -343,6 +343,48 @@ async def test_a_reader_that_stands_still_gets_overloaded() -> None:
 
 
 @in_trio
+async def test_slots_go_round_by_client() -> None:
+    """A short job waits for the job that runs and for no more of another client's queue."""
+    ended: list[str] = []
+    async with launch(engine=fake_engine(endless=True, delay_s=0.002), n_parallel=1) as greedy:
+        async with frameshard.connect(greedy.info) as modest, trio.open_nursery() as nursery:
+
+            async def run(stream: frameshard.Stream, name: str) -> None:
+                await stream.completed()
+                ended.append(name)
+
+            async with AsyncExitStack() as streams:
+                sampling = frameshard.Sampling(max_tokens=50)
+                for number in range(16):
+                    stream = await streams.enter_async_context(greedy.complete("la", sampling=sampling))
+                    nursery.start_soon(run, stream, str(number))
+                for _ in range(3):
+                    before = len(ended)
+                    await modest.complete("li", sampling=frameshard.Sampling(max_tokens=5)).completed()
+                    assert len(ended) - before <= 2  # the one that ran, and one that ended while we asked
+                while len(ended) < 16:
+                    await trio.sleep(0.01)
+    assert ended == [str(number) for number in range(16)]
+
+
+@in_trio
+async def test_a_conversation_holds_one_slot() -> None:
+    """Its next jobs wait for it, and not in other clients' way."""
+    message = (frameshard.ChatMessage("user", "la"),)
+    async with launch(engine=fake_engine(endless=True, delay_s=0.002), n_parallel=2) as client:
+        async with frameshard.connect(client.info) as other, AsyncExitStack() as streams:
+            talk = [
+                await streams.enter_async_context(client.chat(message, conversation="innkeeper", sampling=GREEDY))
+                for _ in range(3)
+            ]
+            assert (await other.complete("li", sampling=frameshard.Sampling(max_tokens=5)).completed()).n_generated == 5
+            assert [(await client.stats()).broker.jobs_running, (await client.stats()).broker.jobs_queued] == [1, 2]
+            for stream in talk:
+                await stream.__anext__()  # each in its turn
+                await stream.aclose()
+
+
+@in_trio
 async def test_too_many_jobs() -> None:
     engine = fake_engine(endless=True, delay_s=0.001)
     async with launch(engine=engine, max_jobs=6, max_client_jobs=4) as client:

@@ -9,6 +9,9 @@ Deaths count per job: one that was in the engine at :data:`MAX_DEATHS` deaths wi
 fails with the engine's reason, and the others go on. So that they do not share its blame, jobs that were in an engine
 when it died go back one at a time: the next one when the one before has said a new token, or has ended. At any death
 after the first, at most one job in the engine has said nothing new, and it is the one to blame.
+
+A free slot goes to the client whose last turn is the longest ago, so nobody waits behind another one's whole queue. A
+job that runs is not interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +52,15 @@ class Job:
     """Of engines that it was in, since its last new token."""
     speaking: bool = False
     """It has said a new token in the engine where it is now."""
+    turn: int = 0
+    """When it was first handed to an engine, counted over all jobs; 0: not yet."""
     images: HeldImages = NO_IMAGES
+
+    @property
+    def talk(self) -> str | None:
+        """Its conversation, as the engine knows it: clients do not share conversations, whatever they call them."""
+        name = self.request.conversation
+        return None if name is None else f"{self.connection.session}/{name}"
 
     def op(self) -> Op:
         """What the engine needs to run it, from the start or from where it was."""
@@ -66,9 +77,8 @@ class Job:
             op["prompt"] = request.prompt
         if self.images.specs:
             op["images"] = list(self.images.specs)
-        if request.conversation is not None:
-            # Clients do not share conversations, whatever they call them.
-            op["conversation"] = f"{self.connection.session}/{request.conversation}"
+        if self.talk is not None:
+            op["conversation"] = self.talk
         if self.tokens:
             op["resume"] = list(self.tokens)
         if self.history is not None:
@@ -85,7 +95,9 @@ class Jobs:
         self._max_client_jobs = max_client_jobs
         self._numbers = 0
         self._jobs: dict[int, Job] = {}
-        self._leaving: set[int] = set()  # ended for their client, still at the engine
+        self._leaving: dict[int, str | None] = {}  # ended for their client, still at the engine; their conversations
+        self._turn = 0
+        self._turns: dict[ServerConnection, int] = {}  # each client's last one
         self._engine_ready = False
         self._images = Images()
         self.ops: list[Op] = []
@@ -134,6 +146,7 @@ class Jobs:
 
     def drop(self, connection: ServerConnection, error: FrameshardError | None = None) -> None:
         """Ends all jobs of a client: with `error`, or without a word when nobody is there to hear it."""
+        self._turns.pop(connection, None)
         for job in list(self._jobs.values()):
             if job.connection is connection:
                 if error is not None:
@@ -172,7 +185,7 @@ class Jobs:
         kind, number = event.get("ev"), event.get("job")
         if number in self._leaving:
             if kind in ("done", "failed", "cancelled"):
-                self._leaving.discard(number)
+                del self._leaving[number]
                 self._fill_slots()
             return False
         job = self._jobs.get(number) if type(number) is int else None
@@ -228,13 +241,29 @@ class Jobs:
         if not self._engine_ready:
             return
         free = self._slots - self.running
-        waiting = [job for job in self._jobs.values() if not job.at_engine]
-        for job in sorted(waiting, key=lambda job: job.deaths == 0):
-            if free <= 0 or self._on_trial():
-                break
+        while free > 0 and not self._on_trial() and (job := self._next()) is not None:
+            if job.turn == 0:
+                self._turn += 1
+                job.turn = self._turns[job.connection] = self._turn
             job.at_engine, job.speaking = True, False
             self.ops.append(job.op())
             free -= 1
+
+    def _next(self) -> Job | None:
+        """Who gets a free slot: a job that had one in an engine before; else the oldest of the client whose last turn
+        is the longest ago. A conversation has one slot at a time, in the order of its jobs."""
+        talking = {job.talk for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
+        waiting = (job for job in self._jobs.values() if not job.at_engine)
+        return min(
+            (job for job in waiting if job.talk is None or job.talk not in talking),
+            key=lambda job: (
+                job.deaths == 0,
+                job.turn == 0,
+                job.turn or self._turns.get(job.connection, 0),
+                job.number,
+            ),
+            default=None,
+        )
 
     def _on_trial(self) -> bool:
         """While jobs of a dead engine have said nothing new, no job enters beside another that has said nothing."""
@@ -253,7 +282,7 @@ class Jobs:
         """The job is over for its client; the engine may have to be told."""
         self._forget(job)
         if job.at_engine:
-            self._leaving.add(job.number)
+            self._leaving[job.number] = job.talk
             if not job.cancelling:
                 self.ops.append({"op": "cancel", "job": job.number})
 
