@@ -46,6 +46,8 @@ with Runtime.load(config) as runtime:
         "ladder": len(layout.ladder),
         "used": stats.used_bytes,
         "budget": budget,
+        "device_floor": stats.floor_bytes,
+        "planned_floor": fixed + context.window + min(layout.min_ring, layout.total),
     }))
 """
 
@@ -60,6 +62,9 @@ def load(path: Path, share: float) -> dict[str, int]:
 
 
 def check(figures: dict[str, int]) -> None:
+    # All of it is exact but llama.cpp's buffers, of which the estimate is an upper bound.
+    assert figures["floor"] == figures["estimated_floor"]
+    assert figures["device_floor"] <= figures["planned_floor"] <= 1.5 * figures["device_floor"]
     for name in ("floor", "whole"):
         assert 0 < figures[name] <= figures[f"estimated_{name}"] <= 3 * figures[name]
     assert figures["kv"] <= figures["whole"]
