@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -176,7 +180,8 @@ def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:
         assert chat.stdin is not None
         assert chat.stdout is not None
         assert chat.stderr is not None
-        assert "/help" in chat.stderr.readline()
+        while "/help" not in (line := chat.stderr.readline()):
+            assert line, "the chat ended"
         chat.stdin.write("Tell me a very long story.\n")
         chat.stdin.flush()
         assert chat.stdout.read(1)
@@ -204,3 +209,79 @@ def test_serve_serves_until_it_is_told_to_stop(model_path: Path, tmp_path: Path)
         server.terminate()
         assert server.wait(30) == 0
     assert not connect_file.exists()
+
+
+class Terminal:
+    """``frameshard chat`` on a terminal of its own."""
+
+    def __init__(self, model: Path, **environment: str) -> None:
+        self.ours, theirs = pty.openpty()
+        self.settings = termios.tcgetattr(theirs)
+        self.theirs = theirs
+        command = ["chat", "--model", str(model), "--device", "emulated", "--max-tokens", "48"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "frameshard", *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", **environment},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        self.seen, self.read = "", 0
+
+    def read_until(self, words: str) -> None:
+        """What comes next must have these words in it."""
+        while (found := self.seen.find(words, self.read)) < 0:
+            assert select.select([self.ours], [], [], 60)[0], self.seen
+            self.seen += os.read(self.ours, 1 << 16).decode(errors="replace")
+        self.read = found + len(words)
+
+    def type(self, keys: str) -> None:
+        os.write(self.ours, keys.encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.theirs)
+        os.close(self.ours)
+
+
+def test_chat_edits_lines_and_gives_the_terminal_back(model_path: Path) -> None:
+    pytest.importorskip("readline")
+    left, up = "\x1b[D", "\x1b[A"
+    with Terminal(model_path) as chat:
+        chat.read_until("> ")
+        chat.type(f"/hlp{left}{left}e\r")
+        chat.read_until("begin the conversation anew")
+        chat.read_until("> ")
+        chat.type(f"{up}\r")
+        chat.read_until("begin the conversation anew")
+        chat.read_until("> ")
+        chat.type("Who are you?\r")
+        while not termios.tcgetattr(chat.theirs)[3] & termios.ICANON:  # plain lines while the answer comes
+            time.sleep(0.001)
+        chat.type("/budget 120\r")
+        chat.read_until("budget 120 MiB")
+        chat.read_until("tokens/s")
+        chat.read_until("> ")
+        chat.type("/what")
+        chat.process.send_signal(signal.SIGINT)
+        assert chat.process.wait(60) == 130
+        assert termios.tcgetattr(chat.theirs) == chat.settings
+    assert "Traceback" not in chat.seen
+
+
+def test_chat_without_readline_reads_lines(model_path: Path, tmp_path: Path) -> None:
+    """As on Windows and in a bundle."""
+    (tmp_path / "readline.py").write_text("raise ImportError('none here')")
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Terminal(model_path, PYTHONPATH=search) as chat:
+        chat.read_until("> ")
+        chat.type("/help\r")
+        chat.read_until("begin the conversation anew")
+        chat.read_until("> ")
+        chat.type("\x04")
+        assert chat.process.wait(60) == 0

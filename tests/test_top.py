@@ -11,6 +11,7 @@ import pytest
 import trio
 
 import frameshard
+from frameshard.broker.endpoint import running
 from frameshard.cli import top
 from frameshard.errors import BadArgument
 from sidecars import in_trio
@@ -40,12 +41,15 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
         assert len(placement["attention"]) == document["model"]["n_layer"]
         assert document["budget"]["budget_bytes"] == 90 << 20
         assert screen.returncode == 0, screen.stderr
+        assert max(map(len, screen.stdout.decode().splitlines())) <= 80
         for word in ("90 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):
             assert word in screen.stdout.decode()
         async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
             second = await run_top()
             assert second.returncode == 2
             assert b"2 sidecars serve" in second.stderr
+            named = [json.loads((await run_top("--json", "--connect", str(file))).stdout) for file in running()]
+            assert sorted(each["model"]["device"] for each in named) == ["cpu", "emulated"]
             assert other.info.pid
 
 

@@ -2,6 +2,10 @@
 
 import sys
 
-from frameshard.cli import main
+try:
+    from frameshard.cli import main
 
-sys.exit(main())
+    status = main()
+except KeyboardInterrupt:  # while modules were imported
+    status = 130
+sys.exit(status)

@@ -868,6 +868,8 @@ class ClientScope:
         assert sidecar.stdin is not None
         assert sidecar.stdout is not None
         assert sidecar.stderr is not None
+        if self._client is None:  # while its modules are imported it would learn of our end only after that
+            sidecar.terminate()
         for pipe in (sidecar.stdin, sidecar.stdout, sidecar.stderr):
             await pipe.aclose()
         with trio.move_on_after(EXIT_S):

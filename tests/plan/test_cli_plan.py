@@ -52,11 +52,29 @@ def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) 
 
     table = frameshard(*args, "--vram-budget", "600,full")
     assert table.returncode == 0, table.stderr
-    lines = table.stdout.splitlines()
-    assert "llama, 30 layers" in lines[0]
-    assert lines[1].startswith("floor ")
-    assert len(lines) == 5
-    assert lines[3].split()[0] == "600"
+    assert "llama, 30 layers" in table.stdout.splitlines()[0]
+    assert "floor about" in table.stdout
+    heads, first, second = table.stdout.splitlines()[-3:]
+    assert heads.split()[0] == "budget"
+    assert first.split()[0] == "600"
+    assert second.split()[0] == f"{rows[-1]['budget_mb']:.0f}"
+
+
+def test_budgets_below_the_floor_are_shown_beside_others(model_path: Path, h100: str, tmp_path: Path) -> None:
+    """Also with a size of the ubatch that has to be chosen, and in the picture."""
+    args = ("plan", "--model", str(model_path), "--profile", h100, "--vram-budget", "1,520,600,full")
+    plan = document(*args)
+    rows = plan["rows"]
+    assert isinstance(rows, list)
+    assert [row["fits"] for row in rows] == [False, False, True, True]
+    assert {row["floor_bytes"] for row in rows} == {plan["floor_bytes"]}
+    assert set(rows[0]) == {"budget_mb", "fits", "budget_bytes", "floor_bytes", "full_bytes"}
+    picture = tmp_path / "plan.svg"
+    table = frameshard(*args, "--plot", str(picture), "--ubatch", "auto")
+    assert table.returncode == 0, table.stderr
+    lines = [line for line in table.stdout.splitlines() if "below the floor of about" in line]
+    assert [line.split()[0] for line in lines] == ["1", "520"]
+    assert "<svg" in picture.read_text()
 
 
 def test_plan_for_a_machine_by_name_and_its_plot(model_path: Path, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def serve(
     *,
     on_ready: Callable[[ConnectInfo, Path], None] | None = None,
     host_pipe: int | None = None,
-) -> None:
-    """Runs a sidecar until it is told to stop.
+) -> int:
+    """Runs a sidecar until it is told to stop. Returns the number of the signal that did, else 0.
 
     `on_ready` is called once when the model is loaded, with what a client needs and the file that says the same to
     others. `host_pipe` is a file descriptor whose end of file means that the host is gone; without one, only a signal
@@ -77,21 +77,24 @@ def serve(
                 on_ready(info, connect_file)
 
         try:
-            trio.run(_serve, server, listener, announce, host_pipe)
+            ended_by = trio.run(_serve, server, listener, announce, host_pipe)
         finally:
             listener.close()
     if server.error is not None:
         raise server.error
+    return ended_by
 
 
-async def _serve(server: Server, listener: Listener, announce: Callable[[], None], host_pipe: int | None) -> None:
+async def _serve(server: Server, listener: Listener, announce: Callable[[], None], host_pipe: int | None) -> int:
+    signals: list[int] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(listener.run, server)
-        nursery.start_soon(_watch_signals, server)
+        nursery.start_soon(_watch_signals, server, signals)
         if host_pipe is not None:
             nursery.start_soon(_watch_host, host_pipe, nursery.cancel_scope)
         await server.run(announce)
         nursery.cancel_scope.cancel()
+    return signals[0] if signals else 0
 
 
 def _prepare_process() -> None:
@@ -114,10 +117,11 @@ def _prepare_process() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
-async def _watch_signals(server: Server) -> None:
+async def _watch_signals(server: Server, received: list[int]) -> None:
     names = ("SIGINT", "SIGTERM", "SIGHUP")
     with trio.open_signal_receiver(*(getattr(signal, name) for name in names if hasattr(signal, name))) as signals:
-        async for _ in signals:
+        async for number in signals:
+            received.append(number)
             server.stop()
 
 

@@ -159,10 +159,10 @@ class Supervisor:
             if was is not states.Engine.LOADING and (self._ending or not self._owner.engine_wanted()):
                 await self._hibernated()
                 continue
-            logger.warning("the engine ended (%s) while %s", status, was.value)
-            if was is states.Engine.LOADING:
+            if was is states.Engine.LOADING:  # the host is told, and says so once
                 self.error = self._load_failure(status)
                 return
+            logger.warning("the engine ended (%s) while %s", status, was.value)
             self._move("died")
             death = self._reason(f"the engine ended with {status}")
             busy = self._owner.engine_busy()
@@ -242,8 +242,10 @@ class Supervisor:
             self.send({"op": "stop"})
 
     async def stop(self) -> None:
-        """Ends the engine for good."""
+        """Ends the engine for good, and at once while it loads: it has nothing to put in order yet."""
         self._stopping = True
+        if self.state is states.Engine.LOADING and self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
         self.send({"op": "stop"})
         with trio.move_on_after(STOP_S):
             while self.pid is not None:
@@ -346,7 +348,8 @@ class Supervisor:
         elif kind == "fatal":
             error = event.get("error")
             self._fatal = from_wire(error) if isinstance(error, dict) else EngineDied("the engine gave no reason")
-            logger.error("the engine reports: %s", self._fatal)
+            if self.state is not states.Engine.LOADING:
+                logger.error("the engine reports: %s", self._fatal)
         elif self._owner.engine_event(event):
             self._progress = True
 

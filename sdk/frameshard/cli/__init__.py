@@ -11,14 +11,17 @@ stdout), 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from frameshard.cli import interrupt
 from frameshard.cli.common import emit_json
 from frameshard.errors import BadArgument, FrameshardError
 
@@ -35,23 +38,33 @@ COMMANDS = {
     "verify": "prove that answers stay right at each budget and across a change in mid-answer",
 }
 
+IN_PROCESS = ("plan", "profile", "bench", "verify")
+"""Commands that run native code in this process, which holds up Python's own answer to Ctrl-C."""
+
 DESCRIPTION = """\
-frameshard runs a language model beside a game on one GPU and hands VRAM back to the game while the model talks.
+frameshard runs a language model beside a game on one GPU and hands VRAM back to
+the game while the model talks.
 """
 
 EPILOG = """\
 start here:
-  frameshard chat --model smollm2-135m                     a 93 MB model, fetched on first use
+  frameshard chat --model smollm2-135m
+      talk to a model of 94 MiB, which is fetched on first use
   frameshard chat --model smollm2-135m --device emulated --vram-budget 128
-                                                           no GPU needed: a card of 128 MiB is emulated
-  frameshard plan --model my.gguf --vram-budget 2GiB,4GiB  what would fit, how fast
-  frameshard serve --model my.gguf --vram-budget 4GiB      the process that a game talks to
+      the same on an emulated card of 128 MiB: no GPU needed
+  frameshard plan --model my.gguf --vram-budget 2GiB,4GiB
+      what would fit, and how fast it would be
+  frameshard serve --model my.gguf --vram-budget 4GiB
+      the process that a game talks to
 
-budgets are in MiB, or carry a unit: 512, 1.5GiB, 800MB.
-devices: auto (first GPU, else the CPU), cpu, emulated, or a name that llama.cpp gives, such as CUDA0 or Vulkan0.
-with --json every command prints one JSON document on stdout; messages go to stderr.
+--model     a GGUF file, or a name that `frameshard models list` knows
+--device    auto (first GPU, else the CPU), cpu, emulated, or a name that
+            llama.cpp gives, such as CUDA0 or Vulkan0
+budgets     in MiB, or with a unit: 512, 1.5GiB, 800MB
+--json      one JSON document on stdout; messages go to stderr
+Ctrl-C      ends any command at once, with exit status 130
 
-  frameshard COMMAND --help                                explains one command
+`frameshard COMMAND --help` explains one command.
 """
 
 
@@ -99,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        status = args.run(args)
+        with interrupt.prompt() if args.command in IN_PROCESS else contextlib.nullcontext():
+            status = args.run(args)
         sys.stdout.flush()
         return int(status)
     except FrameshardError as error:
@@ -108,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             emit_json({"error": error.to_wire()})
         return 2
     except KeyboardInterrupt:
-        return 130
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end in a traceback while Python finishes
+        return interrupt.STATUS
     except BrokenPipeError:
         # The reader of our output has gone, as in "frameshard plan ... | head". Python's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ once before it counts.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import common, figures
+from . import common, figures, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens decoded (64)")
     parser.add_argument("--parallel", type=common.positive, default=1, metavar="N", help="sequences at once (1)")
+    parser.add_argument(
+        "--ctx", type=common.positive, metavar="N", help="context of each sequence in tokens (what the rows need)"
+    )
     common.add_ubatch_arg(parser)
     common.add_kv_type_arg(parser)
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
@@ -101,10 +105,13 @@ def run(args: argparse.Namespace) -> int:
         raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
     if args.timeline:
         figures.check(args.timeline)
+    needed = args.prompt + 1 + max(args.generate, _DRAWN)
+    if args.ctx and args.ctx < needed:
+        raise errors.BadArgument(f"--prompt and --generate need a context of {needed} tokens, --ctx is {args.ctx}")
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=device,
-        n_ctx=args.prompt + 1 + max(args.generate, _DRAWN),
+        n_ctx=args.ctx or needed,
         n_ubatch=args.ubatch and max(args.ubatch, args.parallel),
         n_parallel=args.parallel,
         n_threads=args.threads,
@@ -114,14 +121,24 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
     result["kv_type"] = args.kv_type
-    with common.load_within(config, args.vram_budget, n_prompt=args.prompt) as runtime:
+    n_rows = 1 if device == "cpu" else len(args.vram_budget.split(","))
+    with (
+        progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
+        common.load_within(config, args.vram_budget, n_prompt=args.prompt) as runtime,
+    ):
         args.ubatch = runtime.config.n_ubatch
         result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
+        result["ctx"] = runtime.n_ctx_seq
+        if runtime.device is not None:
+            result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
         rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
         for _ in range(args.repeat):
             for row in rows:
+                where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
+                steps.next(f"{args.prompt} tokens of prompt, {args.generate} decoded{where}")
                 _measure(row, runtime, args)
                 if args.vs:
+                    steps.next(f"llama.cpp{where}")
                     _measure_upstream(row, runtime, args)
         if args.timeline:
             _set_budget(rows[0], runtime)
@@ -341,30 +358,36 @@ def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
-    columns = ["budget MiB", "TTFT s", "decode tok/s", "peak MiB"]
+    columns = ["budget MiB", "TTFT s", "tok/s", "peak MiB"]
     if any(row.plan is not None for row in rows):
         columns[2:2] = ["predicted", "bound"]
         columns[5:5] = ["predicted", "bound"]
+    n_ours = len(columns)
     if any(row.upstream for row in rows):
-        columns += ["llama.cpp with", "TTFT s", "decode tok/s", "peak MiB", "TTFT ×", "decode ×"]  # noqa: RUF001
-    table = [[_cell(value) for value in _values(document)] for document in result["rows"]]
+        columns += ["llama.cpp with", "TTFT s", "tok/s", "peak MiB", "TTFT ×", "tok/s ×"]  # noqa: RUF001
+    table = [columns, *([_cell(value) for value in _values(document)] for document in result["rows"])]
     print(
-        f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
-        f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once, keys and values as "
-        f"{result['kv_type']}; medians of {result['repeat']}\n"
+        common.wrapped(
+            f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
+            f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once in contexts of "
+            f"{result['ctx']}, keys and values as {result['kv_type']}; medians of {result['repeat']}"
+            + (f"; the floor is {math.ceil(result['floor_mb'])} MiB" if "floor_mb" in result else "")
+        ),
+        end="\n\n",
     )
     if markdown:
-        print("\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *table)))
+        table.insert(1, ["---"] * len(columns))
+        print("\n".join(f"| {' | '.join(cells)} |" for cells in table))
     else:
-        widths = [max(map(len, column)) for column in zip(columns, *table, strict=True)]
-        for cells in (columns, *table):
-            print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+        print(common.table([cells[:n_ours] for cells in table]))
+        if len(columns) > n_ours:
+            print("\n" + common.table([cells[:1] + cells[n_ours:] for cells in table]))
     if "timeline" in result:
         print()
         for name in ("decode", "prefill"):
             each = result["timeline"][name]
             lanes = [f"{name} {lane['busy']:.0%} at {lane['gbps']:.1f} GB/s" for name, lane in each["lanes"].items()]
-            print(f"{each['what']}: {each['seconds'] * 1e3:.1f} ms; busy: {', '.join(lanes)}")
+            print(common.wrapped(f"{each['what']}: {each['seconds'] * 1e3:.1f} ms; busy: {', '.join(lanes)}"))
 
 
 def _values(document: dict[str, Any]) -> Iterator[object]:

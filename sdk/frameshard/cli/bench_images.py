@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import common
+from . import common, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
@@ -87,15 +87,22 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
     seeds = iter(range(10**6))
-    with common.load_within(config, args.vram_budget, n_prompt=CONTEXT) as runtime:
+    n_rows = len(args.image) * (1 if device == "cpu" else len(args.vram_budget.split(",")))
+    with (
+        progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
+        common.load_within(config, args.vram_budget, n_prompt=CONTEXT) as runtime,
+    ):
         result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)
         rows = [_Row(image, budget) for image in args.image for budget in _budgets(args.vram_budget, runtime)]
         for _ in range(args.repeat):
             for row in rows:
+                where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
+                steps.next(f"{row.image[0]}x{row.image[1]}{where}")
                 if row.error is None:
                     _measure(row, runtime, vision, seeds, args)
                 if args.vs and row.budget is not None:
+                    steps.next(f"llama.cpp{where}")
                     _measure_upstream(row, runtime, config.mmproj, seeds, args)
         vision.close()
     result["rows"] = [_document(row) for row in rows]
@@ -199,8 +206,12 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
             )
             if observer is not None:
                 observer.pid = process.pid
-            with Sampler(observer) as nvml:
-                code = process.wait()
+            try:
+                with Sampler(observer) as nvml:
+                    code = process.wait()
+            finally:
+                process.kill()
+                process.wait()
         words = log.read_text(errors="replace")
     encode = [int(ms) for ms in re.findall(r"(?:encoding done|slice encoded) in (\d+) ms", words)]
     # Upstream's clock of the prompt runs through the encode, as the text before the image is not waited for.
@@ -241,28 +252,22 @@ def _document(row: _Row) -> dict[str, Any]:
 
 def _print(result: dict[str, Any]) -> None:
     print(f"{result['model']} on {result['device']}: one image, {result['generate']} tokens of answer\n")
-    heads = [
-        "    image",
-        "budget MiB",
-        "encode s",
-        "prefill s",
-        "TTFT s",
-        "E2E s",
-        "peak MiB",
-        "llama.cpp with",
-        "E2E s",
-        "peak MiB",
-    ]
-    vs = any("upstream" in row for row in result["rows"])
-    print("  ".join(heads if vs else heads[:7]))
+    ours = [["image", "budget MiB", "encode s", "prefill s", "TTFT s", "E2E s", "peak MiB"]]
+    theirs = [["image", "budget MiB", "E2E s", "peak MiB", "llama.cpp with"]]
     for row in result["rows"]:
-        cells = [row["image"], "-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f}"]
+        name = [row["image"], "-" if row["budget_mb"] is None else f"{row['budget_mb']:.0f}"]
         if "error" in row:
-            cells.append(row["error"])
+            ours.append(name + ["-"] * 5)
         else:
-            cells += [f"{row[name]:.3g}" for name in ("encode_s", "prefill_s", "ttft_s", "latency_s")]
-            cells.append(f"{row['peak_nvml_mb'] or row['peak_vram_mb']:.0f}")
+            seconds = [f"{row[key]:.3g}" for key in ("encode_s", "prefill_s", "ttft_s", "latency_s")]
+            ours.append([*name, *seconds, f"{row['peak_nvml_mb'] or row['peak_vram_mb']:.0f}"])
         if "upstream" in row:
-            theirs = row["upstream"]
-            cells += [theirs["placement"], f"{theirs['latency_s']:.3g}", f"{theirs['peak_nvml_mb'] or 0:.0f}"]
-        print("  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=False)))
+            each = row["upstream"]
+            peak = f"{each['peak_nvml_mb'] or 0:.0f}"
+            theirs.append([*name, f"{each['latency_s']:.3g}", peak, each["placement"]])
+    print(common.table(ours))
+    if len(theirs) > 1:
+        print("\n" + common.table(theirs))
+    for row in result["rows"]:
+        if "error" in row:
+            print("\n" + common.wrapped(f"{row['image']} at {row['budget_mb']:.0f} MiB: {row['error']}"))

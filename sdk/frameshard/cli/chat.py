@@ -1,19 +1,21 @@
 """``frameshard chat``: talk to a model in the terminal, through a sidecar as a game would.
 
 Input is read while an answer streams, so a command such as ``/budget 128`` acts in mid-answer; a question waits for its
-turn. Answers go to standard output, everything else to standard error.
+turn. What is typed at the prompt can be edited, where Python has readline. Answers go to standard output, everything
+else to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from frameshard.cli import common
+from frameshard.cli import common, interrupt
 from frameshard.errors import BadArgument, ConnectionLost, EngineDied, FrameshardError, JobCancelled
 
 if TYPE_CHECKING:
@@ -22,26 +24,30 @@ if TYPE_CHECKING:
     import frameshard
 
 CONVERSATION = "terminal"
+PROMPT = "> "
 HELP = """\
-/budget SIZE   give the model so much VRAM from now on, also in mid-answer: 64, 1.5GiB; 0 is no limit
+/budget SIZE   give the model so much VRAM from now on, also in mid-answer:
+               64, 1.5GiB; 0 is no limit
 /budget        the budget in force and its bounds
 /stats         what is where, and the rate
 /forget        begin the conversation anew
-/quit          leave; so does Ctrl-D. Ctrl-C ends the answer, or leaves when there is none"""
+/quit          leave; so does Ctrl-D. Ctrl-C ends the answer, or leaves when
+               there is none"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="talk to a model in the terminal and change its VRAM while it answers",
-        description="Starts a sidecar and talks to it. While it answers, /budget 128 takes VRAM away or gives it back.",
+        description="Starts a sidecar and talks to it. While it answers, /budget 128 takes VRAM\n"
+        "away or gives it back.",
         epilog=f"in the conversation:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common.add_model_args(parser)
     common.add_context_args(parser)
     parser.add_argument(
-        "--vram-budget", type=common.parse_size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
+        "--vram-budget", type=common.size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
     )
     parser.add_argument("--system", metavar="TEXT", help="who the model is, such as 'You are a grumpy blacksmith.'")
     parser.add_argument("--max-tokens", type=common.positive, default=512, metavar="N", help="of an answer (512)")
@@ -53,8 +59,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    import trio
-
     import frameshard
     from frameshard import models
 
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             await chat.run()
             return chat
 
-    chat = trio.run(main)
+    chat = interrupt.run_async(main)
     if args.json:
         common.emit_json({"answers": chat.answers})
     return 0
@@ -96,6 +100,8 @@ class Chat:
         self._sampling = sampling
         self._show = show
         self._terminal = show and sys.stdin.isatty()
+        self._input = Input(edit=self._terminal)
+        self._unanswered = 0
         self._stream: frameshard.Stream | None = None
         self._mid_line = False
         self._error: BaseException | None = None
@@ -104,12 +110,14 @@ class Chat:
         """Until the end of input, ``/quit``, or Ctrl-C without an answer. Raises what ended it otherwise."""
         import trio
 
+        self._idle = trio.Event()
+        self._idle.set()
         info = await self._client.model_info()
-        self._note(f"{info.name} on {info.device}, {info.n_ctx} tokens of context; /help for commands")
+        self._note(f"{info.name} on {info.device}, {info.n_ctx} tokens of context\n/help for commands")
         # Without a buffer the reader hands over a question only when the answer before it is complete, and a command
         # that follows a question acts while that is answered.
         send, receive = trio.open_memory_channel[str](0)
-        with trio.open_signal_receiver(signal.SIGINT) as interrupts:
+        with self._input, trio.open_signal_receiver(signal.SIGINT) as interrupts:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_interrupts, interrupts, nursery.cancel_scope)
                 nursery.start_soon(self._read, send)
@@ -128,8 +136,10 @@ class Chat:
             await stream.cancel()
 
     async def _read(self, questions: trio.MemorySendChannel[str]) -> None:
+        import trio
+
         async with questions:
-            async for line in input_lines():
+            while (line := await self._input.line(self._idle)) is not None:
                 if line.startswith("/quit"):
                     return
                 if line.startswith("/"):
@@ -138,6 +148,9 @@ class Chat:
                     except FrameshardError as error:
                         self._note(error.message)
                 elif line:
+                    if not self._unanswered:
+                        self._idle = trio.Event()
+                    self._unanswered += 1
                     await questions.send(line)
                     continue
                 if self._stream is None:
@@ -157,6 +170,9 @@ class Chat:
                 self._note(error.message)
             finally:
                 self._stream = None
+                self._unanswered -= 1
+                if not self._unanswered:
+                    self._idle.set()
             self._ask_for_input()
 
     async def _answer(self, question: str) -> None:
@@ -214,32 +230,110 @@ class Chat:
             raise BadArgument(f"no command /{name}; /help lists those there are")
 
     def _ask_for_input(self) -> None:
-        if self._terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
+        if self._terminal and not self._input.edits:
+            print(PROMPT, end="", file=sys.stderr, flush=True)
 
     def _note(self, text: str) -> None:
-        print("\n" * self._mid_line + text, file=sys.stderr, flush=True)
+        lines = (common.wrapped(line, hanging=2) if len(line) > common.WIDTH else line for line in text.splitlines())
+        print("\n" * self._mid_line + "\n".join(lines), file=sys.stderr, flush=True)
         self._mid_line = False
 
 
-async def input_lines() -> AsyncIterator[str]:
-    """Lines of standard input. No thread sits in a read, so leaving never waits for the return key."""
-    import trio
+class Input:
+    """Lines of standard input. Leaving never waits for the return key. A context manager that gives a terminal back as
+    it was.
 
-    rest = b""
-    while True:
-        try:
-            await trio.lowlevel.wait_readable(0)
-        except OSError:  # a regular file, which is always ready and cannot be waited for
-            await trio.lowlevel.checkpoint()
-        data = os.read(0, 1 << 16)
-        *lines, rest = (rest + data).split(b"\n")
-        if not data and rest:
-            lines.append(rest)
-        for line in lines:
-            yield line.decode(errors="replace").strip()
+    With ``edit`` a line is edited by readline where Python has it (not on Windows, not in a bundle), but not while an
+    answer comes, which would be written into that line. `edits` says whether it is.
+    """
+
+    def __init__(self, *, edit: bool) -> None:
+        self.edits = edit and sys.stdout.isatty() and _find_readline()
+        self._lines: collections.deque[str] = collections.deque()
+        self._rest = b""
+        self._ended = False
+
+    def __enter__(self) -> Input:
+        if self.edits:
+            import termios
+
+            self._settings = termios.tcgetattr(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.edits:
+            import termios
+
+            # A thread may still be in readline, which has its own settings in force.
+            termios.tcsetattr(0, termios.TCSADRAIN, self._settings)
+
+    async def line(self, idle: trio.Event) -> str | None:
+        """The next line, stripped; ``None`` at the end. ``idle`` is set while nothing is being answered."""
+        import trio
+
+        while not self._lines and not self._ended:
+            if self.edits and idle.is_set():
+                line = await trio.to_thread.run_sync(_edited_line, abandon_on_cancel=True)
+                self._ended = line is None
+                if line is not None:
+                    self._lines.append(line.strip())
+            elif await self._readable(idle):
+                self._take(await self._read())
+        return self._lines.popleft() if self._lines else None
+
+    async def _readable(self, idle: trio.Event) -> bool:
+        """Waits for input, or with readline until that can take over."""
+        import trio
+
+        found = False
+
+        async def wait(scope: trio.CancelScope) -> None:
+            nonlocal found
+            try:
+                await trio.lowlevel.wait_readable(0)
+            except OSError:  # a regular file, which is always ready; on Windows whatever is no socket
+                await trio.lowlevel.checkpoint()
+            found = True
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait, nursery.cancel_scope)
+            if self.edits:
+                await idle.wait()
+                nursery.cancel_scope.cancel()
+        return found
+
+    async def _read(self) -> bytes:
+        import trio
+
+        if sys.platform == "win32":
+            return await trio.to_thread.run_sync(os.read, 0, 1 << 16, abandon_on_cancel=True)
+        return os.read(0, 1 << 16)
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
         if not data:
-            return
+            self._ended = True
+            lines += [self._rest] if self._rest else []
+        self._lines += [line.decode(errors="replace").strip() for line in lines]
+
+
+def _find_readline() -> bool:
+    """Loads it: from then on :func:`input` edits lines and keeps those of this process for the arrow keys."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _edited_line() -> str | None:
+    """In a thread."""
+    try:
+        return input(PROMPT)
+    except EOFError:
+        print()
+        return None
 
 
 def budget_text(n_bytes: int) -> str:

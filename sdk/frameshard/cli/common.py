@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ UNITS = {
     "gb": 10**9,
 }
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) *([A-Za-z]*)")
+
+
+WIDTH = 80
+"""Columns that tables and sentences take at most."""
 
 
 def parse_size(text: str) -> int:
@@ -81,10 +86,39 @@ def format_size(n_bytes: int) -> str:
     return f"{-(-n_bytes // 2**20)} MiB"
 
 
+def wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> str:
+    """A sentence in lines of at most :data:`WIDTH` columns; paths and names are not cut. ``hanging`` is the indent of
+    all lines but the first."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells, each to the right in its column, the first row being the heads. Two spaces lie
+    between columns, or one where that keeps within :data:`WIDTH`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    space = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
+    return "\n".join(space.join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def size(text: str) -> int:
+    """:func:`parse_size` for an option, so that the error names the option."""
+    try:
+        return parse_size(text)
+    except BadArgument as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
 def positive(text: str) -> int:
     """An integer from 1 to 2^31 - 1."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**31:
-        raise BadArgument(f"{text!r} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
@@ -95,7 +129,7 @@ def rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value < 1e6:
-        raise BadArgument(f"{text!r} is not a rate above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate above 0")
     return value
 
 

@@ -140,9 +140,12 @@ _LINES = (
 )
 
 
-def draw_plans(path: str, title: str, sweep: Sequence[Point], marked: Sequence[Point], n_prompt: int) -> None:
+def draw_plans(
+    path: str, title: str, sweep: Sequence[Point], marked: Sequence[Point], n_prompt: int, below: Sequence[float]
+) -> None:
     """TTFT and decode rate over the budgets of ``sweep``, with their bounds and llama.cpp's static offload; dots at
-    ``marked``."""
+    ``marked``. What lies below the first of ``sweep``, the floor, is grey; budgets there, ``below`` in GiB, are
+    lines."""
     pyplot = _pyplot()
     panels: list[tuple[str, Callable[[Point], tuple[float, float, float]]]] = [
         (f"seconds to the first token, prompt of {n_prompt}", lambda point: point.ttft_s),
@@ -157,6 +160,11 @@ def draw_plans(path: str, title: str, sweep: Sequence[Point], marked: Sequence[P
             here = (point.budget_gib, values(point)[0])
             axis.plot(*here, "o", color=_LINES[0][1])
             axis.annotate(f"{here[1]:.3g}", here, (4, 5), textcoords="offset points", fontsize=8)
+        floor = sweep[0].budget_gib
+        axis.axvspan(0, floor, color="0.9", label="below the floor")
+        for budget in below:
+            axis.axvline(budget, color="0.5", linewidth=1)
+        axis.set_xlim(left=max(0.0, min([floor, *below]) - 0.05 * (sweep[-1].budget_gib - floor)))
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")

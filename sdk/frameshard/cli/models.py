@@ -51,7 +51,9 @@ def _list(args: argparse.Namespace) -> int:
         common.emit_json({"known": known, "others": others})
         return 0
     for model in known:
-        print(f"{model['name']:20}{model['path'] or 'not fetched yet'}\n{'':20}{model['about']}")
+        print(model["name"])
+        print(common.wrapped(str(model["about"]), indent=4))
+        print(f"    {model['path'] or 'not fetched yet'}")
     for other in others:
-        print(f"{'':20}{other['path']} ({common.format_size(int(str(other['bytes'])))})")
+        print(f"{other['path']}\n    {common.format_size(int(str(other['bytes'])))}")
     return 0

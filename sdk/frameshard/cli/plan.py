@@ -1,13 +1,22 @@
-"""``frameshard plan``: what fits into a budget and how fast it will run, without loading the model."""
+"""``frameshard plan``: what fits into a budget and how fast it will run, without loading the model.
+
+The size of llama.cpp's buffers, and with it the floor, is an estimate, at or above what a launch will say. A budget
+below it is shown as such; that none of the budgets fits is an error.
+"""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
-from . import common
+from . import common, figures, progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from frameshard.plan.machine import Profile
+    from frameshard.plan.model import Model
     from frameshard.plan.planner import Plan
 
 _MiB = 1 << 20
@@ -21,7 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what fits into a VRAM budget and how fast it would run, without loading anything",
         description="For each budget: how many MiB of weights are resident, streamed and computed on the CPU while "
         "decoding, and the predicted time to the first token and decode rate beside their bounds. Of a mixture of "
-        "experts those are taken to be chosen that were when the model last ran here.",
+        "experts those are taken to be chosen that were when the model last ran here. A budget below the floor is "
+        "listed as such; exit status 2 if all are.",
     )
     common.add_model_args(parser)
     common.add_context_args(parser)
@@ -48,94 +58,152 @@ def run(args: argparse.Namespace) -> int:
         import frameshard.engine  # noqa: F401 - llama.cpp before numpy
 
     from frameshard import models
-    from frameshard.cli import figures
-    from frameshard.cli.profile import measure
-    from frameshard.plan import machine, planner, routing
     from frameshard.plan.model import read_model
 
     if args.plot:
         figures.check(args.plot)
     words = [word.strip() for word in args.vram_budget.split(",")]
-    budgets = [None if word in ("floor", "full") else common.parse_size(word) for word in words]
+    for size in (word for word in words if word not in ("floor", "full")):
+        common.parse_size(size)  # a typing error is said before anything is measured
     model = read_model(models.resolve(args.model))
-    planner.check_kv_type(model, args.kv_type)
-    profile = machine.load(args.profile).seen_by(model) if args.profile else measure(args, model)
-    device = str(profile.fingerprint.get("device", ""))
-    overhead = 0 if device == "emulated" else planner.DRIVER_BYTES
-    shares = routing.recall(model)
-    if not args.ubatch:
-        args.ubatch = planner.choose_ubatch(
-            model,
-            profile,
-            common.sizes_of(args.vram_budget),
-            n_ctx=args.ctx,
-            n_prompt=args.prompt,
-            n_seq=args.parallel,
-            kv_type=args.kv_type,
-            overhead_bytes=overhead,
-            routing=shares,
-        )
-    unit = planner.vram_unit(device)
-    fixed = planner.estimate_fixed(
-        model,
-        args.ctx,
-        args.ubatch,
-        args.parallel,
-        kv_type=args.kv_type,
-        overhead_bytes=overhead,
-        unit_bytes=unit,
-    )
-    n_used = min(args.prompt, args.ctx)
-    context = planner.estimate_context(model, args.ctx, n_used, args.parallel, kv_type=args.kv_type, unit_bytes=unit)
-
-    def plan(budget_bytes: int) -> Plan:
-        return planner.make_plan(
-            model,
-            profile,
-            budget_bytes=budget_bytes,
-            fixed_bytes=fixed,
-            context=context,
-            n_ctx_used=n_used,
-            n_ubatch=args.ubatch,
-            routing=shares,
-        )
-
-    full = plan(0)
-    floors = {"floor": full.floor_bytes, "full": full.full_bytes}
-    plans = [plan(floors[word] if size is None else size) for word, size in zip(words, budgets, strict=True)]
-    where = str(profile.fingerprint.get("gpus", device))
-    if profile.sources and not profile.products:
-        where += ", by its spec sheet (not measured)"
+    forecast = _Forecast(args, model, _profile(args, model))
+    named = {"floor": forecast.full.floor_bytes, "full": forecast.full.full_bytes}
+    budgets = [named[word] if word in named else common.parse_size(word) for word in words]
+    plans = [forecast.at(budget) for budget in budgets]
+    if not any(plans):
+        forecast.refuse(max(budgets))
     if args.plot:
-        step = max(1, (full.full_bytes - full.floor_bytes) // _POINTS)
-        sweep = [plan(budget) for budget in range(full.floor_bytes, full.full_bytes, step)] + [full]
-        points = [[figures.Point.of(each, args.prompt) for each in some] for some in (sweep, plans)]
-        figures.draw_apart(figures.draw_plans, args.plot, f"{model.path.name} on {where}", *points, args.prompt)
+        forecast.plot(args.plot, budgets)
     if args.json:
-        rows = [{"budget_mb": plan.budget_bytes / _MiB, **plan.summary(args.prompt)} for plan in plans]
-        document = {"model": str(model.path), "device": device, "ubatch": args.ubatch, "profile": profile.to_dict()}
-        document["rows"] = rows
-        common.emit_json(document)
+        common.emit_json(forecast.document(budgets, plans))
         return 0
-    print(
-        f"{model.path.name}: {model.arch}, {model.n_layer} layers, {model.file_bytes // _MiB} MiB; on {where}\n"
-        f"floor {-(-full.floor_bytes // _MiB)} MiB, everything resident from {-(-full.full_bytes // _MiB)} MiB "
-        f"({fixed // _MiB} MiB of it for buffers and {context.whole // _MiB} MiB for a full context of {args.ctx} "
-        f"tokens, estimated; {context.used // _MiB} MiB for {n_used} of them), "
-        f"prompts by {args.ubatch} tokens"
-    )
-    print("".join(f"{column:>10}" for column in _COLUMNS))
-    for plan_ in plans:
-        print(_row(plan_, args.prompt))
+    print(forecast.heading())
+    rows = [[f"{budget / _MiB:.0f}", *_cells(plan, args.prompt)] for budget, plan in zip(budgets, plans, strict=True)]
+    lines = common.table([_COLUMNS, *rows]).splitlines()
+    below = f"  below the floor of about {common.format_size(forecast.full.floor_bytes)}"
+    width = max(len(row[0]) for row in [_COLUMNS, *rows])
+    for line, plan in zip(lines, [forecast.full, *plans], strict=True):
+        print(line if plan else line[:width] + below)
     if args.plot:
         print(f"drawn in {args.plot}")
     return 0
 
 
-def _row(plan: Plan, n_prompt: int) -> str:
+def _profile(args: argparse.Namespace, model: Model) -> Profile:
+    from frameshard.cli.profile import measure
+    from frameshard.plan import machine
+
+    if args.profile:
+        return machine.load(args.profile).seen_by(model)
+    with progress.steps(1):
+        return measure(args, model)
+
+
+class _Forecast:
+    """Plans of one model on one machine, with the options of the command line."""
+
+    def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
+        from frameshard.plan import planner, routing
+
+        planner.check_kv_type(model, args.kv_type)
+        self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
+        self.device = str(profile.fingerprint.get("device", ""))
+        self.where = str(profile.fingerprint.get("gpus", self.device))
+        if profile.sources and not profile.products:
+            self.where += ", by its spec sheet (not measured)"
+        overhead = 0 if self.device == "emulated" else planner.DRIVER_BYTES
+        shares = routing.recall(model)
+        sizes = {"kv_type": args.kv_type, "overhead_bytes": overhead}
+        choose = partial(planner.choose_ubatch, model, profile, n_ctx=args.ctx, n_prompt=args.prompt)
+        choose = partial(choose, n_seq=args.parallel, routing=shares, **sizes)
+        self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
+        unit = planner.vram_unit(self.device)
+        self.fixed = planner.estimate_fixed(model, args.ctx, self.n_ubatch, args.parallel, unit_bytes=unit, **sizes)
+        self.n_used = min(args.prompt, args.ctx)
+        self.context = planner.estimate_context(
+            model, args.ctx, self.n_used, args.parallel, kv_type=args.kv_type, unit_bytes=unit
+        )
+        self._plan = partial(
+            planner.make_plan,
+            model,
+            profile,
+            fixed_bytes=self.fixed,
+            context=self.context,
+            n_ctx_used=self.n_used,
+            n_ubatch=self.n_ubatch,
+            routing=shares,
+        )
+        self.full = self._plan(budget_bytes=0)
+
+    def at(self, budget_bytes: int) -> Plan | None:
+        """The plan at a budget (0: no limit), or ``None`` below the floor."""
+        return None if 0 < budget_bytes < self.full.floor_bytes else self._plan(budget_bytes=budget_bytes)
+
+    def refuse(self, budget_bytes: int) -> None:
+        """Raises :class:`BudgetBelowFloor` for a budget below the floor."""
+        self._plan(budget_bytes=budget_bytes)
+
+    def plot(self, path: str, budgets: Sequence[int]) -> None:
+        floor, full = self.full.floor_bytes, self.full.full_bytes
+        step = max(1, (full - floor) // _POINTS)
+        sweep = [self._plan(budget_bytes=budget) for budget in range(floor, full, step)] + [self.full]
+        marked = [plan for plan in map(self.at, budgets) if plan]
+        points = [[figures.Point.of(each, self.n_prompt) for each in some] for some in (sweep, marked)]
+        below = [budget / 2**30 for budget in budgets if self.at(budget) is None]
+        title = f"{self.model.path.name} on {self.where}"
+        figures.draw_apart(figures.draw_plans, path, title, *points, self.n_prompt, below)
+
+    def document(self, budgets: Sequence[int], plans: Sequence[Plan | None]) -> dict[str, object]:
+        """For ``--json``. The floor and all that follows from it are estimates."""
+        bounds = {"floor_bytes": self.full.floor_bytes, "full_bytes": self.full.full_bytes}
+        rows = [
+            {
+                "budget_mb": (plan.budget_bytes if plan else budget) / _MiB,
+                "fits": plan is not None,
+                **(plan.summary(self.n_prompt) if plan else {"budget_bytes": budget, **bounds}),
+            }
+            for budget, plan in zip(budgets, plans, strict=True)
+        ]
+        return {
+            "model": str(self.model.path),
+            "device": self.device,
+            "ubatch": self.n_ubatch,
+            "profile": self.profile.to_dict(),
+            **bounds,
+            "rows": rows,
+        }
+
+    def heading(self) -> str:
+        model, full = self.model, self.full
+        title = f"{model.path.name}: {model.arch}, {model.n_layer} layers, {common.format_size(model.file_bytes)}"
+        bounds = (
+            f"floor about {common.format_size(full.floor_bytes)}, everything resident from about "
+            f"{common.format_size(full.full_bytes)} ({common.format_size(self.fixed)} of it for buffers and "
+            f"{common.format_size(self.context.whole)} for a full context of {self.n_ctx} tokens for each job; "
+            f"{common.format_size(self.context.used)} for {self.n_used} of them), prompts by {self.n_ubatch} tokens. "
+            "Estimated without loading: a launch says the exact figures, which are no larger."
+        )
+        return f"{common.wrapped(f'{title}; on {self.where}')}\n{common.wrapped(bounds)}"
+
+
+def _choose_ubatch(choose: Callable[[Sequence[int]], int], budgets: Sequence[int]) -> int:
+    """For those of the budgets that have room for the smallest size."""
+    from frameshard.errors import BudgetBelowFloor
+    from frameshard.plan.planner import LEAST_UBATCH
+
+    try:
+        return choose(budgets)
+    except BudgetBelowFloor as error:
+        fitting = [budget for budget in budgets if budget >= int(str(error.detail["floor_bytes"]))]
+        return choose(fitting) if fitting else LEAST_UBATCH
+
+
+def _cells(plan: Plan | None, n_prompt: int) -> list[str]:
+    """A row of the table without its budget."""
+    if plan is None:
+        return [""] * (len(_COLUMNS) - 1)
     decode = plan.tiers[0]
-    sizes = (plan.budget_bytes, decode.resident_bytes, decode.streamed_bytes, decode.cpu_bytes, plan.ring_bytes)
+    sizes = (decode.resident_bytes, decode.streamed_bytes, decode.cpu_bytes, plan.ring_bytes)
     times = (plan.predicted_ttft(n_prompt), plan.bound_ttft(n_prompt))
     rates = (plan.predicted_decode_tps(), plan.bound_decode_tps())
-    cells = [f"{size / _MiB:.0f}" for size in sizes] + [f"{t:.3f}" for t in times] + [f"{r:.1f}" for r in rates]
-    return "".join(f"{cell:>10}" for cell in cells)
+    return [f"{size / _MiB:.0f}" for size in sizes] + [f"{value:.4g}" for value in times + rates]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from . import common
+from . import common, progress
 
 if TYPE_CHECKING:
     from frameshard.plan.machine import Profile
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.plan import machine
     from frameshard.plan.model import read_model
 
-    profile = measure(args, read_model(models.resolve(args.model)), refresh=args.refresh, seconds=args.seconds)
+    model = read_model(models.resolve(args.model))
+    with progress.steps(1):
+        profile = measure(args, model, refresh=args.refresh, seconds=args.seconds)
     if args.output:
         machine.save(profile, args.output)
     path = machine.cached_path(profile.fingerprint)
@@ -49,41 +52,50 @@ def table(profile: Profile) -> str:
     """A profile for people."""
     from frameshard.plan.machine import BYTES_PER_WEIGHT, parse_kind
 
-    lines = [", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())]
+    lines = common.wrapped(", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())).splitlines()
     if profile.sources:
         lines.append("not measured on this machine:")
         lines += [f"  {name} {getattr(profile, name):.4g}: {source}" for name, source in profile.sources.items()]
     for columns, unit in ((profile.copies, 2.0**20), (profile.host_memory, 1.0)):
         for (name, values), first in zip(columns.items(), [True] + [False] * len(columns), strict=False):
-            cells = [f"{value / (unit if first else 1e9):10.4g}" for value in values]
+            cells = _cells(value / (unit if first else 1e9) for value in values)
             label = {"piece_bytes": "copies, GB/s, in pieces of MiB", "threads": "host memory, GB/s, by threads"}
-            lines.append(f"{label.get(name, '  ' + name.replace('_', ' ')):32}{''.join(cells)}")
+            lines.append(f"{label.get(name, '  ' + name.replace('_', ' ')):32}{cells}")
     for name, product in profile.products.items():
         gemv = BYTES_PER_WEIGHT[parse_kind(name)[0]] / 2e9
         lines += [
-            f"{name + ', tokens at once':32}" + "".join(f"{n:10}" for n in product.tokens),
-            f"{'  CPU, TFLOP/s':32}" + "".join(f"{rate / 1e12:10.4g}" for rate in product.cpu_flops),
-            f"{'  device, TFLOP/s':32}" + "".join(f"{rate / 1e12:10.4g}" for rate in product.gpu_flops),
-            f"  one token: CPU {product.cpu_flops[0] * gemv:.1f} GB/s of weights, beside copies "
+            f"{name + ', tokens at once':32}" + _cells(product.tokens),
+            f"{'  CPU, TFLOP/s':32}" + _cells(rate / 1e12 for rate in product.cpu_flops),
+            f"{'  device, TFLOP/s':32}" + _cells(rate / 1e12 for rate in product.gpu_flops),
+            f"  one token, GB/s: CPU {product.cpu_flops[0] * gemv:.1f}, beside copies "
             f"{product.cpu_beside_copies / 1e9:.1f} (copies {product.h2d_beside_cpu / 1e9:.1f}), "
             f"device {product.gpu_flops[0] * gemv:.1f}",
         ]
     for name, attention in profile.attention.items():
         lines += [
-            f"{'attention ' + name + ', cells':32}" + "".join(f"{n:10}" for n in attention.cells),
-            f"{'  one token, GB/s of KV':32}" + "".join(f"{rate / 1e9:10.4g}" for rate in attention.kv_bytes),
-            f"{'  prompt, TFLOP/s':32}" + "".join(f"{rate / 1e12:10.4g}" for rate in attention.flops),
+            f"{'attention ' + name + ', cells':32}" + _cells(attention.cells),
+            f"{'  one token, GB/s of KV':32}" + _cells(rate / 1e9 for rate in attention.kv_bytes),
+            f"{'  prompt, TFLOP/s':32}" + _cells(rate / 1e12 for rate in attention.flops),
         ]
     lines.append(f"{'hand-off to the CPU and back, us':32}{profile.handoff_s * 1e6:10.4g}")
     return "\n".join(lines)
 
 
+def _cells(values: Iterable[float]) -> str:
+    """A row's figures, to the right; narrower ones where there are many."""
+    figures = [f"{value:.4g}" for value in values]
+    width = min(10, (common.WIDTH - 32) // max(len(figures), 1))
+    return "".join(f"{figure:>{width}}" for figure in figures)
+
+
 def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:
     """The profile for ``--device``, measured unless one is kept and ``refresh`` is false."""
     from frameshard import native
+    from frameshard.engine.runtime import install_log
     from frameshard.errors import BadArgument
     from frameshard.plan.machine import load_or_probe
 
+    install_log()
     inner = args.device
     if inner == "cpu":
         raise BadArgument("on the CPU alone there is nothing to place: name a GPU, or --device emulated")

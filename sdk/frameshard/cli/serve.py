@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frameshard.cli import common
+from frameshard.cli import common, interrupt
 
 if TYPE_CHECKING:
     from frameshard.wire.launch import ConnectInfo
@@ -29,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     common.add_model_args(parser)
     common.add_context_args(parser)
     parser.add_argument(
-        "--vram-budget", type=common.parse_size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
+        "--vram-budget", type=common.size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
     )
     parser.add_argument(
         "--mmproj",
@@ -90,5 +91,4 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, "pid": info.pid})
 
-    serve(config, on_ready=ready)
-    return 0
+    return interrupt.STATUS if serve(config, on_ready=ready) == signal.SIGINT else 0

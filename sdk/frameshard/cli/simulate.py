@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from frameshard.cli import common
+from frameshard.cli import common, interrupt
 from frameshard.errors import BadArgument
 from frameshard.native import SCHEDULING_MODES
 from frameshard.simulation import trace as traces
@@ -40,7 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--mode", choices=("planned", "stream_only"), default="planned", help="of the sidecar (planned)"
     )
     parser.add_argument(
-        "--scheduling-mode", choices=SCHEDULING_MODES, default="balance", help="who waits for whom on the GPU (balance)"
+        "--scheduling-mode",
+        choices=SCHEDULING_MODES,
+        default="balance",
+        metavar="MODE",
+        help=f"who waits for whom on the GPU: {', '.join(SCHEDULING_MODES)} (balance)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw what was seen, as PNG or SVG; needs frameshard[plots]")
     parser.set_defaults(run=run)
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             common.emit_json(listed)
         else:
             for name, entry in listed.items():
-                print(f"{name:16}{entry['seconds']:4g} s  {entry['about']}")
+                print(common.wrapped(f"{name:16}{entry['seconds']:4g} s  {entry['about']}", hanging=24))
         return 0
     if args.model is None:
         raise BadArgument("--model is needed to simulate")
@@ -62,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
         from frameshard.simulation import plot
 
         plot.check()
-
-    import trio
 
     import frameshard
     from frameshard import models
@@ -84,11 +86,11 @@ def run(args: argparse.Namespace) -> int:
             await client.set_pacing(args.scheduling_mode)
             found = []
             for trace in chosen:
-                print(f"{trace.name}: {trace.about}", file=sys.stderr)
+                print(common.wrapped(f"{trace.name}: {trace.about}"), file=sys.stderr)
                 found.append(await play(client, trace, speed=args.speed, as_recorded=args.as_recorded))
             return found
 
-    recordings = trio.run(main)
+    recordings = interrupt.run_async(main)
     if args.plot:
         plot.draw(recordings, args.plot)
     if args.json:
@@ -125,13 +127,22 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
+HEADS = ("trace", "s", "leases", "p50", "max", "back", "jobs", "tokens", "frame", "p99", "faults")
+LEGEND = (
+    "in ms: leases are released after p50 and max; back: active again after it was parked or hibernated; frame: p50 "
+    "and p99 of the time of a frame"
+)
+
+
 def table(recordings: Sequence[Recording]) -> str:
-    found = [summary(each) for each in recordings]
-    rows = [list(found[0]), *([_cell(value) for value in row.values()] for row in found)]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    widths[0] = -widths[0]  # to the left
-    return "\n".join("  ".join(f"%{w}s" % cell for cell, w in zip(row, widths, strict=True)) for row in rows)
+    """A row for each trace, and what the heads mean."""
+    found = [[_cell(value) for value in summary(each).values()] for each in recordings]
+    width = max(len(row[0]) for row in [HEADS, *found])
+    rows = [[row[0].ljust(width), *row[1:]] for row in [HEADS, *found]]
+    return f"{common.table(rows)}\n{common.wrapped(LEGEND)}"
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return "-" if value is None else str(value)

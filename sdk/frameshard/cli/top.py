@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frameshard.cli import common
+from frameshard.cli import common, interrupt
 from frameshard.errors import BadArgument, ConnectionLost
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="A live view of a sidecar that runs, until Ctrl-C. Needs frameshard[top]. Without a connect file "
         "it takes the only sidecar of this user that serves, also one that a game has launched.",
     )
-    parser.add_argument("connect_file", nargs="?", metavar="FILE", help="the sidecar's connect file")
+    parser.add_argument("--connect", metavar="FILE", help="the sidecar's connect file (the only sidecar's that serves)")
+    parser.add_argument("connect_file", nargs="?", metavar="FILE", help="the same, without --connect")
     parser.add_argument("--once", action="store_true", help="print one screen and leave")
     common.add_json_arg(parser)
     parser.set_defaults(run=run)
@@ -75,21 +76,20 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.json:
         check_rich()
-    target = args.connect_file or only_one()
+    if args.connect and args.connect_file:
+        raise BadArgument("name one connect file: --connect FILE")
+    target = args.connect or args.connect_file or only_one()
     if args.json:
-        view = trio.run(once)
+        view = interrupt.run_async(once)
         engine = dict(view.engine) or None
         figures = {name: dataclasses.asdict(getattr(view, name)) for name in ("model", "budget", "broker")}
         common.emit_json({**figures, "engine": engine})
     elif args.once or not sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(page(trio.run(once)))
+        Console().print(page(interrupt.run_async(once)))
     else:
-        try:
-            trio.run(watch)
-        except KeyboardInterrupt:
-            return 0
+        interrupt.run_async(watch)
     return 0
 
 
@@ -107,9 +107,11 @@ def only_one() -> Path:
 
     found = running()
     if not found:
-        raise ConnectionLost("no sidecar serves; `frameshard serve` starts one, or give a connect file")
+        raise ConnectionLost(
+            "no sidecar serves; `frameshard serve` starts one, or name a connect file with --connect FILE"
+        )
     if len(found) > 1:
-        raise BadArgument(f"{len(found)} sidecars serve, choose one: {' '.join(map(str, found))}")
+        raise BadArgument(f"{len(found)} sidecars serve, choose one with --connect: {' '.join(map(str, found))}")
     return found[0]
 
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from . import common
+from . import common, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, Runtime, resolve_device
+    from frameshard.engine.runtime import EngineConfig, resolve_device
     from frameshard.engine.scratch import try_files
 
     device = resolve_device(args.device)
@@ -88,8 +88,27 @@ def run(args: argparse.Namespace) -> int:
             kv_type=args.kv_type,
         )
 
+    with progress.steps(1 + len(sizes) * len(MODES)) as steps:
+        try_files(str(models.resolve(args.model)))
+        document, rows = _compare(args, device, sizes, config, steps)
+    if args.json:
+        common.emit_json(document | {"rows": rows})
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _compare(
+    args: argparse.Namespace,
+    device: str,
+    sizes: Sequence[int | str],
+    config: Callable[[str], EngineConfig],
+    steps: progress.Steps,
+) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """The references, and a row for each budget and mode, which is printed unless it is for ``--json``."""
+    from frameshard import errors
+    from frameshard.engine.runtime import Runtime
+
     reference_device = f"stock:{device}" if "full" in sizes and device != "emulated" else "cpu"
-    try_files(str(models.resolve(args.model)))
+    steps.next("stock llama.cpp")
     with Runtime.load(config(reference_device)) as runtime:
         tokens = _tokens(runtime, args.prompt + args.generate)
         reference = _logits(runtime, tokens, args.prompt)
@@ -122,14 +141,14 @@ def run(args: argparse.Namespace) -> int:
         spread = processors.get("kl", 0.0)
         for budget in budgets:
             for mode in MODES:
-                logger.info("%s at %s", mode, common.format_size(budget))
+                steps.next(f"{mode} at {common.format_size(budget)}")
                 row = _row(runtime, tokens, args.prompt, budget, most, mode, reference, resident, spread)
                 rows.append(row)
                 if not args.json:
-                    _print_row(row, header=len(rows) == 1)
-    if args.json:
-        common.emit_json(document | {"rows": rows})
-    return 0 if all(row["ok"] for row in rows) else 1
+                    if len(rows) == 1:
+                        steps.print(_HEADER)
+                    steps.print(_line(row))
+    return document, rows
 
 
 def _tokens(runtime: Runtime, n: int) -> list[int]:
@@ -282,15 +301,14 @@ def _perplexity(log_p: npt.NDArray[np.float64], targets: npt.NDArray[np.int64]) 
     return float(np.exp(-log_p[np.arange(len(targets)), targets].mean()))
 
 
-def _print_row(row: dict[str, object], *, header: bool) -> None:
-    if header:
-        print(
-            f"{'budget':>10} {'mode':>12} {'logit diff':>11} {'top-1':>7} {'KL':>9} {'ppl':>9} {'ref':>9} {'peak':>10}"
-        )
-    print(
-        f"{row['budget_mb']:>6.0f} MiB {row['mode']:>12} {row['max_abs_logit_diff']:>11.3g} "
-        f"{row['top1_agreement']:>7.3f} "
-        f"{row['kl']:>9.2g} {row['perplexity']:>9.3f} {row['perplexity_ref']:>9.3f} {row['peak_vram_mb']:>6.0f} MiB "
-        f"{'ok' if row['ok'] else 'FAILED'}",
-        flush=True,
+_HEADER = (
+    f"{'MiB':>6} {'mode':>11} {'logit diff':>10} {'top-1':>6} {'KL':>8} {'ppl':>8} {'ref':>8} {'peak':>6} {'':6}"
+).rstrip()
+
+
+def _line(row: dict[str, object]) -> str:
+    return (
+        f"{row['budget_mb']:>6.0f} {row['mode']:>11} {row['max_abs_logit_diff']:>10.3g} {row['top1_agreement']:>6.3f} "
+        f"{row['kl']:>8.2g} {row['perplexity']:>8.5g} {row['perplexity_ref']:>8.5g} {row['peak_vram_mb']:>6.0f} "
+        f"{'ok' if row['ok'] else 'FAILED'}"
     )

@@ -178,9 +178,10 @@ class Engine:
 
     def _fatal(self, error: FrameshardError) -> int:
         """Nothing is freed: a device that failed may never return from it."""
-        logger.error("fatal: %s", error)
-        with contextlib.suppress(BrokerGone):
+        try:
             self._channel.send({"ev": "fatal", "error": error.to_wire()})
+        except BrokerGone:
+            logger.error("fatal: %s", error)
         return EXIT_FATAL
 
     def aborted(self, why: str) -> NoReturn:

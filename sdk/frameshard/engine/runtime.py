@@ -248,7 +248,7 @@ class Runtime:
 
     def _load(self, budgets: Sequence[int], n_prompt: int, fill: bool) -> None:
         config = self.config
-        _install_log()
+        install_log()
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
         # What was checked must be what is served: the file is held open and compared before each job.
@@ -256,6 +256,8 @@ class Runtime:
         self._file_state = _state(os.fstat(self._file.fileno()))
         self.n_threads = config.n_threads or default_threads()
         self.device_name = resolve_device(config.device)
+        size_mib = -(-self.model_info.file_bytes >> 20)
+        logger.info("loading %s (%d MiB) on %s", os.path.basename(config.model), size_mib, self.device_name)
 
         cpu.check()
         llama_cpp.llama_backend_init()
@@ -1053,7 +1055,8 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
 _log_callback = llama_cpp.llama_log_callback(_on_log)  # llama.cpp keeps the pointer for the life of the process
 
 
-def _install_log() -> None:
+def install_log() -> None:
+    """What llama.cpp logs goes to Python's log from now on, warnings and errors only."""
     _errors.clear()
     llama_cpp.llama_log_set(_log_callback, None)
 

@@ -405,8 +405,11 @@ def _measure(
     if not kinds:
         raise BadArgument(f"{model.path.name} has no matrices to measure with")
     kinds = list(dict.fromkeys([*kinds, _MEMORY_KIND]))
+    new = [kind for kind in kinds if kind_name(kind) not in known]
+    if new or kept is None:
+        logger.info("measuring this machine for %s, about %.0f s; the result is kept", model.path.name, seconds)
     for kind in kinds:
-        if kind_name(kind) not in known:
+        if kind in new:
             rates = device.probe_product(numbers[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
             # The largest products of a small budget find no room.
             found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]

@@ -1,0 +1,185 @@
+"""Ctrl-C ends every command at once: no traceback, exit status 130, no process left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sidecars import alive, gone_after
+
+HANGS_S = 60.0
+"""Only to notice a command that does not end."""
+
+
+def _default_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that runs the tests may ignore it
+
+
+@contextlib.contextmanager
+def running(*args: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a session of its own; killed with all that it started if the test fails."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "frameshard", *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+        preexec_fn=_default_sigint,
+    ) as process:
+        try:
+            yield process
+        finally:
+            for pid in [*descendants(process.pid), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that `pid` has started, and what those have started."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                children.setdefault(parent, []).append(int(path.name))
+    found, open_ones = [], [pid]
+    while open_ones:
+        open_ones = [child for parent in open_ones for child in children.get(parent, [])]
+        found += open_ones
+    return found
+
+
+def read_until(process: subprocess.Popen[bytes], *words: bytes) -> bytes:
+    """What the command writes to stderr until one of the words is in it."""
+    assert process.stderr is not None
+    said, give_up_at = b"", time.monotonic() + HANGS_S
+    while not any(word in said for word in words):
+        ready, _, _ = select.select([process.stderr], [], [], max(0.0, give_up_at - time.monotonic()))
+        assert ready, said
+        data = os.read(process.stderr.fileno(), 1 << 16)
+        assert data, said
+        said += data
+    return said
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> None:
+    """Sends SIGINT to the command alone and checks its end."""
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    at = time.monotonic()
+    out, err = process.communicate(timeout=HANGS_S)
+    print(f"ended {time.monotonic() - at:.2f} s after the signal, {len(started)} children")
+    assert process.returncode == 130, (out, err)
+    assert b"Traceback" not in err, err
+    assert b"KeyboardInterrupt" not in err, err
+    gone_after(started, HANGS_S)
+    assert not any(map(alive, started))
+
+
+def options(model: Path, *more: str) -> tuple[str, ...]:
+    return ("--model", str(model), "--device", "emulated", "--link-gbps", "0.2", *more)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("bench", "--vram-budget", "floor"), b"loading"),
+        (("bench", "--vram-budget", "floor", "--prompt", "512"), b"1 of 3"),
+        (("bench", "--device", "cpu", "--prompt", "4096"), b"1 of 3"),
+        (("verify", "--vram-budget", "floor"), b"on emulated"),
+        (("profile", "--seconds", "30"), b"measuring"),
+        (("plan", "--vram-budget", "floor"), b"measuring"),
+    ],
+)
+def test_native_code_does_not_hold_it_up(args: tuple[str, ...], words: bytes, model_path: Path, tmp_path: Path) -> None:
+    """A load, a decode on either device, and a measurement."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path)} if words == b"measuring" else {}
+    with running(args[0], *options(model_path), *args[1:], **cache) as process:
+        read_until(process, words)
+        interrupted(process)
+
+
+@pytest.mark.parametrize("moment", ["it loads", "it serves"])
+@pytest.mark.parametrize(
+    ("args", "serves"),
+    [(("chat",), b"/help for commands"), (("serve",), b"serving;"), (("simulate", "menu"), b"menu:")],
+)
+def test_a_sidecar_ends_too(args: tuple[str, ...], serves: bytes, moment: str, model_path: Path) -> None:
+    words = serves if moment == "it serves" else b"loading"
+    with running(*args, *options(model_path)) as process:
+        read_until(process, words)
+        assert descendants(process.pid)
+        interrupted(process)
+
+
+def test_a_second_one_ends_it_without_waiting(model_path: Path) -> None:
+    with running("bench", *options(model_path, "--vram-budget", "floor", "--prompt", "512")) as process:
+        read_until(process, b"1 of 3")
+        process.send_signal(signal.SIGINT)
+        interrupted(process)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + HANGS_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
+def test_while_libraries_are_loaded(model_path: Path) -> None:
+    with running("bench", *options(model_path)) as process:
+        until(lambda: "libggml" in Path(f"/proc/{process.pid}/maps").read_text())
+        interrupted(process)
+
+
+def test_while_the_sidecar_is_started(model_path: Path) -> None:
+    with running("chat", *options(model_path)) as process:
+        until(lambda: bool(descendants(process.pid)))
+        interrupted(process)
+
+
+def test_a_fetch_leaves_nothing(tmp_path: Path) -> None:
+    """The server takes the request and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(HANGS_S)
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        model = ("models", "fetch", "hf:someone/something/model.gguf")
+        with running(*model, HF_ENDPOINT=hub, XDG_CACHE_HOME=str(tmp_path)) as process:
+            server.accept()
+            interrupted(process)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith(".fetch")]
+
+
+def test_top_gives_the_terminal_back(model_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with running("serve", *options(model_path)) as sidecar:
+        connect = read_until(sidecar, b"connect.json").rpartition(b" ")[2].split()[0].decode()
+        top = subprocess.Popen(
+            [sys.executable, "-m", "frameshard", "top", "--connect", connect],
+            stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm"}, preexec_fn=_default_sigint,
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        while b"tokens/s" not in seen:
+            seen += os.read(ours, 1 << 16)
+        top.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the terminal's end
+            while data := os.read(ours, 1 << 16):
+                seen += data
+        _, err = top.communicate(timeout=HANGS_S)
+        assert (top.returncode, err) == (130, b"")
+        assert b"\x1b[?1049l" in seen  # the screen that was there before
+        interrupted(sidecar)
+    os.close(ours)

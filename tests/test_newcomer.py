@@ -1,0 +1,140 @@
+"""The command line as somebody sees it who has not read its documentation: help, progress, tables, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameshard.cli import COMMANDS, common, simulate
+from frameshard.simulation.player import Change, Job, Recording, Sample
+
+EMULATED = ("--device", "emulated", "--link-gbps", "20", "--threads", "1")
+ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
+
+
+def frameshard(*args: str, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "frameshard", *args]
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def too_wide(text: str) -> list[str]:
+    """Lines over 80 columns, but for those that are long because of a path."""
+    return [line for line in text.splitlines() if len(line) > common.WIDTH and not line.lstrip().startswith("/")]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal(command: str) -> None:
+    assert too_wide(frameshard(*filter(None, [command]), "--help").stdout) == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("plan", "--vram-budget", "1,floor,1000GiB", "--profile", "h100-80gb-pcie5-16c"),
+        ("profile",),
+        ("bench", "--vram-budget", "floor", "--prompt", "16", "--generate", "2", "--repeat", "1"),
+        ("verify", "--vram-budget", "floor", "--prompt", "16", "--generate", "3", "--ctx", "256"),
+    ],
+)
+def test_tables_fit_a_terminal(args: tuple[str, ...], model_path: Path) -> None:
+    result = frameshard(*args, "--model", "smollm2-135m", *EMULATED)
+    assert len(result.stdout.splitlines()) > 2
+    assert too_wide(result.stdout) == []
+
+
+def test_lists_fit_a_terminal(model_path: Path) -> None:
+    assert too_wide(frameshard("models", "list").stdout) == []
+    assert too_wide(frameshard("simulate", "--list").stdout) == []
+
+
+def test_what_chat_says_of_itself_fits_a_terminal(model_path: Path) -> None:
+    said = frameshard(
+        "chat", "--model", str(model_path), *EMULATED, stdin="/help\n/stats\n/budget\n/budget 64\n"
+    ).stderr
+    notes = said.partition("/help for commands\n")[2]
+    assert "the floor is" in notes
+    assert too_wide(notes) == []
+
+
+def test_a_long_simulation_fits_a_terminal() -> None:
+    recording = Recording("streaming_cell", 1 << 34, 1 << 36, seconds=123.4, frames_ms=[16.6, 133.3])
+    recording.changes = [
+        Change(1.0, 1 << 30, "parked", 0.5, "message", 12.3456),
+        Change(2.0, 1, "active", 1, "page", 9.9),
+    ]
+    recording.jobs = [Job(0.0, "mira", "?", n_generated=999)] * 99
+    recording.samples = [Sample(0.0, 0.1, 0, 0, None, 0.0, None)]
+    recording.problems = ["lost"] * 10
+    text = simulate.table([recording] * 2)
+    assert "98901" in text
+    assert too_wide(text) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("plan", "--model", "smolm2", "--vram-budget", "64"), "known names are smollm2-135m"),
+        (("plan", "--model", "smollm2-135m", "--vram-budget", "lots"), "'lots' is not a size: a number of MiB"),
+        (("chat", "--model", "smollm2-135m", "--vram-budget", "lots"), "argument --vram-budget: 'lots' is not a size"),
+        (("bench", "--model", "smollm2-135m", "--parallel", "0"), "argument --parallel: '0' is not a positive"),
+        (("chat", "--model", "smollm2-135m", "--device", "CUDA7"), "no device named 'CUDA7'; there are:"),
+        (("simulate", "menu"), "--model is needed"),
+        (("top", "--connect", "/nowhere"), "no sidecar has left its connect file at /nowhere"),
+        (("top", "--connect", "a", "b"), "name one connect file"),
+        (("bench", "--model", "smollm2-135m", "--ctx", "99"), "need a context of 577 tokens, --ctx is 99"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_to_do(args: tuple[str, ...], says: str, model_path: Path) -> None:
+    result = frameshard(*args, code=2)
+    assert "ERROR" not in result.stderr
+    assert "WARNING" not in result.stderr
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("frameshard: ")]
+    assert says in said
+
+
+def test_a_first_measurement_and_each_row_are_said(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a pipe in lines; what a program reads is JSON alone."""
+    monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path))
+    small = ("--vram-budget", "floor,64", "--prompt", "16", "--generate", "2", "--repeat", "1")
+    result = frameshard("bench", "--model", str(model_path), *EMULATED, *small, "--json")
+    assert len(json.loads(result.stdout)["rows"]) == 2
+    words = ("loading SmolLM2", "measuring this machine", "1 of 2", "2 of 2")
+    positions = [result.stderr.index(each) for each in words]
+    assert positions == sorted(positions)
+
+
+def test_on_a_terminal_there_is_a_bar(model_path: Path) -> None:
+    pytest.importorskip("rich")
+    ours, theirs = pty.openpty()
+    small = ("--vram-budget", "floor,64", "--prompt", "16", "--generate", "2", "--repeat", "1", "--json")
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "frameshard", "bench", "--model", str(model_path), *EMULATED, *small],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**ENVIRONMENT, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while data := os.read(ours, 1 << 16):
+            seen += data
+    except OSError:  # the terminal's end
+        pass
+    finally:
+        os.close(ours)
+    out, _ = bench.communicate(timeout=60)
+    assert bench.returncode == 0, seen
+    assert len(json.loads(out)["rows"]) == 2
+    assert b"0/2" in seen
+    assert b"frameshard: 1 of 2" not in seen
+    assert seen.endswith(b"\x1b[2K") or b"\x1b[?25h" in seen  # the cursor is back
