@@ -352,13 +352,13 @@ def test_the_process_that_checks_is_started_again(tiny: EngineProcess) -> None:
 
 def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], Path]) -> None:
     model, schema = tiny_model("llama"), {**SCHEMAS["party"], "title": "of a death"}
-    with engine(model, n_ctx=1024, n_parallel=2) as child:
+    with engine(model, mode="stream_only", n_ctx=1024, n_parallel=2) as child:
         number = job(child, schema, 5)
         whole = child.finish(number)[number]
     assert whole[-1]["reason"] == "stop"
     child = EngineProcess()
     try:
-        child.load(model, device="cpu", n_ctx=1024, n_parallel=2, n_threads=1)
+        child.load(model, device="cpu", mode="stream_only", n_ctx=1024, n_parallel=2, n_threads=1)
         number = job(child, schema, 5)
         started, said = child.wait_for("started"), []
         while len(said) < len(ids(whole)) // 2:
@@ -366,7 +366,7 @@ def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], P
         child.process.kill()
     finally:
         child.close()
-    with engine(model, n_ctx=1024, n_parallel=2) as child:
+    with engine(model, mode="stream_only", n_ctx=1024, n_parallel=2) as child:
         for n in (len(said), 1, len(ids(whole))):
             params = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 600, "seed": 5}
             events = child.run(
