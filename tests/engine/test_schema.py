@@ -98,6 +98,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 
+WARM = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 600}
 NO_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -119,8 +120,7 @@ def tiny(tiny_model: Callable[[str], Path]) -> Iterator[EngineProcess]:
 
 def job(child: EngineProcess, schema: object, seed: int, **params: object) -> int:
     held = schema if isinstance(schema, str) else json.dumps(schema)
-    warm = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 600, "seed": seed, **params}
-    return child.submit("Once", params={**warm, "json_schema": held})
+    return child.submit("Once", params={**WARM, "seed": seed, **params, "json_schema": held})
 
 
 def refusal(events: list[Event]) -> str:
@@ -350,34 +350,32 @@ def test_the_process_that_checks_is_started_again(tiny: EngineProcess) -> None:
 # --- the same text again ----------------------------------------------------------------------------------------------
 
 
-def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], Path]) -> None:
-    model, schema = tiny_model("llama"), {**SCHEMAS["party"], "title": "of a death"}
-    with engine(model, mode="stream_only", n_ctx=1024, n_parallel=2) as child:
-        number = job(child, schema, 5)
-        whole = child.finish(number)[number]
-    assert whole[-1]["reason"] == "stop"
+@pytest.mark.parametrize("mode", ["stream_only", "planned"])
+def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], Path], mode: str) -> None:
+    """In stream-only mode with the same text, in planned mode with one that fits as well."""
+    model, config = tiny_model("llama"), {"device": "emulated", "mode": mode, "n_ctx": 1024, "n_parallel": 2}
+    params = {**WARM, "seed": 5, "json_schema": json.dumps(SCHEMAS["party"])}
     child = EngineProcess()
     try:
-        child.load(model, device="cpu", mode="stream_only", n_ctx=1024, n_parallel=2, n_threads=1)
-        number = job(child, schema, 5)
+        child.load(model, **config, n_threads=1)
+        whole = child.run("Once", params=params)
+        assert whole[-1]["reason"] == "stop"
+        number = child.submit("Once", params=params)
         started, said = child.wait_for("started"), []
         while len(said) < len(ids(whole)) // 2:
-            said.append(child.wait_for("token", job=number)["id"])
+            said.append(child.wait_for("token", job=number))
         child.process.kill()
     finally:
         child.close()
-    with engine(model, mode="stream_only", n_ctx=1024, n_parallel=2) as child:
+    with engine(model, **config) as child:
         for n in (len(said), 1, len(ids(whole))):
-            params = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 600, "seed": 5}
-            events = child.run(
-                "Once",
-                params={**params, "json_schema": json.dumps(schema)},
-                resume=ids(whole)[:n],
-                history=started["history"],
-            )
-            assert said == ids(whole)[: len(said)]
-            assert ids(whole)[:n] + ids(events) == ids(whole)
+            old = whole[1 : 1 + n] if n > len(said) else said[:n]
+            more = {"history": started["history"]} if mode == "stream_only" else {}
+            events = child.run("Once", params=params, resume=ids(old), **more)
             assert events[-1]["reason"] == "stop"
+            check("party", text(old) + text(events))
+            if mode == "stream_only":
+                assert ids(old) + ids(events) == ids(whole)
 
 
 def test_guesses_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> None:
