@@ -245,6 +245,15 @@ BAD: dict[str, tuple[str, Callable[[Gguf], object]]] = {
             f.set("llama.attention.sliding_window_pattern", 1),
         ),
     ),
+    "16-bit norm of heads": ("type F16", lambda f: _tensor(f, b"blk.0.ssm_norm.weight", (64, 2), 1)),
+    "a missing bias": (
+        "blk.1.ffn_up.bias is missing",
+        lambda f: (
+            f.set("llama.block_count", 3),
+            *(_tensor(f, b"blk.%d.ffn_up.weight" % i) for i in range(3)),
+            *(_tensor(f, b"blk.%d.ffn_up.bias" % i, (64,), 0) for i in (0, 2)),
+        ),
+    ),
     "integer scale": ("type I32", lambda f: _tensor(f, b"blk.0.layer_output_scale.weight", (1,), 26)),
     "bytes in a wordpiece vocabulary": (
         "bert",

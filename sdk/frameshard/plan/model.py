@@ -178,6 +178,7 @@ def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: 
     _check_shared_caches(metadata, arch, n_layer)
     for tensor in tensors:
         _check_type(tensor)
+    _check_biases(tensors)
     n_expert, used = _check_experts(metadata, arch, n_layer)
     n_nextn = whole(metadata, f"{arch}.nextn_predict_layers", 0)
     if not 0 <= n_nextn < n_layer:
@@ -267,12 +268,28 @@ def _check_type(tensor: Tensor) -> None:
     name, kind = tensor.name, GGML_TYPES[tensor.ggml_type][0]
     if name.endswith(".bias") or "norm" in name:
         # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
-        if kind not in (_PLAIN if len(tensor.shape) > 1 else ("F32",)):
+        if kind not in (_PLAIN if len(tensor.shape) > 1 and not name.endswith("norm.weight") else ("F32",)):
             wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
-    elif len(tensor.shape) == 1 and "scale" in name and kind not in ("F32", "F16"):
+    elif kind != "F32" and ("lerp_" in name or (len(tensor.shape) == 1 and "scale" in name)):
         wrong(f"tensor {name} is of type {kind}, which no scale can be")
     elif kind in _NO_WEIGHTS and not _TABLE.search(name):
         wrong(f"tensor {name} is of type {kind}, which no weights can be")
+
+
+def _check_biases(tensors: tuple[Tensor, ...]) -> None:
+    """A bias that one layer alone lacks: llama.cpp would follow a null pointer."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for tensor in tensors:
+        match = _PART.fullmatch(tensor.name)
+        if match is not None:
+            found.setdefault((match[2], match[3]), set()).add(int(match[1]))
+    for (part, suffix), weights in found.items():
+        without = weights - found.get((part, "bias"), set())
+        if suffix == "weight" and len(weights) > 2 and len(without) == 1:
+            wrong(f"tensor blk.{without.pop()}.{part}.bias is missing, and every other layer has one")
+
+
+_PART = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def _layers(metadata: Mapping[str, Value], key: str, n_layer: int, default: int) -> list[int]:
