@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from frameshard.testing import fake_engine
+
 REPO = Path(__file__).parents[2]
 BUILT = os.environ.get("FRAMESHARD_BINDINGS")
 """Where `make bindings` has built the C library and what is made with it."""
@@ -111,9 +113,12 @@ def test_what_is_installed_may_be_moved(built: Path, tmp_path: Path) -> None:
     run(["cmake", "--build", project / "build"])
 
 
-def ask_the_runner(built: Path, commands: list[dict[str, Any]], last: str) -> list[dict[str, Any]]:
+def ask_the_runner(
+    built: Path, commands: list[dict[str, Any]], last: str, cwd: Path | None = None
+) -> list[dict[str, Any]]:
     """Gives commands to the C runner, then polls until a job has this last event; returns all events."""
-    with subprocess.Popen([built / "runner_c"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runner:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([built / "runner_c"], cwd=cwd, **pipes) as runner:
         assert runner.stdin is not None
         assert runner.stdout is not None
 
@@ -152,3 +157,46 @@ def test_an_image_in_c(built: Path, model_path: Path, mmproj_path: Path, tmp_pat
         event for event in ask_the_runner(built, [{"do": "launch", "options": sees}, ask], "failed") if event["job"]
     ][-1:]
     assert failed["status"] == "unsupported"
+
+
+def test_the_c_library_takes_no_module_from_the_working_directory(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    for name in {*sys.stdlib_module_names, "frameshard", "msgpack", "trio", "zmq"}:
+        (trap / f"{name}.py").write_text(f"open({str(tmp_path / 'marks')!r}, 'a').write(__name__ + ' ')")
+    options = {"model": "none", "python": sys.executable, "engine": list(fake_engine())}
+    ask = {"do": "complete", "prompt": "a b", "options": {}}
+    for known in ("1", "0"):  # as on Python 3.10, which does not know PYTHONSAFEPATH
+        python = options["python"]
+        if known == "0":
+            python = str(tmp_path / "python3")
+            Path(python).write_text(f'#!/bin/sh\nunset PYTHONSAFEPATH\nexec {sys.executable} "$@"\n')
+            Path(python).chmod(0o755)
+        events = ask_the_runner(built, [{"do": "launch", "options": {**options, "python": python}}, ask], "done", trap)
+        assert events[-1]["type"] == "done", events
+        assert not (tmp_path / "marks").exists(), (tmp_path / "marks").read_text()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:1;127.0.0.1:2",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:*",
+        "tcp://10.0.0.1:5555",
+        "ipc://a",
+        "ipc:///tmp/",
+    ],
+)
+def test_a_connect_file_that_leads_elsewhere_is_refused(built: Path, tmp_path: Path, endpoint: str) -> None:
+    keys = dict.fromkeys(("server_key", "client_key", "client_secret"), "0" * 40)
+    (tmp_path / "connect.json").write_text(
+        json.dumps({"protocol": 1, "epoch": 1, "pid": 1, "endpoint": endpoint, **keys})
+    )
+    command = json.dumps({"do": "connect", "file": str(tmp_path / "connect.json")})
+    said = subprocess.run([built / "runner_c"], input=command + "\n", capture_output=True, text=True, timeout=60)
+    answer = json.loads(said.stdout.splitlines()[0])
+    assert (answer["ok"], answer["error"]) == (False, "bad_argument")

@@ -130,7 +130,7 @@ typedef struct fs_launch_options {
     const char *transport;      /* "ipc" or "tcp"; by default the system's best */
     const char *endpoint;       /* by default a fresh place */
     const char *connect_file;   /* where the sidecar leaves what fs_connect needs; by default a fresh place */
-    const char *python;         /* program that is run with "-m frameshard.broker". Default "python3", from PATH */
+    const char *python;         /* Python in which frameshard is installed. Default "python3", from PATH */
     const char *log_file;       /* appended to by the sidecar. Default: the host's standard error */
     const char *client_name;    /* at most 64 bytes, for the sidecar's log. Default "c" */
     const char *extra_json; /* a JSON object with further fields of the sidecar's first line; they win. Default none */

@@ -117,6 +117,21 @@ std::string valid_text(const std::string &bytes) {
     return text;
 }
 
+/* A path or a port of the loopback, and nothing behind it, which ZeroMQ might take for more addresses. */
+bool is_endpoint(const std::string &text) {
+    const std::string ipc = "ipc:///", tcp = "tcp://127.0.0.1:";
+    if (text.compare(0, ipc.size(), ipc) == 0) {
+        auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+        return text.size() > ipc.size() && text.back() != '/' && std::none_of(text.begin(), text.end(), is_control);
+    }
+    if (text.compare(0, tcp.size(), tcp) != 0) {
+        return false;
+    }
+    std::string port = text.substr(tcp.size());
+    return !port.empty() && port.size() <= 5 && port[0] != '0' &&
+           port.find_first_not_of("0123456789") == std::string::npos && std::stoi(port) <= 65535;
+}
+
 /* ConnectInfo, as a ready line or a connect file has it. */
 void check_info(const json &info) {
     bool right = info.is_object();
@@ -128,6 +143,9 @@ void check_info(const json &info) {
     }
     if (!right) {
         refuse(FS_BAD_ARGUMENT, "not what a sidecar leaves in its connect file");
+    }
+    if (!is_endpoint(info["endpoint"].get_ref<const std::string &>())) {
+        refuse(FS_BAD_ARGUMENT, "endpoint must be ipc:///PATH or tcp://127.0.0.1:PORT, with a port from 1 to 65535");
     }
     if (info["protocol"] != frameshard_core::kProtocol) {
         refuse(FS_VERSION_MISMATCH, "the sidecar speaks protocol " + info["protocol"].dump() + ", this library " +

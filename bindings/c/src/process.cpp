@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
+#include <vector>
 
 #include <fcntl.h>
 #include <poll.h>
@@ -139,9 +140,17 @@ int Process::spawn(const std::string &python, int input, int output, int errors)
     // A session of its own: a Ctrl-C in the terminal is the host's to answer.
     posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
 
-    std::string words[] = {python, "-m", "frameshard.broker", "--log-fd", std::to_string(kLogFd)};
+    std::string words[] = {python, "-c", kProgram, "--log-fd", std::to_string(kLogFd)};
     char *argv[] = {&words[0][0], &words[1][0], &words[2][0], &words[3][0], &words[4][0], nullptr};
-    int failed = posix_spawnp(&pid_, argv[0], &files, &attributes, argv, environ);
+    std::string safe_path = kSafePath;
+    std::vector<char *> environment = {&safe_path[0]};
+    for (char **entry = environ; *entry != nullptr; ++entry) {
+        if (std::strncmp(*entry, "PYTHONSAFEPATH=", 15) != 0) {
+            environment.push_back(*entry);
+        }
+    }
+    environment.push_back(nullptr);
+    int failed = posix_spawnp(&pid_, argv[0], &files, &attributes, argv, environment.data());
     posix_spawn_file_actions_destroy(&files);
     posix_spawnattr_destroy(&attributes);
     if (failed != 0) {

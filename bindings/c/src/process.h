@@ -10,6 +10,13 @@
 
 namespace frameshard_core {
 
+/* Runs the sidecar as a program that Python is given with -c, with kSafePath in its environment: no module is taken from
+ * the working directory. The variable is unknown to Python 3.10, which imports nothing before the program takes the
+ * directory from the path; later ones do, but know the variable. */
+constexpr char kProgram[] = "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
+                            "runpy.run_module('frameshard.broker', run_name='__main__', alter_sys=True)";
+constexpr char kSafePath[] = "PYTHONSAFEPATH=1";
+
 class Process {
   public:
     Process() = default;
@@ -17,7 +24,7 @@ class Process {
     Process(const Process &) = delete;
     Process &operator=(const Process &) = delete;
 
-    /* Starts `python -m frameshard.broker`, with `line` waiting on its standard input, which ends with this object.
+    /* Starts the module frameshard.broker with `python`, with `line` waiting on its standard input, which ends with this object.
      * False with the reason in *why, a whole sentence. */
     bool start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cwchar>
 #include <vector>
 
 #include <windows.h>
@@ -68,6 +69,22 @@ bool make_pipe(void **ours, void **theirs, bool we_write) {
     return SetHandleInformation(*ours, HANDLE_FLAG_INHERIT, 0) != 0;
 }
 
+/* The host's environment with kSafePath. */
+std::vector<wchar_t> safe_environment() {
+    std::wstring first = wide(kSafePath);
+    std::vector<wchar_t> block(first.begin(), first.end());
+    block.push_back(0);
+    wchar_t *own = GetEnvironmentStringsW();
+    for (const wchar_t *entry = own; entry != nullptr && *entry != 0; entry += wcslen(entry) + 1) {
+        block.insert(block.end(), entry, entry + wcslen(entry) + 1);
+    }
+    block.push_back(0);
+    if (own != nullptr) {
+        FreeEnvironmentStringsW(own);
+    }
+    return block;
+}
+
 /* Where the sidecar's log goes: a file, else what the host has for its errors, else nowhere. */
 void *open_log(const std::string &file) {
     SECURITY_ATTRIBUTES inherit = {sizeof inherit, nullptr, TRUE};
@@ -130,14 +147,17 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     startup.StartupInfo.hStdOutput = out.handle;
     startup.StartupInfo.hStdError = log.handle;
     startup.lpAttributeList = attributes;
-    std::wstring command = L"\"" + wide(python) + L"\" -m frameshard.broker"; // a path cannot hold a quote
+    // A path cannot hold a double quote, and the program has none.
+    std::wstring command = L"\"" + wide(python) + L"\" -c \"" + wide(kProgram) + L"\"";
+    std::vector<wchar_t> environment = safe_environment();
     PROCESS_INFORMATION started{};
     // No window, and so no console whose Ctrl-C would reach it. Suspended until the job has it.
-    bool made = UpdateProcThreadAttribute(attributes, 0, PROC_THREAD_ATTRIBUTE_HANDLE_LIST, handles, sizeof handles,
-                                          nullptr, nullptr) &&
-                CreateProcessW(nullptr, &command[0], nullptr, nullptr, TRUE,
-                               CREATE_NO_WINDOW | CREATE_SUSPENDED | EXTENDED_STARTUPINFO_PRESENT, nullptr, nullptr,
-                               &startup.StartupInfo, &started);
+    bool made =
+        UpdateProcThreadAttribute(attributes, 0, PROC_THREAD_ATTRIBUTE_HANDLE_LIST, handles, sizeof handles, nullptr,
+                                  nullptr) &&
+        CreateProcessW(nullptr, &command[0], nullptr, nullptr, TRUE,
+                       CREATE_NO_WINDOW | CREATE_SUSPENDED | CREATE_UNICODE_ENVIRONMENT | EXTENDED_STARTUPINFO_PRESENT,
+                       environment.data(), nullptr, &startup.StartupInfo, &started);
     if (!made) {
         bool failed = fail();
         DeleteProcThreadAttributeList(attributes);

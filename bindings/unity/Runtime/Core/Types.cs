@@ -59,7 +59,7 @@ namespace Frameshard
         public string Transport;
         public string Endpoint;
         public string ConnectFile;
-        /// <summary>Program that is run with "-m frameshard.broker"; "python3" by default.</summary>
+        /// <summary>Python in which frameshard is installed; "python3" by default.</summary>
         public string Python;
         /// <summary>The sidecar appends its log here; the game's standard error by default.</summary>
         public string LogFile;
