@@ -71,7 +71,8 @@ class ModelNotFound(FrameshardError):
 
 
 class BadModel(FrameshardError):
-    """The file is not a GGUF that can be served: wrong magic, truncated, inconsistent, or refused by llama.cpp."""
+    """The file is not a GGUF that can be served: wrong magic, truncated, inconsistent, refused by llama.cpp, fatal to
+    it while it loads, or with weights that compute NaN. A job gets it when only its tokens meet such weights."""
 
     code, name = 21, "bad_model"
 
