@@ -402,25 +402,57 @@ async def test_too_many_jobs() -> None:
                         break
 
 
+CROWD = """
+import sys, trio, frameshard
+from contextlib import AsyncExitStack
+
+async def main():
+    async with AsyncExitStack() as stack:
+        for _ in range(31):
+            client = await stack.enter_async_context(frameshard.connect(sys.argv[1]))
+            await stack.enter_async_context(client.complete("la", sampling=frameshard.Sampling(max_tokens=100000)))
+        print("all in", flush=True)
+        await trio.sleep_forever()
+trio.run(main)
+"""
+
+
 @in_trio
-async def test_too_many_clients() -> None:
-    async with launch(silent_s=0.5) as client:
+async def test_clients_that_vanished_make_room_at_once() -> None:
+    """Those that are there keep their sessions, also when they say nothing."""
+    engine = fake_engine(delay_s=0.01, endless=True)
+    async with launch(engine=engine, silent_s=60) as client, client.complete("li", sampling=GREEDY) as stream:
+        await stream.__anext__()
+        crowd = host(CROWD, connect_file(client))
+        assert crowd.stdout is not None
+        assert await trio.to_thread.run_sync(crowd.stdout.readline)
+        freeze(crowd.pid)
+        with pytest.raises(errors.Overloaded):
+            async with frameshard.connect(client.info):
+                pass
+        stats = (await client.stats()).broker
+        assert (stats.sessions, stats.jobs_queued + stats.jobs_running) == (32, 32)
+        crowd.kill()
+        crowd.wait()
+        async with frameshard.connect(client.info) as other:
+            assert (await other.stats()).broker.sessions == 32
+        assert (await stream.__anext__()).text  # the first client was not among them
+
+
+@in_trio
+async def test_who_has_made_room_cannot_resume() -> None:
+    async with launch() as client:
         async with raw_peer(client.info) as peer:
             first = await peer.greet()
-        refused = False
-        for index in range(40):
+        async with AsyncExitStack() as peers:
+            for _ in range(30):
+                peer = await peers.enter_async_context(raw_peer(client.info))
+                assert isinstance(await peer.greet(), m.Welcome)
+            async with raw_peer(client.info) as peer:  # in the place of the first, which may resume until then
+                assert isinstance(await peer.greet(), m.Welcome)
+                assert (await client.stats()).broker.sessions == 32
             async with raw_peer(client.info) as peer:
-                answer = await peer.greet()
-                refused = refused or isinstance(answer, m.Error)
-                assert index < 20 or isinstance(answer, (m.Welcome, m.Error))
-        if refused:
-            await trio.sleep(0.6)
-        async with raw_peer(client.info) as peer:
-            assert isinstance(await peer.greet(), m.Welcome)
-            assert (await client.stats()).broker.sessions <= 32
-        async with raw_peer(client.info) as peer:
-            await trio.sleep(0.6)
-            assert not (await peer.greet(session=first.session)).resumed
+                assert not (await peer.greet(session=first.session)).resumed
 
 
 @in_trio

@@ -65,6 +65,7 @@ class Server:
             silent_s=config.silent_s,
             max_client_jobs=config.max_client_jobs,
             describe=lambda: (self._supervisor.state.value, self._model),
+            is_connected=self._is_connected,
         )
         self._jobs = Jobs(slots=config.n_parallel, max_jobs=config.max_jobs, max_client_jobs=config.max_client_jobs)
         self._lease = Lease(config.vram_budget_bytes, epoch)
@@ -156,6 +157,16 @@ class Server:
                 if now - session.connection.heard_at > self._config.silent_s:
                     self._jobs.drop(session.connection, ConnectionLost("the client was silent for too long"))
             self._flush()
+
+    def _is_connected(self, session: Session) -> bool:
+        """Whether the client's process lives (a debugger, a long load): the system closes a dead one's connection. Only
+        something sent tells; a pong harms nobody."""
+        if session.reachable and self._socket is not None:
+            try:
+                self._socket.try_send([session.peer, m.encode(session.connection.pong(1))])
+            except Unreachable:
+                session.reachable = False
+        return session.reachable
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,9 @@ from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
 
 MAX_SESSIONS = 32
+RESUME_S = 5.0
+"""For clients to connect again after all connections were dropped."""
+
 MAX_STRANGERS = 64
 """Answers waiting for peers without a session; more are dropped."""
 
@@ -29,6 +32,8 @@ class Session:
         self.connection = connection
         self.reachable = True
         """False from a send that found nobody until the client is heard again."""
+        self.dropped = False
+        """The broker ended its connection itself, with all others; it has not been heard since."""
         self.notices = False
         """It wants to hear of the sidecar's side of the negotiation."""
 
@@ -47,10 +52,12 @@ class Sessions:
         silent_s: float,
         max_client_jobs: int,
         describe: Callable[[], tuple[m.EngineState, m.ModelInfo | None]],
+        is_connected: Callable[[Session], bool],
     ) -> None:
         self._epoch = epoch
         self._held_bytes = held_bytes
         self._describe = describe
+        self._is_connected = is_connected
         self._limits = m.ServerLimits(
             message_bytes=codec.CLIENT.frame,
             string_bytes=codec.CLIENT.string,
@@ -101,7 +108,7 @@ class Sessions:
         self._by_peer.clear()
         self.strangers.clear()
         for session in self:
-            session.reachable = False
+            session.reachable, session.dropped = False, True
 
     def drop(self, peer: bytes) -> None:
         """Evicts the session of a peer that does not keep the protocol."""
@@ -135,6 +142,7 @@ class Sessions:
         self._by_peer.pop(session.peer, None)
         self._by_peer[peer] = session
         session.peer, session.reachable, session.connection.heard_at = peer, True, now
+        session.dropped = False
         session.notices = hello.notices
         engine, model = self._describe()
         session.connection.reply(
@@ -152,13 +160,18 @@ class Sessions:
         )
 
     def _make_room(self, now: float) -> None:
+        """Ends the session that has been silent the longest of those whose clients are not connected. They may want to
+        resume: so only where there is no room, and not just after the broker has ended their connections itself."""
         if len(self._by_number) < MAX_SESSIONS:
             return
-        oldest = min(self._by_number.values(), key=lambda session: session.connection.heard_at)
-        if now - oldest.connection.heard_at < self._limits.silent_s:
-            raise Overloaded(f"{MAX_SESSIONS} clients are connected already")
-        self.end(oldest)
-        self.evicted.append(oldest)
+        for session in sorted(self, key=lambda session: session.connection.heard_at):
+            if session.dropped and now - session.connection.heard_at < RESUME_S:
+                continue
+            if not self._is_connected(session):
+                self.end(session)
+                self.evicted.append(session)
+                return
+        raise Overloaded(f"{MAX_SESSIONS} clients are connected already")
 
     def _answer_stranger(self, peer: bytes, request_id: object, error: FrameshardError) -> None:
         answer = m.Error(request_id if type(request_id) is int else None, self._epoch, m.ErrorInfo.of(error))

@@ -112,10 +112,13 @@ class ServerConnection:
             self.refuse(error.detail.pop("id", None), error)
             return None
         if isinstance(request, m.Ping):
-            sent = tuple((stream.job, stream.sent) for stream in self._streams.values())
-            self.reply(m.Pong(request.id, self.epoch, sent))
+            self.reply(self.pong(request.id))
             return None
         return request
+
+    def pong(self, request_id: int) -> m.Pong:
+        """How far each job's events have been sent."""
+        return m.Pong(request_id, self.epoch, tuple((stream.job, stream.sent) for stream in self._streams.values()))
 
     def reply(self, answer: m.Reply | m.Unasked) -> None:
         """Queues an answer, ahead of all events."""
