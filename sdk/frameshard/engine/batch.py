@@ -20,8 +20,9 @@ their own too, so planned mode promises no more without a death either.
 
 Stream-only mode promises the same text. There a resumed job repeats the shapes: its prompt in the chunks of the first
 time (``history``, from its "started" event), then its own tokens one at a time, or with the guesses of the first time,
-whose number follows from the text alone. This takes as long as saying them took. No device was found on which chunks
-have the bits of single tokens: the matrix kernels add up in another order, on the CPU as on CUDA.
+whose number follows from the text alone. This takes as long as saying them took. Rejected: chunks where they have the
+same bits. On the CPU they had with Q4_1 weights, in all shapes that were tried, and had not with F16; that depends on
+the kernels for each type, shape and length of context, and nothing says so but trying them all.
 
 Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker. Requests are
 read elsewhere (:mod:`frameshard.engine.request`): a job that comes here has its tokens.
