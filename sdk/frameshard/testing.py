@@ -140,6 +140,8 @@ class _FakeEngine:
             self._settings[kind] = op
         elif kind == "ping":
             self._say("pong", seq=op["seq"])
+        elif kind == "alive":
+            self._say("alive")
         return bool(kind != "stop")
 
     def _stats(self) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Socket:
         self._max_parts = max_parts
         self._parked: trio.CancelScope | None = None
         self._reading: list[bytes] = []  # the beginning of a message whose end has not been read
+        self._drained = False
 
     async def receive(self) -> list[bytes]:
         """The next message. One part more than the limit stands for any number: the rest is dropped.
@@ -72,11 +73,16 @@ class Socket:
                     await trio.lowlevel.checkpoint()
                 raise Flooded(self._reading[0])
             except zmq.Again:
-                pass
+                self._drained = True
             # A receive that finds nothing has consumed the signals so far; later ones make the descriptor readable.
             with trio.CancelScope() as self._parked:
                 await trio.lowlevel.wait_readable(self._fd)
             self._parked = None
+
+    def drained(self) -> bool:
+        """Whether all that had come was read at some moment since this was last asked."""
+        drained, self._drained = self._drained or self._parked is not None, False
+        return drained
 
     def try_send(self, parts: list[bytes]) -> bool:
         """False when the peer's queue is full, or no peer is connected yet. Raises :class:`Unreachable`."""

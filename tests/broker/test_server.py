@@ -16,11 +16,12 @@ import trio
 import zmq
 
 import frameshard
+from frameshard import client as client_module
 from frameshard import errors
 from frameshard.broker.listener import GROWTH_BYTES, Listener
 from frameshard.broker.server import Server
 from frameshard.testing import fake_engine
-from frameshard.wire import codec
+from frameshard.wire import codec, connection
 from frameshard.wire import messages as m
 from sidecars import GREEDY, WORDS, RawPeer, directory_of, freeze, host, in_trio, launch, raw_peer, thaw, until_lost
 
@@ -125,8 +126,75 @@ async def test_a_client_that_freezes_goes_on_where_it_was() -> None:
         assert await trio.to_thread.run_sync(other.wait) == 0
 
 
+STREAM = """
+import sys, trio, frameshard
+from frameshard.testing import fake_engine
+async def main():
+    engine = fake_engine(delay_s=0.04)
+    async with frameshard.launch("no model", engine=engine, silent_s=1.0, hang_still_s=2.0) as client:
+        broker = (await client.stats()).broker
+        async with client.complete(sys.argv[1]) as stream:
+            await stream.__anext__()
+            print(broker.pid, broker.engine_pid, flush=True)
+            await stream.completed()
+            print(stream.text, flush=True)
+        print((await client.stats()).broker.engine_restarts, flush=True)
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize("who", ["broker", "client", "engine", "all"])
+def test_no_job_fails_when_processes_are_stopped(who: str) -> None:
+    """For longer than any silence is borne: a console, a debugger or a cgroup freezer stops one of them or all."""
+
+    @in_trio
+    async def run() -> None:
+        process = host(STREAM, WORDS)
+        with process:
+            assert process.stdout is not None
+            read = process.stdout.readline
+            broker, engine = (int(pid) for pid in (await trio.to_thread.run_sync(read)).split())
+            stopped = {"broker": [broker], "client": [process.pid], "engine": [engine]}
+            pids = stopped.get(who, [process.pid, broker, engine])
+            for pid in pids:
+                freeze(pid)
+            await trio.sleep(4)
+            for pid in pids:
+                with suppress(ProcessLookupError):  # an engine that is stopped while others are awake is replaced
+                    thaw(pid)
+            assert await trio.to_thread.run_sync(read) == f"{WORDS}\n"
+            assert await trio.to_thread.run_sync(read) == ("1\n" if who == "engine" else "0\n")
+            assert await trio.to_thread.run_sync(process.wait) == 0
+
+    run()
+
+
 @in_trio
-async def test_a_frozen_broker_is_noticed() -> None:
+async def test_what_is_asked_of_a_stopped_sidecar_is_answered_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than an answer may take, and a lease with it."""
+    monkeypatch.setattr(client_module, "ANSWER_S", 0.5)
+    async with launch() as client:
+        stats = await client.stats()
+        assert stats.broker.engine_pid is not None
+        pids = [stats.broker.pid, stats.broker.engine_pid]
+        for pid in pids:
+            freeze(pid)
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                assert (await client.set_budget(100, timeout_s=0.5)).budget_bytes == 100 << 20
+
+            nursery.start_soon(ask)
+            await trio.sleep(4)
+            for pid in pids:
+                thaw(pid)
+        assert (await client.complete(WORDS).completed()).text == WORDS
+        assert (await client.stats()).broker.engine_restarts == 0
+
+
+@in_trio
+async def test_a_stopped_broker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STOPPED_BEATS", 6)
     async with launch() as client:
         stats = await client.stats()
         freeze(stats.broker.pid)

@@ -374,6 +374,33 @@ async def test_a_busy_engine_is_left_in_peace() -> None:
 
 
 @in_trio
+async def test_a_busy_engine_that_is_stopped_is_replaced(model_path: Path) -> None:
+    """Long before one that hangs would be: no thread of it answers."""
+    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+    sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
+    async with frameshard.launch(model_path, hang_busy_s=600.0, hang_still_s=3.0, **options) as client:
+        async with client.complete("Once upon a time", sampling=sampling) as stream:
+            await stream.__anext__()
+            freeze(await engine_pid(client))
+            interrupted = await stream.completed()
+        assert (await client.stats()).broker.engine_restarts >= 1
+        assert (await client.complete("Once upon a time", sampling=sampling).completed()).text == interrupted.text
+
+
+@in_trio
+async def test_an_engine_whose_device_hangs_is_not_taken_for_stopped(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader answers, so it has the time that work may take."""
+    monkeypatch.setenv("FRAMESHARD_FAULTS", "compute_stuck=300,stuck_ms=9000")
+    options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "vram_budget_mb": 200}
+    sampling = frameshard.Sampling(max_tokens=40, temperature=0.0)
+    async with frameshard.launch(model_path, hang_still_s=4.0, hang_busy_s=600.0, **options) as client:
+        assert (await client.complete("Once upon a time", sampling=sampling).completed()).n_generated > 0
+        assert (await client.stats()).broker.engine_restarts == 0
+
+
+@in_trio
 async def test_an_engine_that_talks_nonsense_is_replaced() -> None:
     async with launch(engine=fake_engine(nonsense_at_token=5)) as client:
         with pytest.raises(errors.EngineDied):

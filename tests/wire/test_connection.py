@@ -9,7 +9,13 @@ import pytest
 from frameshard.errors import BadArgument, ConnectionLost, EngineDied, Overloaded, UnknownJob, VersionMismatch
 from frameshard.wire import messages as m
 from frameshard.wire import states
-from frameshard.wire.connection import LOST_AFTER_BEATS, MAX_ANSWERS, ClientConnection, ServerConnection
+from frameshard.wire.connection import (
+    LOST_AFTER_BEATS,
+    MAX_ANSWERS,
+    STOPPED_BEATS,
+    ClientConnection,
+    ServerConnection,
+)
 
 EPOCH = 77
 
@@ -327,6 +333,19 @@ def test_notices_are_dropped_rather_than_kept_for_a_client_that_does_not_read() 
     assert not server.overrun
     server.ok(1)
     assert not server.overrun
+
+
+def test_a_server_that_takes_pings_and_is_silent_may_be_stopped() -> None:
+    """A connection is open, so its process lives; without one it does not answer any more."""
+    link = Link()
+    for _ in range(STOPPED_BEATS):
+        link.client.beat()
+        while link.client.next_frame() is not None:
+            link.client.sent()
+    assert link.client.error is None
+    assert link.client.heard_beats <= 1
+    link.client.beat()
+    assert isinstance(link.client.error, ConnectionLost)
 
 
 def test_silence_is_counted_in_beats() -> None:

@@ -20,8 +20,8 @@
  *            the caller would notice: what happens is told by fs_poll, in the thread that calls it.
  * Threads    Each function is marked. [any thread]: no state, or only the calling thread's. [client]: any thread, but
  *            one at a time for a client; two clients never share anything.
- * Polling    All work for a client is done inside calls for it, so poll at least once in silent_s (see
- *            fs_launch_options); a host that stays away longer finds its jobs ended by FS_CONNECTION_LOST.
+ * Polling    All work for a client is done inside calls for it. A host that stays away (a breakpoint, a long load) keeps
+ *            its jobs: their text gathers at the sidecar, 48 KiB a job at most, then the job ends by FS_OVERLOADED.
  * Errors     Functions return an fs_status: FS_OK, or the protocol's error code. fs_last_error has the sentence for the
  *            last failure on the calling thread. A call that fails has changed nothing. What goes wrong later comes as
  *            an event. No C++ exception ever leaves the library.
@@ -125,8 +125,8 @@ typedef struct fs_launch_options {
     uint32_t n_ubatch;          /* tokens that are read in one go; 0: by vram_budget_bytes. Default 512 */
     uint32_t n_threads;         /* CPU threads. Default 0: chosen by the engine */
     double link_gbps;           /* copy rate of the emulated device, 1e9 bytes/s. Default 0: unlimited */
-    double silent_s;            /* a client that says nothing for so long loses its jobs. Default 600: a game that loads
-                                   a level does not poll, and the sidecar learns of the game's end by other means */
+    double silent_s;            /* a client whose connection is gone for so long loses its jobs; one that is connected
+                                   and silent keeps them. Default 600 */
     const char *transport;      /* "ipc" or "tcp"; by default the system's best */
     const char *endpoint;       /* by default a fresh place */
     const char *connect_file;   /* where the sidecar leaves what fs_connect needs; by default a fresh place */

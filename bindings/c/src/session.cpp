@@ -6,6 +6,7 @@ namespace frameshard_core {
 namespace {
 
 constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
+constexpr int kStoppedBeats = 40; // with a connection that takes pings: the sidecar is stopped, or hangs
 constexpr size_t kMaxMessages = 1024;
 
 /* At most `size` bytes of a text, whole characters. */
@@ -205,7 +206,8 @@ void Session::beat() {
     if (state_ == State::Starting || state_ == State::Lost) {
         return;
     }
-    if (++silent_beats_ > (state_ == State::Greeting ? kGreetingBeats : kLostAfterBeats)) {
+    int connected = outgoing_.empty() ? kStoppedBeats : kLostAfterBeats;
+    if (++silent_beats_ > (state_ == State::Greeting ? kGreetingBeats : connected)) {
         lose({FS_CONNECTION_LOST, "the sidecar does not answer"});
     } else if (!outgoing_.empty()) {
         // The transport takes nothing now; more would not help.

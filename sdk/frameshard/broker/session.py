@@ -143,6 +143,7 @@ class Sessions:
         self._by_peer[peer] = session
         session.peer, session.reachable, session.connection.heard_at = peer, True, now
         session.dropped = False
+        session.connection.silent_looks = 0
         session.notices = hello.notices
         engine, model = self._describe()
         session.connection.reply(

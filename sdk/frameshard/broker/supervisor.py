@@ -62,7 +62,7 @@ _FILE_STATUSES = tuple(
     if hasattr(signal, name)
 )
 
-_ASIDE = ("budget", "stats", "plan", "watch")
+_ASIDE = ("alive", "budget", "stats", "plan", "watch")
 """Events that do not come from the engine's main loop and so do not prove that it turns."""
 
 
@@ -137,7 +137,8 @@ class Supervisor:
         self._owner = owner
         self._load = load
         self._send: trio.MemorySendChannel[dict[str, Any]] | None = None
-        self._silent = 0
+        self._silent = 0  # looks since the engine's main loop was heard
+        self._still = 0  # looks since anything of the engine was heard
         self._ping_open = False
         self._progress = False
         self._stopping = False
@@ -288,7 +289,7 @@ class Supervisor:
             )
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         self.pid, self._fatal, self._words, self._killed_for = process.pid, None, LastWords(), ""
-        self._silent, self._ping_open, self._progress = 0, False, False
+        self._silent, self._still, self._ping_open, self._progress = 0, 0, False, False
         self._started_at = trio.current_time()
         self._send, receive = trio.open_memory_channel[dict[str, Any]](math.inf)
         self.send({"op": "load", **self._load()})
@@ -337,6 +338,7 @@ class Supervisor:
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.get("ev")
+        self._still = 0
         if kind not in _ASIDE:
             self._silent = 0
         if kind == "pong":
@@ -361,10 +363,16 @@ class Supervisor:
                 self.kill("it does not stop")
                 return
             self._silent += 1
+            self._still += 1
             if self.state is not states.Engine.READY:
                 bound = self._config.hang_load_s
             else:
                 bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
+                if self._still == 1:
+                    self.send({"op": "alive"})
+                elif self._still * WATCH_S > self._config.hang_still_s:
+                    self.kill(f"nothing of it has answered for {self._config.hang_still_s:g} s: it is stopped")
+                    return
             if self._silent * WATCH_S > bound:
                 self.kill(f"it has not answered for {bound:g} s")
                 return

@@ -357,6 +357,8 @@ class Engine:
             self._ask_plan(message)
         elif op == "stats":
             self._channel.send({"ev": "stats", "seq": _integer(message, "seq"), "stats": self._stats()})
+        elif op == "alive":
+            self._channel.send({"ev": "alive"})
         elif op == "ping":
             self._ping(_integer(message, "seq"))
         elif op == "stop":

@@ -12,8 +12,9 @@ it lasts:
 - A request is carried out once although it may be sent twice (again after a resumption): jobs have numbers that the
   client gives, changes of the budget are recognised by their request's id, and all other requests say what shall be,
   not what to change.
-- Silence is counted in beats of this side's own clock, so a process that was itself stopped (breakpoint, suspended
-  machine) blames nobody when it wakes.
+- Silence is counted in this side's own beats and looks, so a process that was itself stopped (breakpoint, suspended
+  machine) blames nobody when it wakes. A peer that is silent while its connection is open is stopped or busy, not
+  dead: the system closes a dead process's connections.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ BEAT_S = 0.5
 """Seconds between two calls of :meth:`ClientConnection.beat`."""
 
 LOST_AFTER_BEATS = 5
+"""Without an answer, when there is no connection that would take a ping."""
+
+STOPPED_BEATS = 40
+"""The same with a connection: the sidecar is stopped (console, debugger, cgroup freezer), or hangs."""
+
 GREETING_BEATS = 10
 """Longer for the first answer: a connection has to be made, and a launch loads the machine."""
 
@@ -89,6 +95,8 @@ class ServerConnection:
         self.session = session
         self.epoch = epoch
         self.heard_at = now
+        self.silent_looks = 0
+        """How often the server looked since it heard the client, having read all that had come."""
         self.overrun = False
         """The client does not read its answers; the session cannot go on."""
         self._held_bytes = held_bytes
@@ -99,6 +107,7 @@ class ServerConnection:
     def receive(self, frame: bytes, now: float) -> m.Request | None:
         """A request for the server to act on, or None when it was dealt with here."""
         self.heard_at = now
+        self.silent_looks = 0
         try:
             request = m.decode_request(frame)
             if isinstance(request, m.Hello):
@@ -254,6 +263,8 @@ class ClientConnection:
         self._ids = 0
         self._jobs = 0
         self._silent_beats = 0
+        self.heard_beats = 0
+        """Beats at which something had been heard since the last: time during which both sides were awake."""
         self._outgoing: deque[bytes] = deque()
         self._unanswered: dict[int, m.Request] = {}
         self._heard: dict[int, int] = {}
@@ -386,8 +397,13 @@ class ClientConnection:
         """To be called every :data:`BEAT_S` seconds: pings, and finds out that nobody is there."""
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return
+        self.heard_beats += self._silent_beats == 0
         self._silent_beats += 1
-        if self._silent_beats > (GREETING_BEATS if self.state is states.Session.GREETING else LOST_AFTER_BEATS):
+        if self.state is states.Session.GREETING:
+            most = GREETING_BEATS
+        else:
+            most = LOST_AFTER_BEATS if self._outgoing else STOPPED_BEATS
+        if self._silent_beats > most:
             self._lose("silence", ConnectionLost("the sidecar does not answer"))
         elif self._outgoing:
             pass  # the transport takes nothing now; more would not help

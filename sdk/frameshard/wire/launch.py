@@ -78,9 +78,11 @@ class ServeConfig:
     :param max_jobs: jobs of all clients that have not ended.
     :param max_client_jobs: the same of one client.
     :param held_bytes: text kept for one job whose client does not read.
-    :param silent_s: a client that says nothing for so long loses its jobs.
+    :param silent_s: a client whose connection is gone and that does not come back for so long loses its jobs. One that
+        is connected and silent (a breakpoint, a long load) keeps them.
     :param hang_idle_s: an engine without work that does not answer for so long is replaced; `hang_busy_s` with work,
-        `hang_load_s` while it loads.
+        `hang_load_s` while it loads. One of which no thread answers for `hang_still_s` is stopped, and is replaced
+        whatever it does.
     :param restart_limit: engine deaths in `restart_window_s`, without a new token in between and not while jobs ran,
         after which it is off for `off_pause_s`. Deaths while jobs ran count against those jobs. Each pause is twice as
         long as the last, `off_pause_max_s` at most; then the engine is tried again.
@@ -111,6 +113,7 @@ class ServeConfig:
     hang_idle_s: float = 5.0
     hang_busy_s: float = 60.0
     hang_load_s: float = 600.0
+    hang_still_s: float = 5.0
     restart_limit: int = 3
     restart_window_s: float = 300.0
     off_pause_s: float = 1.0
@@ -167,6 +170,7 @@ _NUMBERS = (
     "hang_idle_s",
     "hang_busy_s",
     "hang_load_s",
+    "hang_still_s",
     "restart_window_s",
     "off_pause_s",
     "off_pause_max_s",
