@@ -449,23 +449,37 @@ async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path)
             pass
 
 
-@in_trio
-async def test_an_exception_while_a_job_is_taken_is_that_jobs_failure(model_path: Path) -> None:
-    patch = """
-submit = process.Batcher.submit
-def broken(self, message):
-    if message["prompt"] == "poison":
-        return 1 / 0
-    return submit(self, message)
-process.Batcher.submit = broken"""
-    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1}
-    async with frameshard.launch(model_path, engine=patched_engine(patch), **options) as client:
-        async with client.complete("Once", sampling=frameshard.Sampling(max_tokens=50)) as stream:
-            with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError") as failed:
-                await client.complete("poison").completed()
-            assert failed.value.name == "internal"
-            assert (await stream.completed()).n_generated > 0
-        assert (await client.stats()).broker.engine_restarts == 0
+@pytest.mark.parametrize("place", ["read", "start", "speak"])
+def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: str) -> None:
+    """While it is read, while it is started, and while it speaks; its neighbour's text stays as it was."""
+    patches = {
+        "read": "from frameshard.engine.request import RequestReader as owner; name = 'read'; of = lambda m: m['prompt']",
+        "start": "owner = process.Batcher; name = '_start'; of = lambda job: job.params.stop[0]",
+        "speak": "owner = process.Batcher; name = '_speak'; of = lambda job: job.params.stop[0]",
+    }
+    patch = f"""
+{patches[place]}
+whole = getattr(owner, name)
+def broken(self, what, *rest):
+    return 1 / 0 if of(what) == "poison" else whole(self, what, *rest)
+setattr(owner, name, broken)"""
+
+    @in_trio
+    async def run() -> None:
+        options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1, "speculate": "off"}
+        async with frameshard.launch(model_path, engine=patched_engine(patch), **options) as client:
+            sampling = frameshard.Sampling(max_tokens=50, temperature=0.0, stop=("never",))
+            expected = (await client.complete("Once", sampling=sampling).completed()).text
+            async with client.complete("Once", sampling=sampling) as stream:
+                await stream.__anext__()
+                bad = frameshard.Sampling(max_tokens=50, stop=("poison",))
+                with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError") as failed:
+                    await client.complete("poison", sampling=bad).completed()
+                assert failed.value.name == "internal"
+                assert (await stream.completed()).text == expected
+            assert (await client.stats()).broker.engine_restarts == 0
+
+    run()
 
 
 @in_trio

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,8 @@ from frameshard.errors import (
     FrameshardError,
     Overloaded,
 )
+
+logger = logging.getLogger("frameshard.engine")
 
 Event = dict[str, Any]
 Shape = tuple[int, int]
@@ -323,6 +326,10 @@ class Batcher:
                 events += self._speak(job, tokens, outputs[i * each : (i + 1) * each], now)
             except _NotFinite:
                 failed.append(job)
+            except FrameshardError:
+                raise
+            except Exception as defect:
+                events.append(self._defect(job, defect))
         for job in failed:
             slot = job_slot(job)
             slot.conversation = None  # its keys and values may be no numbers either
@@ -449,8 +456,21 @@ class Batcher:
                     waiting.add(job.conversation)
                 continue
             self._queued.remove(job)
-            events += self._start(job, slot)
+            try:
+                events += self._start(job, slot)
+            except FrameshardError:
+                raise
+            except Exception as error:
+                events.append(self._defect(job, error))
         return events
+
+    def _defect(self, job: Job, error: Exception) -> Event:
+        """Ends a job in whose sampler, matcher or text something is broken: a defect of ours, and no other job's."""
+        logger.error("job %d has failed", job.id, exc_info=error)
+        if job.slot is not None:
+            job.slot.conversation = None  # what its sequence holds is not known
+        defect = FrameshardError(f"the engine cannot go on with this job: {type(error).__name__}: {error}")
+        return self._end(job, {"ev": "failed", "job": job.id, "error": defect.to_wire()})
 
     def _slot_for(self, job: Job) -> Slot | None:
         if job.conversation is not None:
