@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,19 @@ ABORT = "native._ggml().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
 async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, *after: int) -> None:
-    """Reads to the end, and kills the engine after each of these numbers of tokens."""
+    """Reads to the end, and kills the engine after each of these numbers of tokens, and after a new one from it."""
     count = 0
     for number in after:
         while count < number:
             count += (await stream.__anext__()).tokens
-        os.kill(await engine_pid(client), signal.SIGKILL)
+        os.kill(pid := await engine_pid(client), signal.SIGKILL)
+        with trio.fail_after(60):
+            while await engine_pid(client) == pid:
+                await trio.sleep(0.01)
+        assert stream._events is not None
+        with suppress(StopAsyncIteration):
+            for _ in range(stream._events.statistics().current_buffer_used + 1):  # those of the old engine, and one
+                count += (await stream.__anext__()).tokens
     await stream.completed()
 
 
@@ -453,7 +461,8 @@ async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path)
 def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: str) -> None:
     """While it is read, while it is started, and while it speaks; its neighbour's text stays as it was."""
     patches = {
-        "read": "from frameshard.engine.request import RequestReader as owner; name = 'read'; of = lambda m: m['prompt']",
+        "read": "from frameshard.engine import request; owner = request.RequestReader; name = 'read'"
+        "; of = lambda message: message['prompt']",
         "start": "owner = process.Batcher; name = '_start'; of = lambda job: job.params.stop[0]",
         "speak": "owner = process.Batcher; name = '_speak'; of = lambda job: job.params.stop[0]",
     }
