@@ -239,6 +239,12 @@ class Play:
         assert "\ufffd" not in text
         self._keep(step, text)
 
+    def _made(self, step: dict[str, Any]) -> None:
+        Path(step["made"]).touch()
+
+    def _removed(self, step: dict[str, Any]) -> None:
+        Path(step["removed"]).unlink()
+
     def _kill(self, step: dict[str, Any]) -> None:
         os.kill(self.stats()["pid" if step["kill"] == "sidecar" else "engine_pid"], signal.SIGKILL)
 
