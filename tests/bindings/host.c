@@ -81,7 +81,7 @@ static int talk(const char *connect_file) {
 }
 
 int main(int argc, char **argv) {
-    if (argc > 2 && strcmp(argv[1], "-m") == 0)
+    if (argc > 2 && strcmp(argv[1], "-c") == 0)
         return be_a_sidecar();
     return argc > 1 ? talk(argv[1]) : processes(argv[0]);
 }

@@ -81,7 +81,7 @@ static int be_a_sidecar(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc > 2 && strcmp(argv[1], "-m") == 0)
+    if (argc > 2 && strcmp(argv[1], "-c") == 0)
         return be_a_sidecar();
     if (argc < 3)
         return 2;

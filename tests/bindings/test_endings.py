@@ -109,7 +109,7 @@ import json, sys
 from frameshard.broker import __main__ as broker
 read = broker._read_line
 broker._read_line = lambda fd: json.dumps(json.loads(read(fd)) | {changes!r}).encode()
-sys.argv[1:] = sys.argv[3:]  # without -m and the module's name
+sys.argv[1:] = sys.argv[3:]  # without -c and its program
 sys.exit(broker.main())
 """
 
