@@ -96,7 +96,7 @@ async def test_a_conversation_goes_on_where_it_was(model_path: Path) -> None:
 
 def test_the_list_needs_no_model() -> None:
     listed = simulate("--list")
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == trace.names()
+    assert [line.split()[0] for line in listed.stdout.splitlines() if line[0] != " "] == trace.names()
     assert set(json.loads(simulate("--list", "--json").stdout)) == set(trace.names())
 
 
