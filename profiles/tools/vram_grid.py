@@ -33,6 +33,9 @@ WORDS = "w1 w2 w3 w4 w5 w6 w7 w8 w9 w2 w4 w6 w8 "
 ROOM = 256
 """Tokens of a conversation beyond the prompt that a cell asks for."""
 
+IMAGE_TOKENS = 4096
+"""Room for a picture."""
+
 
 class Samples:
     """Largest figures of NVML since the last :meth:`take`, in bytes."""
@@ -108,7 +111,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
                 device=args.device,
                 mmproj=args.mmproj,
                 vram_budget_mb=budget / MIB,
-                n_ctx=lengths[-1] + ROOM,
+                n_ctx=max(lengths[-1], IMAGE_TOKENS if args.mmproj else 0) + ROOM,
                 n_parallel=together,
             ) as client:
                 samples.observer.pid = (await client.stats()).broker.engine_pid or 0
