@@ -17,7 +17,7 @@ PYTHON_CODE := sdk tests samples native .assets
 C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint bindings windows fuzz sanitize soak vision clean
+.PHONY: help build demo test lint bindings windows fuzz hostile sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -67,6 +67,10 @@ sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TS
 	for kind in address thread; do \
 	  $(NATIVE_BUILD) -B build/native-$$kind -DFRAMESHARD_SANITIZE=$$kind && cmake --build build/native-$$kind && \
 	  ctest --test-dir build/native-$$kind --output-on-failure || exit 1; done
+
+HOSTILE_S ?= 600
+hostile: $(VENV)/installed ## faults and wrong requests around a running sidecar, HOSTILE_S seconds (600)
+	FRAMESHARD_HOSTILE_S=$(HOSTILE_S) $(BIN)/python -m pytest -s tests/hostile
 
 soak: $(VENV)/installed ## an hour of simulated play; fails when memory, files or VRAM grow or a job is lost
 	$(BIN)/python profiles/tools/soak.py smollm2-135m

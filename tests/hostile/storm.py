@@ -1,0 +1,332 @@
+"""A storm of faults around a running sidecar: what must hold is that every answer arrives, unchanged.
+
+    python tests/hostile/storm.py MODEL.gguf --seconds 600 --seed 1
+
+A good client asks the same questions over and over. Meanwhile a seeded script kills, crashes and freezes engine and
+broker, changes the budget, parks and hibernates, cancels jobs, and lets other clients vanish or stop reading. The
+sidecar computes in stream-only mode. With one conversation at a time each text must be that of the undisturbed run;
+with several, which of them share a decode changes the last bits of the logits, so texts are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+import frameshard
+from frameshard import errors
+
+PEERS = Path(__file__).with_name("peers.py")
+WORDS = "mira pours another cup and tells of the road that leads north past the mill into the hills where rain falls"
+WORKERS = 6
+N_QUESTIONS = 8
+QUIET_S = 60.0
+"""How long the end may take: all jobs done, also those of vanished clients."""
+
+
+@dataclass
+class Report:
+    """What happened. ``faults`` by kind; ``longest_silence_s`` of one job, from its request or an event to the next."""
+
+    seed: int
+    faults: dict[str, int] = field(default_factory=dict)
+    answers: int = 0
+    changed: int = 0
+    cancelled: int = 0
+    given_up: int = 0
+    longest_silence_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    restarts: int = 0
+    broker_rss_mb: tuple[float, float] = (0.0, 0.0)
+    broker_fds: tuple[int, int] = (0, 0)
+
+
+def question(number: int) -> tuple[str, frameshard.Sampling]:
+    """Some are greedy, some drawn; some prompts are longer than a step of reading."""
+    pick = random.Random(number)
+    prompt = " ".join(pick.choice(WORDS.split()) for _ in range(pick.choice((4, 20, 90))))
+    temperature = 0.0 if number % 2 else 0.9
+    return prompt, frameshard.Sampling(max_tokens=pick.choice((16, 60, 120)), temperature=temperature, seed=number)
+
+
+class Storm:
+    """One sidecar, its good client, and the faults."""
+
+    def __init__(self, client: frameshard.Client, info: str, seed: int, *, same_texts: bool) -> None:
+        self.report = Report(seed)
+        self._client = client
+        self._info = info
+        self._same_texts = same_texts
+        self._random = random.Random(seed)
+        self._expected: dict[int, str] = {}
+        self._streams: dict[int, frameshard.Stream] = {}
+        self._heard: dict[int, float] = {}
+        self._peers: list[subprocess.Popen[bytes]] = []
+        self._over = False
+        self._broker = 0
+        self._engine: int | None = None
+
+    async def run(self, seconds: float, pause_s: float) -> Report:
+        """A fault every ``pause_s`` on average, for ``seconds``."""
+        budget = await self._client.budget()
+        self._floor, self._full = budget.floor_bytes, budget.full_bytes
+        self._broker = (await self._client.stats()).broker.pid
+        for number in range(N_QUESTIONS):
+            prompt, sampling = question(number)
+            self._expected[number] = (await self._client.complete(prompt, sampling=sampling).completed()).text
+        before: tuple[float, int] | None = None
+        started = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for worker in range(WORKERS):
+                nursery.start_soon(self._ask, worker)
+            nursery.start_soon(self._watch)
+            while (passed := trio.current_time() - started) < seconds:
+                await self._fault()
+                if before is None and passed > seconds / 4:
+                    before = look(self._broker)
+                await trio.sleep(self._random.expovariate(1 / pause_s))
+            await self._calm()
+            self._over = True
+            with trio.move_on_after(QUIET_S) as late:
+                while self._streams:
+                    await trio.sleep(0.05)
+            if late.cancelled_caught:
+                self.report.problems.append(f"{len(self._streams)} jobs had not ended {QUIET_S:g} s after the storm")
+            nursery.cancel_scope.cancel()
+        await self._settle(before)
+        return self.report
+
+    async def _settle(self, before: tuple[float, int] | None) -> None:
+        """All is as it was: nothing running, the same texts, no more memory or descriptors."""
+        report = self.report
+        for peer in self._peers:
+            peer.kill()
+            peer.wait()
+        with trio.move_on_after(QUIET_S) as late:
+            while (stats := (await self._client.stats()).broker).jobs_running + stats.jobs_queued:
+                await trio.sleep(0.2)
+        if late.cancelled_caught:
+            report.problems.append(f"jobs of vanished clients were still there after {QUIET_S:g} s")
+        report.restarts = stats.engine_restarts
+        if stats.pid != self._broker or stats.engine != "ready":
+            report.problems.append(f"not as before: {stats}")
+        for number in self._expected:
+            prompt, sampling = question(number)
+            self._compare(number, (await self._client.complete(prompt, sampling=sampling).completed()).text)
+        after = look(self._broker)
+        if before is not None:
+            report.broker_rss_mb, report.broker_fds = (before[0], after[0]), (before[1], after[1])
+
+    # --- the good client ------------------------------------------------------------------------------------------
+
+    async def _ask(self, worker: int) -> None:
+        pick = random.Random(worker)
+        while not self._over:
+            number = pick.randrange(N_QUESTIONS)
+            prompt, sampling = question(number)
+            stream = self._client.complete(prompt, sampling=sampling)
+            self._streams[worker], self._heard[worker] = stream, trio.current_time()
+            try:
+                async with stream:
+                    async for _ in stream:
+                        self._hear(worker)
+                self.report.answers += 1
+                self._compare(number, stream.text)
+            except errors.JobCancelled:
+                self.report.cancelled += 1
+            except errors.EngineDied:
+                self.report.given_up += 1  # it was in the engine at two deaths, and nothing came of it between them
+            except errors.ConnectionLost:
+                raise  # the service has ended
+            except errors.FrameshardError as error:
+                self.report.problems.append(f"question {number}: {error.name}: {error}")
+                await trio.sleep(1.0)
+            finally:
+                del self._streams[worker]
+            self._hear(worker)
+
+    def _compare(self, number: int, text: str) -> None:
+        expected = self._expected[number]
+        if self._same_texts and text != expected:
+            self.report.changed += 1
+            same = next((i for i, pair in enumerate(zip(text, expected, strict=False)) if pair[0] != pair[1]), -1)
+            self.report.problems.append(f"question {number}: another text from character {same} of {len(expected)} on")
+
+    def _hear(self, worker: int) -> None:
+        now = trio.current_time()
+        self.report.longest_silence_s = max(self.report.longest_silence_s, now - self._heard[worker])
+        self._heard[worker] = now
+
+    async def _watch(self) -> None:
+        """Silence counts also while it lasts."""
+        while True:
+            await trio.sleep(1.0)
+            for worker in self._streams:
+                silence = trio.current_time() - self._heard[worker]
+                self.report.longest_silence_s = max(self.report.longest_silence_s, silence)
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    async def _fault(self) -> None:
+        kinds = [name for name in dir(self) if name.startswith("fault_")]
+        name = self._random.choice(kinds)
+        with trio.move_on_after(1.0):
+            self._engine = (await self._client.stats()).broker.engine_pid
+        with trio.move_on_after(30.0) as late:
+            # The machine is busy, and the engine may have gone just now.
+            with contextlib.suppress(errors.DeadlineMissed, errors.EngineDied, errors.Overloaded):
+                await getattr(self, name)()
+        if late.cancelled_caught:
+            self.report.problems.append(f"{name} was not answered within 30 s")
+        kind = name.removeprefix("fault_")
+        self.report.faults[kind] = self.report.faults.get(kind, 0) + 1
+
+    async def _calm(self) -> None:
+        for pid in (self._broker, self._engine):
+            self._signal(pid, signal.SIGCONT)
+        with trio.fail_after(QUIET_S):
+            while True:
+                try:
+                    await self._client.set_budget(0, timeout_s=30.0)
+                    return
+                except (errors.DeadlineMissed, errors.EngineDied):
+                    await trio.sleep(0.5)
+
+    def _signal(self, pid: int | None, number: int) -> None:
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def _freeze(self, pids: tuple[int | None, ...], seconds: float) -> None:
+        for pid in pids:
+            self._signal(pid, signal.SIGSTOP)
+        try:
+            await trio.sleep(seconds)
+        finally:
+            for pid in pids:
+                self._signal(pid, signal.SIGCONT)
+
+    async def fault_kill(self) -> None:
+        self._signal(self._engine, signal.SIGKILL)
+
+    async def fault_crash(self) -> None:
+        self._signal(self._engine, signal.SIGSEGV)
+
+    async def fault_freeze_engine(self) -> None:
+        await self._freeze((self._engine,), self._random.uniform(0.1, 2.0))
+
+    async def fault_stop_engine_for_good(self) -> None:
+        self._signal(self._engine, signal.SIGSTOP)
+
+    async def fault_freeze_broker(self) -> None:
+        await self._freeze((self._broker,), self._random.uniform(0.1, 3.0))
+
+    async def fault_freeze_all(self) -> None:
+        await self._freeze((self._broker, self._engine), self._random.uniform(0.1, 3.0))
+
+    async def fault_budget(self) -> None:
+        n_bytes = self._random.randint(self._floor, self._full)
+        await self._client.set_budget(n_bytes / 2**20, timeout_s=20.0)
+
+    async def fault_budget_below_floor(self) -> None:
+        try:
+            await self._client.set_budget(self._floor / 2 / 2**20, timeout_s=20.0)
+        except errors.BudgetBelowFloor:
+            return
+        self.report.problems.append("a budget below the floor was taken")
+
+    async def fault_park(self) -> None:
+        await self._away("parked")
+
+    async def fault_hibernate(self) -> None:
+        await self._away("hibernated")
+
+    async def _away(self, state: str) -> None:
+        try:
+            await self._client.set_budget(0, state=state, timeout_s=20.0)
+            await trio.sleep(self._random.uniform(0.0, 0.5))
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(30.0):
+                await self._client.set_budget(0, timeout_s=20.0)
+
+    async def fault_cancel(self) -> None:
+        if self._streams:
+            await self._random.choice(list(self._streams.values())).cancel()
+
+    async def fault_vanish(self) -> None:
+        peer = self._peer("vanish")
+        await trio.sleep(self._random.uniform(0.5, 3.0))
+        peer.kill()
+
+    async def fault_slow_reader(self) -> None:
+        self._peer("slow")
+
+    def _peer(self, kind: str) -> subprocess.Popen[bytes]:
+        peer = subprocess.Popen([sys.executable, str(PEERS), kind, self._info], stderr=subprocess.DEVNULL)
+        self._peers.append(peer)
+        for old in self._peers[:-8]:  # as many at once as a machine of two cores can start
+            old.kill()
+        return peer
+
+    async def fault_pacing(self) -> None:
+        mode = self._random.choice(("prioritize_graphics", "balance", "prioritize_compute"))
+        await self._client.set_pacing(mode, target_tokens_per_second=self._random.choice((0, 0, 50.0)))
+
+    async def fault_questions(self) -> None:
+        """Figures and plans in the midst of it."""
+        await self._client.plan([self._floor / 2**20, self._full / 2**20])
+        await self._client.caps_and_requirements()
+
+
+def look(pid: int) -> tuple[float, int]:
+    """Memory of its own (MiB) and file descriptors of a process."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+async def storm(model: Path, *, seconds: float, seed: int, pause_s: float = 1.0, parallel: int = 1) -> Report:
+    """Launches a sidecar on the emulated device and lets the storm loose on it."""
+    with tempfile.TemporaryDirectory() as directory:
+        connect_file = os.path.join(directory, "connect.json")
+        async with frameshard.launch(
+            model,
+            device="emulated",
+            mode="stream_only",
+            n_ctx=1024,
+            n_parallel=parallel,
+            n_threads=1,
+            connect_file=connect_file,
+            log=subprocess.DEVNULL,
+        ) as client:
+            return await Storm(client, connect_file, seed, same_texts=parallel == 1).run(seconds, pause_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--pause", type=float, default=1.0, metavar="S", help="between two faults on average (1)")
+    parser.add_argument("--parallel", type=int, default=1, help="conversations at once (1)")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    args = parser.parse_args()
+    options = {"seconds": args.seconds, "seed": args.seed, "pause_s": args.pause, "parallel": args.parallel}
+    report = trio.run(lambda: storm(args.model, **options))
+    print(json.dumps(dataclasses.asdict(report), indent=2))
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The storm and the fuzzer, a minute in all; ``make hostile`` runs them for FRAMESHARD_HOSTILE_S seconds.
+
+Their reports are printed (``pytest -s``). A seed that failed is replayed with FRAMESHARD_HOSTILE_SEED.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fuzz
+import storm
+
+SECONDS = float(os.environ.get("FRAMESHARD_HOSTILE_S", "60"))
+SEED = int(os.environ.get("FRAMESHARD_HOSTILE_SEED", "1"))
+STUCK_S = 30.0 if "FRAMESHARD_HOSTILE_S" in os.environ else 600.0
+"""Longest silence of a job. How soon an engine is back depends on the machine, which may be busy with other tests."""
+
+RSS_MB = 8.0
+FDS = 4
+
+
+def show(report: fuzz.Report | storm.Report) -> None:
+    print(json.dumps(dataclasses.asdict(report), indent=2))
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], parallel: int) -> None:
+    report = trio.run(
+        lambda: storm.storm(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED, pause_s=0.5, parallel=parallel)
+    )
+    show(report)
+    assert report.problems == []
+    assert report.answers > 0
+    assert sum(report.faults.values()) > 0
+    assert report.longest_silence_s < STUCK_S
+    before, after = report.broker_rss_mb
+    assert after < before + RSS_MB
+    assert report.broker_fds[1] < report.broker_fds[0] + FDS
+
+
+def test_no_message_takes_the_service_down(tiny_model: Callable[[str], Path]) -> None:
+    report = trio.run(lambda: fuzz.fuzz(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED))
+    show(report)
+    assert report.problems == []
+    assert report.changed == 0
+    assert report.restarts == 0
+    assert report.answers > 0
