@@ -137,7 +137,7 @@ from frameshard.engine import runtime
 
 said = []
 log = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text.decode(errors="replace")))
-runtime._install_log = lambda: llama_cpp.llama_log_set(log, None)
+runtime.install_log = lambda: llama_cpp.llama_log_set(log, None)
 compiled_for, flags = cpu.compiled_for(), cpu.flags()
 if sys.argv[2] == "amx":
     cpu.compiled_for = lambda: compiled_for | {"amx_int8"}

@@ -163,7 +163,7 @@ def test_profile_prints_keeps_and_writes(model_path: Path, tmp_path: Path, monke
 
     lines = table(machine.load(kept)).splitlines()
     assert "device: emulated" in lines[0]
-    assert lines[1].startswith("copies, GB/s")
+    assert any(line.startswith("copies, GB/s") for line in lines)  # the machine may take several lines
     assert any(line.startswith("Q4_1 1536x576") for line in lines)
 
     again = document("profile", *args)  # not measured again

@@ -408,7 +408,7 @@ def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)
         sizes = [estimate_fixed(model, n_ctx, 256, 4) for n_ctx in (256, 512, 1024)]
-        assert sizes == sorted(set(sizes))
+        assert sizes == sorted(sizes if model.arch == "mamba2" else set(sizes))  # a recurrent state has one size
         contexts = [estimate_context(model, n_ctx, 100, 4) for n_ctx in (256, 512, 1024)]
         assert len({context.used for context in contexts}) == 1
         for less, more in itertools.pairwise([Context(), *contexts]):
