@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import importlib.metadata
 import os
 import re
 import shutil
@@ -132,9 +131,9 @@ def cache_dir() -> Path:
 
 
 def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
-    """The file in the cache whose existence says that these files, as they are now, passed a test of this kind with the
-    llama.cpp there is."""
-    named: list[object] = [kind, importlib.metadata.version("llama-cpp-python"), *about]
+    """The file in the cache whose existence says that these files, as they are now, passed a test of this kind. ``about``
+    is what else the result depends on, such as the version of llama.cpp."""
+    named: list[object] = [kind, *about]
     for path in files:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

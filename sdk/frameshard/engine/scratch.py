@@ -14,6 +14,7 @@ from pathlib import Path
 
 from frameshard import models, program
 from frameshard.errors import BadModel, EngineDied, FrameshardError, from_wire
+from frameshard.native import LLAMA_CPP_PYTHON
 from frameshard.plan.model import read_model
 
 logger = logging.getLogger("frameshard.engine")
@@ -32,7 +33,7 @@ def try_files(model: str, mmproj: str = "") -> None:
     """
     read_model(model)
     files = [*models.files_of(Path(model)), *([Path(mmproj)] if mmproj else [])]
-    passed = models.verdict("scratch", files)
+    passed = models.verdict("scratch", files, LLAMA_CPP_PYTHON)
     if passed.exists():
         return
     names = " with ".join(file.name for file in files[:1] + files[len(files) - bool(mmproj) :])

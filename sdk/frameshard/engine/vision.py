@@ -35,6 +35,7 @@ from frameshard.errors import (
     FrameshardError,
     Unsupported,
 )
+from frameshard.native import LLAMA_CPP_PYTHON
 from frameshard.plan.tower import read_tower
 
 try:
@@ -248,7 +249,7 @@ class Vision:
 
         :raises BadModel: what it computes is not finite. Where libmtmd aborts, the process ends.
         """
-        passed = models.verdict("tower", [Path(self._path)], self._runtime.device_name)
+        passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
         if passed.exists():
             return
         _logger.warning("trying %s with one image; that is done once for a file", self.name)
