@@ -131,8 +131,8 @@ def cache_dir() -> Path:
 
 
 def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
-    """The file in the cache whose existence says that these files, as they are now, passed a test of this kind. ``about``
-    is what else the result depends on, such as the version of llama.cpp."""
+    """The file in the cache whose existence says that these files, as they are now, passed a test of this kind.
+    ``about`` is what else the result depends on, such as the version of llama.cpp."""
     named: list[object] = [kind, *about]
     for path in files:
         with open(path, "rb") as file:
