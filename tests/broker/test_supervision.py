@@ -457,6 +457,26 @@ async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path)
             pass
 
 
+@in_trio
+async def test_an_exception_over_a_plan_or_a_budget_is_its_failure_alone(model_path: Path) -> None:
+    """What is asked next is answered."""
+    patch = """
+def broken(name, poisoned):
+    whole = getattr(process.Engine, name)
+    setattr(process.Engine, name, lambda *args: 1 / 0 if poisoned(args) else whole(*args))
+broken("_predict", lambda args: args[2]["prompt_tokens"] == 77)
+broken("_say_lease", lambda args: args[3] == 77 << 20)"""
+    options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
+    async with frameshard.launch(model_path, engine=patched_engine(patch), **options) as client:
+        with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError"):
+            await client.plan([100], prompt_tokens=77)
+        assert (await client.plan([100], prompt_tokens=78))[0].fits
+        with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError"):
+            await client.set_budget(77)
+        assert (await client.set_budget(78)).budget_bytes == 78 << 20
+        assert (await client.stats()).broker.engine_restarts == 0
+
+
 @pytest.mark.parametrize("place", ["read", "start", "speak"])
 def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: str) -> None:
     """While it is read, while it is started, and while it speaks; its neighbour's text stays as it was."""

@@ -160,13 +160,10 @@ class Engine:
         try:
             while not self._stop:
                 self._turn()
-        except FrameshardError as error:
-            return self._fatal(error)
         except BrokerGone:
             return 0
         except Exception as error:
-            logger.exception("a defect of the engine")
-            return self._fatal(FrameshardError(f"{type(error).__name__}: {error}"))
+            return self._fatal(_typed(error))
         # What a request is still read with must not be freed; the system takes it all anyway.
         if self._preparation is None or self._preparation.close(CLEANUP_S / 2):
             if self._batcher is not None:
@@ -454,8 +451,8 @@ class Engine:
                 event: Event = {"ev": "plan", "seq": message.get("seq")}
                 try:
                     event["rows"] = self._predict(self._runtime, message)
-                except FrameshardError as error:
-                    event["error"] = error.to_wire()
+                except Exception as error:
+                    event["error"] = _typed(error).to_wire()
                 self._channel.send(event)
 
     def _predict(self, runtime: Runtime, message: Message) -> list[dict[str, object]]:
@@ -540,8 +537,10 @@ class Engine:
                 self._set_parked(runtime, park, wanted, timeout_s)
             elif runtime.device is not None:
                 self._change_budget(runtime.device, event, wanted, timeout_s, patience_s)
-        except FrameshardError as error:
-            self._channel.send({**event, "phase": "refused", "error": error.to_wire()})
+        except BrokerGone:
+            raise
+        except Exception as error:
+            self._channel.send({**event, "phase": "refused", "error": _typed(error).to_wire()})
             return
         self._budget_known = runtime.budget_bytes
         # Without a shard device the process holds no VRAM, and any budget is kept.
@@ -653,6 +652,14 @@ class Engine:
             time.sleep(0.02)  # NVML has no event for this
             observed = runtime.observer.used()
         return observed
+
+
+def _typed(error: Exception) -> FrameshardError:
+    """The error, or what stands for one that nobody has foreseen; the log gets where that came from."""
+    if isinstance(error, FrameshardError):
+        return error
+    logger.error("a defect of the engine", exc_info=error)
+    return FrameshardError(f"{type(error).__name__}: {error}")
 
 
 def _integer(message: Message, name: str) -> int:
