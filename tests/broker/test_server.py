@@ -727,3 +727,25 @@ async def test_shutdown_by_a_client_tells_the_others() -> None:
             await other.shutdown()
             with pytest.raises(errors.ConnectionLost):
                 await stream.completed()
+
+
+def test_a_defect_over_a_request_is_that_requests_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python runs when it starts makes one request meet a defect, in each process that follows."""
+    patch = """
+from frameshard.broker import server
+whole = server.Server._handle
+def broken(self, session, request):
+    return 1 / 0 if getattr(request, "prompt", "") == "poison" else whole(self, session, request)
+server.Server._handle = broken
+"""
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    @in_trio
+    async def run() -> None:
+        async with launch() as client:
+            with pytest.raises(errors.FrameshardError, match="ZeroDivisionError"):
+                await client.complete("poison").completed()
+            assert (await client.complete("once").completed()).text
+
+    run()

@@ -125,11 +125,7 @@ class Server:
             wanted = self._sessions.receive(peer, parts, trio.current_time())
             self._forget_evicted()
             if wanted is not None:
-                session, request = wanted
-                try:
-                    self._handle(session, request)
-                except FrameshardError as error:
-                    session.connection.refuse(None if isinstance(request, m.Credit) else request.id, error)
+                self._serve(*wanted)
             self._flush()
 
     async def _retry(self) -> None:
@@ -178,6 +174,18 @@ class Server:
         return session.reachable
 
     # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def _serve(self, session: Session, request: m.Request) -> None:
+        """Carries out a request. What goes wrong with it is the request's failure alone, also a defect of ours."""
+        try:
+            self._handle(session, request)
+            return
+        except FrameshardError as refused:
+            error = refused
+        except Exception as defect:
+            logger.exception("a request could not be carried out")
+            error = FrameshardError(f"the sidecar cannot do this: {type(defect).__name__}: {defect}")
+        session.connection.refuse(None if isinstance(request, m.Credit) else request.id, error)
 
     def _handle(self, session: Session, request: m.Request) -> None:
         connection = session.connection
