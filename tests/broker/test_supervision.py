@@ -396,6 +396,24 @@ async def test_a_busy_engine_that_is_stopped_is_replaced(model_path: Path) -> No
 
 
 @in_trio
+async def test_an_engine_that_is_stopped_while_it_loads_is_replaced(model_path: Path) -> None:
+    """Long before one whose load hangs would be."""
+    slow = "import time\nload = process.Engine._load\nprocess.Engine._load = lambda *a: (time.sleep(2), load(*a))"
+    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "engine": patched_engine(slow)}
+    sampling = frameshard.Sampling(max_tokens=20, temperature=0.0)
+    async with frameshard.launch(model_path, hang_load_s=600.0, hang_still_s=1.0, **options) as client:
+        first = (await client.stats()).broker.engine_pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        while (loading := (await client.stats()).broker.engine_pid) in (first, None):
+            await trio.sleep(0.01)
+        assert loading is not None
+        freeze(loading)
+        assert (await client.complete("Once upon a time", sampling=sampling).completed()).n_generated == 20
+        assert (await client.stats()).broker.engine_restarts == 2
+
+
+@in_trio
 async def test_an_engine_whose_device_hangs_is_not_taken_for_stopped(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

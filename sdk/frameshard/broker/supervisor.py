@@ -366,16 +366,27 @@ class Supervisor:
             self._still += 1
             if self.state is not states.Engine.READY:
                 bound = self._config.hang_load_s
+                if not _is_stopped(self.pid):  # it has nothing to say before it is ready
+                    self._still = 0
             else:
                 bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
                 if self._still == 1:
                     self.send({"op": "alive"})
-                elif self._still * WATCH_S > self._config.hang_still_s:
-                    self.kill(f"nothing of it has answered for {self._config.hang_still_s:g} s: it is stopped")
-                    return
+            if self._still * WATCH_S > self._config.hang_still_s:
+                self.kill(f"nothing of it has answered for {self._config.hang_still_s:g} s: it is stopped")
+                return
             if self._silent * WATCH_S > bound:
                 self.kill(f"it has not answered for {bound:g} s")
                 return
             if not self._ping_open:
                 self._ping_open = True
                 self.send({"op": "ping", "seq": 0})
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """A signal such as SIGSTOP holds the process, as far as the system tells."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
