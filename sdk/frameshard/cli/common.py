@@ -54,14 +54,6 @@ def sizes_of(text: str) -> list[int]:
     return [parse_size(word) for word in words if word not in ("floor", "full")] or [0]
 
 
-def largest_of(text: str) -> int | None:
-    """The largest budget of a list in bytes: 0, no limit, where ``full`` is named, ``None`` where ``floor`` is all."""
-    words = [part.strip() for part in text.split(",")]
-    if "full" in words:
-        return 0
-    return max((parse_size(word) for word in words if word != "floor"), default=None)
-
-
 def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Runtime:
     """Loads a model to be tried at each budget of the list ``budgets``, and never holds more than the largest of them.
     Where ``floor`` is the only one, no weights are resident yet.
@@ -72,12 +64,12 @@ def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Run
     from frameshard.engine.scratch import try_files
 
     try_files(config.model, config.mmproj)
-    largest = largest_of(budgets)
+    named, sizes = {part.strip() for part in budgets.split(",")}, sizes_of(budgets)
     return Runtime.load(
-        replace(config, vram_budget=largest or 0),
-        budgets=sizes_of(budgets),
+        replace(config, vram_budget=0 if "full" in named else max(sizes)),
+        budgets=sizes,
         n_prompt=n_prompt,
-        fill=largest is not None,
+        fill=named != {"floor"},
     )
 
 
