@@ -22,8 +22,8 @@ from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import BadMessage, ConnectionLost, EngineDied, FrameshardError, Overloaded, from_wire
 from frameshard.transport import Flooded, Socket, Unreachable
+from frameshard.wire import checks, states
 from frameshard.wire import messages as m
-from frameshard.wire import states
 from frameshard.wire.launch import ServeConfig
 
 logger = logging.getLogger("frameshard.broker")
@@ -263,8 +263,8 @@ class Server:
             session.connection.refuse(request.id, from_wire(event["error"]))
         else:
             try:
-                rows = tuple(m.convert(m.PlanRow, row) for row in event["rows"])
-            except (KeyError, TypeError, m.Refused) as error:
+                rows = tuple(checks.convert(m.PlanRow, row) for row in event["rows"])
+            except (KeyError, TypeError, checks.Refused) as error:
                 raise BadMessage(f"the engine's plan is wrong: {error!r}") from None
             session.connection.reply(m.PlanAnswer(request.id, self._epoch, rows))
 
@@ -310,10 +310,10 @@ class Server:
 
     def engine_ready(self, info: dict[str, Any]) -> None:
         try:
-            self._model = m.convert(
+            self._model = checks.convert(
                 m.ModelInfo, {**{name: info.get(name) for name in _KNOWN_INFO}, "plan": info.get("plan", {})}
             )
-        except m.Refused as refused:
+        except checks.Refused as refused:
             raise BadMessage(f"the engine's info is wrong: {refused}") from None
         # What the first engine chose is the next one's too: conversations are read again in the same steps.
         self._n_ubatch = self._n_ubatch or int(info.get("n_ubatch", 0))

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frameshard.errors import BadArgument
+from frameshard.wire import checks
 from frameshard.wire import messages as m
 
 
@@ -43,25 +44,25 @@ from frameshard.wire import messages as m
 class Draw:
     """Frames from now on."""
 
-    at: m.Seconds
-    frame_ms: m.Seconds
-    gpu_busy_ms: m.Seconds = 0.0
+    at: checks.Seconds
+    frame_ms: checks.Seconds
+    gpu_busy_ms: checks.Seconds = 0.0
 
 
 @dataclass(frozen=True)
 class Idle:
     """No frames from now on."""
 
-    at: m.Seconds
+    at: checks.Seconds
 
 
 @dataclass(frozen=True)
 class Vram:
     """The game's need."""
 
-    at: m.Seconds
-    game_mb: m.Count
-    deadline_ms: m.Seconds = 1000.0
+    at: checks.Seconds
+    game_mb: checks.Count
+    deadline_ms: checks.Seconds = 1000.0
     by: Literal["message", "page"] = "message"
 
 
@@ -69,27 +70,27 @@ class Vram:
 class Lease:
     """A state of the sidecar. Budgets for another one than active are those to come back to."""
 
-    at: m.Seconds
+    at: checks.Seconds
     state: m.LeaseState
-    deadline_ms: m.Seconds = 10000.0
+    deadline_ms: checks.Seconds = 10000.0
 
 
 @dataclass(frozen=True)
 class Ask:
     """A question."""
 
-    at: m.Seconds
-    who: m.Name
-    text: m.Text
-    max_tokens: m.Id = 32
+    at: checks.Seconds
+    who: checks.Name
+    text: checks.Text
+    max_tokens: checks.Id = 32
 
 
 @dataclass(frozen=True)
 class Cancel:
     """Its end before its end."""
 
-    at: m.Seconds
-    who: m.Name
+    at: checks.Seconds
+    who: checks.Name
 
 
 Event = Draw | Idle | Vram | Lease | Ask | Cancel
@@ -105,9 +106,9 @@ KINDS: dict[str, type[Event]] = {
 
 @dataclass(frozen=True)
 class _File:
-    about: m.Text
-    seconds: m.Seconds
-    card_mb: m.Count
+    about: checks.Text
+    seconds: checks.Seconds
+    card_mb: checks.Count
     events: tuple[Mapping[str, Any], ...]
 
 
@@ -153,23 +154,23 @@ def parse(name: str, text: str) -> Trace:
         raise BadArgument(f"trace {name} is no JSON object")
     where = ""
     try:
-        file = m.convert(_File, document)
+        file = checks.convert(_File, document)
         events: list[Event] = []
         for index, fields in enumerate(file.events):
             where = f"event {index}: "
             events.append(_event(fields))
             event = events[-1]
             if event.at > file.seconds or (index and event.at < events[index - 1].at):
-                raise m.Refused("at: events are in order, none after the end")
+                raise checks.Refused("at: events are in order, none after the end")
             if isinstance(event, Vram) and event.game_mb > file.card_mb:
-                raise m.Refused("game_mb: more than the card has")
+                raise checks.Refused("game_mb: more than the card has")
             if isinstance(event, Draw) and not 1 <= event.frame_ms <= 1000:
-                raise m.Refused("frame_ms: must be from 1 to 1000")
+                raise checks.Refused("frame_ms: must be from 1 to 1000")
         where = ""
         states = [event.state for event in events if isinstance(event, Lease)]
         if states and states[-1] != "active":
-            raise m.Refused("events: the last lease must be active, or jobs never end")
-    except m.Refused as refused:
+            raise checks.Refused("events: the last lease must be active, or jobs never end")
+    except checks.Refused as refused:
         raise BadArgument(f"trace {name}: {where}{refused}") from None
     return Trace(name, file.about, file.seconds, file.card_mb, tuple(events))
 
@@ -178,8 +179,8 @@ def _event(fields: Mapping[str, Any]) -> Event:
     rest = dict(fields)
     kind = rest.pop("do", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise m.Refused(f"do: must be one of {', '.join(KINDS)}")
-    return m.convert(KINDS[kind], rest)
+        raise checks.Refused(f"do: must be one of {', '.join(KINDS)}")
+    return checks.convert(KINDS[kind], rest)
 
 
 def _shipped() -> Any:

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from frameshard.errors import BadArgument, BadMessage, ConnectionLost, FrameshardError, Overloaded, VersionMismatch
+from frameshard.wire import checks, states
 from frameshard.wire import messages as m
-from frameshard.wire import states
 
 MAX_ANSWERS = 256
 """Answers waiting for a client that sends requests and does not read."""
@@ -466,7 +466,7 @@ class ClientConnection:
             raise self.error or ConnectionLost("not connected yet")
         try:
             request: m.Request = message(id=self._ids + 1, epoch=self._epoch, **fields)
-        except m.Refused as refused:
+        except checks.Refused as refused:
             raise BadArgument(str(refused)) from None
         self._send(request)
         self._ids += 1

@@ -1,21 +1,19 @@
-"""One frozen type per message, and the strict conversion between them and msgpack's maps.
+"""The protocol: one frozen dataclass for each message, checked strictly in both directions.
 
-A field's annotation is its check: it takes what msgpack gave and returns the typed value or refuses it. Fields without
-a default must be there, unknown fields are refused, and an integer is never taken for a boolean or a float for an
-integer. Names of messages and fields are those of bindings/PROTOCOL.md.
+The annotation of a field is its check (:mod:`frameshard.wire.checks`). Names of messages and fields are those of
+bindings/PROTOCOL.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from frameshard.errors import BadArgument, BadMessage, FrameshardError, VersionMismatch, from_wire
-from frameshard.wire import codec
+from frameshard.wire import checks, codec
+from frameshard.wire.checks import Count, Id, Name, Seconds, Text
 
 VERSION = 1
 """Of the protocol. Both sides must have the same."""
@@ -26,144 +24,17 @@ MAX_WINDOW = 256
 MIN_RATE, MAX_RATE = 0.1, 10_000.0
 """Bounds of a target of tokens per second, but for 0."""
 
-T = TypeVar("T")
-Check = Callable[[Any], Any]
-
-
-class Refused(ValueError):
-    """A value that its field does not take. ``str()`` says which and why."""
-
-
-# ---- checks: what a field takes, as its annotation ------------------------------------------------------------------
-
-
-def _integer(low: int = 0, high: int = codec.MAX_ID) -> Check:
-    def check(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise Refused(f"must be an integer from {low} to {high}")
-        return value
-
-    return check
-
-
-def _number(low: float, high: float) -> Check:
-    def check(value: Any) -> float:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise Refused(f"must be a number from {low} to {high}")
-        return float(value)
-
-    return check
-
 
 def _rate(value: Any) -> float:
     if type(value) not in (int, float) or not (value == 0 or MIN_RATE <= value <= MAX_RATE):
-        raise Refused(f"must be 0 or a number from {MIN_RATE} to {MAX_RATE}")
+        raise checks.Refused(f"must be 0 or a number from {MIN_RATE} to {MAX_RATE}")
     return float(value)
 
-
-def _text(limit: int, least: int = 0) -> Check:
-    def check(value: Any) -> str:
-        if type(value) is not str or not least <= len(value.encode(errors="replace")) <= limit:
-            raise Refused(f"must be a string of {least} to {limit} bytes")
-        return value
-
-    return check
-
-
-def _binary(limit: int) -> Check:
-    def check(value: Any) -> bytes:
-        if type(value) is not bytes or len(value) > limit:
-            raise Refused(f"must be a binary of at most {limit} bytes")
-        return value
-
-    return check
-
-
-def _boolean(value: Any) -> bool:
-    if type(value) is not bool:
-        raise Refused("must be true or false")
-    return value
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise Refused("must be a map")
-    return value
-
-
-def _one_of(allowed: tuple[str, ...]) -> Check:
-    def check(value: Any) -> str:
-        if type(value) is not str or value not in allowed:
-            raise Refused(f"must be one of {', '.join(allowed)}")
-        return value
-
-    return check
-
-
-def _array(inner: Check, limit: int) -> Check:
-    def check(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)) or len(value) > limit:
-            raise Refused(f"must be an array of at most {limit}")
-        return tuple(inner(item) for item in value)
-
-    return check
-
-
-def _pair(first: Check, second: Check) -> Check:
-    def check(value: Any) -> tuple[Any, Any]:
-        if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise Refused("must be an array of two")
-        return first(value[0]), second(value[1])
-
-    return check
-
-
-def _record(cls: type[Any]) -> Check:
-    return lambda value: convert(cls, _mapping(value))
-
-
-def _check_for(hint: Any) -> Check:
-    """The check that an annotation stands for. An array without a limit of its own has the codec's."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        if isinstance(args[1], int):
-            return _array(_check_for(get_args(args[0])[0]), args[1])
-        check: Check = args[1]
-        return check
-    if origin is Literal:
-        return _one_of(args)
-    if origin in (Union, UnionType):
-        inner = _check_for(args[0])
-        return lambda value: None if value is None else inner(value)
-    if origin is tuple:
-        if args[1] is Ellipsis:
-            return _array(_check_for(args[0]), codec.CLIENT.array)
-        return _pair(_check_for(args[0]), _check_for(args[1]))
-    if origin is Mapping:
-        return _mapping
-    return _boolean if hint is bool else _record(hint)
-
-
-@cache
-def _checks(cls: type[Any]) -> dict[str, tuple[Check, bool]]:
-    """Of each field its check and whether it must be there."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {
-        field.name: (_check_for(hints[field.name]), field.default is dataclasses.MISSING)
-        for field in dataclasses.fields(cls)
-    }
-
-
-Id = Annotated[int, _integer(1)]
-Count = Annotated[int, _integer()]
-Seconds = Annotated[float, _number(0, 1e9)]
-Name = Annotated[str, _text(256)]
-Text = Annotated[str, _text(codec.CLIENT.string)]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
 
 Role = Literal["system", "user", "assistant"]
-StopString = Annotated[str, _text(256, least=1)]
+StopString = Annotated[str, checks.text(256, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
@@ -199,12 +70,12 @@ class Image:
     a gap). Its bytes are `data`, or the first `size` of the shared memory at `path`."""
 
     format: ImageFormat
-    data: Annotated[bytes, _binary(MAX_INLINE_BYTES)] = b""
-    path: Annotated[str, _text(4096)] = ""
-    size: Annotated[int, _integer(0, MAX_IMAGE_BYTES)] = 0
-    width: Annotated[int, _integer(0, 1 << 16)] = 0
-    height: Annotated[int, _integer(0, 1 << 16)] = 0
-    stride: Annotated[int, _integer(0, 1 << 24)] = 0
+    data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES)] = b""
+    path: Annotated[str, checks.text(4096)] = ""
+    size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES)] = 0
+    width: Annotated[int, checks.integer(0, 1 << 16)] = 0
+    height: Annotated[int, checks.integer(0, 1 << 16)] = 0
+    stride: Annotated[int, checks.integer(0, 1 << 24)] = 0
 
 
 @dataclass(frozen=True)
@@ -217,13 +88,13 @@ class Sampling:
     says what of a schema is understood.
     """
 
-    max_tokens: Annotated[int, _integer(1, 1 << 20)] = 256
-    temperature: Annotated[float, _number(0, 5)] = 0.8
-    top_k: Annotated[int, _integer(0, 1 << 20)] = 40
-    top_p: Annotated[float, _number(0, 1)] = 0.95
-    min_p: Annotated[float, _number(0, 1)] = 0.05
-    repeat_penalty: Annotated[float, _number(0.5, 2)] = 1.0
-    seed: Annotated[int, _integer(0, 2**32 - 1)] | None = None
+    max_tokens: Annotated[int, checks.integer(1, 1 << 20)] = 256
+    temperature: Annotated[float, checks.number(0, 5)] = 0.8
+    top_k: Annotated[int, checks.integer(0, 1 << 20)] = 40
+    top_p: Annotated[float, checks.number(0, 1)] = 0.95
+    min_p: Annotated[float, checks.number(0, 1)] = 0.05
+    repeat_penalty: Annotated[float, checks.number(0.5, 2)] = 1.0
+    seed: Annotated[int, checks.integer(0, 2**32 - 1)] | None = None
     stop: Annotated[tuple[StopString, ...], 16] = ()
     json_schema: Text = ""
 
@@ -236,7 +107,7 @@ class ErrorInfo:
     """An error on its way; :func:`frameshard.errors.from_wire` makes the exception of it."""
 
     code: Count
-    name: Annotated[str, _text(64)]
+    name: Annotated[str, checks.text(64)]
     message: Text
     retriable: bool
     detail: Mapping[str, Any]
@@ -266,7 +137,7 @@ class ModelInfo:
     nothing.
     """
 
-    name: Annotated[str, _text(4096)]
+    name: Annotated[str, checks.text(4096)]
     arch: Name
     device: Name
     n_ctx: Count
@@ -298,7 +169,7 @@ class PlanRow:
     vram_budget_bytes: Count
     fits: bool
     ttft_s: Seconds | None
-    tokens_per_second: Annotated[float, _number(0, 1e9)] | None
+    tokens_per_second: Annotated[float, checks.number(0, 1e9)] | None
     resident_bytes: Count
     streamed_bytes: Count
     cpu_bytes: Count
@@ -314,7 +185,7 @@ class Hello:
 
     id: Id
     protocol: Count
-    client: Annotated[str, _text(64)]
+    client: Annotated[str, checks.text(64)]
     epoch: Id | None = None
     session: Id | None = None
     notices: bool = False
@@ -330,17 +201,17 @@ class Submit:
     kind: Kind
     messages: tuple[ChatMessage, ...] = ()
     prompt: Text = ""
-    conversation: Annotated[str, _text(128, least=1)] | None = None
+    conversation: Annotated[str, checks.text(128, least=1)] | None = None
     sampling: Sampling = DEFAULT_SAMPLING
     timeline: Count = 0
-    window: Annotated[int, _integer(1, MAX_WINDOW)] = 32
+    window: Annotated[int, checks.integer(1, MAX_WINDOW)] = 32
     images: Annotated[tuple[Image, ...], MAX_IMAGES] = ()
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and (not self.messages or self.prompt):
-            raise Refused("messages: a chat has messages and no prompt")
+            raise checks.Refused("messages: a chat has messages and no prompt")
         if self.kind == "completion" and (self.messages or not self.prompt):
-            raise Refused("prompt: a completion has a prompt and no messages")
+            raise checks.Refused("prompt: a completion has a prompt and no messages")
 
 
 @dataclass(frozen=True)
@@ -370,11 +241,11 @@ class BudgetSet:
     id: Id
     epoch: Id
     vram_budget_bytes: Count
-    timeout_s: Annotated[float, _number(0.001, 60)] = 5.0
+    timeout_s: Annotated[float, checks.number(0.001, 60)] = 5.0
     state: LeaseState = "active"
     floor_bytes: Count = 0
     version: Count = 0
-    reason: Annotated[str, _text(64)] = ""
+    reason: Annotated[str, checks.text(64)] = ""
 
 
 @dataclass(frozen=True)
@@ -416,7 +287,7 @@ class PlanGet:
     id: Id
     epoch: Id
     budgets: Annotated[tuple[Count, ...], 32]
-    prompt_tokens: Annotated[int, _integer(1, 1 << 20)] = 512
+    prompt_tokens: Annotated[int, checks.integer(1, 1 << 20)] = 512
 
 
 @dataclass(frozen=True)
@@ -465,7 +336,7 @@ class Welcome:
     protocol: Count
     session: Id
     resumed: bool
-    server: Annotated[str, _text(64)]
+    server: Annotated[str, checks.text(64)]
     limits: ServerLimits
     engine: EngineState
     model: ModelInfo | None
@@ -573,7 +444,7 @@ class FrameBlock:
 
     id: Id
     epoch: Id
-    path: Annotated[str, _text(4096, least=1)]
+    path: Annotated[str, checks.text(4096, least=1)]
 
 
 @dataclass(frozen=True)
@@ -644,8 +515,8 @@ class Delta:
     seq: Count
     epoch: Id
     timeline: Count
-    text: Annotated[str, _text(codec.CLIENT.string, least=1)]
-    tokens: Annotated[int, _integer(1)]
+    text: Annotated[str, checks.text(codec.CLIENT.string, least=1)]
+    tokens: Annotated[int, checks.integer(1)]
 
 
 @dataclass(frozen=True)
@@ -705,7 +576,7 @@ class Notice:
     kind: NoticeKind
     vram_budget_bytes: Count
     seconds: Seconds
-    detail: Annotated[str, _text(200)]
+    detail: Annotated[str, checks.text(200)]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -783,29 +654,12 @@ _NAMES: dict[type[Any], str] = {cls: name for table in (REQUESTS, ANSWERS) for n
 # ---- conversion -----------------------------------------------------------------------------------------------------
 
 
-def convert(cls: type[T], fields: Mapping[str, Any]) -> T:
-    """An instance of the message or record `cls` from a map. Raises :class:`Refused`, naming the field."""
-    checks = _checks(cls)  # type: ignore[arg-type]  # mypy finds type[T] not hashable
-    values = {}
-    for name, value in fields.items():
-        if name not in checks:
-            raise Refused(f"{name}: unknown field")
-        try:
-            values[name] = checks[name][0](value)
-        except Refused as refused:
-            raise Refused(f"{name}: {refused}") from None
-    for name, (_, required) in checks.items():
-        if required and name not in values:
-            raise Refused(f"{name}: missing")
-    return cls(**values)
-
-
 def encode(message: Message) -> bytes:
     """The frame for `message`. Raises :class:`BadArgument`, naming the field, for what the other side would refuse."""
     fields = dataclasses.asdict(message)
     try:
-        convert(type(message), fields)
-    except Refused as refused:
+        checks.convert(type(message), fields)
+    except checks.Refused as refused:
         raise BadArgument(str(refused)) from None
     return codec.encode({"t": _NAMES[type(message)], **fields})
 
@@ -837,6 +691,6 @@ def _decode(table: dict[str, type[Any]], frame: bytes) -> Any:
         # Before its other fields, which another version may have changed.
         raise VersionMismatch(f"this server speaks protocol {VERSION}", protocol=VERSION, **detail)
     try:
-        return convert(table[name], fields)
-    except Refused as refused:
+        return checks.convert(table[name], fields)
+    except checks.Refused as refused:
         raise BadMessage(f"{name}.{refused}", **detail) from None
