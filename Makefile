@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 SOURCES := $(shell find sdk native -type f -not -path '*/__pycache__/*' -not -path '*/.*') pyproject.toml README.md
-PYTHON_CODE := sdk tests samples native .assets
+PYTHON_CODE := sdk tests samples native profiles .assets
 C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
@@ -75,9 +75,9 @@ hostile: $(VENV)/installed ## faults and wrong requests around a running sidecar
 soak: $(VENV)/installed ## an hour of simulated play; fails when memory, files or VRAM grow or a job is lost
 	$(BIN)/python profiles/tools/soak.py smollm2-135m
 
-vision: $(VENV)/installed ## the small vision model: build it once, name 72 pictures at four budgets, play samples/scene_reasoning
+vision: $(VENV)/installed ## the small vision tower: build it once, name 72 images at four budgets, play samples/scene_reasoning
 	$(PIP) install 'pygame-ce>=2.5' 'pillow>=10.3'
-	$(BIN)/frameshard models fetch sprites
+	$(BIN)/python samples/scene_reasoning/sprites.py
 	$(BIN)/python profiles/tools/sprite_renders.py
 	$(BIN)/python -m pytest tests/test_sprites.py
 

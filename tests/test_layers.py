@@ -18,7 +18,6 @@ ALLOWED: dict[str, set[str]] = {
     "models": set(),
     "program": set(),
     "frame": set(),
-    "sprites": set(),
     "wire": set(),
     "transport": {"wire"},
     "broker": {"wire", "transport", "frame"},

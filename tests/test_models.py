@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -233,13 +235,29 @@ def test_the_demo_model(model_path: Path) -> None:
     assert hashlib.sha256(model_path.read_bytes()).hexdigest() == known.sha256
 
 
-def test_a_model_that_sees_comes_in_two_files(hub: Hub) -> None:
-    for seeing in models.SEEING.values():
-        assert models.mmproj_of(seeing.name) == seeing.mmproj
-        model, mmproj = models.resolve(seeing.name), models.resolve(seeing.mmproj)
-        assert model == models.path_of(seeing.name) != mmproj
+def test_a_vision_model_has_two_files(hub: Hub) -> None:
+    for known in models.VISION.values():
+        assert models.mmproj_of(known.name) == known.mmproj
+        model, mmproj = models.resolve(known.name), models.resolve(known.mmproj)
+        assert model == models.path_of(known.name) != mmproj
         assert model.read_bytes() == mmproj.read_bytes() == CONTENT
-        for name in (seeing.model, seeing.mmproj):
+        for name in (known.model, known.mmproj):
             repository, _, file = name.removeprefix("hf:").rpartition("/")
             assert f"/{repository}/resolve/main/{file}" in [path for path, _ in hub.seen]
     assert models.mmproj_of("smollm2-135m") is None
+
+
+def test_sprites_are_built_from_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package does not build them: it says which script of the repository does, and finds what that has built."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="samples/scene_reasoning/sprites"):
+        models.resolve(models.SPRITES)
+    with pytest.raises(ModelNotFound, match="samples/scene_reasoning/sprites"):
+        models.fetch(models.SPRITES)
+    script = Path(__file__).parents[1] / "samples" / "scene_reasoning" / "sprites.py"
+    assert script.is_file()
+    models.sprites_dir().mkdir(parents=True)
+    models.path_of(models.SPRITES).write_bytes(CONTENT)
+    assert models.resolve(models.SPRITES).read_bytes() == CONTENT
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert found.stdout == f"{models.path_of(models.SPRITES)}\n"

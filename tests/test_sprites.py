@@ -1,4 +1,4 @@
-"""The small vision model and the scene that uses it. Skipped until `make vision` has built the model."""
+"""The scene with the small vision tower. Skipped until `make vision` has built the tower."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from frameshard import models
 
 REPO = Path(__file__).parents[1]
 pytestmark = [
-    pytest.mark.skipif(not models.path_of(models.SPRITES).is_file(), reason="make vision builds the sprite model"),
+    pytest.mark.skipif(not models.path_of(models.SPRITES).is_file(), reason="make vision builds the sprite tower"),
     pytest.mark.skipif(importlib.util.find_spec("pygame") is None, reason="pygame-ce is not installed"),
 ]
 
 
 def test_the_guard_sees_what_is_drawn(tmp_path: Path) -> None:
-    """Headless, with the budget changed in each question."""
+    """Without a window; the budget changes with each question."""
     shot = tmp_path / "shot.png"
     scene = REPO / "samples" / "scene_reasoning" / "main.py"
     command = [sys.executable, str(scene), "--unattended", "--screenshot", str(shot)]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    assert "names sprites" in result.stdout  # it says how it asks this model
+    assert "names sprites" in result.stdout  # the line that says how this model is asked
     said = re.findall(r"^Guard: (.*)$", result.stdout, re.MULTILINE)
     assert len(said) == 6
     assert said[:2] == ["There is a bomb on the table.", "No, a box is in the way."]

@@ -1,9 +1,9 @@
-"""All pictures of the sprite model, named by stock libmtmd, with all weights resident, and streamed at small budgets.
+"""Names all test images of the sprite tower: by stock libmtmd, with all weights resident, and at small budgets.
 
     python profiles/tools/sprite_renders.py [--device emulated] [--budgets 40,48,64,96] [--limit N] [--json]
 
-Each picture is asked about by a chat, greedily. The sidecars run in stream-only mode, in which the answers must be the
-same at any budget. Says of each run how many of the names are right, how many answers are those of the run with all
+Each image gets one chat question at temperature 0. The sidecars run in stream-only mode, in which the answers must be
+the same at any budget. Prints for each run how many names are right, how many answers equal those of the run with all
 weights resident, and the peak of VRAM. The exit status is 1 if an answer differs or a peak is above its budget.
 """
 
@@ -30,7 +30,7 @@ N_CTX, N_UBATCH, MAX_TOKENS = 1024, 128, 12
 
 
 def stock(model_path: Path, mmproj: Path, pictures: list[Path], n_threads: int) -> dict[str, str]:
-    """What llama.cpp and libmtmd alone answer, on the CPU, by libmtmd's own loop."""
+    """The answers of llama.cpp and libmtmd alone, on the CPU, by libmtmd's own loop, by name of the image."""
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, None)
     mtmd.mtmd_helper_log_set(quiet, None)
@@ -77,7 +77,7 @@ def stock(model_path: Path, mmproj: Path, pictures: list[Path], n_threads: int) 
 async def sidecar(
     model: Path, mmproj: Path, pictures: list[Path], device: str, budget: int, n_threads: int
 ) -> tuple[dict[str, str], int]:
-    """A sidecar's answers, and its peak of VRAM in bytes."""
+    """A sidecar's answers by name of the image, and its peak of VRAM in bytes."""
     options = {"n_ctx": N_CTX, "n_ubatch": N_UBATCH, "n_parallel": 1, "mode": "stream_only", "n_threads": n_threads}
     sampling = frameshard.Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
     launched = frameshard.launch(
@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--device", default="emulated")
     parser.add_argument("--budgets", default="40,48,64,96", help="MiB, or with a unit")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=None, help="only so many pictures")
+    parser.add_argument("--limit", type=int, default=None, help="name only the first N images")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     model, mmproj = models.resolve("smollm2-135m"), models.resolve(models.SPRITES)

