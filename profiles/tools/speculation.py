@@ -1,19 +1,19 @@
-"""Tokens per second without and with guessed tokens, at several budgets, on a text that repeats its context.
+"""Tokens per second without and with drafted tokens, at several budgets, on a text that repeats its context.
 
     python profiles/tools/speculation.py M.gguf --device CUDA0 --threads 14 --vram-budget 2GiB,4GiB,8GiB,12GiB --json
 
 A model with random weights repeats nothing, and speed does not depend on values. So what is said is given: answers that
 SmolLM2-135M-Instruct gave as an innkeeper over a page of lore (dialogue.json, made at temperature 0 and, less
 repetitive, at 0.7). The model reads the lore and is led along those answers, as an answer is that goes on after a
-crash: every token is decoded, guesses are made, checked and taken back as ever, and only the draw is given. A larger
-model quotes more exactly and repeats itself less than this one; tokens_per_step says what the text gave.
+crash: every token is decoded, tokens are drafted, verified and removed as ever, and only the sampled token is given. A
+larger model quotes more exactly and repeats itself less than this one; tokens_per_step says what the text gave.
 
 With --draft-model a third way is measured, "draft". It takes SmolLM2 (smollm2-135m), in whose tokens the answers are,
-whatever the vocabulary of the model that is led along. Nobody guesses the greedy set better than the model that said
-it, so of those figures only the drawn set's say what to expect of a draft that is good.
+whatever the vocabulary of the model that is led along. No draft model fits the greedy set better than the model that
+generated it, so of those figures only the drawn set's say what to expect of a draft that is good.
 
-Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which guesses are made. With
---profile nothing is measured: the same by the plans for that machine, for which the model's header is enough.
+Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which the number of drafted tokens
+is chosen. With --profile nothing is measured: the same by the plans for that machine, for which the model's header is enough.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from frameshard.cli import common
 from frameshard.engine.batch import Batcher, Event
-from frameshard.engine.draft import Draft
+from frameshard.engine.draft import DraftModel
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.models import resolve
@@ -43,14 +43,14 @@ SETS = ("greedy", "drawn")
 LENGTHS = (1, 2, 4, 8, 16)
 
 
-class Follower(Draft):
-    """A draft for a model that is led along tokens of the draft's vocabulary, not its own."""
+class Follower(DraftModel):
+    """A draft model for a model that is led along tokens of the draft's vocabulary, not its own."""
 
     def _check_vocabulary(self) -> None:
         pass
 
 
-def say(runtime: Runtime, draft: Draft | None, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
+def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
     """Leads the model along an answer: tokens, steps and seconds after the first token."""
     runtime.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
     batcher = Batcher(runtime, draft=draft)
@@ -59,10 +59,10 @@ def say(runtime: Runtime, draft: Draft | None, prompt: list[int], answer: list[i
     events: list[Event] = []
     while batcher.busy:
         events = batcher.step() or events
-    done, right = events[-1], batcher.statistics()["guessed_right"]
-    assert isinstance(right, int)
+    done, accepted = events[-1], batcher.statistics()["accepted_tokens"]
+    assert isinstance(accepted, int)
     n = done["n_generated"] - 1
-    return n, n - right, done["decode_s"]
+    return n, n - accepted, done["decode_s"]
 
 
 def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]:
@@ -85,7 +85,7 @@ def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]
 
 
 def predict(args: argparse.Namespace) -> None:
-    """What guesses are worth by a profile: the sum of both sets, and of the answer that gains least."""
+    """Predicted gain of speculative decoding by a profile: the sum of both sets, and of the answer that gains least."""
     dialogue = json.loads(DIALOGUE.read_text())
     model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
     fixed = estimate_fixed(
@@ -107,9 +107,9 @@ def predict(args: argparse.Namespace) -> None:
                 seconds, left, lookup = 0.0, one["answer"], Lookup(dialogue["prefix"] + one["rest"])
                 while left:
                     length, _ = best_length(lookup.expected, took.__getitem__, LENGTHS[-1])
-                    guess = lookup.guess(length - 1)
+                    draft = lookup.draft(length - 1)
                     n = 1
-                    while n <= len(guess) and n < len(left) and guess[n - 1] == left[n - 1]:
+                    while n <= len(draft) and n < len(left) and draft[n - 1] == left[n - 1]:
                         n += 1
                     for token in left[:n]:
                         lookup.add(token)
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     with Runtime.load(config) as runtime, contextlib.ExitStack() as stack:
         assert runtime.device is not None
-        ways: dict[str, Draft | None] = {"off": None, "auto": None}
+        ways: dict[str, DraftModel | None] = {"off": None, "auto": None}
         if args.draft_model:
             ways["draft"] = stack.enter_context(contextlib.closing(Follower(runtime, str(resolve(args.draft_model)))))
         if runtime.n_vocab <= max(dialogue["prefix"]):
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--stream-only", action="store_true")
     parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
     parser.add_argument("--profile", metavar="FILE", help="predict for this machine instead")
-    parser.add_argument("--draft-model", metavar="PATH|NAME", help="also measure with this one guessing")
+    parser.add_argument("--draft-model", metavar="PATH|NAME", help="also measure with this draft model")
     parser.add_argument("--answers", type=common.positive, default=4, metavar="N", help="of each set (4)")
     parser.add_argument("--tokens", type=common.positive, default=64, metavar="N", help="of each answer (64)")
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N")

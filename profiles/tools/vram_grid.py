@@ -128,7 +128,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
                             **samples.take(),
                             "ledger_mb": engine.get("used_bytes", 0) / MIB,
                             "overhead_mb": engine.get("overhead_bytes", 0) / MIB,
-                            "guessed": engine.get("guessed_tokens", 0),
+                            "drafted": engine.get("drafted_tokens", 0),
                         }
                     )
                     print(rows[-1], file=sys.stderr)
@@ -155,14 +155,14 @@ if __name__ == "__main__":
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(document, file, indent=2)
-    print(f"{'tokens':>8}{'at once':>8}{'process MiB':>12}{'card MiB':>10}{'samples':>9}{'ledger':>9}{'guessed':>9}")
+    print(f"{'tokens':>8}{'at once':>8}{'process MiB':>12}{'card MiB':>10}{'samples':>9}{'ledger':>9}{'drafted':>9}")
     for row in document["rows"]:
         if "below_floor" in row:
             print(f"{row['tokens']:8}{row['together']:8}  {row['below_floor']}")
             continue
         print(
             f"{row['tokens']:8}{row['together']:8}{row['process_mb']:12.0f}{row['card_mb']:10.0f}{row['samples']:9}"
-            f"{row.get('ledger_mb', 0):9.0f}{row.get('guessed', 0):9}"
+            f"{row.get('ledger_mb', 0):9.0f}{row.get('drafted', 0):9}"
         )
     print(f"budget {document['budget_mb']:.0f} MiB, rows above it: {document['above']}")
     sys.exit(document["above"] > 0)

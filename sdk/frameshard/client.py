@@ -951,7 +951,7 @@ def launch(
     :param vram_budget_mb: MiB of VRAM for everything that the sidecar does; 0 is no limit.
     :param device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``emulated``, or a device's name such as ``CUDA0``.
     :param mmproj: path of the GGUF file that reads images for this model.
-    :param draft_model: path of a GGUF file, a small model with the same vocabulary that guesses for this one.
+    :param draft_model: path of a GGUF file, a small model with the same vocabulary that drafts for this one.
     :param n_ctx: tokens of context of each conversation, rounded up to a multiple of 256. `n_parallel` of them run at
         once.
     :param name: of this client, for the sidecar's log.

@@ -378,8 +378,8 @@ def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], P
                 assert ids(old) + ids(events) == ids(whole)
 
 
-def test_guesses_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> None:
-    """Much repeats in it, so much is guessed; a wrong guess must leave no trace in what may come next."""
+def test_drafts_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> None:
+    """Much repeats in it, so much is drafted; a rejected token must leave no trace in what may come next."""
     schema = {"type": "array", "items": {"enum": ["no weapons", "no magic", "no talk"]}, "minItems": 6, "maxItems": 9}
     answers = []
     for speculate in ("auto", "off"):
@@ -389,7 +389,7 @@ def test_guesses_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> N
             jobs = [job(child, schema, seed) for seed in range(4)]
             done = child.finish(*jobs)
             answers.append([text(done[number]) for number in jobs])
-            assert (child.stats()["guessed_tokens"] > 0) == (speculate == "auto")
+            assert (child.stats()["drafted_tokens"] > 0) == (speculate == "auto")
     assert answers[0] == answers[1]
     for answer in answers[0]:
         jsonschema.validate(json.loads(answer), schema)

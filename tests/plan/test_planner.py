@@ -417,7 +417,7 @@ def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[
         assert estimate_fixed(model, 256, 256, 4, overhead_bytes=7) == sizes[0] + 7
 
 
-def test_checking_guesses_costs_little_without_experts_and_much_with_cold_ones() -> None:
+def test_verifying_drafts_costs_little_without_experts_and_much_with_cold_ones() -> None:
     """Eight tokens of one sequence in one step read weights outside VRAM once, but each token experts of its own."""
 
     def eight(model: Model) -> float:

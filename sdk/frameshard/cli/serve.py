@@ -52,12 +52,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--speculate",
         choices=("auto", "off"),
         default="auto",
-        help="auto: guess tokens of answers that repeat themselves or their prompt, where that pays (auto)",
+        help="auto: speculative decoding where it pays; output is unchanged (auto)",
     )
     parser.add_argument(
         "--draft-model",
         metavar="PATH|NAME",
-        help="a small model with the same vocabulary, which guesses what does not repeat, on the CPU (none)",
+        help="a small model with the same vocabulary that drafts tokens on the CPU (none)",
     )
     parser.set_defaults(run=run)
 

@@ -1,31 +1,30 @@
-"""Which tokens to decode next, for whom, and what comes of them.
+"""Scheduling: which tokens to decode next and for which jobs, and the events that follow from it.
 
-A job has one sequence while it runs. Decode steps take the last token of every job that is speaking; prompts are read
-one job at a time in chunks of ``n_ubatch``, a chunk and a decode step in turn, so that a long prompt stops nobody. An
-image in a prompt is two such turns: it is encoded, then read whole.
+A running job has one sequence. A decode step takes the last token of every job that generates. Prompts are prefilled
+one job at a time in chunks of ``n_ubatch``; chunks and decode steps alternate, so that a long prompt stops no other
+job. An image in a prompt takes two such turns: it is encoded, then its embeddings are prefilled.
 
-Guesses: where a text repeats itself or its prompt, a decode step also takes the tokens that will probably follow, if by
-the plan's times more tokens a second come of it. What follows is looked up, or a draft model says it: for each job
-whichever promised more of late, and the time that the draft takes counts. Each row of logits goes through the job's
-sampler as if it had been computed alone, for as long as what is drawn is what was guessed; the rest is taken back. So
-guesses change how fast a text comes, and nothing else. All sequences of a step get the same length: llama.cpp would
-compute what sticks out as a graph of its own, and copy all weights again for that.
+Speculative decoding: a decode step also takes drafted tokens where, by the plan's times, that gives more tokens per
+second. Drafts come from a lookup in the text or from a draft model: for each job from whichever is expected to yield
+more, and the draft model's own time counts. Each row of logits goes through the job's sampler as if it had been decoded
+alone, as long as the sampled token is the drafted one; the rest is removed from the cache. So drafts change how fast an
+answer comes and nothing else. All sequences of a step get the same number of tokens: llama.cpp would compute what
+exceeds the others as a separate graph and copy all streamed weights again.
 
-Going on after an engine's death: a job comes with the tokens that it has said (``resume``), and none of them is said
-again. In planned mode they are read as the end of its prompt, in chunks: 800 tokens take as long as a prompt of 800,
-not as an answer. What follows continues the text, but it need not be the text that an undisturbed run would have had:
-which kernels run, and so the last bits of the logits, depend on the *shapes* in which a sequence was decoded (a chunk
-or a token at a time), and where two tokens are nearly as likely these bits decide. Plans and guesses have shapes of
-their own too, so planned mode promises no more without a death either.
+Resuming after an engine's death: a job comes with the tokens that were sent before (``resume``), and none of them is
+sent again. In planned mode they are prefilled as the end of its prompt: 800 tokens take as long as a prompt of 800
+tokens. The answer continues, but it may differ from that of an undisturbed run: kernels, and so the last bits of the
+logits, depend on the *shapes* in which a sequence was decoded (a chunk or a token at a time), and where two tokens are
+nearly equally likely these bits decide. Plans and drafts change shapes too, so planned mode never promises more.
 
 Stream-only mode promises the same text. There a resumed job repeats the shapes: its prompt in the chunks of the first
-time (``history``, from its "started" event), then its own tokens one at a time, or with the guesses of the first time,
-whose number follows from the text alone. This takes as long as saying them took. Rejected: chunks where they have the
-same bits. On the CPU they had with Q4_1 weights, in all shapes that were tried, and had not with F16; that depends on
-the kernels for each type, shape and length of context, and nothing says so but trying them all.
+run (``history``, from its "started" event), then its own tokens one at a time, or with the drafts of the first run,
+which follow from the text alone. This takes as long as generating them took. Prefilling them in chunks was rejected: on
+the CPU it gave the same bits with Q4_1 weights in all shapes that were tried, and different ones with F16. It depends
+on the kernels for each type, shape and length of context.
 
 Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker. Requests are
-read elsewhere (:mod:`frameshard.engine.request`): a job that comes here has its tokens.
+read in :mod:`frameshard.engine.request`: a job that comes here has its tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameshard.engine.draft import Draft, Guesses, common_prefix
+from frameshard.engine.draft import DraftModel, DraftState, common_prefix
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.engine.sampling import Sampler, SamplingParams
@@ -92,32 +91,32 @@ class Job:
     first_token_at: float = 0.0
     pictures: dict[int, Picture] = field(default_factory=dict)
     lookup: Lookup | None = None
-    """Where guesses are looked up; none where nothing is guessed."""
-    drafted: Guesses | None = None
+    """Drafts by lookup; None where nothing is drafted."""
+    draft_state: DraftState | None = None
     to_read: list[int] = field(default_factory=list)
     """What its sequence has to hold before it speaks: the prompt, and what of ``resume`` is read with it."""
 
     def next_tokens(self, n: int) -> list[int]:
-        """The token that was drawn last and ``n - 1`` guesses, some of them wild."""
+        """The token that was sampled last and ``n - 1`` drafted ones, filled up with copies of the last."""
         tokens = self.produced[-1:]
-        if self.drafted is not None and self.drafted.next:
-            tokens += self.drafted.next
+        if self.draft_state is not None and self.draft_state.next:
+            tokens += self.draft_state.next
         elif self.lookup is not None:
-            tokens += self.lookup.guess(n - 1)
+            tokens += self.lookup.draft(n - 1)
         return tokens + tokens[-1:] * (n - len(tokens))
 
-    def expected(self, n_guesses: int, *, with_draft: bool = False) -> float:
-        """How many tokens a decode with so many guesses will yield on average."""
+    def expected(self, n_drafted: int, *, with_draft: bool = False) -> float:
+        """Expected tokens of a decode with ``n_drafted`` drafted tokens."""
         if self.lookup is None:
             return 1.0
-        looked_up = self.lookup.expected(n_guesses)
-        if with_draft and self.drafted is not None:
-            return max(looked_up, self.drafted.expected(n_guesses))
+        looked_up = self.lookup.expected(n_drafted)
+        if with_draft and self.draft_state is not None:
+            return max(looked_up, self.draft_state.expected(n_drafted))
         return looked_up
 
-    def would_draft(self, n_guesses: int) -> bool:
-        """The draft's guesses promise more than those that are looked up."""
-        return self.expected(n_guesses, with_draft=True) > self.expected(n_guesses)
+    def prefers_draft_model(self, n_drafted: int) -> bool:
+        """The draft model is expected to yield more tokens than the lookup."""
+        return self.expected(n_drafted, with_draft=True) > self.expected(n_drafted)
 
     @property
     def resumed(self) -> bool:
@@ -167,7 +166,7 @@ class Slot:
 class Batcher:
     """The jobs of one :class:`Runtime`. Belongs to the runtime's thread, except for what says [any thread]."""
 
-    def __init__(self, runtime: Runtime, vision: Vision | None = None, draft: Draft | None = None) -> None:
+    def __init__(self, runtime: Runtime, vision: Vision | None = None, draft: DraftModel | None = None) -> None:
         self._runtime = runtime
         self._vision = vision
         self._draft = draft
@@ -180,8 +179,8 @@ class Batcher:
         self._interrupted: set[int] = set()
         self._in_flight: frozenset[int] = frozenset()
         self._prompt_tokens = 0
-        self._guessed = self._guessed_right = 0
-        self._drafted = self._drafted_right = 0
+        self._drafted = self._accepted = 0
+        self._model_drafted = self._model_accepted = 0
         self._stepped: tuple[int, int] | None = None  # sequences and tokens of each, if the last decode was a step
         self._costs: tuple[object, dict[tuple[int, int], float]] = (None, {})
         self.chunk = runtime.n_ubatch
@@ -201,8 +200,8 @@ class Batcher:
 
     def statistics(self) -> dict[str, object]:
         """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and
-        since the load tokens of prompts read, guesses decoded and those of them that were right; of both, those that a
-        draft model made."""
+        since the load tokens of prompts read, tokens drafted and accepted, and the part of both that comes from the
+        draft model."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
@@ -212,10 +211,10 @@ class Batcher:
             "conversations": sum(slot.conversation is not None for slot in self._slots),
             "tokens_per_second": rate,
             "prompt_tokens": self._prompt_tokens,
-            "guessed_tokens": self._guessed,
-            "guessed_right": self._guessed_right,
             "drafted_tokens": self._drafted,
-            "drafted_right": self._drafted_right,
+            "accepted_tokens": self._accepted,
+            "draft_model_tokens": self._model_drafted,
+            "draft_model_accepted": self._model_accepted,
         }
 
     def add(self, job: Job) -> None:
@@ -274,7 +273,7 @@ class Batcher:
         encoded = False
         try:
             if picture is None:
-                batch = [(reading, part)] if reading.reading else self._guessed_batch(jobs)
+                batch = [(reading, part)] if reading.reading else self._batch_with_drafts(jobs)
                 rows = "last" if reading.reading else "all"
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, rows) for job, tokens in batch])
             else:
@@ -386,54 +385,56 @@ class Batcher:
         # Of what was decoded behind them and taken back only the length has left a trace.
         return tokens + tokens[-1:] * (decoded - kept)
 
-    def _guessed_batch(self, speaking: Sequence[Job]) -> list[tuple[Job, list[int]]]:
-        """The last token of each job, and as many guesses as should pay."""
+    def _batch_with_drafts(self, speaking: Sequence[Job]) -> list[tuple[Job, list[int]]]:
+        """The last token of each job, and as many drafted ones as should pay."""
         n, runtime = len(speaking), self._runtime
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in speaking)
         room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
         length, rate = 1, 0.0
         if any(job.lookup is not None and job.lookup.matched for job in speaking):
             length, rate = best_length(
-                lambda n_guesses: sum(job.expected(n_guesses) for job in speaking),
+                lambda n_drafted: sum(job.expected(n_drafted) for job in speaking),
                 lambda n_each: self._seconds(n, n_each),
                 room,
             )
-        if self._draft is not None and any(job.drafted is not None for job in speaking):
+        if self._draft is not None and any(job.draft_state is not None for job in speaking):
             length = self._ask_draft(self._draft, speaking, room, rate) or length
         self._stepped = n, length
         return [(job, job.next_tokens(length)) for job in speaking]
 
-    def _ask_draft(self, draft: Draft, speaking: Sequence[Job], room: int, rate: float) -> int:
-        """If with the draft's guesses more than ``rate`` tokens a second should come, has them made, and returns how
-        many tokens of each job to decode; else, or while the draft still reads, 0."""
+    def _ask_draft(self, draft: DraftModel, speaking: Sequence[Job], room: int, rate: float) -> int:
+        """Drafts with the draft model where that promises more than ``rate`` tokens per second.
+
+        :returns: how many tokens of each job to decode; 0 where it does not pay, and while the draft model still reads.
+        """
         drafting = {
             job_slot(job).seq: job
             for job in speaking
-            if job.drafted is not None and draft.has_room(len(job_slot(job).tokens) + room)
+            if job.draft_state is not None and draft.has_room(len(job_slot(job).tokens) + room)
         }
         texts = {seq: job_slot(job).tokens + job.produced[-1:] for seq, job in drafting.items()}
         unread = {seq: draft.unread(seq, text) for seq, text in texts.items()}
         n_left = min((job.max_new - len(job.produced) for job in drafting.values()), default=0)
 
-        def expected(n_guesses: int) -> float:
-            return sum(job.expected(n_guesses, with_draft=True) for job in speaking)
+        def expected(n_drafted: int) -> float:
+            return sum(job.expected(n_drafted, with_draft=True) for job in speaking)
 
         def seconds(n_each: int) -> float:
-            seqs = [seq for seq, job in drafting.items() if job.would_draft(n_each - 1)]
+            seqs = [seq for seq, job in drafting.items() if job.prefers_draft_model(n_each - 1)]
             late = sum(unread[seq] - 1 for seq in seqs)
             return self._seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late, n_left)
 
         length, rate_with_draft = best_length(expected, seconds, room)
-        asked = {seq: texts[seq] for seq, job in drafting.items() if job.would_draft(length - 1)}
+        asked = {seq: texts[seq] for seq, job in drafting.items() if job.prefers_draft_model(length - 1)}
         if not asked or rate_with_draft <= rate:
             draft.pass_over()
             return 0
-        guesses = draft.guess(asked, length - 1)
-        for seq, tokens in guesses.items():
-            drafted = drafting[seq].drafted
-            assert drafted is not None
-            drafted.next = tokens
-        return length if guesses else 0
+        drafts = draft.draft(asked, length - 1)
+        for seq, tokens in drafts.items():
+            draft_state = drafting[seq].draft_state
+            assert draft_state is not None
+            draft_state.next = tokens
+        return length if drafts else 0
 
     def _seconds(self, n_seq: int, n_each: int) -> float:
         plan, known = self._costs
@@ -442,7 +443,7 @@ class Batcher:
             self._costs = (self._runtime.plan, known)
         shape = n_seq, n_each
         if shape not in known:
-            known[shape] = self._runtime.guess_seconds(n_seq, n_each)
+            known[shape] = self._runtime.verify_seconds(n_seq, n_each)
         return known[shape] + (self._runtime.rebuild_seconds if shape != self._stepped else 0.0)
 
     def _start_queued(self) -> list[Event]:
@@ -501,7 +502,7 @@ class Batcher:
         job.started_at = time.monotonic()
         if self._draft is not None and job.lookup is not None and not job.pictures:  # a draft reads text alone
             self._draft.check_file()
-            job.drafted = Guesses()
+            job.draft_state = DraftState()
             if exact:
                 self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
         matcher = self._runtime.schemas.matcher(job.grammar) if job.grammar else None
@@ -556,7 +557,7 @@ class Batcher:
     def _speak(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[Event]:
         """A token from each row, as long as it is the one that was decoded for the next row."""
         events: list[Event] = []
-        drafted = job.drafted is not None and bool(job.drafted.next)
+        by_model = job.draft_state is not None and bool(job.draft_state.next)
         refusal: BadArgument | None = None
         for kept, row in enumerate(rows, 1):
             try:
@@ -568,11 +569,11 @@ class Batcher:
                 break
         if tokens:
             self._keep(job_slot(job), tokens, kept)
-            self._guessed += len(tokens) - 1
-            self._guessed_right += kept - 1
-            if drafted:
-                self._drafted += len(tokens) - 1
-                self._drafted_right += kept - 1
+            self._drafted += len(tokens) - 1
+            self._accepted += kept - 1
+            if by_model:
+                self._model_drafted += len(tokens) - 1
+                self._model_accepted += kept - 1
         if refusal is not None:
             events.append(self._end(job, {"ev": "failed", "job": job.id, "error": refusal.to_wire()}))
         if reason is not None:
@@ -603,8 +604,8 @@ class Batcher:
         job.produced.append(token)
         if job.lookup is not None:
             job.lookup.add(token)
-        if job.drafted is not None:
-            job.drafted.add(token)
+        if job.draft_state is not None:
+            job.draft_state.add(token)
         if self._runtime.is_end(token):
             return job.text.finish(), "stop"
         text = job.text.push(self._runtime.piece(token))

@@ -1,11 +1,11 @@
-"""A small model with the same vocabulary guesses what the large one will say: speculative decoding (Leviathan et al.,
-2023). It says what it holds most likely; what is drawn from the large model's logits is all that counts.
+"""Drafts tokens with a small model of the same vocabulary: speculative decoding (Leviathan et al., 2023).
 
-The draft is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: weights, keys and values are in host memory, and
-neither the shard device nor a lease knows of it. Its context is the large model's, but all of it is taken at once and
-therefore limited; longer texts are not guessed. It computes between the large model's decodes, with as many threads.
-What it holds of a sequence is the text so far, right guesses included, and can be read again: nothing of a draft is
-ever saved.
+The draft model drafts greedily. The target model samples every token of the answer from its own logits.
+
+The draft model is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: its weights and KV cache are in host
+memory, outside the ledger and the budget. Its context is as long as the target's, but it is allocated at once and
+therefore limited; longer texts are not drafted for. It computes between the decodes of the target, with as many
+threads. Its KV cache is never saved: it can be computed again from the text.
 """
 
 from __future__ import annotations
@@ -19,59 +19,63 @@ from frameshard.engine.runtime import EngineConfig, Rows, Runtime
 from frameshard.errors import BadModel, Unsupported
 
 CONTEXT = 16384
-"""Tokens of context of all sequences at most."""
+"""Most tokens of context, of all sequences together."""
 
 CHUNK = 256
-"""Tokens that are read before one decode at most, so that a long prompt holds up nobody."""
+"""Most tokens of prefill between two decodes of the target, so that a long prompt delays no other job."""
 
-# Vocabularies of one family may differ by so many tokens at the end and in the first few; llama.cpp allows as much.
+# Vocabularies of one family may differ in the number of tokens at the end and in the first tokens. llama.cpp has the
+# same limits.
 _PADDING = 128
 _FIRST = 5
-# Of a decode's time, what a guess takes in stream-only mode, times what the draft's file is of the model's: memory is
-# read two to five times as fast as a link copies. And what reading a token takes of that.
+# In stream-only mode costs must not depend on measured times. There a drafted token costs this share of a decode, times
+# the size of the draft model's file relative to the target's: host memory is read two to five times as fast as a link
+# copies. A token of prefill costs _PREFILL_COST of a drafted token.
 _SHARE = 0.3
-_READING = 0.125
-_SPREAD = 64  # decodes that have to make up for reading a text, if the answers last that long
-_NEWS = 0.1  # what a new measurement weighs beside the older ones
-_FADING = 0.995  # what is left of the times that were measured, by each decode that goes without the draft
+_PREFILL_COST = 0.125
+_SPREAD = 64  # most decodes over which the cost of a prefill is spread
+_NEW_WEIGHT = 0.1  # of a new measurement in the moving average
+_FADING = 0.995  # factor of the measured times for each decode without the draft model
 
-_MEMORY = 0.95  # what an older guess weighs beside the next token
-_DOUBT = 4.0  # guesses that it takes to be half as sure of the text's own rate as of the usual one
-_USUAL = 0.6  # how often a draft's guess is right
+_DECAY = 0.95  # weight of an observation relative to the next one
+_PRIOR_WEIGHT = 4.0  # observations that the usual rate counts as
+_USUAL = 0.6  # usual acceptance rate
 
 
-class Guesses:
-    """The draft's guesses for one answer, and what they were worth of late: by the text alone, as for a lookup."""
+class DraftState:
+    """What the draft model has drafted for one answer, and its recent acceptance rate. Depends on the text alone."""
 
     def __init__(self) -> None:
         self.next: list[int] = []
-        """What the draft says comes next."""
-        self._right = self._tried = 0.0
+        """Drafted tokens that follow the text so far."""
+        self._accepted = self._tried = 0.0
 
     def add(self, token: int) -> None:
-        """The answer goes on with ``token``."""
-        self._right *= _MEMORY
-        self._tried *= _MEMORY
+        """Appends ``token`` to the answer."""
+        self._accepted *= _DECAY
+        self._tried *= _DECAY
         if self.next:
-            right = token == self.next.pop(0)
+            accepted = token == self.next.pop(0)
             self._tried += 1
-            self._right += right
-            if not right:
+            self._accepted += accepted
+            if not accepted:
                 self.next.clear()
 
     def expected(self, n: int) -> float:
-        """How many tokens a decode with ``n`` guesses will yield on average; see :meth:`Lookup.expected`."""
-        rate = (self._right + _DOUBT * _USUAL) / (self._tried + _DOUBT)
+        """Expected tokens of a decode with ``n`` drafted tokens; see :meth:`Lookup.expected`."""
+        rate = (self._accepted + _PRIOR_WEIGHT * _USUAL) / (self._tried + _PRIOR_WEIGHT)
         return sum(rate**i for i in range(n + 1))
 
 
-class Draft:
-    """The draft model in the file ``path`` for ``target``, whose thread it belongs to and whose abort is its own.
+class DraftModel:
+    """A loaded draft model. It belongs to the thread of ``target``; an abort of the target aborts it too.
 
+    :param target: the runtime of the model that it drafts for.
+    :param path: the draft model's GGUF file.
     :raises ModelNotFound: no such file.
-    :raises BadModel: not a GGUF that can be served, or one with another vocabulary.
-    :raises Unsupported: a model of a kind that cannot guess.
-    :raises OutOfMemory: the host refuses the memory.
+    :raises BadModel: the file is damaged, or the vocabulary differs from the target's.
+    :raises Unsupported: a model of a kind that cannot draft.
+    :raises OutOfMemory: host memory was refused.
     """
 
     def __init__(self, target: Runtime, path: str) -> None:
@@ -88,7 +92,8 @@ class Draft:
         try:
             if not self._runtime.can_go_back:
                 raise Unsupported(
-                    "a draft model has to take tokens back, and this one cannot (recurrent states): choose another",
+                    "a draft model must be able to remove tokens from its cache, and this one has a recurrent state: "
+                    "choose another",
                     arch=self._runtime.model_info.arch,
                 )
             self._check_vocabulary()
@@ -102,67 +107,74 @@ class Draft:
             raise
 
     def has_room(self, n_tokens: int) -> bool:
-        """Texts of so many tokens, guesses included, can be guessed."""
+        """A text of ``n_tokens``, drafted ones included, fits the context."""
         return n_tokens <= self._runtime.n_ctx_seq
 
-    def guess(self, texts: Mapping[int, Sequence[int]], n: int) -> dict[int, list[int]]:
-        """The next ``n`` tokens of each text, by its sequence; none yet while too much of them has to be read first, of
-        which each call does a chunk.
+    def draft(self, texts: Mapping[int, Sequence[int]], n: int) -> dict[int, list[int]]:
+        """Drafts the next ``n`` tokens of each text.
 
+        :param texts: texts by sequence.
+        :returns: drafted tokens by sequence; empty while too much of the texts has to be read first. Each such call
+            reads up to :data:`CHUNK` tokens.
         :raises DecodeAborted: the target's abort is in force.
-        :raises FrameshardError: llama.cpp failed. The draft must not be used any more.
+        :raises FrameshardError: llama.cpp failed. The draft model must not be used any more.
         """
         unread: dict[int, Sequence[int]] = {}
         for seq, text in sorted(texts.items()):
             if not self.unread(seq, text):
-                self._cut(seq, len(text) - 1)  # its logits are what comes next
+                self._cut(seq, len(text) - 1)  # decode the last token again: its logits predict the next one
             unread[seq] = text[len(self._held[seq]) :]
         if sum(map(len, unread.values())) > self._runtime.n_ubatch:
             longest = max(unread, key=lambda seq: len(unread[seq]))
             self._decode({longest: unread[longest][: self._runtime.n_ubatch]})
             return {}
-        guessed: dict[int, list[int]] = {seq: [] for seq in unread}
+        drafted: dict[int, list[int]] = {seq: [] for seq in unread}
         for _ in range(n):
-            said = self._decode(unread)
-            for seq, token in said.items():
-                guessed[seq].append(token)
-            unread = {seq: [token] for seq, token in said.items()}
-        return guessed
+            likeliest = self._decode(unread)
+            for seq, token in likeliest.items():
+                drafted[seq].append(token)
+            unread = {seq: [token] for seq, token in likeliest.items()}
+        return drafted
 
     def unread(self, seq: int, text: Sequence[int]) -> int:
-        """How many tokens of ``text`` the draft has not read yet. What else it held of ``seq`` is forgotten."""
+        """How many tokens of ``text`` are not in the cache of ``seq`` yet. Tokens there that differ from ``text`` are
+        removed."""
         held = self._held[seq]
         if text[: len(held)] != held:
             self._cut(seq, common_prefix(held, text))
         return len(text) - len(held)
 
     def forget(self, seq: int) -> None:
-        """What sequence ``seq`` holds will be read again."""
+        """Empties sequence ``seq``."""
         self._cut(seq, 0)
 
-    def seconds(self, n_seq: int, n_guesses: int, n_unread: int, n_left: int) -> float:
-        """What it takes to guess so many tokens of each of ``n_seq`` texts, and a share of what it takes to read
-        ``n_unread`` of them all first, when answers go on for ``n_left``: by what it took so far. In stream-only mode a
-        multiple as of :meth:`Runtime.guess_seconds`, by the text so far alone."""
+    def seconds(self, n_seq: int, n_drafted: int, n_unread: int, n_left: int) -> float:
+        """Predicted time of a draft, from recent measurements. In stream-only mode a multiple of a decode's time as in
+        :meth:`Runtime.verify_seconds`, which depends on the arguments alone.
+
+        :param n_seq: texts that are drafted for.
+        :param n_drafted: tokens of each of them.
+        :param n_unread: tokens of prefill that come first, of all texts together; a share of it counts.
+        :param n_left: tokens that the answers still have, over which the prefill is spread.
+        """
         if not n_seq:
             return 0.0
         if self._target.mode == "stream_only":
-            return self._share * (n_guesses + _READING * n_unread / _SPREAD)
-        reading_s = self._token_s * n_unread / min(_SPREAD, n_left)
-        return self._fading * (self.step_seconds(n_seq) * n_guesses + reading_s)
+            return self._share * (n_drafted + _PREFILL_COST * n_unread / _SPREAD)
+        prefill_s = self._token_s * n_unread / min(_SPREAD, n_left)
+        return self._fading * (self.step_seconds(n_seq) * n_drafted + prefill_s)
 
     def pass_over(self) -> None:
-        """The draft was not worth its time: after many such decodes it is asked again, for what it took last may have
-        been a busy moment's figure."""
+        """Notes a decode without the draft model. The measured times fade with each, so that the draft model is tried
+        again: the last measurement may have been an outlier."""
         self._fading *= _FADING
 
     def step_seconds(self, n_seq: int) -> float:
-        """What the next token of each of ``n_seq`` texts took of late; that of fewer texts until as many were asked
-        for."""
+        """Recent time of one decode with ``n_seq`` sequences; that of fewer sequences until so many were decoded."""
         return self._step_s[max(n for n in self._step_s if n <= n_seq)]
 
     def check_file(self) -> None:
-        """:raises BadModel: the draft's file was changed in place since it was loaded."""
+        """:raises BadModel: the draft model's file was changed in place since it was loaded."""
         self._runtime.check_file()
 
     def close(self) -> None:
@@ -209,24 +221,24 @@ class Draft:
         self._runtime.clear(0)
 
     def _decode(self, texts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Reads on, and says of each text what comes next."""
+        """Decodes ``texts``, by sequence, and returns the likeliest next token of each."""
         runtime, n, n_seq = self._runtime, sum(map(len, texts.values())), len(texts)
         start = time.perf_counter()
-        # The larger model may have a few tokens more, which no text has.
+        # The target may have a few more tokens at the end of its vocabulary, which are padding.
         rows = [Rows(seq, [min(token, runtime.n_vocab - 1) for token in text]) for seq, text in texts.items()]
         outputs = runtime.decode(rows)
         for seq, text in texts.items():
             self._held[seq] += text
         n_vocab = self._target.n_vocab
-        said = {seq: int(runtime.logits(row)[:n_vocab].argmax()) for seq, row in zip(texts, outputs, strict=True)}
+        likeliest = {seq: int(runtime.logits(row)[:n_vocab].argmax()) for seq, row in zip(texts, outputs, strict=True)}
         took = time.perf_counter() - start
         self._fading = 1.0
-        if n <= 2 * n_seq:  # a decode begins with the token that no guess was needed for
+        if n <= 2 * n_seq:  # drafting, not prefill: the first decode of a draft may have two tokens
             known = self._step_s.setdefault(n_seq, took)
-            self._step_s[n_seq] = known + _NEWS * (took - known)
+            self._step_s[n_seq] = known + _NEW_WEIGHT * (took - known)
         else:
-            self._token_s += _NEWS * (took / n - self._token_s)
-        return said
+            self._token_s += _NEW_WEIGHT * (took / n - self._token_s)
+        return likeliest
 
     def _cut(self, seq: int, length: int) -> None:
         del self._held[seq][length:]
@@ -234,7 +246,7 @@ class Draft:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with together."""
+    """Length of the common prefix of two texts."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -1,11 +1,12 @@
-"""What a sequence may say next, looked up in what it has said: prompt lookup decoding (Saxena, 2023).
+"""Drafts tokens by a lookup in the text so far: prompt lookup decoding (Saxena, 2023).
 
-The last tokens are sought among the earlier ones of prompt and answer; what followed there is the guess. What a guess
-is worth is learned from the answer itself: with every token that comes, guessed or not, it is noted whether the guess
-of that moment was right, by the length of the match. So a text that does not repeat costs next to nothing, and one that
-begins to is noticed, without a guess being decoded for that.
+The last tokens of the sequence are searched for in its earlier text (prompt and answer). The tokens that followed there
+are the draft. The acceptance rate is learned from the answer itself, by length of the match: every new token is
+compared with the one that the lookup predicted, whether or not that one was decoded. A text that does not repeat
+therefore costs next to nothing.
 
-All this depends on the tokens alone: the same text makes the same guesses, also when it is read again after a crash.
+Everything here depends on the tokens alone: the same text gives the same drafts, also when an engine reads it again
+after a crash.
 """
 
 from __future__ import annotations
@@ -14,63 +15,66 @@ from collections.abc import Callable, Sequence
 
 SHORTEST = 2
 LONGEST = 16
-"""Tokens that a match is at least and that are counted at most."""
+"""Least length of a match in tokens, and the most that is counted."""
 
-_LENGTHS = (2, 4, 8, 16)  # of a step with guesses; few, for a graph of a new length is built and planned anew
-_LEAST_GAIN = 1.03
-_PLACES = 16  # earlier places that are compared, the latest first
-_MEMORY = 0.95  # what an older guess weighs beside the next one
-_DOUBT = 4.0  # guesses that it takes to be half as sure of the text's own rate as of the usual one
-# How often guesses by matches of 2, 3, 4-5, 6-9 and more tokens are right in an ordinary answer.
+_LENGTHS = (2, 4, 8, 16)  # tokens of each sequence in one graph; few values, because each new one rebuilds the graph
+_LEAST_GAIN = 1.03  # in tokens per second, below which nothing is drafted
+_PLACES = 16  # earlier matches that are compared, the latest first
+_DECAY = 0.95  # weight of an observation relative to the next one
+_PRIOR_WEIGHT = 4.0  # observations that the usual rate counts as
+# Usual acceptance rates after matches of 2, 3, 4-5, 6-9 and more tokens.
 _USUAL = (0.35, 0.6, 0.7, 0.8, 0.9)
 _CLASSES = (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * (LONGEST - 9))
 
 
 class Lookup:
-    """The guesses for one sequence, which begins with ``prompt``. Negative tokens (of images) are never guessed."""
+    """Drafts for one sequence.
+
+    :param prompt: the tokens that it begins with. Negative ones stand for images and are never drafted.
+    """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, int], list[int]] = {}  # where something followed these two
-        self._right = [rate * _DOUBT for rate in _USUAL]
-        self._tried = [_DOUBT] * len(_USUAL)
+        self._after: dict[tuple[int, int], list[int]] = {}  # positions that follow these two tokens
+        self._accepted = [rate * _PRIOR_WEIGHT for rate in _USUAL]
+        self._tried = [_PRIOR_WEIGHT] * len(_USUAL)
         for token in prompt:
             self._append(token)
         self._find()
 
     @property
     def matched(self) -> bool:
-        """There is a guess."""
+        """The lookup has a draft."""
         return self._match > 0
 
     def add(self, token: int) -> None:
-        """The sequence goes on with ``token``."""
+        """Appends ``token`` to the sequence."""
         if self._match:
             kind = _CLASSES[self._match]
-            self._tried[kind] = self._tried[kind] * _MEMORY + 1
-            self._right[kind] = self._right[kind] * _MEMORY + (token == self._tokens[self._at])
+            self._tried[kind] = self._tried[kind] * _DECAY + 1
+            self._accepted[kind] = self._accepted[kind] * _DECAY + (token == self._tokens[self._at])
         self._append(token)
         self._find()
 
-    def guess(self, n: int) -> list[int]:
-        """The next ``n`` tokens; fewer where an image follows, none without a match."""
-        guessed: list[int] = []
+    def draft(self, n: int) -> list[int]:
+        """Drafts the next ``n`` tokens; fewer where an image follows, none without a match."""
+        drafted: list[int] = []
         if self._match:
             for at in range(self._at, self._at + n):
-                # A guess that reaches the end goes on with itself: that is what a text does that goes round.
-                token = self._tokens[at] if at < len(self._tokens) else guessed[at - len(self._tokens)]
+                # A draft that reaches the end of the text continues with its own beginning: the text is periodic.
+                token = self._tokens[at] if at < len(self._tokens) else drafted[at - len(self._tokens)]
                 if token < 0:
                     break
-                guessed.append(token)
-        return guessed
+                drafted.append(token)
+        return drafted
 
     def expected(self, n: int) -> float:
-        """How many tokens a decode with ``n`` guesses will yield on average: the one that is certain, and of the
-        guesses those before the first wrong one."""
+        """Expected tokens of a decode with ``n`` drafted tokens: one, and the drafted ones before the first that is
+        rejected."""
         total = chance = 1.0
         for match in range(self._match, self._match + n) if self._match else ():
             kind = _CLASSES[min(match, LONGEST)]
-            chance *= self._right[kind] / self._tried[kind]
+            chance *= self._accepted[kind] / self._tried[kind]
             total += chance
         return total
 
@@ -81,7 +85,7 @@ class Lookup:
             self._after.setdefault((first, second), []).append(len(self._tokens) - 1)
 
     def _find(self) -> None:
-        """The earlier place whose past is the longest like the present one, the latest of several."""
+        """Finds the longest match of the last tokens, the latest of several."""
         tokens, end = self._tokens, len(self._tokens)
         self._match = self._at = 0
         if end < SHORTEST or min(tokens[-2:]) < 0:
@@ -97,9 +101,13 @@ class Lookup:
 
 
 def best_length(expected: Callable[[int], float], seconds: Callable[[int], float], room: int) -> tuple[int, float]:
-    """How many tokens of each sequence to decode, at most ``room``, and how many tokens a second come of it: as many as
-    yield the most, when ``n`` guesses for each yield ``expected(n)`` tokens and a step of ``n`` tokens each takes
-    ``seconds(n)``."""
+    """Chooses how many tokens of each sequence to decode in one graph.
+
+    :param expected: expected tokens of all sequences together with ``n`` drafted tokens each.
+    :param seconds: time of a graph with ``n`` tokens of each sequence.
+    :param room: the most tokens of each sequence.
+    :returns: tokens of each sequence, and the expected tokens per second.
+    """
     best, most = 1, _LEAST_GAIN * expected(0) / seconds(1)
     for length in _LENGTHS:
         if length > room:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from frameshard.engine.batch import Batcher, Event, Job
-from frameshard.engine.draft import Draft
+from frameshard.engine.draft import DraftModel
 from frameshard.engine.prepare import Preparation
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import DecodeAborted, EngineConfig, Runtime
@@ -274,14 +274,14 @@ class Engine:
         self._loaded.set()
         self._channel.send({"ev": "ready", "info": {**self._info(), "load_s": time.monotonic() - started}})
 
-    def _make_draft(self, runtime: Runtime) -> Draft | None:
+    def _make_draft(self, runtime: Runtime) -> DraftModel | None:
         if not runtime.config.draft_model:
             return None
-        if not runtime.may_guess:
-            logger.warning("the draft model is not loaded: nothing is guessed (speculate off, CPU or recurrent model)")
+        if not runtime.can_speculate:
+            logger.warning("the draft model is not loaded: nothing is drafted (speculate off, CPU or recurrent model)")
             return None
         self._loading = runtime.config.draft_model
-        return Draft(runtime, runtime.config.draft_model)
+        return DraftModel(runtime, runtime.config.draft_model)
 
     def _prepared(self, number: object, outcome: Job | FrameshardError) -> None:
         """[any thread] A request has been read."""

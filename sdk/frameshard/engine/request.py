@@ -66,7 +66,7 @@ class RequestReader:
             text=TextStream(sampling.stop),
             grammar=grammar,
             pictures=pictures,
-            lookup=Lookup(prompt) if runtime.guesses else None,
+            lookup=Lookup(prompt) if runtime.speculates else None,
         )
 
     def _prompt(self, message: Mapping[str, object], n_answer: int) -> tuple[list[int], dict[int, Picture]]:

@@ -90,7 +90,7 @@ KV_PAGE = 256
 REPLAN_SHARE = 16
 """A new plan is made when keys and values have grown or shrunk by more than one in so many bytes of the budget."""
 # Of a token's time, what another one in the same decode costs while weights are streamed.
-_GUESS_COST = 0.04
+_VERIFY_COST = 0.04
 _REBUILD_S = 60e-6  # of a layer; measured on 2 slow cores, resident 45e-6 and streamed 80e-6
 
 
@@ -110,9 +110,9 @@ class EngineConfig:
     how keys and values are kept.
     ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
     emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
-    have the same bits at any budget. ``speculate`` "off" decodes no guessed tokens. ``n_outputs_max`` is how many rows
+    have the same bits at any budget. ``speculate`` "off" drafts no tokens. ``n_outputs_max`` is how many rows
     of logits one decode may ask for; 0 means as many as the others need. ``mmproj`` is the GGUF file that reads images
-    for this model, "" for none; ``draft_model`` a GGUF file whose model guesses for this one, "" for none.
+    for this model, "" for none; ``draft_model`` a GGUF file whose model drafts for this one, "" for none.
 
     :raises BadArgument: a value is of the wrong type or out of range.
     """
@@ -375,7 +375,7 @@ class Runtime:
         params.n_ubatch = config.n_ubatch
         params.n_seq_max = config.n_parallel
         params.type_k = params.type_v = KV_TYPES[config.kv_type]
-        rows = logits_rows(config.n_parallel, config.n_ubatch, may_guess=self.may_guess)
+        rows = logits_rows(config.n_parallel, config.n_ubatch, can_speculate=self.can_speculate)
         params.n_outputs_max = config.n_outputs_max or rows
         params.n_threads = self.n_threads
         params.n_threads_batch = self.n_threads
@@ -408,9 +408,9 @@ class Runtime:
         return not (llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model))
 
     @property
-    def may_guess(self) -> bool:
-        """Guessed tokens may be decoded: a wrong one can be taken back, and there is a shard device, whose plan says
-        what it costs."""
+    def can_speculate(self) -> bool:
+        """Drafted tokens can be decoded: a rejected one can be removed from the cache, and there is a shard device,
+        whose plan predicts the cost."""
         return self.config.speculate == "auto" and self.device is not None and self.can_go_back
 
     def _make_batch(self) -> None:
@@ -619,17 +619,17 @@ class Runtime:
         return self._lengths[seq]
 
     @property
-    def guesses(self) -> bool:
-        """Guessed tokens are worth a look. In stream-only mode nothing but the text may decide how many, and of a
-        mixture of experts each would have to copy experts of its own."""
-        return self.may_guess and (self.mode == "planned" or not self.model_info.n_expert_used)
+    def speculates(self) -> bool:
+        """Speculative decoding may pay. In stream-only mode the number of drafted tokens must follow from the text
+        alone, and each token of a mixture of experts would copy experts of its own."""
+        return self.can_speculate and (self.mode == "planned" or not self.model_info.n_expert_used)
 
-    def guess_seconds(self, n_seq: int, n_each: int) -> float:
+    def verify_seconds(self, n_seq: int, n_each: int) -> float:
         """Predicted time of a decode of ``n_each`` tokens of each of ``n_seq`` sequences; in stream-only mode as a
         multiple of one token's, the same at any budget."""
         assert self.plan is not None
         if self.plan.mode == "stream_only":
-            return 1.0 + _GUESS_COST * (n_each - 1)
+            return 1.0 + _VERIFY_COST * (n_each - 1)
         return self.plan.predicted_decode_s(n_seq, n_each)
 
     @property

@@ -205,7 +205,7 @@ class Vision:
 
     @property
     def marker(self) -> str:
-        """Stands for an image in a prompt. Nobody who writes a prompt can guess it."""
+        """Stands for an image in a prompt. It is random, so that no prompt can contain it."""
         return self._marker
 
     def tokenize(self, prompt: str, images: Sequence[Image], *, add_special: bool) -> list[list[int] | Picture]:

@@ -82,7 +82,7 @@ _PASSING = 32  # kPassing of the shard device: slots of the cache that keep noth
 # A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
 _KV_BLOCK = 32  # values that share a scale in both quantised types
-_CHECKED = 32  # rows in which guessed tokens are checked, of all sequences together
+_VERIFIED = 32  # most rows in which drafted tokens are verified, of all sequences together
 LEAST_UBATCH = 256
 PLAIN_UBATCH = 512
 """Prompt tokens computed at once where nothing is known of budgets."""
@@ -307,7 +307,7 @@ def estimate_fixed(
     # Of attention, in 16 bits; with sliding windows there is a second one.
     n_masks = 0 if not any(_kv_values(model)) else 2 if model.integer("attention.sliding_window") else 1
     mask = 2 * n_tokens * cells * n_masks
-    logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, may_guess=not _recurrent_values(model))
+    logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, can_speculate=not _recurrent_values(model))
     # The head comes last and takes the place of the layers' activations, but for the last layer's.
     graph = mask + max(round(activations), logits + 12 * n_tokens * model.n_embd) + 64 * n_tokens
     core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
@@ -348,9 +348,9 @@ def estimate_context(
     return Context(used, whole, _rounded(largest, unit_bytes), kv_type)
 
 
-def logits_rows(n_parallel: int, n_ubatch: int, *, may_guess: bool) -> int:
-    """Rows of logits that one graph may yield: one for each sequence, or more where guesses are checked."""
-    return max(n_parallel, min(_CHECKED, n_ubatch)) if may_guess else n_parallel
+def logits_rows(n_parallel: int, n_ubatch: int, *, can_speculate: bool) -> int:
+    """Rows of logits that one graph may yield: one for each sequence, or more where drafted tokens are verified."""
+    return max(n_parallel, min(_VERIFIED, n_ubatch)) if can_speculate else n_parallel
 
 
 def choose_ubatch(
@@ -838,11 +838,11 @@ class _Graph:
         # What must come from host memory of what is not resident: experts that are used and not cached.
         n_cached = costs.n_cached if one_at_a_time else costs.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
-        # Whole tensors begin to stream with the experts of the graph before, for a guess: as many as twice the tokens
-        # use.
-        guessed = 1 - (1 - costs.likely) ** (2 * n_tokens)
-        guessed_cached = _first(guessed, costs.n_cached_in_prompts)
-        guessed_anew = float(guessed.sum()) - guessed_cached
+        # Copies of whole tensors begin before the router has chosen, with the experts that the graph before used: about
+        # as many as twice the tokens use.
+        predicted = 1 - (1 - costs.likely) ** (2 * n_tokens)
+        predicted_cached = _first(predicted, costs.n_cached_in_prompts)
+        predicted_anew = float(predicted.sum()) - predicted_cached
         touched = costs.n_bytes * share_used
         self.uncached = np.where(costs.missing, 1 - cached, 1.0)
         self.fetched = touched * self.uncached
@@ -871,13 +871,13 @@ class _Graph:
         device_s = self.on_device + costs.kernels_s + n_tokens * costs.passes_s
         cpu_s = self.on_host * (1 - share) + costs.meetings_s
         # Experts are copied matrix by matrix, neighbours in one piece.
-        share_copied = guessed_anew / max(guessed.size, 1)
+        share_copied = predicted_anew / max(predicted.size, 1)
         runs_rate = profile.copy_rate(costs.matrix_bytes / max(1 - share_copied, 1e-3))
         copy_s = np.where(missing, costs.n_bytes * share_copied * (1 - share) / runs_rate, costs.copy_s)
         shared_s = self.on_device * share
         turns = costs.handoffs
         # Cached ones are copied within the device, each matrix by itself.
-        asked_s = costs.turn_s + _WITHIN_S * guessed_cached * costs.n_tensors
+        asked_s = costs.turn_s + _WITHIN_S * predicted_cached * costs.n_tensors
         self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
         self.expert_stream_share = 0.0
         copied_s = np.zeros(len(costs.ladder))

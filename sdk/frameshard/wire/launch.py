@@ -62,10 +62,10 @@ class ServeConfig:
     :param n_threads: 0 is half of the CPUs.
     :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
     :param mode: ``planned``, or ``stream_only`` for the same bits at any budget.
-    :param speculate: ``auto`` guesses tokens of an answer that repeats itself or its prompt, and computes several in
-        the time of one where that pays; ``off`` never does.
+    :param speculate: ``auto`` drafts tokens that repeat the prompt or the answer and verifies them together where that
+        pays; output is unchanged. ``off`` drafts none.
     :param draft_model: path of a GGUF file, a small model with the same vocabulary: on the CPU and in host memory alone
-        it guesses what does not repeat, where that pays; "" for none.
+        it drafts what does not repeat, where that pays; "" for none.
     :param kv_type: how keys and values are kept: ``f16``, or with half of that (``q8_0``) or little more than a quarter
         (``q4_0``) for the same context, at some loss (SmolLM2-135M over 1,536 tokens: a perplexity of 31.2, 31.2 and
         32.5). A model whose heads are no multiple of 32 cannot. The floor does not get lower by it on NVIDIA's GPUs,
