@@ -1,14 +1,19 @@
 """Strict conversion of a map to a frozen dataclass: for the protocol's messages and for the engine's.
 
-The annotation of a field is its check: a function that takes the value from msgpack and returns the typed value, or
-raises :class:`Refused`. Fields without a default are required and unknown fields are refused. An integer is never taken
-for a boolean, nor a float for an integer.
+The annotation of a field says what the field takes, and may end with one line of text for people::
+
+    temperature: Annotated[float, number(0, 5), "0 is greedy."] = 0.8
+
+Everything that mirrors a message (documents, bindings) is generated from these annotations; see bindings/generate.
+Fields without a default are required and unknown fields are refused. An integer is never taken for a boolean, nor a
+float for an integer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,146 +21,234 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from frameshard.wire import codec
 
 T = TypeVar("T")
-Check = Callable[[Any], Any]
 
 
 class Refused(ValueError):
     """A field does not take its value. ``str()`` names the field and the reason."""
 
+    def __init__(self, reason: str, field: str = "") -> None:
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.field = field
 
-def integer(low: int = 0, high: int = codec.MAX_ID) -> Check:
-    def check(value: Any) -> int:
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """What a field takes.
+
+    :param description: the same as data, as bindings/manifest.json has it.
+    :param take: the typed value of what msgpack gave, or raises :class:`Refused`. Its second argument is true for
+        strict: unknown fields and unknown words are refused.
+    """
+
+    description: Mapping[str, Any]
+    take: Callable[[Any, bool], Any]
+
+
+@dataclass(frozen=True)
+class Default:
+    """In an annotation: a default that depends on the machine, in words for people."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a message or record."""
+
+    name: str
+    check: Check
+    required: bool
+    default: Any
+    """``dataclasses.MISSING`` where it is required."""
+    text: str
+    default_words: str
+
+
+def integer(low: int = 0, high: int = codec.MAX_ID, unit: str = "") -> Check:
+    def take(value: Any, strict: bool) -> int:
         if type(value) is not int or not low <= value <= high:
             raise Refused(f"must be an integer from {low} to {high}")
         return value
 
-    return check
+    return Check({"type": "int", "min": low, "max": high, **_unit(unit)}, take)
 
 
-def number(low: float, high: float) -> Check:
-    def check(value: Any) -> float:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise Refused(f"must be a number from {low} to {high}")
+def number(low: float, high: float, unit: str = "", *, or_zero: bool = False) -> Check:
+    """
+    :param or_zero: 0 is taken as well, although it is below `low`.
+    """
+    zero = "0 or " if or_zero else ""
+
+    def take(value: Any, strict: bool) -> float:
+        if type(value) not in (int, float) or not (low <= value <= high or (or_zero and value == 0)):
+            raise Refused(f"must be {zero}a number from {low} to {high}")
         return float(value)
 
-    return check
+    return Check(
+        {"type": "number", "min": low, "max": high, **({"or_zero": True} if or_zero else {}), **_unit(unit)}, take
+    )
 
 
 def text(limit: int, least: int = 0) -> Check:
-    def check(value: Any) -> str:
+    """
+    :param limit: bytes of UTF-8 at most.
+    """
+
+    def take(value: Any, strict: bool) -> str:
         if type(value) is not str or not least <= len(value.encode(errors="replace")) <= limit:
             raise Refused(f"must be a string of {least} to {limit} bytes")
         return value
 
-    return check
+    return Check({"type": "text", "min": least, "max": limit}, take)
 
 
 def binary(limit: int) -> Check:
-    def check(value: Any) -> bytes:
+    def take(value: Any, strict: bool) -> bytes:
         if type(value) is not bytes or len(value) > limit:
             raise Refused(f"must be a binary of at most {limit} bytes")
         return value
 
-    return check
+    return Check({"type": "bin", "min": 0, "max": limit}, take)
 
 
-def _boolean(value: Any) -> bool:
-    if type(value) is not bool:
-        raise Refused("must be true or false")
-    return value
+def _unit(unit: str) -> dict[str, str]:
+    return {"unit": unit} if unit else {}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise Refused("must be a map")
-    return value
+def _boolean() -> Check:
+    def take(value: Any, strict: bool) -> bool:
+        if type(value) is not bool:
+            raise Refused("must be true or false")
+        return value
+
+    return Check({"type": "bool"}, take)
 
 
-def _one_of(allowed: tuple[str, ...]) -> Check:
-    def check(value: Any) -> str:
-        if type(value) is not str or value not in allowed:
+def _map() -> Check:
+    def take(value: Any, strict: bool) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise Refused("must be a map")
+        return value
+
+    return Check({"type": "map"}, take)
+
+
+def words(*allowed: str) -> Check:
+    """One of these words."""
+
+    def take(value: Any, strict: bool) -> str:
+        if type(value) is not str or (value not in allowed and (strict or not 0 < len(value) <= MAX_WORD)):
             raise Refused(f"must be one of {', '.join(allowed)}")
         return value
 
-    return check
+    return Check({"type": "word", "words": list(allowed)}, take)
 
 
 def _array(inner: Check, limit: int) -> Check:
-    def check(value: Any) -> tuple[Any, ...]:
+    def take(value: Any, strict: bool) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or len(value) > limit:
             raise Refused(f"must be an array of at most {limit}")
-        return tuple(inner(item) for item in value)
+        return tuple(inner.take(item, strict) for item in value)
 
-    return check
+    return Check({"type": "array", "max": limit, "items": inner.description}, take)
 
 
 def _pair(first: Check, second: Check) -> Check:
-    def check(value: Any) -> tuple[Any, Any]:
+    def take(value: Any, strict: bool) -> tuple[Any, Any]:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             raise Refused("must be an array of two")
-        return first(value[0]), second(value[1])
+        return first.take(value[0], strict), second.take(value[1], strict)
 
-    return check
+    return Check({"type": "pair", "items": [first.description, second.description]}, take)
 
 
 def _record(cls: type[Any]) -> Check:
-    return lambda value: convert(cls, _mapping(value))
+    mapping = _map()
+    return Check(
+        {"type": "record", "record": cls.__name__},
+        lambda value, strict: convert(cls, mapping.take(value, strict), strict=strict),
+    )
+
+
+def _or_none(inner: Check) -> Check:
+    return Check(
+        {**inner.description, "nullable": True},
+        lambda value, strict: None if value is None else inner.take(value, strict),
+    )
 
 
 def _check_for(hint: Any) -> Check:
     """The check for an annotation. An array without a limit of its own has the codec's limit for clients."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        if isinstance(args[1], int):
-            return _array(_check_for(get_args(args[0])[0]), args[1])
-        check: Check = args[1]
-        return check
+        for note in args[1:]:
+            if isinstance(note, Check):
+                return note
+            if isinstance(note, int):
+                return _array(_check_for(get_args(args[0])[0]), note)
+        return _check_for(args[0])
     if origin is Literal:
-        return _one_of(args)
+        return words(*args)
     if origin in (Union, UnionType):
-        inner = _check_for(args[0])
-        return lambda value: None if value is None else inner(value)
+        return _or_none(_check_for(args[0]))
     if origin is tuple:
         if args[1] is Ellipsis:
             return _array(_check_for(args[0]), codec.CLIENT.array)
         return _pair(_check_for(args[0]), _check_for(args[1]))
     if origin is Mapping:
-        return _mapping
-    return _boolean if hint is bool else _record(hint)
+        return _map()
+    return _boolean() if hint is bool else _record(hint)
 
 
 @cache
-def _checks(cls: type[Any]) -> dict[str, tuple[Check, bool]]:
-    """By field name: its check, and whether it is required."""
+def fields_of(cls: type[Any]) -> dict[str, Field]:
+    """What the annotations of `cls` say, by field."""
     hints = get_type_hints(cls, include_extras=True)
-    return {
-        field.name: (_check_for(hints[field.name]), field.default is dataclasses.MISSING)
-        for field in dataclasses.fields(cls)
-    }
+    found = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        found[field.name] = Field(
+            field.name,
+            _check_for(hint),
+            field.default is dataclasses.MISSING,
+            field.default,
+            next((note for note in reversed(notes) if isinstance(note, str)), ""),
+            next((note.words for note in notes if isinstance(note, Default)), ""),
+        )
+    return found
 
+
+MAX_WORD = 64
+"""Characters of a word of a newer sidecar that this version does not know."""
 
 Id = Annotated[int, integer(1)]
 Count = Annotated[int, integer()]
-Seconds = Annotated[float, number(0, 1e9)]
+Bytes = Annotated[int, integer(unit="bytes")]
+Tokens = Annotated[int, integer(unit="tokens")]
+Seconds = Annotated[float, number(0, 1e9, "s")]
 Name = Annotated[str, text(256)]
 Text = Annotated[str, text(codec.CLIENT.string)]
 
 
-def convert(cls: type[T], fields: Mapping[str, Any]) -> T:
+def convert(cls: type[T], fields: Mapping[str, Any], *, strict: bool = True) -> T:
     """An instance of `cls` from a map.
 
+    :param strict: false for what a newer sidecar may have sent: unknown fields are left out, and where one of several
+        words is expected an unknown one is taken as it is. Missing fields and wrong types are refused all the same.
     :raises Refused: a field is unknown, missing or has a wrong value.
     """
-    known = _checks(cls)  # type: ignore[arg-type]  # mypy finds type[T] not hashable
+    known = fields_of(cls)  # type: ignore[arg-type]  # mypy finds type[T] not hashable
     values = {}
     for name, value in fields.items():
-        if name not in known:
-            raise Refused(f"{name}: unknown field")
-        try:
-            values[name] = known[name][0](value)
-        except Refused as refused:
-            raise Refused(f"{name}: {refused}") from None
-    for name, (_, required) in known.items():
-        if required and name not in values:
-            raise Refused(f"{name}: missing")
+        if name in known:
+            try:
+                values[name] = known[name].check.take(value, strict)
+            except Refused as refused:
+                raise Refused(str(refused), name) from None
+        elif strict:
+            raise Refused("unknown field", name)
+    for name, field in known.items():
+        if field.required and name not in values:
+            raise Refused("missing", name)
     return cls(**values)

@@ -1,7 +1,8 @@
-"""The protocol: one frozen dataclass for each message, checked strictly in both directions.
+"""The protocol: one frozen dataclass for each message, checked in both directions.
 
-The annotation of a field is its check (:mod:`frameshard.wire.checks`). Names of messages and fields are those of
-bindings/PROTOCOL.md.
+This file is the source of everything that mirrors the protocol. The annotation of a field has its check
+(:mod:`frameshard.wire.checks`) and one line of text. ``make generate`` writes bindings/manifest.json from them, and
+from that the tables of bindings/PROTOCOL.md and the declarations of the bindings.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from frameshard.errors import BadArgument, BadMessage, FrameshardError, VersionMismatch, from_wire
 from frameshard.wire import checks, codec
-from frameshard.wire.checks import Count, Id, Name, Seconds, Text
+from frameshard.wire.checks import Bytes, Count, Id, Name, Seconds, Text, Tokens
 
 VERSION = 1
 """Of the protocol. Both sides must have the same."""
@@ -21,15 +22,13 @@ VERSION = 1
 MAX_WINDOW = 256
 """Events that may be under way to a client for one job."""
 
-MIN_RATE, MAX_RATE = 0.1, 10_000.0
-"""Bounds of a target of tokens per second, but for 0."""
+# ---- fields that many messages have ---------------------------------------------------------------------------------
 
-
-def _rate(value: Any) -> float:
-    if type(value) not in (int, float) or not (value == 0 or MIN_RATE <= value <= MAX_RATE):
-        raise checks.Refused(f"must be 0 or a number from {MIN_RATE} to {MAX_RATE}")
-    return float(value)
-
+RequestId = Annotated[Id, "Number of the request, chosen by the client, ascending; the answer has the same."]
+Epoch = Annotated[Id, "Number of the sidecar's launch."]
+Job = Annotated[Id, "Number of the job."]
+Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]
+Timeline = Annotated[Count, "As the job was submitted with it."]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
 
@@ -60,43 +59,54 @@ MAX_IMAGE_BYTES = 64 << 20
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Role
-    content: Text
+    role: Annotated[Role, "Who says it."]
+    content: Annotated[
+        Text,
+        "What is said. Control tokens written out in it, such as <|im_end|>, are text; beside images they are refused.",
+    ]
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture: a PNG or JPEG file (`encoded`), or rows of 8-bit pixels from the top, `stride` bytes apart (0: without
-    a gap). Its bytes are `data`, or the first `size` of the shared memory at `path`."""
+    """A picture. Its bytes are `data`, or the first `size` bytes of the shared memory at `path`."""
 
-    format: ImageFormat
-    data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES)] = b""
-    path: Annotated[str, checks.text(4096)] = ""
-    size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES)] = 0
-    width: Annotated[int, checks.integer(0, 1 << 16)] = 0
-    height: Annotated[int, checks.integer(0, 1 << 16)] = 0
-    stride: Annotated[int, checks.integer(0, 1 << 24)] = 0
+    format: Annotated[
+        ImageFormat, "A PNG or JPEG file (`encoded`), or rows of 8-bit pixels from the top; alpha is not used."
+    ]
+    data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES), "The bytes; empty with `path`."] = b""
+    path: Annotated[str, checks.text(4096), "Shared memory that begins with the bytes; empty with `data`."] = ""
+    size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES, "bytes"), "Bytes at `path`."] = 0
+    width: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Of `rgb` and `rgba`."] = 0
+    height: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Of `rgb` and `rgba`."] = 0
+    stride: Annotated[
+        int, checks.integer(0, 1 << 24, "bytes"), "From one row to the next; 0: rows follow each other without a gap."
+    ] = 0
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. The same values and the same `seed` give the same text.
+    """How tokens are chosen.
 
-    `max_tokens` bounds the answer; `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; without a `seed` the
-    sidecar draws one. Generation ends before any of the strings in `stop`. With a `json_schema`, a JSON schema as text,
-    the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; bindings/PROTOCOL.md, "JSON schemas",
-    says what of a schema is understood.
+    In mode ``stream_only`` the same values, prompt and seed give the same text. In mode ``planned`` the plan,
+    speculative decoding and a restart of the engine may change it where two tokens are nearly as likely.
     """
 
-    max_tokens: Annotated[int, checks.integer(1, 1 << 20)] = 256
-    temperature: Annotated[float, checks.number(0, 5)] = 0.8
-    top_k: Annotated[int, checks.integer(0, 1 << 20)] = 40
-    top_p: Annotated[float, checks.number(0, 1)] = 0.95
-    min_p: Annotated[float, checks.number(0, 1)] = 0.05
-    repeat_penalty: Annotated[float, checks.number(0.5, 2)] = 1.0
-    seed: Annotated[int, checks.integer(0, 2**32 - 1)] | None = None
-    stop: Annotated[tuple[StopString, ...], 16] = ()
-    json_schema: Text = ""
+    max_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Length of the answer at most."] = 256
+    temperature: Annotated[float, checks.number(0, 5), "0: greedy."] = 0.8
+    top_k: Annotated[int, checks.integer(0, 1 << 20), "Of the likeliest tokens only so many; 0: off."] = 40
+    top_p: Annotated[float, checks.number(0, 1), "Only the likeliest tokens of so much probability; 1: off."] = 0.95
+    min_p: Annotated[
+        float, checks.number(0, 1), "Only tokens of at least this share of the likeliest one's probability; 0: off."
+    ] = 0.05
+    repeat_penalty: Annotated[float, checks.number(0.5, 2), "Makes tokens of the last ones less likely; 1: off."] = 1.0
+    seed: Annotated[
+        Annotated[int, checks.integer(0, 2**32 - 1)] | None, "Of the random numbers; without it the sidecar draws one."
+    ] = None
+    stop: Annotated[tuple[StopString, ...], 16, "The answer ends before any of these."] = ()
+    json_schema: Annotated[
+        Text,
+        "A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off.",
+    ] = ""
 
 
 DEFAULT_SAMPLING = Sampling()
@@ -104,17 +114,17 @@ DEFAULT_SAMPLING = Sampling()
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """An error on its way; :func:`frameshard.errors.from_wire` makes the exception of it."""
+    """An error as the protocol has it; :func:`frameshard.errors.from_wire` makes the exception of it."""
 
-    code: Count
-    name: Annotated[str, checks.text(64)]
-    message: Text
-    retriable: bool
-    detail: Mapping[str, Any]
+    code: Annotated[Count, "Stable number of the error."]
+    name: Annotated[str, checks.text(64), "Stable name of the error, for programs."]
+    message: Annotated[Text, "A sentence for a person."]
+    retriable: Annotated[bool, "The same may succeed later without a change."]
+    detail: Annotated[Mapping[str, Any], "Figures, such as `floor_bytes`."]
 
     @classmethod
     def of(cls, error: FrameshardError) -> ErrorInfo:
-        """What `error` says. A detail that the wire cannot carry is left out rather than losing the error."""
+        """What `error` says. A detail that the protocol cannot carry is left out rather than losing the error."""
         detail: dict[str, Any] = {}
         for key, value in error.detail.items():
             try:
@@ -130,49 +140,44 @@ class ErrorInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that is loaded.
+    """The model that is loaded."""
 
-    `n_ctx` is how many tokens one conversation has room for, and `n_parallel` jobs run at a time. No VRAM budget below
-    `floor_bytes` is possible; with `full_bytes` all weights are resident. `vision` names what reads images, "" for
-    nothing.
-    """
-
-    name: Annotated[str, checks.text(4096)]
-    arch: Name
-    device: Name
-    n_ctx: Count
-    n_parallel: Count
-    n_vocab: Count
-    n_layer: Count
-    chat: bool
-    floor_bytes: Count
-    full_bytes: Count
-    plan: Mapping[str, Any]
-    vision: Name = ""
+    name: Annotated[str, checks.text(4096), "The file's name."]
+    arch: Annotated[Name, "The model's architecture, as its file has it."]
+    device: Annotated[Name, "Where it runs."]
+    n_ctx: Annotated[Tokens, "Context of one conversation."]
+    n_parallel: Annotated[Count, "Jobs that run at a time."]
+    n_vocab: Annotated[Count, "Entries of the vocabulary."]
+    n_layer: Annotated[Count, "Layers."]
+    chat: Annotated[bool, "The model has a chat template."]
+    floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
+    full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
+    plan: Annotated[Mapping[str, Any], "Placements and predicted times at the budget of the load."]
+    vision: Annotated[Name, "Name of what reads images; empty where nothing does."] = ""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What this server accepts."""
+    """What this sidecar accepts."""
 
-    message_bytes: Count
-    string_bytes: Count
-    jobs: Count
-    window: Count
-    silent_s: Seconds
+    message_bytes: Annotated[Bytes, "Of a frame."]
+    string_bytes: Annotated[Bytes, "Of a string."]
+    jobs: Annotated[Count, "Of this client, open at a time."]
+    window: Annotated[Count, "The largest window of a job."]
+    silent_s: Annotated[Seconds, "A client whose connection is gone for so long loses its jobs."]
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Predictions at one budget; the times are null where it does not fit."""
+    """Predictions at one budget, while decoding."""
 
-    vram_budget_bytes: Count
-    fits: bool
-    ttft_s: Seconds | None
-    tokens_per_second: Annotated[float, checks.number(0, 1e9)] | None
-    resident_bytes: Count
-    streamed_bytes: Count
-    cpu_bytes: Count
+    vram_budget_bytes: Annotated[Bytes, "As asked."]
+    fits: Annotated[bool, "False: below the floor. The predictions are missing then and the sizes 0."]
+    ttft_s: Annotated[Seconds | None, "To the first token of a prompt."]
+    tokens_per_second: Annotated[Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Of one job."]
+    resident_bytes: Annotated[Bytes, "Weights that stay in VRAM."]
+    streamed_bytes: Annotated[Bytes, "Weights that are copied to the device for each token."]
+    cpu_bytes: Annotated[Bytes, "Weights that the CPU computes with."]
 
 
 # ---- client to broker -----------------------------------------------------------------------------------------------
@@ -180,32 +185,38 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of a connection. `session` resumes one; `epoch` refuses any other launch of the server; only who
-    asks for `notices` gets them."""
+    """First message of a connection."""
 
-    id: Id
-    protocol: Count
-    client: Annotated[str, checks.text(64)]
-    epoch: Id | None = None
-    session: Id | None = None
-    notices: bool = False
+    id: RequestId
+    protocol: Annotated[Count, "Version that the client was written for."]
+    client: Annotated[str, checks.text(64), "A name for the sidecar's log."]
+    epoch: Annotated[Id | None, "The launch that is meant; without it, any."] = None
+    session: Annotated[Id | None, "The session to resume; without it, a new one."] = None
+    notices: Annotated[bool, "This session wants `notice` messages."] = False
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Asks for a job. `job` is chosen by the client and never used again in the session."""
+    """Asks for a job."""
 
-    id: Id
-    epoch: Id
-    job: Id
-    kind: Kind
-    messages: tuple[ChatMessage, ...] = ()
-    prompt: Text = ""
-    conversation: Annotated[str, checks.text(128, least=1)] | None = None
-    sampling: Sampling = DEFAULT_SAMPLING
-    timeline: Count = 0
-    window: Annotated[int, checks.integer(1, MAX_WINDOW)] = 32
-    images: Annotated[tuple[Image, ...], MAX_IMAGES] = ()
+    id: RequestId
+    epoch: Epoch
+    job: Annotated[Id, "Number of the job, chosen by the client and never used again in the session."]
+    kind: Annotated[Kind, "A chat has `messages`, a completion a `prompt`."]
+    messages: Annotated[tuple[ChatMessage, ...], "Of a chat, at least one."] = ()
+    prompt: Annotated[Text, "Of a completion, not empty."] = ""
+    conversation: Annotated[
+        Annotated[str, checks.text(128, least=1)] | None,
+        "Name of the KV cache to keep: a later prompt that begins with the same messages is read faster.",
+    ] = None
+    sampling: Annotated[Sampling, "How tokens are chosen."] = DEFAULT_SAMPLING
+    timeline: Annotated[Count, "Comes back in each event of the job."] = 0
+    window: Annotated[
+        int, checks.integer(1, MAX_WINDOW), "Events that may be under way before the client gives credit."
+    ] = 32
+    images: Annotated[
+        tuple[Image, ...], MAX_IMAGES, "They stand before the last message of a chat, or before the prompt."
+    ] = ()
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and (not self.messages or self.prompt):
@@ -218,110 +229,130 @@ class Submit:
 class Cancel:
     """Ends a job early. The job's last event says how it ended."""
 
-    id: Id
-    epoch: Id
-    job: Id
+    id: RequestId
+    epoch: Epoch
+    job: Job
 
 
 @dataclass(frozen=True)
 class Credit:
-    """The client has taken all events of `job` before `next`; `resend` asks for those from `next` on once more."""
+    """The client has taken all events of a job before `next`."""
 
-    epoch: Id
-    job: Id
-    next: Count
-    resend: bool = False
+    epoch: Epoch
+    job: Job
+    next: Annotated[Count, "All events before this one are taken."]
+    resend: Annotated[bool, "Asks for those from `next` on once more."] = False
 
 
 @dataclass(frozen=True)
 class BudgetSet:
-    """The host's word on VRAM: everything the sidecar holds there must fit; 0 is no limit. `state` parks or hibernates
-    the sidecar, `floor_bytes` is what it keeps when it is idle, and a `version` makes late messages harmless."""
+    """The host proposes a lease."""
 
-    id: Id
-    epoch: Id
-    vram_budget_bytes: Count
-    timeout_s: Annotated[float, checks.number(0.001, 60)] = 5.0
-    state: LeaseState = "active"
-    floor_bytes: Count = 0
-    version: Count = 0
-    reason: Annotated[str, checks.text(64)] = ""
+    id: RequestId
+    epoch: Epoch
+    vram_budget_bytes: Annotated[
+        Bytes, "All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to."
+    ]
+    timeout_s: Annotated[float, checks.number(0.001, 60, "s"), "Deadline of the release."] = 5.0
+    state: Annotated[
+        LeaseState, "`parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process."
+    ] = "active"
+    floor_bytes: Annotated[Bytes, "What the sidecar keeps while it is idle; 0: it gives nothing back on its own."] = 0
+    version: Annotated[
+        Count, "Refused with `stale_lease` unless it is above the one in force; 0: the last word counts."
+    ] = 0
+    reason: Annotated[str, checks.text(64), "For the sidecar's log."] = ""
 
 
 @dataclass(frozen=True)
 class FrameBlockGet:
-    """Where the page is in which the host says when it draws."""
+    """Where the frame block is."""
 
-    id: Id
-    epoch: Id
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """How the sidecar shares the GPU with the host's frames. 0 tokens per second is no bound."""
+    """How the sidecar shares the GPU with the host's frames."""
 
-    id: Id
-    epoch: Id
-    scheduling_mode: SchedulingMode = "balance"
-    target_tokens_per_second: Annotated[float, _rate] = 0.0
+    id: RequestId
+    epoch: Epoch
+    scheduling_mode: Annotated[
+        SchedulingMode,
+        "Use only what the frames leave; some more as long as they keep their time; take no notice of them.",
+    ] = "balance"
+    target_tokens_per_second: Annotated[
+        float,
+        checks.number(0.1, 10_000, "tokens/s", or_zero=True),
+        "Of all jobs together, tokens come no faster; 0: as fast as they can.",
+    ] = 0.0
 
 
 @dataclass(frozen=True)
 class BudgetGet:
-    id: Id
-    epoch: Id
+    """The budget in force and its bounds."""
+
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class CapsGet:
-    """What there is, and what the model needs."""
+    """What the device has, and what the model needs."""
 
-    id: Id
-    epoch: Id
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class PlanGet:
-    """What if: predictions at these budgets. Changes nothing."""
+    """Predictions at some budgets. Changes nothing."""
 
-    id: Id
-    epoch: Id
-    budgets: Annotated[tuple[Count, ...], 32]
-    prompt_tokens: Annotated[int, checks.integer(1, 1 << 20)] = 512
+    id: RequestId
+    epoch: Epoch
+    budgets: Annotated[tuple[Bytes, ...], 32, "Each as `vram_budget_bytes`."]
+    prompt_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Prompt for the time to the first token."] = 512
 
 
 @dataclass(frozen=True)
 class ModelInfoGet:
-    id: Id
-    epoch: Id
+    """The model that is loaded."""
+
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class StatsGet:
-    id: Id
-    epoch: Id
+    """Figures of this moment."""
+
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class Ping:
-    id: Id
-    epoch: Id
+    """The client is there."""
+
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class Bye:
     """The client leaves: its jobs are cancelled and the session ends."""
 
-    id: Id
-    epoch: Id
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Ends the sidecar."""
+    """Ends the sidecar, for all its clients."""
 
-    id: Id
-    epoch: Id
+    id: RequestId
+    epoch: Epoch
 
 
 # ---- broker to client: answers, with the request's id ---------------------------------------------------------------
@@ -329,155 +360,162 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Answer to hello. `resumed` is true when the session asked for was found; if not, its jobs are lost."""
+    """Answer to hello."""
 
-    id: Id
-    epoch: Id
-    protocol: Count
-    session: Id
-    resumed: bool
-    server: Annotated[str, checks.text(64)]
-    limits: ServerLimits
-    engine: EngineState
-    model: ModelInfo | None
+    id: RequestId
+    epoch: Annotated[Id, "Number of the launch, for every request."]
+    protocol: Annotated[Count, "Version that the sidecar speaks."]
+    session: Annotated[Id, "Number of the session, to resume it."]
+    resumed: Annotated[bool, "The session asked for was found. If not, its jobs are lost."]
+    server: Annotated[str, checks.text(64), "Name of the sidecar's software."]
+    limits: Annotated[ServerLimits, "What the sidecar accepts."]
+    engine: Annotated[EngineState, "Where the engine process stands."]
+    model: Annotated[ModelInfo | None, "The model that is loaded."]
 
 
 @dataclass(frozen=True)
 class Model:
-    id: Id
-    epoch: Id
-    model: ModelInfo
+    """Answer to model_info."""
+
+    id: RequestId
+    epoch: Epoch
+    model: Annotated[ModelInfo, "The model that is loaded."]
 
 
 @dataclass(frozen=True)
 class Ok:
     """The request has been taken; for submit: the job is queued."""
 
-    id: Id
-    epoch: Id
+    id: RequestId
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
 class Error:
-    """The request has been refused and has changed nothing. `id` is null when the frame did not show one."""
+    """The request has been refused and has changed nothing, except where `budget_set` says otherwise."""
 
-    id: Id | None
-    epoch: Id
-    error: ErrorInfo
+    id: Annotated[Id | None, "Number of the request; missing when the frame did not show one."]
+    epoch: Epoch
+    error: Annotated[ErrorInfo, "Why."]
 
 
 @dataclass(frozen=True)
 class Lease:
-    """First answer to budget_set: ``partial`` when only `vram_budget_bytes` can be reached by the deadline; all of it
-    takes `seconds`, predicted."""
+    """First answer to budget_set, at once."""
 
-    id: Id
-    epoch: Id
-    decision: Decision
-    vram_budget_bytes: Count
-    seconds: Seconds
-    version: Count
+    id: RequestId
+    epoch: Epoch
+    decision: Annotated[Decision, "`partial`: the deadline is too short for all of it."]
+    vram_budget_bytes: Annotated[Bytes, "Reached by the deadline."]
+    seconds: Annotated[Seconds, "Until all of it is reached, predicted; 0: at once, or nothing was measured yet."]
+    version: Annotated[Count, "In force; 0: none was given."]
 
 
 @dataclass(frozen=True)
 class Released:
-    """Second answer to budget_set: what the sidecar holds, exact by its own count, and after what time."""
+    """Second answer to budget_set: the change is in force."""
 
-    id: Id
-    epoch: Id
-    vram_budget_bytes: Count
-    used_bytes: Count
-    seconds: Seconds
+    id: RequestId
+    epoch: Epoch
+    vram_budget_bytes: Annotated[Bytes, "In force now; parked or hibernated: to come back to."]
+    used_bytes: Annotated[Bytes, "What the sidecar holds, exact by its own count."]
+    seconds: Annotated[Seconds, "Since the engine was asked."]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Third answer to budget_set: what the driver counts for the engine process, or null where it does not say."""
+    """Third answer to budget_set."""
 
-    id: Id
-    epoch: Id
-    observed_bytes: Count | None
-    seconds: Seconds
+    id: RequestId
+    epoch: Epoch
+    observed_bytes: Annotated[
+        Bytes | None, "What the driver counts for the engine process; missing where it does not tell."
+    ]
+    seconds: Annotated[Seconds, "Since the engine was asked."]
 
 
 @dataclass(frozen=True)
 class Budget:
-    id: Id
-    epoch: Id
-    vram_budget_bytes: Count
-    floor_bytes: Count
-    full_bytes: Count
-    state: LeaseState
-    version: Count
-    wanted_bytes: Count
-    used_bytes: Count
+    """Answer to budget_get."""
+
+    id: RequestId
+    epoch: Epoch
+    vram_budget_bytes: Annotated[Bytes, "In force; 0: no limit."]
+    floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
+    full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
+    state: Annotated[LeaseState, "Of the lease."]
+    version: Annotated[Count, "Of the lease in force; 0: none was given."]
+    wanted_bytes: Annotated[
+        Bytes,
+        "What the sidecar would like: `full_bytes` while jobs are open and the budget is below it, else what it holds.",
+    ]
+    used_bytes: Annotated[Bytes, "What the sidecar holds, exact by its own count."]
 
 
 @dataclass(frozen=True)
 class Caps:
-    """`total_bytes` and `free_bytes` of the device are null where the driver does not tell. `context` is the tokens of
-    one conversation."""
+    """Answer to caps_and_requirements."""
 
-    id: Id
-    epoch: Id
-    device: Name
-    total_bytes: Count | None
-    free_bytes: Count | None
-    floor_bytes: Count
-    full_bytes: Count
-    context: Count
-    mode: Mode
+    id: RequestId
+    epoch: Epoch
+    device: Annotated[Name, "Where the model runs."]
+    total_bytes: Annotated[Bytes | None, "VRAM of the device; missing where the system does not tell."]
+    free_bytes: Annotated[Bytes | None, "Of it free when last looked at; missing where the system does not tell."]
+    floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
+    full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
+    context: Annotated[Tokens, "Context of one conversation."]
+    mode: Annotated[Mode, "`stream_only`: the same bits at any budget."]
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """One row for each budget asked, in their order."""
+    """Answer to plan."""
 
-    id: Id
-    epoch: Id
-    rows: Annotated[tuple[PlanRow, ...], 32]
+    id: RequestId
+    epoch: Epoch
+    rows: Annotated[tuple[PlanRow, ...], 32, "One for each budget asked, in their order."]
 
 
 @dataclass(frozen=True)
 class FrameBlock:
-    """`path` is to be opened for reading and writing, and mapped."""
+    """Answer to frame_block."""
 
-    id: Id
-    epoch: Id
-    path: Annotated[str, checks.text(4096, least=1)]
+    id: RequestId
+    epoch: Epoch
+    path: Annotated[str, checks.text(4096, least=1), "To be opened for reading and writing, and mapped."]
 
 
 @dataclass(frozen=True)
 class BrokerStats:
-    """The broker's own figures. Jobs of all clients."""
+    """The broker's own figures. Jobs are those of all clients."""
 
-    pid: Count
-    engine_pid: Count | None
-    engine: EngineState
-    engine_restarts: Count
-    sessions: Count
-    jobs_queued: Count
-    jobs_running: Count
-    uptime_s: Seconds
+    pid: Annotated[Count, "Process of the broker."]
+    engine_pid: Annotated[Count | None, "Process of the engine; missing while none runs."]
+    engine: Annotated[EngineState, "Where the engine process stands."]
+    engine_restarts: Annotated[Count, "Since the launch."]
+    sessions: Annotated[Count, "Clients."]
+    jobs_queued: Annotated[Count, "Jobs that wait."]
+    jobs_running: Annotated[Count, "Jobs that run."]
+    uptime_s: Annotated[Seconds, "Since the launch."]
 
 
 @dataclass(frozen=True)
 class Stats:
-    """`engine` is null while no engine runs."""
+    """Answer to stats."""
 
-    id: Id
-    epoch: Id
-    broker: BrokerStats
-    engine: Mapping[str, Any] | None
+    id: RequestId
+    epoch: Epoch
+    broker: Annotated[BrokerStats, "Figures of the broker."]
+    engine: Annotated[Mapping[str, Any] | None, "Figures of the device and of batches; missing while no engine runs."]
 
 
 @dataclass(frozen=True)
 class Pong:
-    """`jobs` pairs each open job with the number of its events sent so far: a client that has fewer has lost some."""
+    """Answer to ping."""
 
-    id: Id
-    epoch: Id
-    jobs: tuple[tuple[Id, Count], ...]
+    id: RequestId
+    epoch: Epoch
+    jobs: Annotated[tuple[tuple[Id, Count], ...], "Each open job, and how many of its events have been sent."]
 
 
 # ---- broker to client: events of a job, numbered from 0 without gaps ------------------------------------------------
@@ -487,72 +525,78 @@ class Pong:
 class Started:
     """The job runs."""
 
-    job: Id
-    seq: Count
-    epoch: Id
-    timeline: Count
-    n_prompt: Count
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    n_prompt: Annotated[Tokens, "Length of the prompt."]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job with images has got: `done` images of `total` are encoded, or tokens of the prompt are read."""
+    """How far a job with images has got before its first token."""
 
-    job: Id
-    seq: Count
-    epoch: Id
-    timeline: Count
-    phase: Phase
-    done: Count
-    total: Count
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    phase: Annotated[Phase, "Images are encoded, or the prompt is read."]
+    done: Annotated[Count, "Images, or tokens of the prompt."]
+    total: Annotated[Count, "Images (more where a model cuts one into tiles), or tokens of the prompt."]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """More text, never cut within a code point. `tokens` counts what it was made of since the last delta."""
+    """More text of the answer."""
 
-    job: Id
-    seq: Count
-    epoch: Id
-    timeline: Count
-    text: Annotated[str, checks.text(codec.CLIENT.string, least=1)]
-    tokens: Annotated[int, checks.integer(1)]
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    text: Annotated[
+        str, checks.text(codec.CLIENT.string, least=1), "More of the answer, never cut within a code point."
+    ]
+    tokens: Annotated[
+        int, checks.integer(1, unit="tokens"), "Since the last delta, those without text of their own included."
+    ]
 
 
 @dataclass(frozen=True)
 class Done:
     """Last event: the answer is complete."""
 
-    job: Id
-    seq: Count
-    epoch: Id
-    timeline: Count
-    reason: Reason
-    n_prompt: Count
-    n_generated: Count
-    prefill_s: Seconds
-    decode_s: Seconds
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    reason: Annotated[
+        Reason, "The model ended or a stop string came (`stop`), or `max_tokens` were reached (`length`)."
+    ]
+    n_prompt: Annotated[Tokens, "Length of the prompt."]
+    n_generated: Annotated[Tokens, "Length of the answer."]
+    prefill_s: Annotated[Seconds, "From the start of the prompt to the first token."]
+    decode_s: Annotated[Seconds, "From the first token to the end."]
 
 
 @dataclass(frozen=True)
 class Failed:
     """Last event: the job ended by an error. The text so far stands."""
 
-    job: Id
-    seq: Count
-    epoch: Id
-    timeline: Count
-    error: ErrorInfo
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    error: Annotated[ErrorInfo, "Such as `context_overflow`, `engine_died`, `overloaded`, `connection_lost`."]
 
 
 @dataclass(frozen=True)
 class Cancelled:
     """Last event: the job was cancelled."""
 
-    job: Id
-    seq: Count
-    epoch: Id
-    timeline: Count
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
 
 
 # ---- broker to client: to every session -----------------------------------------------------------------------------
@@ -560,23 +604,27 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine process changed state; `error` says why it is off. Jobs go on by themselves after a restart."""
+    """The engine process changed its state. Jobs go on by themselves after a restart."""
 
-    epoch: Id
-    state: EngineState
-    restarts: Count
-    error: ErrorInfo | None = None
+    epoch: Epoch
+    state: Annotated[EngineState, "The new state."]
+    restarts: Annotated[Count, "Since the launch."]
+    error: Annotated[ErrorInfo | None, "Why it is off."] = None
 
 
 @dataclass(frozen=True)
 class Notice:
-    """The sidecar's side of the negotiation, to sessions that asked for `notices`. Nothing has to be done."""
+    """The sidecar's side of the negotiation, to sessions that asked for notices. Nothing has to be done."""
 
-    epoch: Id
-    kind: NoticeKind
-    vram_budget_bytes: Count
-    seconds: Seconds
-    detail: Annotated[str, checks.text(200)]
+    epoch: Epoch
+    kind: Annotated[NoticeKind, "What it is about."]
+    vram_budget_bytes: Annotated[
+        Bytes, "Of `other_process` what that one holds (0: not known), of the others a budget."
+    ]
+    seconds: Annotated[
+        Seconds, "Of `late` until all is released, predicted; of `state` how long the change took; else 0."
+    ]
+    detail: Annotated[str, checks.text(200), "Words for a log; of `state` the state."]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
