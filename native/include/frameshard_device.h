@@ -50,7 +50,7 @@ typedef struct {
                                    life of the device because it decides which kernels see which shapes */
     uint64_t step_bytes;  /* streamed weights are gathered into steps of about this size; fixed likewise */
     uint64_t slab_bytes;  /* arena slab; also fixed */
-    uint64_t chunk_bytes; /* copies are cut into chunks of this size, of 4 MiB at most beside a game */
+    uint64_t copy_bytes; /* the largest transfer to the inner device; 4 MiB at most while the host's frames are paced */
     double emulated_link_gbps;    /* emulated device only: copy bandwidth in 1e9 bytes/s, 0: unlimited */
     uint64_t emulated_vram_bytes; /* emulated device only: size of the card, 0: 8 GiB */
 } fsd_config;
@@ -174,9 +174,6 @@ typedef struct {
     double gpu_busy_s;     /* of a frame, by the host's word; 0 while no frames are drawn */
 } fsd_pacing;
 FSD_API fsd_status fsd_get_pacing(fsd_pacing *pacing); /* [any thread] */
-
-/* [any thread] Share of time in (0, 1] that steps may take; after each step the executor idles for the rest. */
-FSD_API fsd_status fsd_set_duty(double share);
 
 FSD_API fsd_status fsd_get_stats(fsd_stats *stats); /* [any thread] */
 FSD_API fsd_status fsd_reset_peak(void);            /* [any thread] */

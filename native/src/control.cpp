@@ -104,7 +104,7 @@ const char *fsd_last_error(void) { return last_error.c_str(); }
 fsd_status fsd_configure(const fsd_config *config) {
     Device &d = device();
     if (!config || config->struct_size != sizeof(fsd_config) || !config->inner_device || config->n_threads == 0 ||
-        config->chunk_bytes == 0 || !(config->emulated_link_gbps >= 0)) {
+        config->copy_bytes == 0 || !(config->emulated_link_gbps >= 0)) {
         return fail(FSD_BAD_ARGUMENT, "fsd_config: a size, name or number is missing or out of range");
     }
     if (d.configured.load()) {
@@ -156,7 +156,7 @@ fsd_status fsd_configure(const fsd_config *config) {
     d.piece_bytes = config->piece_bytes;
     d.step_bytes = config->step_bytes;
     d.slab_bytes = config->slab_bytes;
-    d.chunk_bytes = config->chunk_bytes;
+    d.copy_bytes = config->copy_bytes;
     d.budget.store(limit_of(config->budget_bytes));
     d.requested_budget.store(d.budget.load());
     d.configured.store(true);
@@ -451,14 +451,6 @@ fsd_status fsd_set_abort(int on) {
     if (on) {
         interrupt_tower();
     }
-    return FSD_OK;
-}
-
-fsd_status fsd_set_duty(double share) {
-    if (!(share > 0.0 && share <= 1.0)) {
-        return fail(FSD_BAD_ARGUMENT, "duty is a share in (0, 1]");
-    }
-    device().duty.store(share);
     return FSD_OK;
 }
 

@@ -40,7 +40,7 @@ constexpr int64_t kRowRun = 512;
 // Results of matrices in row pieces pass through scratch of this size, some tokens at a time.
 constexpr size_t kScratchBytes = 2 * 1024 * 1024;
 // Beside a game's frames its own uploads wait for one copy of weights at most so large.
-constexpr size_t kPacedChunkBytes = 4 * 1024 * 1024;
+constexpr size_t kPacedCopyBytes = 4 * 1024 * 1024;
 
 struct Weight {
     std::string name;
@@ -122,7 +122,7 @@ struct Device {
     ggml_backend_t compute = nullptr; // streams of the inner device
     ggml_backend_t copy = nullptr;
     ggml_backend_t cpu = nullptr;
-    size_t piece_bytes = 0, step_bytes = 0, slab_bytes = 0, chunk_bytes = 0;
+    size_t piece_bytes = 0, step_bytes = 0, slab_bytes = 0, copy_bytes = 0;
     uint32_t n_threads = 1;
     std::atomic<bool> configured{false};
 
@@ -180,7 +180,6 @@ struct Device {
     std::atomic<uint64_t> overhead{0};
     std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
-    std::atomic<double> duty{1.0};
     Pacing pacing;
     Device *host = this; // whose page is heeded: a vision tower paces itself by the language model's
     std::atomic<uint64_t> page_generation{0}; // of a budget in the frame block that is not answered yet
@@ -250,7 +249,7 @@ struct Device {
 
     // --- executor.cpp
     ggml_status run(ggml_cgraph *graph);
-    size_t chunk() const { return host->pacing.active() ? std::min(chunk_bytes, kPacedChunkBytes) : chunk_bytes; }
+    size_t largest_copy() const { return host->pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
     void reset_ring();
     ggml_tensor *graph_key(int64_t n_tokens, size_t place);
     ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);

@@ -11,10 +11,8 @@
 #include "executor.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <set>
-#include <thread>
 
 namespace fsd {
 
@@ -920,7 +918,7 @@ void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
     static const char zeros[65536] = {};
     const char *source = weights[p.tensor].host + p.host_offset;
     ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + at, p.padded);
-    const size_t most = chunk();
+    const size_t most = largest_copy();
     for (size_t i = from; i < to; i += most) {
         ggml_backend_tensor_set_async(copy, &dst, source + i, i, std::min(most, to - i));
     }
@@ -1433,7 +1431,7 @@ ggml_status Device::run(ggml_cgraph *graph) {
             runner.copy_ahead(*p, at);
         }
         Segment &s = p->segments[at];
-        const auto start = std::chrono::steady_clock::now();
+        const uint64_t start = clock_ns();
         const ggml_status status = s.cpu ? runner.cpu(s) : runner.gpu(*p, s);
         if (status != GGML_STATUS_SUCCESS) {
             synchronize();
@@ -1464,14 +1462,9 @@ ggml_status Device::run(ggml_cgraph *graph) {
             ggml_backend_event_synchronize(slot);
         }
         ggml_backend_event_record(slot, compute);
-        const double share = host->duty.load();
-        if (share < 1.0 || timed) {
+        if (timed) {
             ggml_backend_event_synchronize(slot);
-            const auto busy = std::chrono::steady_clock::now() - start;
-            const uint64_t end = clock_ns();
-            host->pacing.after_step(end - (uint64_t)std::chrono::nanoseconds(busy).count(), end);
-            std::this_thread::sleep_for(
-                std::chrono::duration<double>(std::chrono::duration<double>(busy).count() * (1.0 / share - 1.0)));
+            host->pacing.after_step(start, clock_ns());
         }
         if (host != this && host->budget_is_pending()) {
             if (host->requested_budget.load() < host->used()) {

@@ -250,7 +250,7 @@ static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slo
         const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
         const char *host = (const char *)w->data + expert * w->nb[2];
         ggml_tensor dst = raw_tensor(d.ring.buffer.get(), d.ring.base + arena.at(slot) + arena.parts[p], size);
-        for (size_t from = 0, most = d.chunk(); from < there; from += most) {
+        for (size_t from = 0, most = d.largest_copy(); from < there; from += most) {
             ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(most, there - from));
         }
         for (size_t from = there; from < size; from += sizeof(zeros)) {

@@ -318,7 +318,7 @@ size_t Device::fill(size_t max_bytes) {
                 ggml_backend_tensor_memset(&pad, 0, 0, p.padded - p.bytes);
             }
             ggml_tensor dst = raw_tensor(slab.buffer.get(), slab.base + p.slab_offset, p.bytes);
-            for (size_t at = 0, most = chunk(); at < p.bytes; at += most) {
+            for (size_t at = 0, most = largest_copy(); at < p.bytes; at += most) {
                 const size_t n = std::min(most, p.bytes - at);
                 ggml_backend_tensor_set_async(copy, &dst, w.host + p.host_offset + at, at, n);
             }

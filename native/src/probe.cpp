@@ -310,7 +310,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         for (int i = 0; i < FSD_PROBE_THREADS; i++) {
             r->threads[i] = threads[i];
             r->dram[i] = memory.rate(threads[i], each);
-            Copying copying(copies, d.chunk_bytes);
+            Copying copying(copies, d.copy_bytes);
             r->dram_beside_copies[i] = memory.rate(threads[i], each);
         }
     }
@@ -367,7 +367,7 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
             if (!on_cpu.ok() || !copies.ok()) {
                 return FSD_OUT_OF_MEMORY;
             }
-            Copying copying(copies, d.chunk_bytes);
+            Copying copying(copies, d.copy_bytes);
             r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_of(d.cpu, on_cpu, each);
             r->h2d_beside_cpu = copying.rate();
         }

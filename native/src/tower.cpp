@@ -214,7 +214,7 @@ static void start_tower(Device &t, Device &d) {
         t.emulated = d.emulated;
         t.cpu = d.cpu;
         t.n_threads = d.n_threads;
-        t.chunk_bytes = d.chunk_bytes;
+        t.copy_bytes = d.copy_bytes;
         t.step_bytes = d.step_bytes;
         t.slab_bytes = d.slab_bytes;
         t.configured.store(true);

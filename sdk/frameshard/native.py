@@ -37,7 +37,7 @@ class _Config(ctypes.Structure):
         ("piece_bytes", ctypes.c_uint64),
         ("step_bytes", ctypes.c_uint64),
         ("slab_bytes", ctypes.c_uint64),
-        ("chunk_bytes", ctypes.c_uint64),
+        ("copy_bytes", ctypes.c_uint64),
         ("emulated_link_gbps", ctypes.c_double),
         ("emulated_vram_bytes", ctypes.c_uint64),
     )
@@ -340,9 +340,10 @@ class ShardDevice:
     """The shard device over one inner device (``"emulated"`` or a ggml device such as ``"CUDA0"``).
 
     ``budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
-    ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. Copies are cut into
-    ``chunk_bytes``: larger ones are quicker, smaller ones leave a game's own copies less to wait for (16 MiB: 0.3 ms of
-    PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While a game's frames are heeded they are 4 MiB at most. Raises
+    ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. ``copy_bytes`` is the
+    size of one transfer to the inner device: larger ones are quicker, smaller ones leave the host's own copies less to
+    wait for (16 MiB: 0.3 ms of PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While the host's frames are paced a transfer
+    is 4 MiB at most. Raises
     UnknownDevice, VersionMismatch, BadArgument.
     """
 
@@ -357,7 +358,7 @@ class ShardDevice:
         piece_bytes: int = 0,
         step_bytes: int = 0,
         slab_bytes: int = 0,
-        chunk_bytes: int = 16 << 20,
+        copy_bytes: int = 16 << 20,
     ) -> None:
         self._lib, handle = _load()
         config = _Config(
@@ -368,7 +369,7 @@ class ShardDevice:
             piece_bytes=piece_bytes,
             step_bytes=step_bytes,
             slab_bytes=slab_bytes,
-            chunk_bytes=chunk_bytes,
+            copy_bytes=copy_bytes,
             emulated_link_gbps=link_gbps,
             emulated_vram_bytes=emulated_vram_bytes,
         )
@@ -518,10 +519,6 @@ class ShardDevice:
     def set_abort(self, on: bool) -> None:
         """Any thread: graphs stop at the next step until this is cleared; llama_decode then returns 2."""
         self._check(self._lib.fsd_set_abort(ctypes.c_int(on)))
-
-    def set_duty(self, share: float) -> None:
-        """Share of time in (0, 1] that the device works; it idles after each step for the rest."""
-        self._check(self._lib.fsd_set_duty(ctypes.c_double(share)))
 
     def stats(self) -> Stats:
         """Any thread."""

@@ -188,7 +188,7 @@ struct Session {
         c.n_threads = 1;
         c.step_bytes = 200 * 1024;
         c.slab_bytes = 200 * 1024;
-        c.chunk_bytes = 64 * 1024;
+        c.copy_bytes = 64 * 1024;
         c.emulated_link_gbps = link_gbps;
         CHECK(fsd_configure(&c) == FSD_OK);
         backend = ggml_backend_dev_init(fsd::plugin_device(), nullptr);

@@ -343,7 +343,7 @@ fsd_config config_of(uint64_t budget) {
     c.piece_bytes = kPieceBytes;
     c.step_bytes = 260 * 1024;
     c.slab_bytes = 300 * 1024;
-    c.chunk_bytes = 64 * 1024;
+    c.copy_bytes = 64 * 1024;
     return c;
 }
 
@@ -774,18 +774,6 @@ SCENARIO(abort_stops_a_graph_in_the_middle) {
     }
     s.check_decode(2);
     s.check_ledger();
-}
-
-SCENARIO(duty_does_not_change_the_result) {
-    Session s(config_of(0));
-    s.commit();
-    CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
-    CHECK(fsd_set_duty(0) == FSD_BAD_ARGUMENT && fsd_set_duty(1.1) == FSD_BAD_ARGUMENT);
-    CHECK(fsd_set_duty(0.5) == FSD_OK);
-    std::mt19937 random(5);
-    s.check_conversation(&random);
-    s.set_random_plan(random);
-    s.check_conversation(&random);
 }
 
 // Copies run ahead into the next graph. When the model goes, they must not read on from a file that is unmapped.
