@@ -1,6 +1,4 @@
-#include "cache.h"
-
-#include "executor.h"
+#include "device.h"
 
 #include <cstring>
 

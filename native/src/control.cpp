@@ -1,5 +1,5 @@
 // The C control interface (frameshard_device.h) and the plugin's entry point.
-#include "executor.h"
+#include "device.h"
 #include "tower.h"
 
 #include <algorithm>
@@ -245,7 +245,9 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     if (n_tiers > FSD_MAX_TIERS || (n_tiers > 0 && !tiers)) {
         return fail(FSD_BAD_ARGUMENT, "too many tiers");
     }
-    std::vector<Tier> plan;
+    Plan plan;
+    plan.expert_stream_share = expert_stream_share;
+    plan.exact = exact != 0;
     for (size_t i = 0; i < n_tiers; i++) {
         if (!tiers[i].placement ||
             (i == 0 ? tiers[i].min_tokens != 0 : tiers[i].min_tokens <= tiers[i - 1].min_tokens)) {
@@ -259,16 +261,14 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
                 return fail(FSD_BAD_ARGUMENT, "a placement is neither FSD_STREAMED nor FSD_CPU");
             }
         }
-        plan.push_back(std::move(t));
+        plan.tiers.push_back(std::move(t));
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_set_plan comes after fsd_commit");
     }
     d.synchronize();
-    d.tiers = std::move(plan);
-    d.expert_stream_share = expert_stream_share;
-    d.exact = exact != 0;
+    d.plan = std::move(plan);
     d.residency_generation++;
     if (ring_bytes > 0) {
         d.wanted_ring = ring_bytes;

@@ -265,7 +265,7 @@ static void backend_synchronize(ggml_backend_t) {
     d.synchronize();
 }
 
-static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) { return device().run(graph); }
+static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) { return run_graph(device(), graph); }
 
 static ggml_guid_t backend_guid() {
     static ggml_guid guid = {0x66, 0x72, 0x61, 0x6d, 0x65, 0x73, 0x68, 0x61,

@@ -1,4 +1,4 @@
-// The shard device's one state, shared by the ggml vtables (device.cpp), the executor (executor.cpp) and the C interface
+// The shard device's one state, shared by the ggml vtables (device.cpp), the graph compiler, the executor and the C interface
 // (control.cpp).
 //
 // Guarantees: used bytes never exceed the budget, because every inner allocation passes Device::allocate, which makes
@@ -15,6 +15,9 @@
 #include "frameshard_device.h"
 #include "layout.h"
 #include "pacing.h"
+#include "plan.h"
+#include "program.h"
+#include "tensors.h"
 #include "trace.h"
 
 #include "ggml-backend-impl.h"
@@ -78,19 +81,6 @@ struct Slab {
     ggml_backend_event_t filled = nullptr; // recorded on the copy stream after its last byte
 };
 
-struct Tier {
-    uint32_t min_tokens = 0;
-    std::vector<uint8_t> placement; // by shard
-};
-
-// One streamed step: the pieces that pass through the ring together.
-struct RingEntry {
-    std::vector<int> pieces;
-    // One tensor of experts, of which only those in use are copied: of which layer (its shard), for which of its products.
-    int layer = -1, product = 0;
-    bool operator==(const RingEntry &o) const { return pieces == o.pieces && layer == o.layer && product == o.product; }
-};
-
 struct Ring {
     InnerBuffer buffer;
     char *base = nullptr;
@@ -101,17 +91,6 @@ struct Ring {
     std::vector<ggml_backend_event_t> ready, done; // by entry
     std::vector<std::vector<bool>> held;           // by entry of experts: those in its latest copy
     uint64_t next_copy = 0, next_use = 0;          // endless sequence numbers; index = n % entries.size()
-};
-
-struct Program;
-struct Segment;
-
-inline const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }
-
-// An operation that takes rows from staging memory to the device; outlives what is queued of it.
-struct HostRows {
-    ggml_tensor to = {}, from = {}, places = {}, set = {};
-    ggml_tensor *nodes[2] = {};
 };
 
 struct Device {
@@ -160,16 +139,14 @@ struct Device {
     InnerBuffer scratch;
     char *scratch_base = nullptr;
     size_t scratch_size = 0;
-    std::vector<Tier> tiers;
+    Plan plan;
     ExpertCache experts;                          // in the ring, behind what is streamed
     ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
     std::unordered_map<int, std::vector<uint32_t>> chosen_experts; // by layer: how often, in the latest such graph
-    double expert_stream_share = 0; // of missing experts that the plan computes on the CPU otherwise
-    double experts_to_stream = 0;   // of that share, less than one so far
-    bool exact = true;              // the same bits at every budget, at the price of fused kernels
-    std::vector<std::unique_ptr<ggml_tensor>> graph_keys[2]; // of graphs of several tokens, and of one
-    uint64_t residency_generation = 1;                       // changes when compiled programs are no longer right
-    std::vector<std::unique_ptr<Program>> programs;
+    double experts_to_stream = 0;                                  // fractional carry of expert_stream_share
+    uint64_t residency_generation = 1;                             // changes when compiled programs are no longer right
+    ProgramCache programs;
+    GraphKeys graph_keys;
     bool compute_pending = false;
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
@@ -248,19 +225,16 @@ struct Device {
     bool prepare_caches(const CacheAccess &a);
 
     // --- executor.cpp
-    ggml_status run(ggml_cgraph *graph);
     size_t largest_copy() const { return host->pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
     void reset_ring();
-    ggml_tensor *graph_key(int64_t n_tokens, size_t place);
+    void lay_out_ring(const Program &p);
     ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);
     void pump_copies();
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);
-    bool before_step(const Segment *next, bool &timed); // false: the graph is to be aborted
-    const Tier *tier_for(int64_t n_tokens) const;
 
     void add_weight(const ggml_tensor *t); // once for tied embeddings, two tensors on the same bytes
-    Weight *weight_of(const ggml_tensor *t) {
+    const Weight *weight_of(const ggml_tensor *t) const {
         auto it = weight_at.find(root_of(t)->data);
         return it == weight_at.end() ? nullptr : &weights[it->second];
     }
@@ -274,9 +248,6 @@ Buffer *buffer_of(const ggml_tensor *t);
 // What a tensor or the one that it is a view of is in a cache, or null.
 CacheTensor *cached(const ggml_tensor *t);
 bool writes_rows(const ggml_tensor *node, const CacheTensor &c);
-
-// A tensor of `bytes` raw bytes at an address of an inner buffer, for ggml's copy functions.
-ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes);
 
 // Runs `use` on the inner bytes of [offset, offset + size) of a buffer, a part at a time; null stands for a part of a cache
 // that was never written, which reads as zeros.

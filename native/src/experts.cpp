@@ -7,9 +7,9 @@
 
 namespace fsd {
 
-// ---------------------------------------------------------------------------------------------------------------- groups
+// --------------------------------------------------------------------------------------------------------------- groups
 
-// An operation that treats each row of experts and tokens by itself.
+// Whether an operation computes each row by itself; a row is one expert's result for one token.
 static bool by_row(ggml_op op) {
     switch (op) {
     case GGML_OP_VIEW:
@@ -37,7 +37,7 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
     group.node0 = node;
     group.ids = first->src[2];
     group.input = first->src[1];
-    // To the last product with the same choice of experts, over operations by row.
+    // The group ends with the last product of the same choice; only operations by row may lie between.
     for (int i = node; i < graph->n_nodes; i++) {
         const ggml_tensor *n = graph->nodes[i];
         if (is_product(n) && n->src[2] == group.ids) {
@@ -67,7 +67,7 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
             if (!src || inside(src) || src == group.ids) {
                 continue;
             }
-            // From outside come the input of products, weights of products, and biases by expert.
+            // Allowed from outside: the products' input, their weights, and biases by expert.
             const bool product = is_product(n), weight = buffer_of(root_of(src)) && buffer_of(root_of(src))->weights;
             const bool bias = n->op == GGML_OP_ADD_ID && j == 1 && weight && src->view_src == nullptr;
             if (!(product && j == 0 && weight && src->view_src == nullptr) && !(product && src == group.input) &&
@@ -81,8 +81,9 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
         if (it == d.weight_at.end() || d.weights[it->second].core || d.weights[it->second].n_pieces != 1) {
             return false;
         }
+        group.layer = i == 0 ? d.weights[it->second].shard : group.layer;
     }
-    // What is computed on the way is needed nowhere else.
+    // Of the group only the last product may be read later.
     for (int i = group.node1; i < graph->n_nodes; i++) {
         for (int j = 0; j < GGML_MAX_SRC; j++) {
             const ggml_tensor *src = graph->nodes[i]->src[j];
@@ -97,7 +98,7 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
 ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, size_t capacity) {
     ExpertArena arena;
     std::vector<size_t> sizes; // by product
-    size_t unit = kAlign;      // a slot is a whole number of blocks of each type that lies there
+    size_t unit = kAlign;      // a slot is a multiple of the block size of each type in it
     for (const ExpertGroup &g : groups) {
         sizes.resize(std::max(sizes.size(), g.products.size()), 0);
         for (size_t p = 0; p < g.products.size(); p++) {
@@ -125,7 +126,7 @@ struct Row {
     int expert;
 };
 
-// Starts to copy what a tensor on the inner device holds.
+// Starts a copy of a tensor from the inner device.
 void fetch(Device &d, const ggml_tensor *t, char *to) {
     const Buffer *b = buffer_of(root_of(t));
     const size_t bytes = ggml_nbytes(t);
@@ -140,12 +141,12 @@ int32_t expert_at(const char *ids, const ggml_tensor *t, int64_t j, int64_t toke
     return expert;
 }
 
-// What goes between host and device for a group, in staging memory.
+// A group's data in staging memory.
 struct Exchange {
-    char *ids, *input; // from the device
-    int32_t *slots;    // to the device
-    char *rows;        // computed by the CPU, to the device
-    int64_t *places;   // of these rows in the result
+    char *ids, *input; // copied from the device
+    int32_t *slots;    // copied to the device: slot numbers in place of the chosen experts
+    char *rows;        // results of the CPU
+    int64_t *places;   // their row numbers in the group's result
     Exchange(Device &d, const ExpertGroup &group) {
         const size_t sizes[] = {align_up(ggml_nbytes(group.ids)), align_up(ggml_nbytes(group.input)),
                                 align_up(group.chosen() * sizeof(int32_t)),
@@ -158,10 +159,208 @@ struct Exchange {
     }
 };
 
-// Computes rows on the CPU, by the graph's own operations on tensors of one row an expert; results follow each other.
-ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph, const std::vector<Row> &rows,
-                         const Exchange &exchange) {
-    const int64_t n = (int64_t)rows.size();
+// One run of a group: the choice is read back, missing experts are copied or left to the CPU, and both parts are started.
+class GroupRun {
+  public:
+    GroupRun(Device &device, ExpertGroup &expert_group, const ggml_cgraph *g)
+        : d(device), group(expert_group), graph(g), exchange(device, expert_group) {}
+
+    ggml_status run(ggml_cgraph &view, const std::function<void()> &copy_ahead);
+
+  private:
+    void read_choice();
+    void look_up();
+    void copy_missing();
+    void copy_expert(int expert, int slot);
+    void assign_slots();
+    ggml_status launch(ggml_cgraph &view);
+    ggml_status compute_on_cpu();
+    ggml_status compute_rows();
+    uint64_t weight_bytes(size_t n_experts) const;
+
+    Device &d;
+    ExpertGroup &group;
+    const ggml_cgraph *graph;
+    const Exchange exchange;
+    std::vector<Row> rows;                // in the order of the group's result
+    std::vector<int> wanted;              // chosen experts without repetition, in order of appearance
+    std::vector<int> missed;              // those that are not cached, most often chosen first
+    std::unordered_map<int, int> slot_of; // of experts that the device computes
+    std::vector<Row> cpu_rows;
+    size_t n_hits = 0, n_copies = 0; // of wanted experts
+};
+
+ggml_status GroupRun::run(ggml_cgraph &view, const std::function<void()> &copy_ahead) {
+    read_choice();
+    look_up();
+    copy_missing();
+    assign_slots();
+    d.compute_pending = true;
+    ggml_status status = slot_of.empty() ? GGML_STATUS_SUCCESS : launch(view);
+    copy_ahead();
+    if (status == GGML_STATUS_SUCCESS && !cpu_rows.empty()) {
+        status = compute_on_cpu();
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.expert_hits += n_hits;
+    d.counters.experts_streamed += n_copies;
+    d.counters.experts_on_cpu += missed.size() - n_copies;
+    return status;
+}
+
+void GroupRun::read_choice() {
+    fetch(d, group.ids, exchange.ids);
+    if (!group.streamed) {
+        fetch(d, group.input, exchange.input);
+    }
+    d.synchronize(); // from here on no slot is being read, and staging memory is free
+    for (int64_t t = 0; t < group.ids->ne[1]; t++) {
+        for (int64_t j = 0; j < group.ids->ne[0]; j++) {
+            const int32_t expert = expert_at(exchange.ids, group.ids, j, t);
+            rows.push_back({j, t, expert});
+            d.experts.count(group.layer, expert);
+            if (std::find(wanted.begin(), wanted.end(), expert) == wanted.end()) {
+                wanted.push_back(expert);
+            }
+        }
+    }
+}
+
+void GroupRun::look_up() {
+    d.experts.begin_use();
+    for (int expert : wanted) {
+        const int slot = d.experts.find(group.layer, expert);
+        if (slot >= 0) {
+            slot_of[expert] = slot;
+        } else {
+            missed.push_back(expert);
+        }
+    }
+    n_hits = slot_of.size();
+    // Experts that are chosen often are worth a copy: they will be chosen again.
+    std::stable_sort(missed.begin(), missed.end(),
+                     [&](int a, int b) { return d.experts.heat(group.layer, a) > d.experts.heat(group.layer, b); });
+}
+
+void GroupRun::copy_missing() {
+    size_t wanted_copies = missed.size();
+    if (!group.streamed) {
+        // The fraction that rounding leaves is carried to later layers. Empty slots are filled whatever the share.
+        d.experts_to_stream += (double)missed.size() * d.plan.expert_stream_share;
+        wanted_copies = std::max((size_t)d.experts_to_stream, std::min(missed.size(), d.experts.n_empty()));
+        d.experts_to_stream = std::max(d.experts_to_stream - (double)wanted_copies, 0.0);
+    }
+    for (; n_copies < wanted_copies; n_copies++) {
+        const int slot = d.experts.take(group.layer, missed[n_copies], group.streamed);
+        if (slot < 0) {
+            break;
+        }
+        slot_of[missed[n_copies]] = slot;
+        copy_expert(missed[n_copies], slot);
+    }
+}
+
+// Kernels read past the end of a row, so each matrix is followed by the first weights of the next expert, or zeros.
+void GroupRun::copy_expert(int expert, int slot) {
+    static const char zeros[8192] = {};
+    const ExpertArena &arena = d.experts.arena();
+    if (d.trace) {
+        d.trace->begin(FSD_LANE_COPY, d.copy);
+    }
+    uint64_t bytes = 0;
+    for (size_t p = 0; p < group.products.size(); p++) {
+        const ggml_tensor *w = group.weight(p);
+        const size_t size = w->nb[2] + ggml_row_size(w->type, kRowRun);
+        const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
+        const char *host = (const char *)w->data + expert * w->nb[2];
+        ggml_tensor dst = raw_tensor(d.ring.buffer.get(), d.ring.base + arena.at(slot) + arena.parts[p], size);
+        for (size_t from = 0, most = d.largest_copy(); from < there; from += most) {
+            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(most, there - from));
+        }
+        for (size_t from = there; from < size; from += sizeof(zeros)) {
+            ggml_backend_tensor_set_async(d.copy, &dst, zeros, from, std::min(sizeof(zeros), size - from));
+        }
+        bytes += there;
+    }
+    if (d.trace) {
+        d.trace->end(FSD_LANE_COPY, d.copy, bytes);
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.copies++;
+    d.counters.copied_bytes += bytes;
+}
+
+// Rows that the CPU computes take room in the device's product, too, so they get slots that no other row of the token has:
+// devices sort rows by expert and rely on a token choosing each expert at most once.
+void GroupRun::assign_slots() {
+    const size_t k = (size_t)group.ids->ne[0];
+    std::vector<int32_t> numbers(k); // of one token's rows; -1: computed by the CPU
+    for (size_t first = 0; first < rows.size(); first += k) {
+        for (size_t i = 0; i < k; i++) {
+            const auto it = slot_of.find(rows[first + i].expert);
+            numbers[i] = it == slot_of.end() ? -1 : (int32_t)d.experts.arena().number(it->second);
+        }
+        int32_t spare = 0;
+        for (size_t i = 0; i < k; i++) {
+            if (numbers[i] < 0) {
+                cpu_rows.push_back(rows[first + i]);
+                while (std::find(numbers.begin(), numbers.end(), spare) != numbers.end()) {
+                    spare++;
+                }
+                exchange.slots[first + i] = spare++;
+            } else {
+                exchange.slots[first + i] = numbers[i];
+            }
+        }
+    }
+}
+
+uint64_t GroupRun::weight_bytes(size_t n_experts) const {
+    uint64_t bytes = 0;
+    for (size_t p = 0; p < group.products.size(); p++) {
+        bytes += group.weight(p)->nb[2] * n_experts;
+    }
+    return bytes;
+}
+
+ggml_status GroupRun::launch(ggml_cgraph &view) {
+    ggml_backend_tensor_set_async(d.compute, group.numbers, exchange.slots, 0, rows.size() * sizeof(int32_t));
+    if (n_copies > 0) {
+        ggml_backend_event_record(d.experts_ready, d.copy);
+        ggml_backend_event_wait(d.compute, d.experts_ready);
+    }
+    if (d.trace) {
+        d.trace->begin(FSD_LANE_DEVICE, d.compute);
+    }
+    const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
+    if (d.trace) {
+        d.trace->end(FSD_LANE_DEVICE, d.compute, weight_bytes(slot_of.size()));
+    }
+    return status;
+}
+
+// Computes the CPU's rows and writes them into the device's result, behind the device's part in the compute stream.
+ggml_status GroupRun::compute_on_cpu() {
+    const double start = Trace::now();
+    ggml_status status = compute_rows();
+    ggml_tensor to = *group.result;
+    to.ne[1] *= to.ne[2];
+    to.ne[2] = 1;
+    for (size_t i = 0; i < cpu_rows.size(); i++) {
+        exchange.places[i] = cpu_rows[i].t * group.ids->ne[0] + cpu_rows[i].j;
+    }
+    if (status == GGML_STATUS_SUCCESS) {
+        status = d.put_rows(group.rows, to, exchange.rows, exchange.places, (int64_t)cpu_rows.size());
+    }
+    if (d.trace) {
+        d.trace->add(FSD_LANE_CPU, start, Trace::now(), weight_bytes(missed.size() - n_copies));
+    }
+    return status;
+}
+
+// Computes rows by the graph's own operations, on tensors with one row for each of them.
+ggml_status GroupRun::compute_rows() {
+    const int64_t n = (int64_t)cpu_rows.size();
     const size_t n_nodes = (size_t)(group.node1 - group.node0);
     std::vector<char> meta(ggml_tensor_overhead() * (2 * n_nodes + 8) +
                            ggml_graph_overhead_custom(4 * n_nodes + 8, false));
@@ -182,10 +381,10 @@ ggml_status compute_rows(Device &d, ExpertGroup &group, const ggml_cgraph *graph
     place(ids);
     place(x);
     for (int64_t i = 0; i < n; i++) {
-        ((int32_t *)ids->data)[i] = rows[i].expert;
-        const int64_t j = group.input->ne[1] == 1 ? 0 : rows[i].j;
-        memcpy((char *)x->data + i * x->nb[2], exchange.input + j * group.input->nb[1] + rows[i].t * group.input->nb[2],
-               x->nb[1]);
+        ((int32_t *)ids->data)[i] = cpu_rows[i].expert;
+        const int64_t j = group.input->ne[1] == 1 ? 0 : cpu_rows[i].j;
+        memcpy((char *)x->data + i * x->nb[2],
+               exchange.input + j * group.input->nb[1] + cpu_rows[i].t * group.input->nb[2], x->nb[1]);
     }
     std::unordered_map<const ggml_tensor *, ggml_tensor *> compact = {{group.ids, ids}, {group.input, x}};
     ggml_tensor *result = nullptr;
@@ -236,158 +435,9 @@ std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t
     return counts;
 }
 
-// With each matrix comes the start of the next expert's, since kernels read past the end of a row.
-static void copy_expert(Device &d, const ExpertGroup &group, int expert, int slot) {
-    static const char zeros[8192] = {};
-    const ExpertArena &arena = d.experts.arena();
-    if (d.trace) {
-        d.trace->begin(FSD_LANE_COPY, d.copy);
-    }
-    uint64_t bytes = 0;
-    for (size_t p = 0; p < group.products.size(); p++) {
-        const ggml_tensor *w = group.weight(p);
-        const size_t size = w->nb[2] + ggml_row_size(w->type, kRowRun);
-        const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
-        const char *host = (const char *)w->data + expert * w->nb[2];
-        ggml_tensor dst = raw_tensor(d.ring.buffer.get(), d.ring.base + arena.at(slot) + arena.parts[p], size);
-        for (size_t from = 0, most = d.largest_copy(); from < there; from += most) {
-            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(most, there - from));
-        }
-        for (size_t from = there; from < size; from += sizeof(zeros)) {
-            ggml_backend_tensor_set_async(d.copy, &dst, zeros, from, std::min(sizeof(zeros), size - from));
-        }
-        bytes += there;
-    }
-    if (d.trace) {
-        d.trace->end(FSD_LANE_COPY, d.copy, bytes);
-    }
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.copies++;
-    d.counters.copied_bytes += bytes;
-}
-
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view,
                         const std::function<void()> &copy_ahead) {
-    const Exchange exchange(d, group);
-    fetch(d, group.ids, exchange.ids);
-    if (!group.streamed) {
-        fetch(d, group.input, exchange.input);
-    }
-    d.synchronize(); // from here on no slot is being read, and what was sent before has arrived
-    const int64_t k = group.ids->ne[0];
-    const uint32_t layer = group.shard(d);
-    std::vector<Row> rows;
-    std::vector<int> wanted; // without repetition, in order of appearance
-    for (int64_t t = 0; t < group.ids->ne[1]; t++) {
-        for (int64_t j = 0; j < k; j++) {
-            const int32_t expert = expert_at(exchange.ids, group.ids, j, t);
-            rows.push_back({j, t, expert});
-            d.experts.count(layer, expert);
-            if (std::find(wanted.begin(), wanted.end(), expert) == wanted.end()) {
-                wanted.push_back(expert);
-            }
-        }
-    }
-    d.experts.begin_use();
-    std::unordered_map<int, int> slot_of;
-    std::vector<int> missed;
-    for (int expert : wanted) {
-        const int slot = d.experts.find(layer, expert);
-        if (slot >= 0) {
-            slot_of[expert] = slot;
-        } else {
-            missed.push_back(expert);
-        }
-    }
-    const size_t n_hits = slot_of.size();
-    // The hottest of those that are missing are worth a copy, because they will be asked for again.
-    std::stable_sort(missed.begin(), missed.end(),
-                     [&](int a, int b) { return d.experts.heat(layer, a) > d.experts.heat(layer, b); });
-    size_t n_copies = missed.size();
-    if (!group.streamed) {
-        // What rounding leaves is made up for by later layers; an empty slot is filled whatever the share.
-        d.experts_to_stream += (double)missed.size() * d.expert_stream_share;
-        n_copies = std::max((size_t)d.experts_to_stream, std::min(missed.size(), d.experts.n_empty()));
-        d.experts_to_stream = std::max(d.experts_to_stream - (double)n_copies, 0.0);
-    }
-    for (size_t i = 0; i < n_copies; i++) {
-        const int slot = d.experts.take(layer, missed[i], group.streamed);
-        if (slot < 0) {
-            n_copies = i;
-            break;
-        }
-        slot_of[missed[i]] = slot;
-        copy_expert(d, group, missed[i], slot);
-    }
-    std::vector<Row> on_cpu;
-    std::vector<int32_t> numbers((size_t)k); // of one token's experts in the arena, -1 for the CPU's
-    for (size_t first = 0; first < rows.size(); first += (size_t)k) {
-        for (size_t i = 0; i < (size_t)k; i++) {
-            const auto it = slot_of.find(rows[first + i].expert);
-            numbers[i] = it == slot_of.end() ? -1 : (int32_t)d.experts.arena().number(it->second);
-        }
-        // Rows that the CPU computes take room in the device's product too. No two of a token may be in one slot: devices
-        // sort rows by expert and count on that.
-        int32_t spare = 0;
-        for (size_t i = 0; i < (size_t)k; i++) {
-            if (numbers[i] < 0) {
-                on_cpu.push_back(rows[first + i]);
-                while (std::find(numbers.begin(), numbers.end(), spare) != numbers.end()) {
-                    spare++;
-                }
-                exchange.slots[first + i] = spare++;
-            } else {
-                exchange.slots[first + i] = numbers[i];
-            }
-        }
-    }
-    ggml_status status = GGML_STATUS_SUCCESS;
-    d.compute_pending = true;
-    if (!slot_of.empty()) {
-        ggml_backend_tensor_set_async(d.compute, group.numbers, exchange.slots, 0, rows.size() * sizeof(int32_t));
-        if (n_copies > 0) {
-            ggml_backend_event_record(d.experts_ready, d.copy);
-            ggml_backend_event_wait(d.compute, d.experts_ready);
-        }
-        if (d.trace) {
-            d.trace->begin(FSD_LANE_DEVICE, d.compute);
-        }
-        status = ggml_backend_graph_compute_async(d.compute, &view);
-        if (d.trace) {
-            uint64_t bytes = 0;
-            for (size_t p = 0; p < group.products.size(); p++) {
-                bytes += group.weight(p)->nb[2] * slot_of.size();
-            }
-            d.trace->end(FSD_LANE_DEVICE, d.compute, bytes);
-        }
-    }
-    copy_ahead();
-    if (status == GGML_STATUS_SUCCESS && !on_cpu.empty()) {
-        const double start = Trace::now();
-        status = compute_rows(d, group, graph, on_cpu, exchange);
-        // Behind the device's part, in whose result these rows are only room.
-        ggml_tensor to = *group.result;
-        to.ne[1] *= to.ne[2];
-        to.ne[2] = 1;
-        for (size_t i = 0; i < on_cpu.size(); i++) {
-            exchange.places[i] = on_cpu[i].t * k + on_cpu[i].j;
-        }
-        if (status == GGML_STATUS_SUCCESS) {
-            status = d.put_rows(group.rows, to, exchange.rows, exchange.places, (int64_t)on_cpu.size());
-        }
-        if (d.trace) {
-            uint64_t bytes = 0;
-            for (size_t p = 0; p < group.products.size(); p++) {
-                bytes += group.weight(p)->nb[2] * (missed.size() - n_copies);
-            }
-            d.trace->add(FSD_LANE_CPU, start, Trace::now(), bytes);
-        }
-    }
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.expert_hits += n_hits;
-    d.counters.experts_streamed += n_copies;
-    d.counters.experts_on_cpu += missed.size() - n_copies;
-    return status;
+    return GroupRun(d, group, graph).run(view, copy_ahead);
 }
 
 } // namespace fsd

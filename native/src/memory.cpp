@@ -1,24 +1,11 @@
 // VRAM: the ledger, the arena of slabs, the ring's memory, and what a change of budget does to them.
 #include "device.h"
-#include "executor.h"
 
 #include <cstring>
 
 namespace fsd {
 
 static constexpr ggml_backend_buffer_usage kWeights = GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
-
-ggml_tensor raw_tensor(ggml_backend_buffer_t buffer, void *data, size_t bytes) {
-    ggml_tensor t = {};
-    t.type = GGML_TYPE_I8;
-    t.ne[0] = (int64_t)bytes;
-    t.ne[1] = t.ne[2] = t.ne[3] = 1;
-    t.nb[0] = 1;
-    t.nb[1] = t.nb[2] = t.nb[3] = bytes;
-    t.buffer = buffer;
-    t.data = data;
-    return t;
-}
 
 uint64_t Device::used() {
     std::lock_guard<std::mutex> lock(state_mutex);
@@ -346,7 +333,7 @@ void Device::finish_fills() {
 }
 
 void Device::update_placements() {
-    const Tier *decode = tier_for(1);
+    const Tier *decode = plan.tier_for(1);
     uint64_t bytes[3] = {};
     uint32_t shards[3] = {};
     for (uint32_t s = 0; s < n_shards; s++) {
@@ -355,7 +342,7 @@ void Device::update_placements() {
         }
         int kind = 0;
         if (shard_last_slab[s] >= (int)slabs.size()) {
-            kind = decode && s < decode->placement.size() && decode->placement[s] == FSD_CPU ? 2 : 1;
+            kind = decode && decode->on_cpu(s) ? 2 : 1;
         }
         shards[kind]++;
         if (kind == 0) {
@@ -366,7 +353,7 @@ void Device::update_placements() {
         if (shard_last_slab[p.shard] < (int)slabs.size()) {
             continue; // counted with its shard
         }
-        const bool on_cpu = decode && p.shard < decode->placement.size() && decode->placement[p.shard] == FSD_CPU;
+        const bool on_cpu = decode && decode->on_cpu(p.shard);
         bytes[p.slab < (int)slabs.size() ? 0 : on_cpu ? 2 : 1] += p.bytes;
     }
     std::lock_guard<std::mutex> lock(state_mutex);

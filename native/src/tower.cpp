@@ -323,7 +323,7 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
         ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)in->data - b->base), bytes);
         ggml_backend_tensor_set(&raw, in->data, 0, bytes);
     }
-    const ggml_status status = t.run(graph);
+    const ggml_status status = run_graph(t, graph);
     t.synchronize();
     if (status == GGML_STATUS_SUCCESS) {
         for (const ggml_tensor *out : traffic.out) {
@@ -359,7 +359,7 @@ static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) {
     uint64_t borrowed = 0;
     const size_t ring = d.ring.capacity;
     start_tower(t, d);
-    const ggml_status status = encode(t, d, graph, traffic, borrowed); // run() takes the tower's own mutex
+    const ggml_status status = encode(t, d, graph, traffic, borrowed); // run_graph takes the tower's own mutex
     stop_tower(t);
     give_back(d, borrowed);
     if (d.budget_is_pending()) {

@@ -342,9 +342,8 @@ class ShardDevice:
     ``budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
     ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. ``copy_bytes`` is the
     size of one transfer to the inner device: larger ones are quicker, smaller ones leave the host's own copies less to
-    wait for (16 MiB: 0.3 ms of PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While the host's frames are paced a transfer
-    is 4 MiB at most. Raises
-    UnknownDevice, VersionMismatch, BadArgument.
+    wait for (16 MiB: 0.3 ms of PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While the host's frames are paced a
+    transfer is 4 MiB at most. Raises UnknownDevice, VersionMismatch, BadArgument.
     """
 
     def __init__(

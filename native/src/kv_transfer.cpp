@@ -1,0 +1,125 @@
+#include "kv_transfer.h"
+
+#include <algorithm>
+
+namespace fsd {
+
+KvTransfer::~KvTransfer() {
+    if (filled > used) {
+        ggml_backend_synchronize(d.copy); // the graph was stopped with copies under way
+    }
+    for (ggml_backend_event_t e : {full[0], full[1], free[0], free[1]}) {
+        ggml_backend_event_free(e);
+    }
+}
+
+void KvTransfer::begin(const Program &program) {
+    passes.clear();
+    for (size_t i = 0; i < program.segments.size(); i++) {
+        if (program.segments[i].block) {
+            passes.push_back(i);
+        }
+    }
+    filled = used = 0;
+}
+
+void KvTransfer::record(ggml_backend_event_t &event, ggml_backend_t stream) {
+    event = event ? event : ggml_backend_event_new(d.inner);
+    ggml_backend_event_record(event, stream);
+}
+
+void KvTransfer::fill_panes(const Program &program, size_t at) {
+    for (; d.n_panes == 2 && filled < passes.size(); filled++) {
+        const Segment &s = program.segments[passes[filled]];
+        const size_t pane = s.block->pane;
+        for (size_t i = used; i < filled; i++) {
+            if (program.segments[passes[i]].block->pane == pane) {
+                return; // a segment has yet to use the pane
+            }
+        }
+        for (size_t i = at; i < passes[filled]; i++) {
+            const std::vector<Span> &out = program.segments[i].out;
+            if (std::any_of(out.begin(), out.end(), [](const Span &span) { return span.buffer->cache != nullptr; })) {
+                return; // a CPU segment before it may write to the block
+            }
+        }
+        if (free[pane]) {
+            ggml_backend_event_wait(d.copy, free[pane]);
+        }
+        if (d.trace) {
+            d.trace->begin(FSD_LANE_COPY, d.copy);
+        }
+        const uint64_t before = d.counters.kv_copied_bytes;
+        to_pane(s, d.copy);
+        if (d.trace) {
+            d.trace->end(FSD_LANE_COPY, d.copy, d.counters.kv_copied_bytes - before);
+        }
+        record(full[pane], d.copy);
+    }
+}
+
+void KvTransfer::before(const Segment &s) {
+    if (d.n_panes == 2) {
+        ggml_backend_event_wait(d.compute, full[s.block->pane]);
+    } else {
+        to_pane(s, d.compute);
+    }
+}
+
+void KvTransfer::after(const Segment &s) {
+    to_host(s, d.compute);
+    used++;
+    if (d.n_panes == 2) {
+        record(free[s.block->pane], d.compute);
+    }
+}
+
+void KvTransfer::copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n,
+                      ggml_backend_t stream, bool back) {
+    char *host = t.place(s.block->base, sequence, cell);
+    ggml_tensor raw = raw_tensor(d.window.get(), t.place(d.pane_of(*s.block), sequence, cell), t.row * (size_t)n);
+    if (back) {
+        ggml_backend_tensor_get_async(stream, &raw, host, 0, ggml_nbytes(&raw));
+    } else {
+        ggml_backend_tensor_set_async(stream, &raw, host, 0, ggml_nbytes(&raw));
+    }
+    std::lock_guard<std::mutex> lock(d.state_mutex);
+    d.counters.kv_copied_bytes += ggml_nbytes(&raw);
+}
+
+// The cells of a tensor that the graph reads or writes.
+void KvTransfer::copy_wanted(const Segment &s, const CacheTensor &t, ggml_backend_t stream, bool back) {
+    for (const auto &w : access.wants) {
+        for (int64_t i = 0; w.group == s.block->group && i < w.streams; i++) {
+            copy(s, t, w.stream0 + i, 0, std::min(w.cells, s.block->cells), stream, back);
+        }
+    }
+}
+
+void KvTransfer::to_pane(const Segment &s, ggml_backend_t stream) {
+    for (const CacheTensor *t : s.block->tensors) {
+        copy_wanted(s, *t, stream, false);
+    }
+}
+
+void KvTransfer::to_host(const Segment &s, ggml_backend_t stream) {
+    for (int i = s.node0; i < s.node1; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        const CacheTensor *t = is_noop(n) ? nullptr : cached(n);
+        if (!t) {
+            continue;
+        }
+        if (!writes_rows(n, *t)) {
+            copy_wanted(s, *t, stream, true);
+            continue;
+        }
+        const int64_t *rows = (const int64_t *)n->src[1]->data, count = n->src[1]->ne[0];
+        for (int64_t from = 0, to; from < count; from = to) { // neighbours in one copy
+            for (to = from + 1; to < count && rows[to] == rows[to - 1] + 1 && rows[to] % t->cells != 0; to++) {
+            }
+            copy(s, *t, rows[from] / t->cells, rows[from] % t->cells, to - from, stream, true);
+        }
+    }
+}
+
+} // namespace fsd

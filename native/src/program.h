@@ -1,0 +1,137 @@
+// A compiled graph: what the graph compiler makes and the executor runs.
+#pragma once
+
+#include "expert_cache.h"
+#include "plan.h"
+#include "tensors.h"
+
+#include <memory>
+#include <vector>
+
+namespace fsd {
+
+struct Buffer;
+struct CacheBlock;
+
+constexpr size_t kMaxPrograms = 6;
+// Graphs of at least so many tokens count as prefill: they are bound by computing, not by reading weights.
+constexpr int kPrefillTokens = 32;
+
+struct Span {
+    Buffer *buffer;
+    size_t offset, bytes;
+};
+
+// An operation that writes rows from staging memory into a tensor of the inner device. It must outlive the queued work.
+struct HostRows {
+    ggml_tensor to = {}, from = {}, places = {}, set = {};
+    ggml_tensor *nodes[2] = {};
+};
+
+// One streamed step: the pieces that are copied into the ring together.
+struct RingEntry {
+    std::vector<int> pieces;
+    // Of an entry that is one tensor of experts, of which only the chosen ones are copied: its layer (the shard of the
+    // layer's experts) and its place among the layer's products. -1: not such an entry.
+    int layer = -1, product = 0;
+    bool operator==(const RingEntry &o) const { return pieces == o.pieces && layer == o.layer && product == o.product; }
+};
+
+// Products with experts' weights that share one choice of experts, and the nodes between them.
+struct ExpertGroup {
+    int node0 = 0, node1 = 0;
+    uint32_t layer = 0; // the shard of its weights
+    std::vector<const ggml_tensor *> products;
+    const ggml_tensor *ids = nullptr;      // I32 [experts chosen, tokens]
+    const ggml_tensor *input = nullptr;    // of the first products
+    bool streamed = false;                 // all missing experts are copied to the device, none computed on the CPU
+    ggml_tensor *result = nullptr;         // shadow of the last product
+    ggml_tensor *numbers = nullptr;        // on the inner device: the slots of the chosen experts
+    std::vector<std::vector<char>> memory; // that the CPU's part computes in
+    HostRows rows;                         // writes the CPU's rows to the device
+
+    int64_t chosen() const { return ids->ne[0] * ids->ne[1]; }
+    const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
+};
+
+// A run of nodes on one device. GPU segments are a range of the program's shadow nodes, CPU segments a range of the
+// original graph's nodes.
+struct Segment {
+    bool cpu = false;
+    bool row_piece = false;              // the segment is one row piece of a matrix and nothing else
+    int step = 0;                        // first step that it covers
+    int node0 = 0, node1 = 0;            // original nodes covered
+    int piece = 0;                       // index of the row piece, for resuming after an eviction
+    int shadow0 = 0, shadow1 = 0;        // GPU: range of shadow nodes
+    int entry = -1;                      // index into the program's ring entries; -1: nothing is streamed
+    int group = -1;                      // index into the program's expert groups; -1: not a group
+    const ggml_tensor *chosen = nullptr; // the choice of experts, where the entry is a tensor of experts
+    CacheBlock *block = nullptr;         // KV block in host memory, copied to the window before and written back after
+    uint64_t uid = 0;
+    uint64_t bytes = 0;         // of weights
+    std::vector<Span> in, out;  // CPU: activations to copy from the device before and to the device after
+    std::vector<HostRows> rows; // by `out`
+};
+
+// What a program depends on beside the weights.
+struct ProgramKey {
+    uint64_t uid = 0;        // ggml's id of the graph; 0: the graph is not known again
+    uint64_t generation = 0; // of the residency
+    int first_node = 0, first_piece = 0;
+    const Tier *tier = nullptr;
+    size_t merge_limit = 0; // how much work neighbouring resident steps may have together in one segment
+
+    bool operator==(const ProgramKey &o) const {
+        return uid == o.uid && generation == o.generation && first_node == o.first_node &&
+               first_piece == o.first_piece && tier == o.tier && merge_limit == o.merge_limit;
+    }
+};
+
+struct Program {
+    explicit Program(const ProgramKey &k) : key(k) {}
+    Program(const Program &) = delete;
+    Program &operator=(const Program &) = delete;
+    ~Program() { ggml_free(ctx); }
+
+    const ProgramKey key;
+    uint64_t used_at = 0;
+    std::vector<Segment> segments;
+    std::vector<RingEntry> entries;
+    std::vector<size_t> entry_bytes;
+    size_t entry_capacity = 0; // of the ring; the rest is the expert cache
+    std::vector<ExpertGroup> groups;
+    ExpertArena arena;
+    ggml_cgraph *shadow = nullptr; // owned by ctx
+    ggml_context *ctx = nullptr;
+};
+
+// The programs of the latest graphs. Before one is dropped, by make_room() or clear(), the compute stream must have
+// finished: queued work reads the shadow graphs.
+class ProgramCache {
+  public:
+    Program *find(const ProgramKey &key); // null: none
+    void make_room(uint64_t generation);  // for one more; programs of other generations go first
+    Program *add(std::unique_ptr<Program> program);
+    void clear() { programs_.clear(); }
+
+  private:
+    std::vector<std::unique_ptr<Program>> programs_;
+    uint64_t clock_ = 0;
+};
+
+// First nodes of segments: nodes that do nothing and outlive programs. Inner devices that capture graphs identify a graph
+// by its first node and hold memory for each that they know.
+class GraphKeys {
+  public:
+    // For a segment that may be captured, by its place in a graph of one token or of several; it is captured again when
+    // the program changes.
+    ggml_tensor *at_place(bool one_token, size_t place) { return key(one_token, place + 1); }
+    // For all segments that should not be captured. Its graph changes all the time, so none is.
+    ggml_tensor *uncaptured(bool one_token) { return key(one_token, 0); }
+
+  private:
+    ggml_tensor *key(bool one_token, size_t index);
+    std::vector<std::unique_ptr<ggml_tensor>> keys_[2];
+};
+
+} // namespace fsd
