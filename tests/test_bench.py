@@ -109,7 +109,7 @@ def test_nothing_above_the_largest_budget_is_held(model_path: Path) -> None:
     script = """
 import sys
 from frameshard.cli import common
-from frameshard.engine.runtime import EngineConfig
+from frameshard.wire.engine import EngineConfig
 config = EngineConfig(model=sys.argv[1], device="emulated", n_ctx=512, n_parallel=1, n_threads=1)
 with common.load_within(config, "40,60") as runtime:
     print(runtime.device.stats().peak_bytes)

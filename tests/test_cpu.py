@@ -134,6 +134,7 @@ LOAD = """
 import sys, llama_cpp
 from frameshard import cpu
 from frameshard.engine import runtime
+from frameshard.wire.engine import EngineConfig
 
 said = []
 log = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text.decode(errors="replace")))
@@ -142,7 +143,7 @@ compiled_for, flags = cpu.compiled_for(), cpu.flags()
 if sys.argv[2] == "amx":
     cpu.compiled_for = lambda: compiled_for | {"amx_int8"}
     cpu.flags = lambda: flags | {"amx_int8"}
-with runtime.Runtime.load(runtime.EngineConfig(model=sys.argv[1], device="cpu", n_ctx=256, n_threads=1)) as loaded:
+with runtime.Runtime.load(EngineConfig(model=sys.argv[1], device="cpu", n_ctx=256, n_threads=1)) as loaded:
     loaded.decode_tokens(0, [5, 6, 7])
 print("".join(said))
 """
@@ -173,7 +174,8 @@ def test_a_cpu_that_lacks_what_ggml_was_compiled_for_is_told_so(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from frameshard import native
-    from frameshard.engine.runtime import EngineConfig, Runtime
+    from frameshard.engine.runtime import Runtime
+    from frameshard.wire.engine import EngineConfig
 
     features = cpu.compiled_for()
     assert features

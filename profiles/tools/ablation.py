@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from frameshard import models
 from frameshard.cli import common
 from frameshard.cli.passage import PASSAGE
-from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.engine.runtime import Rows, Runtime
 from frameshard.plan.planner import CPU, STREAMED, Plan, lay_out, vram_unit
+from frameshard.wire.engine import EngineConfig
 
 FORGETFUL = "no cache of experts"
 VARIANTS = ("as planned", "ring of one step", FORGETFUL, "nothing on the CPU", "nothing streamed", "ubatches of 256")

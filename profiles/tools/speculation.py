@@ -31,11 +31,12 @@ from frameshard.cli import common
 from frameshard.engine.batch import Batcher, Event
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.lookup import Lookup, best_length
-from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.engine.runtime import Rows, Runtime
 from frameshard.models import resolve
 from frameshard.plan.machine import Profile
 from frameshard.plan.model import read_model
 from frameshard.plan.planner import DRIVER_BYTES, estimate_fixed, make_plan, vram_unit
+from frameshard.wire.engine import EngineConfig
 
 MIB = 1 << 20
 DIALOGUE = Path(__file__).parent / "dialogue.json"

@@ -154,7 +154,7 @@ class _FakeEngine:
         if self._args.fatal:
             self._say("fatal", error=BY_NAME[self._args.fatal]("as the test wants").to_wire())
             sys.exit(3)
-        self._budget = op["vram_budget"]
+        self._budget = op["vram_budget_bytes"]
         if 0 < self._budget < self._floor():
             self._say("fatal", error=self._below_floor(self._budget).to_wire())
             sys.exit(3)

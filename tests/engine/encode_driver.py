@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from frameshard.engine import vision
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor
+from frameshard.wire.engine import EngineConfig
 
 SIZE = (672, 644)
 """2,208 patches of 14 x 14: more than a feed-forward block takes at a time."""

@@ -60,14 +60,14 @@ def test_loads_at_the_floor_and_not_below(model_path: Path) -> None:
     fields: dict[str, object] = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
     child = EngineProcess()
     try:
-        event = child.load(model_path, **fields, vram_budget=4 * MIB)
+        event = child.load(model_path, **fields, vram_budget_bytes=4 * MIB)
         assert event["ev"] == "fatal"
         assert event["error"]["name"] == "budget_below_floor"
         floor = event["error"]["detail"]["floor_bytes"]
         assert floor > 4 * MIB
     finally:
         child.close()
-    with engine(model_path, **fields, vram_budget=floor) as child:
+    with engine(model_path, **fields, vram_budget_bytes=floor) as child:
         assert text(child.run(CASTLE))
         stats = child.stats()
         assert stats["peak_bytes"] <= stats["budget_bytes"] == floor
@@ -178,7 +178,9 @@ def test_cancel_in_a_long_prompt(full: EngineProcess) -> None:
 
 
 def test_planned_mode_keeps_its_budget(model_path: Path) -> None:
-    with engine(model_path, device="emulated", link_gbps=4.0, n_ctx=512, n_parallel=2, vram_budget=100 * MIB) as child:
+    with engine(
+        model_path, device="emulated", link_gbps=4.0, n_ctx=512, n_parallel=2, vram_budget_bytes=100 * MIB
+    ) as child:
         jobs = [child.submit(CASTLE, params={"max_tokens": 30}) for _ in range(3)]
         child.wait_for("token", job=jobs[0])
         child.budget(80 * MIB)

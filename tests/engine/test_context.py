@@ -28,7 +28,7 @@ def test_vram_goes_with_the_context_in_use(model_path: Path) -> None:
         assert child.stats()["kv_bytes"] <= two["kv_bytes"] // 2
         assert child.stats()["kv_host_bytes"] == 0
     floor = int(empty["floor_bytes"])
-    with engine(model_path, **FIELDS, vram_budget=floor) as child:
+    with engine(model_path, **FIELDS, vram_budget_bytes=floor) as child:
         # The floor does not hold a context of this length: it passes through the window.
         assert text(child.run(LONG, conversation="a")) == alone
         stats = child.stats()
@@ -39,7 +39,8 @@ def test_vram_goes_with_the_context_in_use(model_path: Path) -> None:
 
 ADOPT = """
 import dataclasses, json, sys
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
 from frameshard.plan.planner import lay_out
 
 config = EngineConfig(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 RUN = """
 import json, sys
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
 from frameshard.plan.planner import estimate_fixed, lay_out
 from frameshard.plan.model import read_model
 
@@ -18,7 +19,7 @@ path = sys.argv[1]
 model = read_model(path)
 budget = estimate_fixed(model, 256, 64, 1) + 3 * lay_out(model).min_ring + (12 << 20)
 config = EngineConfig(
-    model=path, device="emulated", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget=budget,
+    model=path, device="emulated", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget,
     link_gbps=20.0, mode="stream_only",
 )
 with Runtime.load(config) as runtime:

@@ -15,7 +15,7 @@ FIELDS: dict[str, object] = {
     "n_ctx": 512,
     "n_parallel": 1,
     "n_threads": 1,
-    "vram_budget": 100 << 20,
+    "vram_budget_bytes": 100 << 20,
 }
 
 

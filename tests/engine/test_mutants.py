@@ -17,7 +17,8 @@ SEEDS = range(7000, 7024)
 # A process for each file, forked before llama.cpp has threads: an import for each would take a second.
 LOAD = """
 import os, resource, sys
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
 from frameshard.errors import FrameshardError
 
 def load(path):

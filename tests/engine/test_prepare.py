@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
-from frameshard.engine.runtime import LONG_TEXT_CHARS, EngineConfig, Runtime
+from frameshard.engine.runtime import LONG_TEXT_CHARS, Runtime
+from frameshard.wire.engine import EngineConfig
 
 # A second of CPU time where the message asks for it.
 SLOW_TEMPLATE = (

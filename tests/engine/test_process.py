@@ -366,7 +366,7 @@ def test_models_that_cannot_be_served(model_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n_ctx": 0}, {"n_ctx": "all"}, {"n_parallel": 65}, {"mode": "fast"}, {"vram_budget": -1}, {"colour": 1}],
+    [{"n_ctx": 0}, {"n_ctx": "all"}, {"n_parallel": 65}, {"mode": "fast"}, {"vram_budget_bytes": -1}, {"colour": 1}],
 )
 def test_bad_load_fields(model_path: Path, fields: dict[str, object]) -> None:
     error = load_error(model_path, **fields)

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frameshard.engine.runtime import DecodeAborted, EngineConfig, Rows, Runtime
+from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
 from frameshard.errors import BadArgument, ContextOverflow, ModelNotFound
+from frameshard.wire.engine import EngineConfig
 
 STORY = "The old castle stands on a hill above the village."
 

@@ -18,8 +18,9 @@ import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 from pydantic import BaseModel, Field
 
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import Runtime
 from frameshard.engine.schema import MAX_BYTES
+from frameshard.wire.engine import EngineConfig
 
 Name = Annotated[str, Field(max_length=8)]
 

@@ -19,7 +19,8 @@ from engine_driver import EngineProcess, Event, engine, ids, text, user
 
 from frameshard.engine.draft import DraftModel, DraftState
 from frameshard.engine.lookup import Lookup, best_length
-from frameshard.engine.runtime import DecodeAborted, EngineConfig, Rows, Runtime
+from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
+from frameshard.wire.engine import EngineConfig
 
 RULES = (
     "Rules of the Red Dragon Inn: no weapons at the table, no magic indoors, no talk of the drowned bell after dark, "

@@ -10,7 +10,8 @@ from pathlib import Path
 
 RECORD = """
 import dataclasses, json, sys
-from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.engine.runtime import Rows, Runtime
+from frameshard.wire.engine import EngineConfig
 from frameshard.plan.planner import lay_out
 
 config = EngineConfig(

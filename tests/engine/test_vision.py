@@ -71,7 +71,7 @@ def expected(resident: EngineProcess) -> list[list[int]]:
 def test_any_budget_gives_the_same_answer_within_it(
     budget: int, model_path: Path, mmproj_path: Path, expected: list[list[int]]
 ) -> None:
-    with engine(model_path, mmproj=str(mmproj_path), vram_budget=budget, **FIELDS) as child:
+    with engine(model_path, mmproj=str(mmproj_path), vram_budget_bytes=budget, **FIELDS) as child:
         before = child.stats()
         assert answers(child, 1, 2) == expected
         deadline = time.monotonic() + 60
@@ -278,7 +278,7 @@ def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(model_path: Path, mmproj_p
 def test_shrinks_and_cancels_in_the_middle_of_encodes(
     model_path: Path, mmproj_path: Path, expected: list[list[int]]
 ) -> None:
-    with engine(model_path, mmproj=str(mmproj_path), vram_budget=96 * MIB, link_gbps=0.5, **FIELDS) as child:
+    with engine(model_path, mmproj=str(mmproj_path), vram_budget_bytes=96 * MIB, link_gbps=0.5, **FIELDS) as child:
         before = held(child.stats())
         for seed, budget in ((1, 44 * MIB), (2, 96 * MIB)):
             job = child.submit(QUESTION, images=[picture(seed)], params=SEEN)

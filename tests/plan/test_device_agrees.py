@@ -15,7 +15,8 @@ import tiny_models
 LOAD = """
 import json, sys
 from collections import Counter
-from frameshard.engine.runtime import EngineConfig, Runtime
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
 from frameshard.plan.model import read_model
 from frameshard.plan.planner import estimate_context, estimate_fixed, lay_out
 
@@ -25,7 +26,8 @@ layout = lay_out(model)
 fixed, context = estimate_fixed(model, 512, 64, 1), estimate_context(model, 512, 512, 1)
 budget = fixed + context.used + min(layout.min_ring, layout.total) + int(share * layout.total)
 config = EngineConfig(
-    model=path, device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=20.0, vram_budget=budget
+    model=path, device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=20.0,
+    vram_budget_bytes=budget,
 )
 with Runtime.load(config) as runtime:
     stats, plan = runtime.device.stats(), runtime.plan

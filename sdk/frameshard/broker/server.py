@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import trio
@@ -24,6 +25,7 @@ from frameshard.errors import BadMessage, ConnectionLost, EngineDied, Frameshard
 from frameshard.transport import Flooded, Socket, Unreachable
 from frameshard.wire import checks, states
 from frameshard.wire import messages as m
+from frameshard.wire.engine import EngineConfig
 from frameshard.wire.launch import ServeConfig
 
 logger = logging.getLogger("frameshard.broker")
@@ -35,6 +37,9 @@ SILENCE_CHECK_S = 0.5
 NEGOTIATE_S = 0.25
 MAX_ASKED = 64
 """Requests for statistics and plans that wait for the engine."""
+
+_PASSED_ON = {field.name for field in fields(ServeConfig)} & {field.name for field in fields(EngineConfig)}
+"""Options of a launch that are the engine's."""
 
 _KNOWN_INFO = (
     "name",
@@ -378,21 +383,10 @@ class Server:
         self._flush()
 
     def _load_op(self) -> dict[str, Any]:
-        config = self._config
         return {
-            "model": config.model,
-            "device": config.device,
-            "vram_budget": self._lease.engine_load_bytes(),
-            "n_ctx": config.n_ctx,
+            **{name: getattr(self._config, name) for name in _PASSED_ON},
+            "vram_budget_bytes": self._lease.engine_load_bytes(),
             "n_ubatch": self._n_ubatch,
-            "n_parallel": config.n_parallel,
-            "n_threads": config.n_threads,
-            "link_gbps": config.link_gbps,
-            "mode": config.mode,
-            "speculate": config.speculate,
-            "draft_model": config.draft_model,
-            "kv_type": config.kv_type,
-            "mmproj": config.mmproj,
         }
 
     def _tell_all(self) -> None:

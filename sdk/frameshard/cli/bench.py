@@ -93,7 +93,8 @@ class _Row:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, resolve_device
+    from frameshard.engine.runtime import resolve_device
+    from frameshard.wire.engine import EngineConfig
 
     if args.image:
         from . import bench_images

@@ -64,8 +64,9 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, resolve_device
+    from frameshard.engine.runtime import resolve_device
     from frameshard.engine.vision import Vision
+    from frameshard.wire.engine import EngineConfig
 
     from .bench import _budgets
 

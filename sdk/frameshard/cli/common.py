@@ -16,7 +16,8 @@ from frameshard.native import default_threads
 from frameshard.wire.launch import KV_TYPES
 
 if TYPE_CHECKING:
-    from frameshard.engine.runtime import EngineConfig, Runtime
+    from frameshard.engine.runtime import Runtime
+    from frameshard.wire.engine import EngineConfig
 
 UNITS = {
     "": 2**20,
@@ -66,7 +67,7 @@ def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Run
     try_files(config.model, config.mmproj)
     named, sizes = {part.strip() for part in budgets.split(",")}, sizes_of(budgets)
     return Runtime.load(
-        replace(config, vram_budget=0 if "full" in named else max(sizes)),
+        replace(config, vram_budget_bytes=0 if "full" in named else max(sizes)),
         budgets=sizes,
         n_prompt=n_prompt,
         fill=named != {"floor"},

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from frameshard.engine.runtime import EngineConfig, Runtime
+    from frameshard.engine.runtime import Runtime
     from frameshard.native import ShardDevice
     from frameshard.plan.planner import Mode
+    from frameshard.wire.engine import EngineConfig
 
     Floats = npt.NDArray[np.float32]
 
@@ -60,8 +61,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import EngineConfig, resolve_device
+    from frameshard.engine.runtime import resolve_device
     from frameshard.engine.scratch import try_files
+    from frameshard.wire.engine import EngineConfig
 
     device = resolve_device(args.device)
     if device == "cpu":

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import llama_cpp
 
-from frameshard.engine.runtime import EngineConfig, Rows, Runtime
+from frameshard.engine.runtime import Rows, Runtime
 from frameshard.errors import BadModel, Unsupported
+from frameshard.wire.engine import EngineConfig
 
 CONTEXT = 16384
 """Most tokens of context, of all sequences together."""

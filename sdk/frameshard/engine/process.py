@@ -34,7 +34,7 @@ from frameshard.engine.batch import Batcher, Event, Job
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.prepare import Preparation
 from frameshard.engine.request import RequestReader
-from frameshard.engine.runtime import DecodeAborted, EngineConfig, Runtime
+from frameshard.engine.runtime import DecodeAborted, Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.errors import (
@@ -49,7 +49,8 @@ from frameshard.errors import (
     Unsupported,
 )
 from frameshard.native import SCHEDULING_MODES, Pacing, ShardDevice, on_abort
-from frameshard.wire import channel
+from frameshard.wire import channel, checks
+from frameshard.wire.engine import EngineConfig
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -255,7 +256,10 @@ class Engine:
         if self._runtime is not None:
             raise BadMessage("load came twice")
         started = time.monotonic()
-        config = EngineConfig.from_wire(message)
+        try:
+            config = checks.convert(EngineConfig, message)
+        except checks.Refused as refused:
+            raise BadArgument(f"load: {refused}") from None
         self._loading = config.model
         self._runtime = Runtime.load(config)
         mmproj = self._runtime.config.mmproj

@@ -23,9 +23,9 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -48,7 +48,7 @@ from frameshard.errors import (
 from frameshard.native import default_threads
 from frameshard.plan import routing
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.machine import KvType, Profile, load_or_probe
+from frameshard.plan.machine import Profile, load_or_probe
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.planner import (
     CPU,
@@ -56,7 +56,6 @@ from frameshard.plan.planner import (
     LEAST_UBATCH,
     PLAIN_UBATCH,
     Context,
-    Mode,
     Plan,
     check_kv_type,
     choose_launch_ubatch,
@@ -67,6 +66,7 @@ from frameshard.plan.planner import (
     make_plan,
     vram_unit,
 )
+from frameshard.wire.engine import EngineConfig
 
 if TYPE_CHECKING:
     from frameshard.native import ShardDevice
@@ -76,7 +76,6 @@ _llama_logger = logging.getLogger("frameshard.llama")
 
 ALL_LAYERS = 999
 STOCK = "stock:"
-MAX_SEQUENCES = 64
 LONG_TEXT_CHARS = 1 << 15
 """Shorter texts are tokenised within a tenth of a second, in which there is no use for a bound."""
 KV_TYPES = {
@@ -97,86 +96,6 @@ _REBUILD_S = 60e-6  # of a layer; measured on 2 slow cores, resident 45e-6 and s
 class DecodeAborted(Exception):
     """:meth:`Runtime.abort` stopped the decode. The sequences of that batch are back at the length they had before it,
     except where :meth:`Runtime.length` says otherwise: a recurrent state cannot be rolled back, that one is empty."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What to load and how.
-
-    ``device``: "cpu" (stock llama.cpp), "emulated", a ggml device name such as "CUDA0", or "auto" (the first GPU, else
-    the CPU). ``vram_budget`` in bytes, 0 for no limit. ``n_ctx`` is the context of each of ``n_parallel`` sequences in
-    tokens, rounded up to a multiple of 256.
-    ``n_ubatch`` is how many tokens of a prompt are computed at once; 0 is for a plan to choose, at load. ``kv_type`` is
-    how keys and values are kept.
-    ``n_threads`` 0 is half of the CPUs. ``link_gbps`` (1e9 bytes/s) is the
-    emulated device's copy rate, 0 for unlimited. ``mode`` "stream_only" computes nothing on the CPU, so that logits
-    have the same bits at any budget. ``speculate`` "off" drafts no tokens. ``n_outputs_max`` is how many rows
-    of logits one decode may ask for; 0 means as many as the others need. ``mmproj`` is the GGUF file that reads images
-    for this model, "" for none; ``draft_model`` a GGUF file whose model drafts for this one, "" for none.
-
-    :raises BadArgument: a value is of the wrong type or out of range.
-    """
-
-    model: str
-    device: str = "cpu"
-    vram_budget: int = 0
-    n_ctx: int = 4096
-    n_ubatch: int = 512
-    n_parallel: int = 4
-    n_threads: int = 0
-    link_gbps: float = 0.0
-    mode: Mode = "planned"
-    speculate: Literal["auto", "off"] = "auto"
-    n_outputs_max: int = 0
-    mmproj: str = ""
-    draft_model: str = ""
-    kv_type: KvType = "f16"
-
-    def __post_init__(self) -> None:
-        for name in ("model", "device", "mode"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise BadArgument(f"{name} must be a non-empty string", field=name)
-        for name in ("mmproj", "draft_model"):
-            if not isinstance(getattr(self, name), str):
-                raise BadArgument(f"{name} must be a string", field=name)
-        limits = {
-            "vram_budget": (0, 2**53),
-            "n_ctx": (1, 2**24),
-            "n_ubatch": (0, 2**16),
-            "n_parallel": (1, MAX_SEQUENCES),
-            "n_threads": (0, 1024),
-            "n_outputs_max": (0, 2**16),
-        }
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise BadArgument(f"{name} must be a whole number from {low} to {high}", field=name)
-        link = self.link_gbps
-        if isinstance(link, bool) or not isinstance(link, (int, float)) or not 0 <= link <= 1e6:
-            raise BadArgument("link_gbps must be a number from 0 to 1e6", field="link_gbps")
-        if self.mode not in get_args(Mode):
-            raise BadArgument(f"mode must be one of {', '.join(get_args(Mode))}", field="mode")
-        if self.kv_type not in KV_TYPES:
-            raise BadArgument(f"kv_type must be one of {', '.join(KV_TYPES)}", field="kv_type")
-        if self.speculate not in ("auto", "off"):
-            raise BadArgument("speculate must be auto or off", field="speculate")
-        if (self.n_ubatch or PLAIN_UBATCH) < self.n_parallel:
-            raise BadArgument("n_ubatch must be at least n_parallel", field="n_parallel")
-
-    @classmethod
-    def from_wire(cls, message: Mapping[str, object]) -> EngineConfig:
-        """From the fields of a load message.
-
-        :raises BadArgument: an unknown or missing field, or a value of the wrong type or range.
-        """
-        names = {f.name for f in fields(cls)}
-        for name in message:
-            if name not in names:
-                raise BadArgument(f"unknown load field {name!r}", field=name)
-        if "model" not in message:
-            raise BadArgument("load needs a model", field="model")
-        values: dict[str, Any] = dict(message)
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -228,7 +147,7 @@ class Runtime:
         ``fill`` no weights are made resident.
 
         Where ``config.n_ubatch`` is 0, that is chosen for a prompt of ``n_prompt`` tokens in each sequence at each of
-        ``budgets``; without these, for ``config.vram_budget`` and what it may shrink to.
+        ``budgets``; without these, for ``config.vram_budget_bytes`` and what it may shrink to.
 
         :raises ModelNotFound: no such file.
         :raises BadModel: not a GGUF that can be served.
@@ -318,7 +237,7 @@ class Runtime:
             self.observer = Observer()
         device = ShardDevice(
             self.device_name,
-            budget_bytes=self.config.vram_budget,
+            budget_bytes=self.config.vram_budget_bytes,
             n_threads=self.n_threads,
             link_gbps=self.config.link_gbps,
         )
@@ -360,7 +279,7 @@ class Runtime:
                 "routing": routing.recall(self.model_info),
             }
             if not budgets:
-                return choose_launch_ubatch(self.model_info, profile, config.vram_budget, **shared)
+                return choose_launch_ubatch(self.model_info, profile, config.vram_budget_bytes, **shared)
             together = config.n_parallel
             return choose_ubatch(self.model_info, profile, budgets, n_prompt=n_prompt, n_together=together, **shared)
         except (BudgetBelowFloor, OutOfMemory):  # by an estimate: the device has the true floor, and names it

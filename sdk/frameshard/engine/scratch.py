@@ -57,8 +57,9 @@ def try_files(model: str, mmproj: str = "") -> None:
 
 def main(model: str, mmproj: str) -> int:
     """In the scratch process: its exit status. An error is one JSON document on standard output."""
-    from frameshard.engine.runtime import EngineConfig, Runtime
+    from frameshard.engine.runtime import Runtime
     from frameshard.engine.vision import Vision
+    from frameshard.wire.engine import EngineConfig
 
     config = EngineConfig(model, device="cpu", n_ctx=256, n_parallel=1, n_ubatch=32, mmproj=mmproj)
     try:

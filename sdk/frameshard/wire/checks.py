@@ -18,6 +18,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from frameshard.errors import BadArgument
 from frameshard.wire import codec
 
 T = TypeVar("T")
@@ -252,3 +253,16 @@ def convert(cls: type[T], fields: Mapping[str, Any], *, strict: bool = True) -> 
         if field.required and name not in values:
             raise Refused("missing", name)
     return cls(**values)
+
+
+def verify(record: object) -> None:
+    """Checks a dataclass that a program has made, for its ``__post_init__``.
+
+    :raises BadArgument: a field has a wrong value; detail has ``field``.
+    """
+    cls: Any = type(record)
+    for name, field in fields_of(cls).items():
+        try:
+            field.check.take(getattr(record, name), True)
+        except Refused as refused:
+            raise BadArgument(f"{name} {refused}", field=name) from None
