@@ -1,6 +1,6 @@
 """What each mechanism is worth: time to first token and tokens/s with it and without it, in turn.
 
-    python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json ablation.json
+    python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json
 
 The plan as it is; a ring of one step (copies do not run ahead, and fewer experts are kept); of a mixture of experts
 those in the ring forgotten before each graph; nothing on the CPU; nothing streamed in graphs of few tokens (a long
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--ubatch", type=int, default=1024)
     parser.add_argument("--generate", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
     config = EngineConfig(
         model=str(models.resolve(args.model)),
@@ -139,8 +139,8 @@ def main() -> None:
                 measure(runtime, row, words, args)
     documents = [row.document() for row in rows]
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"model": args.model, "device": args.device, "rows": documents}, file, indent=1)
+        print(json.dumps({"model": args.model, "device": args.device, "rows": documents}, indent=1))
+        return
     for each in documents:
         print("{budget_mb:8.0f} MiB  {variant:20} TTFT {ttft_s:8.3f} s  {tokens_per_second:8.2f} tok/s".format(**each))
 

@@ -1,6 +1,6 @@
 """How fast VRAM comes back, and whether anybody notices: random shrinks and grows under a running sidecar.
 
-    python profiles/tools/negotiate.py MODEL.gguf --device CUDA0 --json negotiate.json
+    python profiles/tools/negotiate.py MODEL.gguf --device CUDA0 --json
 
 200 changes of 256 MiB to 2 GiB while an answer is written and 50 in the middle of reading a prompt of 8,192 tokens, in
 stream-only mode: the text must be the one of an undisturbed run. On a machine with NVML the use of the card is sampled
@@ -338,6 +338,17 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def print_table(document: dict[str, Any]) -> None:
+    print(f"{'':28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
+    for name, figures in document["rows"].items():
+        print(f"{name:28}{figures['n']:6}{figures['p50_ms']:10.2f}{figures['p99_ms']:10.2f}{figures['max_ms']:10.2f}")
+    for name in ("texts", "texts_that_differ", "nvml_samples", "nvml_samples_above_budget", "nvml_worst_excess_mb"):
+        print(f"{name}: {document[name]}")
+    for refill in document["refills"]:
+        print("back: " + ", ".join(f"{name} {value:.3g}" for name, value in refill.items()))
+    print(f"in {document['seconds']:.0f} s")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -355,17 +366,10 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=600, help="of each answer (600)")
     parser.add_argument("--ubatch", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args()
     document = trio.run(main, arguments)
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(document, file, indent=2)
-    print(f"{'':28}{'n':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}")
-    for name, figures in document["rows"].items():
-        print(f"{name:28}{figures['n']:6}{figures['p50_ms']:10.2f}{figures['p99_ms']:10.2f}{figures['max_ms']:10.2f}")
-    for name in ("texts", "texts_that_differ", "nvml_samples", "nvml_samples_above_budget", "nvml_worst_excess_mb"):
-        print(f"{name}: {document[name]}")
-    for refill in document["refills"]:
-        print("back: " + ", ".join(f"{name} {value:.3g}" for name, value in refill.items()))
-    print(f"in {document['seconds']:.0f} s")
+        print(json.dumps(document, indent=1))
+    else:
+        print_table(document)

@@ -229,6 +229,14 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": model.name, "device": model.device, "vram_budget_mb": args.vram_budget_mb, "rows": rows}
 
 
+def print_table(document: dict[str, Any]) -> None:
+    columns = ("frame_p50_ms", "frame_p95_ms", "frame_p99_ms", "low_1_fps", "work_p50_ms", "work_p99_ms")
+    print(f"{'':30}" + "".join(f"{name:>14}" for name in (*columns, "tokens/s")))
+    for name, row in document["rows"].items():
+        speed = f"{row['tokens_per_second']:14.1f}" if "tokens_per_second" in row else ""
+        print(f"{name:30}" + "".join(f"{row[column]:14.2f}" for column in columns) + speed)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -241,7 +249,7 @@ if __name__ == "__main__":
     parser.add_argument("--ubatch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--draw", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.draw:
@@ -249,10 +257,6 @@ if __name__ == "__main__":
         sys.exit()
     document = trio.run(main, arguments)
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(document, file, indent=2)
-    columns = ("frame_p50_ms", "frame_p95_ms", "frame_p99_ms", "low_1_fps", "work_p50_ms", "work_p99_ms")
-    print(f"{'':30}" + "".join(f"{name:>14}" for name in (*columns, "tokens/s")))
-    for name, row in document["rows"].items():
-        speed = f"{row['tokens_per_second']:14.1f}" if "tokens_per_second" in row else ""
-        print(f"{name:30}" + "".join(f"{row[column]:14.2f}" for column in columns) + speed)
+        print(json.dumps(document, indent=1))
+    else:
+        print_table(document)

@@ -143,6 +143,17 @@ def grown(rounds: list[dict[str, float]], problems: list[str]) -> dict[str, dict
     return table
 
 
+def print_table(document: dict[str, Any]) -> None:
+    print(f"{'':22}{'2nd quarter':>12}{'last':>10}{'most':>10}")
+    for figure, values in document["table"].items():
+        print(f"{figure:22}{values['second_quarter']:12.1f}{values['last_quarter']:10.1f}{values['most']:10.1f}")
+    print(", ".join(f"{n} {name}" for name, n in document["played"].items()), f"in {document['seconds']:.0f} s")
+    if back := document["resumed_s"]:
+        print(f"active again {back['n']} times, after {back['p50']:.2f} s (p50), {back['most']:.2f} s at most")
+    for problem in document["problems"]:
+        print(problem)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -152,17 +163,11 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=default_threads(), help="of the engine (half of the CPUs)")
     parser.add_argument("--link-gbps", type=float, default=4.0, help="of the emulated device (4)")
     parser.add_argument("--hibernate", action="store_true", help="as the traces say, instead of parking")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args()
     document = trio.run(main, arguments)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(document, indent=2) + "\n")
-    print(f"{'':22}{'2nd quarter':>12}{'last':>10}{'most':>10}")
-    for figure, values in document["table"].items():
-        print(f"{figure:22}{values['second_quarter']:12.1f}{values['last_quarter']:10.1f}{values['most']:10.1f}")
-    print(", ".join(f"{n} {name}" for name, n in document["played"].items()), f"in {document['seconds']:.0f} s")
-    if back := document["resumed_s"]:
-        print(f"active again {back['n']} times, after {back['p50']:.2f} s (p50), {back['most']:.2f} s at most")
-    for problem in document["problems"]:
-        print(problem)
+        print(json.dumps(document, indent=1))
+    else:
+        print_table(document)
     sys.exit(bool(document["problems"]))

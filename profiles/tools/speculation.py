@@ -85,8 +85,8 @@ def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]
     return rows
 
 
-def predict(args: argparse.Namespace) -> None:
-    """Predicted gain of speculative decoding by a profile: the sum of both sets, and of the answer that gains least."""
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """The gain that a profile predicts: over all answers of a set, and for the answer that gains least."""
     dialogue = json.loads(DIALOGUE.read_text())
     model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
     fixed = estimate_fixed(
@@ -96,12 +96,14 @@ def predict(args: argparse.Namespace) -> None:
         overhead_bytes=DRIVER_BYTES,
         unit_bytes=vram_unit(str(profile.fingerprint["device"])),
     )
+    budgets = []
     for budget in args.vram_budget:
         plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, n_ubatch=args.ubatch)
         took = {n: plan.predicted_decode_s(1, n) for n in LENGTHS}
-        print(
-            f"{budget // MIB} MiB; ms a step by its tokens: {', '.join(f'{n}: {1e3 * s:.1f}' for n, s in took.items())}"
-        )
+        row: dict[str, Any] = {
+            "budget_mb": round(budget / MIB),
+            "step_ms": {str(n): round(1e3 * seconds, 1) for n, seconds in took.items()},
+        }
         for each in SETS:
             gains = []
             for one in dialogue[each]:
@@ -117,7 +119,9 @@ def predict(args: argparse.Namespace) -> None:
                     left, seconds = left[n:], seconds + took[length]
                 gains.append((len(one["answer"]) * took[1], seconds))
             total = sum(alone for alone, _ in gains) / sum(seconds for _, seconds in gains)
-            print(f"  {each:6} {total:.2f} times, least of one answer {min(a / s for a, s in gains):.2f}")
+            row[each] = {"gain": round(total, 3), "least": round(min(a / s for a, s in gains), 3)}
+        budgets.append(row)
+    return {"model": args.model, "profile": Path(args.profile).stem, "budgets": budgets}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -200,7 +204,15 @@ def main() -> None:
     if args.profile and args.draft_model:
         parser.error("what a draft takes is measured: leave --draft-model out with --profile")
     if args.profile:
-        predict(args)
+        predicted = predict(args)
+        if args.json:
+            common.emit_json(predicted)
+            return
+        for row in predicted["budgets"]:
+            steps = ", ".join(f"{n}: {took}" for n, took in row["step_ms"].items())
+            print(f"{row['budget_mb']} MiB; ms a step by its tokens: {steps}")
+            for each in SETS:
+                print(f"  {each:6} {row[each]['gain']:.2f} times, least of one answer {row[each]['least']:.2f}")
         return
     report = measure(args)
     if args.json:

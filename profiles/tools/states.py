@@ -1,6 +1,6 @@
 """Parks and hibernates a sidecar in the middle of answers, and measures what each frees and the way back.
 
-    python profiles/tools/states.py --model M.gguf --device CUDA0 --out states.json
+    python profiles/tools/states.py --model M.gguf --device CUDA0
 
 Of each turn: VRAM by the driver's count (NVML) and by the sidecar's own, seconds down and back, seconds to the next
 token, and whether the text is that of an undisturbed run.
@@ -74,13 +74,8 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=90)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--out")
     args = parser.parse_args()
-    text = json.dumps(trio.run(measure, args), indent=1)
-    print(text)
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    print(json.dumps(trio.run(measure, args), indent=1))
 
 
 if __name__ == "__main__":

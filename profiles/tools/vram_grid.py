@@ -1,6 +1,6 @@
 """Whether a sidecar ever holds more VRAM than its budget: contexts of many lengths, one to eight conversations at once.
 
-    python profiles/tools/vram_grid.py MODEL.gguf --vram-budget 2GiB --cells 1024x1,4096x2,1024x8 --json grid.json
+    python profiles/tools/vram_grid.py MODEL.gguf --vram-budget 2GiB --cells 1024x1,4096x2,1024x8 --json
 
 Each cell is TOKENSxCONVERSATIONS: that many prompts of that length are read at the same time and answered. All cells
 with the same number of conversations run in one sidecar, shortest first, so that what the driver keeps adds up. The
@@ -140,21 +140,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "budget_mb": budget / MIB, "rows": rows, "above": len(above)}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--device", default="CUDA0")
-    parser.add_argument("--vram-budget", required=True)
-    parser.add_argument("--cells", default="1024x1,4096x1,16384x1,1024x2,4096x2,1024x8", help="TOKENSxTOGETHER,...")
-    parser.add_argument("--generate", type=int, default=48, help="tokens of each answer (48)")
-    parser.add_argument("--mmproj", default="", help="what reads images for this model")
-    parser.add_argument("--image", default="1280x720", help="size of the pictures (1280x720)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
-    arguments = parser.parse_args()
-    document = trio.run(main, arguments)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(document, file, indent=2)
+def print_table(document: dict[str, Any]) -> None:
     print(f"{'tokens':>8}{'at once':>8}{'process MiB':>12}{'card MiB':>10}{'samples':>9}{'ledger':>9}{'drafted':>9}")
     for row in document["rows"]:
         if "below_floor" in row:
@@ -165,4 +151,22 @@ if __name__ == "__main__":
             f"{row.get('ledger_mb', 0):9.0f}{row.get('drafted', 0):9}"
         )
     print(f"budget {document['budget_mb']:.0f} MiB, rows above it: {document['above']}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--vram-budget", required=True)
+    parser.add_argument("--cells", default="1024x1,4096x1,16384x1,1024x2,4096x2,1024x8", help="TOKENSxTOGETHER,...")
+    parser.add_argument("--generate", type=int, default=48, help="tokens of each answer (48)")
+    parser.add_argument("--mmproj", default="", help="what reads images for this model")
+    parser.add_argument("--image", default="1280x720", help="size of the pictures (1280x720)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args()
+    document = trio.run(main, arguments)
+    if arguments.json:
+        print(json.dumps(document, indent=1))
+    else:
+        print_table(document)
     sys.exit(document["above"] > 0)

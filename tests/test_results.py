@@ -1,0 +1,60 @@
+"""Results are data: each says where it is from, and the page that shows them is made from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+TOOL = REPO / "profiles" / "tools" / "results.py"
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_result_says_where_it_is_from(results: ModuleType) -> None:
+    assert len(results.files()) > 20
+    for path in results.files():
+        results.kind(path)
+        for result in results.read(path):
+            meta = result["meta"]
+            assert set(meta) == set(results.META), path
+            assert all(isinstance(value, str) and value for value in meta.values()), path
+
+
+def test_the_page_is_fresh() -> None:
+    checked = subprocess.run([sys.executable, str(TOOL), "render", "--check"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_no_cell_holds_several_figures(results: ModuleType) -> None:
+    """A column has one meaning: no cell such as "0.297, 0.281, 0.270" or "2.01 (6.78 x)"."""
+    page = results.PAGE.read_text()
+    cells = [cell.strip() for line in page.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
+    assert len(cells) > 1000
+    assert [cell for cell in cells if re.search(r"\d, \d|\d \(\d", cell)] == []
+
+
+def test_a_recorded_command_has_its_meta(tmp_path: Path) -> None:
+    path = tmp_path / "machine" / "states-test.json"
+    command = [sys.executable, str(TOOL), "record", str(path), "--", sys.executable, "-c", "print('{\"figure\": 1}')"]
+    for append in ([], ["--append"]):
+        subprocess.run([*command[:3], *append, *command[3:]], cwd=REPO, check=True, timeout=300)
+    first, second = json.loads(path.read_text())
+    assert first["figure"] == second["figure"] == 1
+    assert set(first["meta"]) == {"commit", "date", "machine", "driver", "command"}
+    assert first["meta"]["command"].endswith("""-c 'print('"'"'{"figure": 1}'"'"')'""")
