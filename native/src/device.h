@@ -1,5 +1,5 @@
-// The shard device's one state, shared by the ggml vtables (device.cpp), the graph compiler, the executor and the C interface
-// (control.cpp).
+// The state of the shard device, shared by ggml's vtables (plugin.cpp), the graph compiler, the executor and the C interface
+// (api.cpp).
 //
 // Guarantees: used bytes never exceed the budget, because every inner allocation passes Device::allocate, which makes
 // room first; a resident set is a prefix of the ladder; under an exact plan, which kernels see which shapes does not depend
@@ -263,12 +263,13 @@ template <typename F> void each_inner(const Buffer &b, size_t offset, size_t siz
     }
 }
 
-// Zeroed memory of which pages that nothing touches cost nothing.
+// Zeroed host memory; pages that are never touched take no RAM. Null when the system refuses.
 char *reserve_addresses(size_t size);
 void release_addresses(char *p, size_t size);
+// Gives the pages of a range back to the system; on Linux and macOS they may read as zeros from then on.
 void forget_pages(char *p, size_t size);
 
-ggml_backend_reg_t registry();
-ggml_backend_dev_t plugin_device();
+// A budget as it is compared: 0 means no limit.
+inline uint64_t limit_of(uint64_t budget_bytes) { return budget_bytes ? budget_bytes : UINT64_MAX / 4; }
 
 } // namespace fsd

@@ -7,6 +7,7 @@
 #include "tower.h"
 
 #include "executor.h"
+#include "plugin.h"
 #include "tiling.h"
 
 #include <algorithm>
@@ -121,8 +122,6 @@ static const ggml_backend_buffer_i buffer_vtable = {
 
 bool is_tower_buffer(ggml_backend_buffer_t b) { return b->iface.free_buffer == buffer_free; }
 
-static ggml_backend_buffer_type_t buffer_type();
-
 static const char *buft_name(ggml_backend_buffer_type_t) { return "FRAMESHARD_VISION"; }
 
 static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
@@ -149,7 +148,7 @@ static size_t buft_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor *t) 
     return ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device().inner), t);
 }
 
-static ggml_backend_buffer_type_t buffer_type() {
+ggml_backend_buffer_type_t tower_buffer_type() {
     static ggml_backend_buffer_type buft = {
         /* .iface   = */ {buft_name, buft_alloc, buft_alignment, nullptr, buft_alloc_size, nullptr},
         /* .device  = */ vision_device(),
@@ -173,7 +172,8 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
     auto touch = [&](const ggml_tensor *t) {
         Buffer *b = buffer_of(root_of(t));
         if (b && !b->weights && t->data) {
-            const size_t end = (size_t)((char *)t->data - b->base) + ggml_backend_buft_get_alloc_size(buffer_type(), t);
+            const size_t end =
+                (size_t)((char *)t->data - b->base) + ggml_backend_buft_get_alloc_size(tower_buffer_type(), t);
             r.extent[b] = std::max(r.extent[b], std::min(end, b->size));
         }
         return b && !b->weights;
@@ -335,10 +335,10 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     return status;
 }
 
-static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) {
+ggml_status encode_image(ggml_cgraph *graph) {
     Device &d = device(), &t = tower();
     Traffic traffic = traffic_of(graph);
-    const auto tiling = Tiling::make(graph, traffic.out, buffer_type(), (int)d.n_threads);
+    const auto tiling = Tiling::make(graph, traffic.out, tower_buffer_type(), (int)d.n_threads);
     if (tiling) {
         graph = tiling->graph;
         traffic = traffic_of(graph);
@@ -384,70 +384,6 @@ void add_tower_counters(fsd_stats &stats) {
     stats.copied_bytes += t.counters.copied_bytes;
     stats.cpu_segments += t.counters.cpu_segments;
     stats.recompiles += t.counters.recompiles;
-}
-
-// ---------------------------------------------------------------------------------------------------- backend and device
-
-static const char *name_of_backend(ggml_backend_t) { return "FRAMESHARD_VISION"; }
-
-static void backend_free(ggml_backend_t backend) { delete backend; }
-
-static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
-    if (!device().configured.load()) {
-        GGML_LOG_ERROR("frameshard: call fsd_configure before the vision model is loaded\n");
-        return nullptr;
-    }
-    static ggml_guid guid = {0x66, 0x72, 0x61, 0x6d, 0x65, 0x73, 0x68, 0x61,
-                             0x72, 0x64, 0x2d, 0x76, 0x69, 0x73, 0x30, 0x31};
-    ggml_backend_i iface = {};
-    iface.get_name = name_of_backend;
-    iface.free = backend_free;
-    iface.graph_compute = backend_compute;
-    return new ggml_backend{&guid, iface, dev, nullptr};
-}
-
-static const char *dev_name(ggml_backend_dev_t) { return "FRAMESHARD_VISION"; }
-
-static const char *dev_description(ggml_backend_dev_t) { return "frameshard, for the vision tower"; }
-
-static void dev_memory(ggml_backend_dev_t, size_t *free, size_t *total) {
-    ggml_backend_dev_memory(plugin_device(), free, total);
-}
-
-static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
-
-static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props *props) {
-    *props = {};
-    props->name = dev_name(dev);
-    props->description = dev_description(dev);
-    props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
-    dev_memory(dev, &props->memory_free, &props->memory_total);
-}
-
-static ggml_backend_buffer_type_t dev_buffer_type(ggml_backend_dev_t) { return buffer_type(); }
-
-static bool dev_supports_op(ggml_backend_dev_t, const ggml_tensor *op) {
-    return ggml_backend_dev_supports_op(plugin_device(), op);
-}
-
-static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) { return buft == buffer_type(); }
-
-ggml_backend_dev_t vision_device() {
-    static ggml_backend_device dev = [] {
-        ggml_backend_device x = {};
-        x.iface.get_name = dev_name;
-        x.iface.get_description = dev_description;
-        x.iface.get_memory = dev_memory;
-        x.iface.get_type = dev_type;
-        x.iface.get_props = dev_props;
-        x.iface.init_backend = dev_init;
-        x.iface.get_buffer_type = dev_buffer_type;
-        x.iface.supports_op = dev_supports_op;
-        x.iface.supports_buft = dev_supports_buft;
-        x.reg = registry();
-        return x;
-    }();
-    return &dev;
 }
 
 } // namespace fsd

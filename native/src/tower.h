@@ -6,7 +6,10 @@
 
 namespace fsd {
 
-ggml_backend_dev_t vision_device();
+ggml_backend_buffer_type_t tower_buffer_type();
+
+// Runs a graph of the vision tower.
+ggml_status encode_image(ggml_cgraph *graph);
 
 // [any thread] The running encode ends at its next step with GGML_STATUS_ABORTED and gives back all that it holds.
 void interrupt_tower();

@@ -3,6 +3,7 @@
 #include "check.h"
 #include "device.h"
 #include "emulated.h"
+#include "plugin.h"
 
 #include "ggml-alloc.h"
 #include "ggml-impl.h"

@@ -1,15 +1,12 @@
-// The C control interface (frameshard_device.h) and the plugin's entry point.
+// The C interface, frameshard_device.h: checks arguments and the order of calls, takes the locks.
 #include "device.h"
+#include "plugin.h"
 #include "tower.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-
-#if !defined(FSD_BUILD_GGML_VERSION) || !defined(FSD_BUILD_GGML_COMMIT)
-#error "FSD_BUILD_GGML_VERSION and FSD_BUILD_GGML_COMMIT come from CMakeLists.txt"
-#endif
 
 using namespace fsd;
 
@@ -18,10 +15,6 @@ static thread_local std::string last_error;
 static fsd_status fail(fsd_status status, std::string message) {
     last_error = std::move(message);
     return status;
-}
-
-static bool same_ggml() {
-    return strcmp(ggml_version(), FSD_BUILD_GGML_VERSION) == 0 && strcmp(ggml_commit(), FSD_BUILD_GGML_COMMIT) == 0;
 }
 
 static std::string device_list() {
@@ -40,58 +33,7 @@ static std::string device_list() {
     return names;
 }
 
-// A budget of 0 means no limit.
-static uint64_t limit_of(uint64_t budget_bytes) { return budget_bytes ? budget_bytes : UINT64_MAX / 4; }
-
-void Device::read_page_budget() {
-    uint64_t generation, bytes;
-    if (!pacing.new_budget(generation, bytes)) {
-        return;
-    }
-    const uint64_t wanted = limit_of(bytes);
-    if (wanted < floor.load()) {
-        pacing.answer(generation, true, budget.load(), used(), floor.load());
-        return;
-    }
-    std::lock_guard<std::mutex> lock(state_mutex);
-    requested_budget.store(wanted);
-    page_generation.store(generation);
-    requested_generation.fetch_add(1);
-}
-
-// False while a graph runs: its executor applies the budget.
-bool Device::apply_budget_if_idle() {
-    std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock);
-    if (!lock.owns_lock()) {
-        return false;
-    }
-    if (budget_is_pending()) {
-        apply_budget();
-    }
-    return true;
-}
-
-void Device::answer_page() {
-    if (page_generation.load() == 0 || budget_is_pending()) {
-        return;
-    }
-    if (const uint64_t generation = page_generation.exchange(0)) {
-        pacing.answer(generation, false, budget.load(), used(), floor.load());
-    }
-}
-
 extern "C" {
-
-// ggml_backend_load looks for this. The plugin interface's number does not change when its structs do, so the ggml that
-// runs must be the very one whose headers were compiled.
-FSD_API ggml_backend_reg_t ggml_backend_init(void) {
-    if (!same_ggml()) {
-        GGML_LOG_ERROR("frameshard: built for ggml %s (%s), running %s (%s); reinstall frameshard\n",
-                       FSD_BUILD_GGML_VERSION, FSD_BUILD_GGML_COMMIT, ggml_version(), ggml_commit());
-        return nullptr;
-    }
-    return registry();
-}
 
 uint32_t fsd_interface_version(void) { return FSD_INTERFACE_VERSION; }
 
