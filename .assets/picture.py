@@ -28,7 +28,7 @@ def console() -> Console:
 
 
 camera = Camera(console(), scene.TITLE)
-args = argparse.Namespace(model="smollm2-135m", device="emulated", link_gbps=2.0, unattended=True)
+args = argparse.Namespace(model="smollm2-135m", device="emulated:2", unattended=True)
 trio.run(scene.play, args, camera)
 camera.close()
 paper = console()

@@ -20,7 +20,7 @@ PICTURE_AT_S = 6.5  # the second cell is there and Tom speaks
 
 
 async def main() -> top.View:
-    async with frameshard.launch(resolve("smollm2-135m"), device="emulated", link_gbps=2.0) as client:
+    async with frameshard.launch(resolve("smollm2-135m"), device="emulated:2") as client:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(player.play, client, trace.load("streaming_cell"))
             view = top.View(await client.model_info())

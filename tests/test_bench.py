@@ -16,7 +16,7 @@ from frameshard.plan.model import Model, read_model
 
 
 def bench(model_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = ("bench", "--model", str(model_path), "--device", "emulated", "--link-gbps", "2", "--threads", "1")
+    command = ("bench", "--model", str(model_path), "--device", "emulated:2", "--threads", "1")
     small = ("--prompt", "32", "--generate", "4", "--repeat", "1")
     return subprocess.run(
         [sys.executable, "-m", "frameshard", *command, *small, *args], capture_output=True, text=True, timeout=300

@@ -172,8 +172,8 @@ def test_chat_answers_what_comes_through_a_pipe(model_path: Path) -> None:
 
 
 def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:
-    command = [sys.executable, "-m", "frameshard", "chat", "--model", str(model_path), "--device", "emulated"]
-    command += ["--link-gbps", "0.5", "--vram-budget", "120"]
+    command = [sys.executable, "-m", "frameshard", "chat", "--model", str(model_path), "--device", "emulated:0.5"]
+    command += ["--vram-budget", "120"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as chat:

@@ -88,7 +88,7 @@ def interrupted(process: subprocess.Popen[bytes]) -> None:
 
 
 def options(model: Path, *more: str) -> tuple[str, ...]:
-    return ("--model", str(model), "--device", "emulated", "--link-gbps", "0.2", *more)
+    return ("--model", str(model), "--device", "emulated:0.2", *more)
 
 
 @pytest.mark.parametrize(

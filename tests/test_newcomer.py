@@ -14,7 +14,7 @@ import pytest
 from frameshard.cli import COMMANDS, common, simulate
 from frameshard.simulation.player import Change, Job, Recording, Sample
 
-EMULATED = ("--device", "emulated", "--link-gbps", "20", "--threads", "1")
+EMULATED = ("--device", "emulated:20", "--threads", "1")
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
 
 

@@ -21,9 +21,9 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def play(model: Path, link_gbps: str) -> tuple[list[str], list[int]]:
+def play(model: Path, gbps: str) -> tuple[list[str], list[int]]:
     """What is said in the scene, and the figures of its summary."""
-    result = run(str(SCENE), "--unattended", "--model", str(model), "--device", "emulated", "--link-gbps", link_gbps)
+    result = run(str(SCENE), "--unattended", "--model", str(model), "--device", f"emulated:{gbps}")
     assert result.returncode == 0, result.stderr
     assert "taken back" in result.stdout
     words = re.sub(r" \.\.\.\n  \[game\].*\n  \.\.\.", "", result.stdout)
@@ -66,7 +66,7 @@ def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
 
 def test_the_scene_ends_with_its_sidecar(model_path: Path) -> None:
     """Killed in the middle of an answer, over a link so narrow that it takes minutes."""
-    options = ["--unattended", "--model", str(model_path), "--device", "emulated", "--link-gbps", "0.05"]
+    options = ["--unattended", "--model", str(model_path), "--device", "emulated:0.05"]
     with subprocess.Popen(
         [sys.executable, str(SCENE), *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,

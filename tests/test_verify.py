@@ -55,7 +55,7 @@ def test_smollm2_at_five_budgets(model_path: Path) -> None:
 
 
 def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(model_path: Path) -> None:
-    result = verify(model_path, "floor,60", "--link-gbps", "0.5")
+    result = verify(model_path, "floor,60", "--device", "emulated:0.5")
     check(rows_of(result))
     assert result.returncode == 0, result.stderr
 
@@ -71,7 +71,7 @@ def test_mixture_of_experts_at_five_budgets(moe_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_two_threads(tiny_model: Callable[[str], Path], name: str) -> None:
     """On a small model, since ggml's threads spin where others need the cores."""
-    rows = rows_of(verify(tiny_model(name), "floor", "--link-gbps", "0.5", threads=2))
+    rows = rows_of(verify(tiny_model(name), "floor", "--device", "emulated:0.5", threads=2))
     check(rows, agrees_with_stock=name not in QUANTISED)
 
 

@@ -61,7 +61,8 @@ def test_pip_wheel(tmp_path: Path) -> None:
     place = tmp_path / "place"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(place), str(wheel)], check=True, timeout=120)
     environment = {name: value for name, value in os.environ.items() if name != "FRAMESHARD_DEVICE_LIB"}
-    probe = "from frameshard import native as n; n.ShardDevice('emulated', budget_bytes=1 << 28, n_threads=1); print(n)"
+    device = "n.ShardDevice('emulated', vram_budget_bytes=1 << 28, n_threads=1)"
+    probe = f"from frameshard import native as n; {device}; print(n)"
     result = subprocess.run(
         [sys.executable, "-c", probe], env={**environment, "PYTHONPATH": str(place)}, capture_output=True, text=True
     )

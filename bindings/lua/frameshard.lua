@@ -42,7 +42,6 @@ typedef struct fs_launch_options {
   uint32_t n_parallel;
   uint32_t n_ubatch;
   uint32_t n_threads;
-  double link_gbps;
   double silent_s;
   const char *transport;
   const char *endpoint;
@@ -362,7 +361,7 @@ local LAUNCH = {
   texts = { "model", "mmproj", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
     "extra_json" },
   integers = { "n_ctx", "n_parallel", "n_ubatch", "n_threads" },
-  numbers = { "link_gbps", "silent_s" },
+  numbers = { "silent_s" },
 }
 local KNOWN = { launch = { vram_budget_mb = true, stream_only = true } }
 for _, names in pairs(LAUNCH) do
@@ -498,7 +497,7 @@ end
 --- Starts a sidecar. Returns at once: the event "ready" follows when the model is loaded, or "closed" with the reason.
 -- What is asked before that waits.
 -- @param options `model` (path of a GGUF file) and, as in frameshard.h, `mmproj` (reads images), `device`, `n_ctx`,
---   `n_parallel`, `n_ubatch`, `n_threads`, `link_gbps`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`,
+--   `n_parallel`, `n_ubatch`, `n_threads`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`,
 --   `log_file`, `client_name`, `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit);
 --   `stream_only` is a boolean.
 function frameshard.launch(options)

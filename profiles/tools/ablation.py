@@ -113,7 +113,6 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
     parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--ubatch", type=int, default=1024)
@@ -128,7 +127,6 @@ def main() -> None:
         n_ubatch=args.ubatch,
         n_parallel=1,
         n_threads=args.threads,
-        link_gbps=args.link_gbps,
     )
     with Runtime.load(config) as runtime:
         variants = [each for each in VARIANTS if each != FORGETFUL or runtime.model_info.n_expert]

@@ -288,7 +288,6 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
         n_parallel=1,
         n_ubatch=args.ubatch,
         n_threads=args.threads,
-        link_gbps=args.link_gbps,
         mode="stream_only",
     ) as client:
         bounds = await client.budget()
@@ -354,7 +353,6 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
     parser.add_argument("--decode", type=int, default=200, help="changes while an answer is written (200)")
     parser.add_argument("--prefill", type=int, default=50, help="shrinks in mid-prompt (50)")
     parser.add_argument("--refill", type=int, default=0, help="grows by 8 GiB while an answer is written (0)")

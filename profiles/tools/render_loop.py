@@ -196,7 +196,6 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
             n_parallel=1,
             n_ubatch=args.ubatch,
             n_threads=args.threads,
-            link_gbps=args.link_gbps,
         ) as client:
             short = await client.complete(WORDS * 10, sampling=frameshard.Sampling(max_tokens=1)).completed()
             prompt = WORDS * max(1, int(10 * args.prompt / short.n_prompt) - 1)
@@ -248,7 +247,6 @@ if __name__ == "__main__":
     parser.add_argument("--prompt", type=int, default=8192, help="tokens (8192)")
     parser.add_argument("--ubatch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--link-gbps", type=float, default=0.0, help="of the emulated device")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--draw", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

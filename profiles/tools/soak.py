@@ -81,7 +81,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     script = [adapted(traces.load(name), args.hibernate) for name in traces.names()]
     started = time.monotonic()
     async with frameshard.launch(
-        models.resolve(args.model), device=args.device, n_ctx=512, n_threads=args.threads, link_gbps=args.link_gbps
+        models.resolve(args.model), device=args.device, n_ctx=512, n_threads=args.threads
     ) as client:
         await client.set_pacing("prioritize_compute")  # as many tokens as there can be; frames are not the question
         await settled(client, problems)
@@ -157,11 +157,10 @@ def print_table(document: dict[str, Any]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--device", default="emulated")
+    parser.add_argument("--device", default="emulated:4")
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long rounds are begun (3600)")
     parser.add_argument("--speed", type=float, default=20.0, help="of the traces (20)")
     parser.add_argument("--threads", type=int, default=default_threads(), help="of the engine (half of the CPUs)")
-    parser.add_argument("--link-gbps", type=float, default=4.0, help="of the emulated device (4)")
     parser.add_argument("--hibernate", action="store_true", help="as the traces say, instead of parking")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args()

@@ -12,8 +12,9 @@ With --draft-model a third way is measured, "draft". It takes SmolLM2 (smollm2-1
 whatever the vocabulary of the model that is led along. No draft model fits the greedy set better than the model that
 generated it, so of those figures only the drawn set's say what to expect of a draft that is good.
 
-Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which the number of drafted tokens
-is chosen. With --profile nothing is measured: the same by the plans for that machine, for which the model's header is enough.
+Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which the number of drafted
+tokens is chosen. With --profile nothing is measured: the same by the plans for that machine, for which the model's
+header is enough.
 """
 
 from __future__ import annotations
@@ -133,7 +134,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         n_ubatch=args.ubatch,
         n_parallel=1,
         n_threads=args.threads,
-        link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
     )
     with Runtime.load(config) as runtime, contextlib.ExitStack() as stack:
@@ -191,7 +191,6 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=common.positive, default=0, metavar="N")
     parser.add_argument("--ubatch", type=common.positive, default=512, metavar="N")
-    parser.add_argument("--link-gbps", type=common.rate, metavar="G")
     parser.add_argument("--stream-only", action="store_true")
     parser.add_argument("--vram-budget", type=common.parse_budgets, required=True, metavar="A,B,...")
     parser.add_argument("--profile", metavar="FILE", help="predict for this machine instead")

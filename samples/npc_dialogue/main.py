@@ -140,12 +140,12 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
     if device == "auto":
         async with frameshard.launch(model, n_ctx=512, n_parallel=1, log=subprocess.DEVNULL) as sidecar:
             found = (await sidecar.model_info()).device
-        device = "emulated" if found == "cpu" else found
-    if device == "emulated":
+        device = "emulated:2" if found == "cpu" else found
+    if device.startswith("emulated"):
         # An emulated card is no faster than the CPU, so a plan would leave what does not fit to the CPU at no loss.
         # Streaming everything over a narrow link shows the choice that a real card gives.
         # One thread: the emulated card's compute shares the cores with its copies and with whatever else runs here.
-        options = {"mode": "stream_only", "link_gbps": args.link_gbps, "n_threads": 1}
+        options = {"mode": "stream_only", "n_threads": 1}
     log = subprocess.DEVNULL if isinstance(stage, LiveStage) else None
     async with frameshard.launch(model, device=device, n_ctx=2048, n_parallel=1, log=log, **options) as sidecar:
         info = await sidecar.model_info()
@@ -164,8 +164,7 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF file or a known name (smollm2-135m)")
-    parser.add_argument("--device", default="auto", help="auto: the first GPU, else emulated")
-    parser.add_argument("--link-gbps", type=float, default=2.0, help="emulated card: copies in GB/s (2)")
+    parser.add_argument("--device", default="auto", help="auto: the first GPU, else emulated:2 (GB/s)")
     parser.add_argument("--unattended", action="store_true", help="say three lines and leave")
     args = parser.parse_args()
     if not sys.stdin.isatty():

@@ -20,6 +20,7 @@ from . import cpu, errors
 
 STREAMED = 1
 CPU = 2
+EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
 _INTERFACE_VERSION = 1
@@ -336,10 +337,34 @@ class Span:
     n_bytes: int
 
 
-class ShardDevice:
-    """The shard device over one inner device (``"emulated"`` or a ggml device such as ``"CUDA0"``).
+def parse_device(device: str) -> tuple[str, float]:
+    """Splits a device's name as the options have it.
 
-    ``budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
+    :param device: such as ``CUDA0``, ``emulated``, or ``emulated:25`` for an emulated device that copies 25e9 bytes/s
+        at most.
+    :returns: the name of the inner device, and the emulated device's copy rate in 1e9 bytes/s (0: unlimited).
+    :raises BadArgument: the rate is no number above 0.
+    """
+    name, colon, rate = device.partition(":")
+    if name != EMULATED or not colon:
+        return device, 0.0
+    try:
+        link_gbps = float(rate)
+    except ValueError:
+        link_gbps = 0.0
+    if not 0.0 < link_gbps <= 1e6:
+        raise errors.BadArgument(
+            f"device {device!r}: after emulated: comes a copy rate above 0, as in emulated:25 for 25e9 bytes/s",
+            field="device",
+        )
+    return name, link_gbps
+
+
+class ShardDevice:
+    """The shard device over one inner device: ``emulated``, ``emulated:25`` (see :func:`parse_device`) or a ggml device
+    such as ``CUDA0``.
+
+    ``vram_budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
     ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. ``copy_bytes`` is the
     size of one transfer to the inner device: larger ones are quicker, smaller ones leave the host's own copies less to
     wait for (16 MiB: 0.3 ms of PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While the host's frames are paced a
@@ -350,9 +375,8 @@ class ShardDevice:
         self,
         inner: str,
         *,
-        budget_bytes: int,
+        vram_budget_bytes: int,
         n_threads: int,
-        link_gbps: float = 0.0,
         emulated_vram_bytes: int = 0,
         piece_bytes: int = 0,
         step_bytes: int = 0,
@@ -360,10 +384,11 @@ class ShardDevice:
         copy_bytes: int = 16 << 20,
     ) -> None:
         self._lib, handle = _load()
+        self.inner, link_gbps = parse_device(inner)
         config = _Config(
             struct_size=ctypes.sizeof(_Config),
-            inner_device=inner.encode(),
-            budget_bytes=budget_bytes,
+            inner_device=self.inner.encode(),
+            budget_bytes=vram_budget_bytes,
             n_threads=n_threads,
             piece_bytes=piece_bytes,
             step_bytes=step_bytes,
@@ -372,9 +397,8 @@ class ShardDevice:
             emulated_link_gbps=link_gbps,
             emulated_vram_bytes=emulated_vram_bytes,
         )
-        self._budget = budget_bytes
+        self._vram_budget_bytes = vram_budget_bytes
         self._check(self._lib.fsd_configure(ctypes.byref(config)))
-        self.inner = inner
         self.devices_array = (ctypes.c_void_p * 2)(handle, None)
 
     def __repr__(self) -> str:
@@ -386,13 +410,13 @@ class ShardDevice:
             return
         text = self._lib.fsd_last_error().decode()
         if status == 3:
-            raise errors.UnknownDevice(text, devices=["cpu", "emulated", *gpu_devices()])
+            raise errors.UnknownDevice(text, devices=["cpu", EMULATED, *gpu_devices()])
         if status == 4:
             raise errors.VersionMismatch(text)
         if status == 5:
             floor = self.stats().floor_bytes
             raise errors.BudgetBelowFloor(
-                text, budget_bytes=self._budget if budget is None else budget, floor_bytes=floor
+                text, budget_bytes=self._vram_budget_bytes if budget is None else budget, floor_bytes=floor
             )
         if status == 6:
             raise errors.OutOfMemory(text)
@@ -473,13 +497,13 @@ class ShardDevice:
             )
         )
 
-    def set_budget(self, budget_bytes: int, timeout_s: float = 5.0) -> None:
-        """Any thread, also while a graph runs: returns when no more than ``budget_bytes`` is in use.
+    def set_budget(self, vram_budget_bytes: int, timeout_s: float = 5.0) -> None:
+        """Any thread, also while a graph runs: returns when no more than ``vram_budget_bytes`` is in use.
 
         Raises BudgetBelowFloor (nothing changes) and DeadlineMissed (the budget stays in force)."""
-        status = self._lib.fsd_set_budget(ctypes.c_uint64(budget_bytes), ctypes.c_double(timeout_s))
-        self._check(status, budget_bytes)
-        self._budget = budget_bytes
+        status = self._lib.fsd_set_budget(ctypes.c_uint64(vram_budget_bytes), ctypes.c_double(timeout_s))
+        self._check(status, vram_budget_bytes)
+        self._vram_budget_bytes = vram_budget_bytes
 
     def use_kv(self, sequence: int, cells: int) -> None:
         """A sequence has so many tokens or soon will: takes room for them. What is no longer in use is given back by

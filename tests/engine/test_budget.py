@@ -178,9 +178,7 @@ def test_cancel_in_a_long_prompt(full: EngineProcess) -> None:
 
 
 def test_planned_mode_keeps_its_budget(model_path: Path) -> None:
-    with engine(
-        model_path, device="emulated", link_gbps=4.0, n_ctx=512, n_parallel=2, vram_budget_bytes=100 * MIB
-    ) as child:
+    with engine(model_path, device="emulated:4", n_ctx=512, n_parallel=2, vram_budget_bytes=100 * MIB) as child:
         jobs = [child.submit(CASTLE, params={"max_tokens": 30}) for _ in range(3)]
         child.wait_for("token", job=jobs[0])
         child.budget(80 * MIB)

@@ -78,7 +78,7 @@ def test_what_was_chosen_at_launch_stays(model_path: Path) -> None:
         await client.set_budget(floor / MIB, timeout_s=30)
         assert (await client.caps_and_requirements()).floor_bytes == floor
 
-    play(model_path, main, n_ctx=4096, n_parallel=1, vram_budget_mb=0, n_ubatch=0, link_gbps=2.0)
+    play(model_path, main, n_ctx=4096, n_parallel=1, vram_budget_mb=0, n_ubatch=0, device="emulated:2")
 
 
 def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_up_to_the_end_of_the_context(model_path: Path) -> None:
 
 
 def test_planned_mode_says_the_same(model_path: Path, plain: EngineProcess) -> None:
-    fields: dict[str, object] = {"device": "emulated", "link_gbps": 1.0, "n_ctx": 512, "n_parallel": 1}
+    fields: dict[str, object] = {"device": "emulated:1", "n_ctx": 512, "n_parallel": 1}
     with engine(model_path, **fields, draft_model=str(model_path)) as child:
         child.budget(child.stats()["floor_bytes"])
         for prompt in (REPEATING, "Count: 1 2 3 1 2 3 1 2 3"):

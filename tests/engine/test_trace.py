@@ -15,7 +15,7 @@ from frameshard.wire.engine import EngineConfig
 from frameshard.plan.planner import lay_out
 
 config = EngineConfig(
-    model=sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=2.0
+    model=sys.argv[1], device="emulated:2", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1
 )
 with Runtime.load(config) as runtime:
     device = runtime.device

@@ -278,7 +278,9 @@ def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(model_path: Path, mmproj_p
 def test_shrinks_and_cancels_in_the_middle_of_encodes(
     model_path: Path, mmproj_path: Path, expected: list[list[int]]
 ) -> None:
-    with engine(model_path, mmproj=str(mmproj_path), vram_budget_bytes=96 * MIB, link_gbps=0.5, **FIELDS) as child:
+    with engine(
+        model_path, mmproj=str(mmproj_path), vram_budget_bytes=96 * MIB, **{**FIELDS, "device": "emulated:0.5"}
+    ) as child:
         before = held(child.stats())
         for seed, budget in ((1, 44 * MIB), (2, 96 * MIB)):
             job = child.submit(QUESTION, images=[picture(seed)], params=SEEN)

@@ -107,7 +107,7 @@ def test_plan_knows_which_experts_were_chosen(
 
 
 def test_plan_on_the_emulated_device(model_path: Path) -> None:
-    args = ("plan", "--model", str(model_path), "--device", "emulated", "--link-gbps", "2", "--threads", "1")
+    args = ("plan", "--model", str(model_path), "--device", "emulated:2", "--threads", "1")
     plan = document(*args, "--vram-budget", "floor,full", "--ctx", "512", "--parallel", "1", "--prompt", "64")
     profile = plan["profile"]
     assert isinstance(profile, dict)
@@ -148,9 +148,7 @@ def test_profile_prints_keeps_and_writes(model_path: Path, tmp_path: Path, monke
         "--model",
         str(model_path),
         "--device",
-        "emulated",
-        "--link-gbps",
-        "1",
+        "emulated:1",
         "--threads",
         "1",
         "--seconds",

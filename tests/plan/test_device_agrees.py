@@ -26,8 +26,7 @@ layout = lay_out(model)
 fixed, context = estimate_fixed(model, 512, 64, 1), estimate_context(model, 512, 512, 1)
 budget = fixed + context.used + min(layout.min_ring, layout.total) + int(share * layout.total)
 config = EngineConfig(
-    model=path, device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, link_gbps=20.0,
-    vram_budget_bytes=budget,
+    model=path, device="emulated:20", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget
 )
 with Runtime.load(config) as runtime:
     stats, plan = runtime.device.stats(), runtime.plan

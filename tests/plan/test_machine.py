@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from frameshard import native
 from frameshard.errors import BadArgument
 from frameshard.plan import machine
 from frameshard.plan.machine import Attention, Product, Profile
@@ -30,7 +31,7 @@ import json, sys
 from frameshard import native
 from frameshard.plan import machine
 from frameshard.plan.model import read_model
-device = native.ShardDevice("emulated", budget_bytes=0, n_threads=1, link_gbps=1.0)
+device = native.ShardDevice("emulated:1", vram_budget_bytes=0, n_threads=1)
 calls, profiles = [], []
 for name in ("probe_machine", "probe_product", "probe_attention"):
     def counted(*args, name=name, probe=getattr(device, name)):
@@ -40,7 +41,7 @@ for name in ("probe_machine", "probe_product", "probe_attention"):
 for path, refresh in zip(sys.argv[1:4], (False, False, True)):
     model = read_model(path)
     profiles.append(machine.load_or_probe(
-        device, model, inner="emulated", n_threads=1, link_gbps=1.0, refresh=refresh, seconds=0.5).to_dict())
+        device, model, device_name="emulated:1", n_threads=1, refresh=refresh, seconds=0.5).to_dict())
     calls.append("next")
 print(json.dumps({"calls": calls, "profiles": profiles}))
 """
@@ -87,11 +88,11 @@ def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_tells_machines_apart_and_not_models() -> None:
-    base = machine.fingerprint(inner="emulated", n_threads=2, link_gbps=2.0)
+    base = machine.fingerprint("emulated:2", 2)
     others = [
-        machine.fingerprint(inner="emulated", n_threads=1, link_gbps=2.0),
-        machine.fingerprint(inner="emulated", n_threads=2, link_gbps=3.0),
-        machine.fingerprint(inner="CUDA0", n_threads=2),
+        machine.fingerprint("emulated:2", 1),
+        machine.fingerprint("emulated:3", 2),
+        machine.fingerprint("CUDA0", 2),
     ]
     assert all(other != base for other in others)
     paths = {machine.cached_path(key) for key in (base, *others)}
@@ -172,3 +173,12 @@ def test_measures_what_is_missing_and_all_when_told(
     assert 0.3e9 < first["h2d"] < 1.1e9  # a link of 1 GB/s
     kept = machine.load(machine.cached_path(first["fingerprint"]))
     assert kept.to_dict() == third
+
+
+def test_a_device_name_with_a_copy_rate() -> None:
+    assert native.parse_device("emulated:25") == ("emulated", 25.0)
+    for name in ("emulated", "CUDA0", "auto", "stock:CUDA0"):
+        assert native.parse_device(name) == (name, 0.0)
+    for name in ("emulated:", "emulated:fast", "emulated:0", "emulated:-1", "emulated:nan", "emulated:1e9"):
+        with pytest.raises(BadArgument, match="25e9 bytes/s"):
+            native.parse_device(name)

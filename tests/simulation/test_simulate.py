@@ -38,7 +38,7 @@ def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: 
     picture = tmp_path / "six.png"
     result = simulate(
         *(shortened(name, tmp_path) for name in trace.names()),
-        "--model", str(model_path), "--device", "emulated", "--link-gbps", "4", "--speed", "8", "--json",
+        "--model", str(model_path), "--device", "emulated:4", "--speed", "8", "--json",
         "--scheduling-mode", "prioritize_compute", "--plot", str(picture),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -81,7 +81,7 @@ async def test_a_conversation_goes_on_where_it_was(model_path: Path) -> None:
 
     async def played(events: Sequence[trace.Event]) -> Recording:
         async with frameshard.launch(
-            model_path, device="emulated", link_gbps=2.0, n_ctx=512, n_parallel=1, n_threads=1, mode="stream_only"
+            model_path, device="emulated:2", n_ctx=512, n_parallel=1, n_threads=1, mode="stream_only"
         ) as client:
             recording = await play(client, trace.Trace("away", "", 3.0, 8192, tuple(events)))
             assert recording.problems == []

@@ -124,7 +124,6 @@ typedef struct fs_launch_options {
     uint32_t n_parallel;        /* jobs that run at a time. Default 4 */
     uint32_t n_ubatch;          /* tokens that are read in one go; 0: by vram_budget_bytes. Default 512 */
     uint32_t n_threads;         /* CPU threads. Default 0: chosen by the engine */
-    double link_gbps;           /* copy rate of the emulated device, 1e9 bytes/s. Default 0: unlimited */
     double silent_s;            /* a client whose connection is gone for so long loses its jobs; one that is connected
                                    and silent keeps them. Default 600 */
     const char *transport;      /* "ipc" or "tcp"; by default the system's best */

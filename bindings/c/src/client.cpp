@@ -455,10 +455,8 @@ fs_status fs_launch(const fs_launch_options *given, fs_client **client) {
                        {"n_parallel", options.n_parallel},
                        {"n_ubatch", options.n_ubatch},
                        {"n_threads", options.n_threads},
-                       {"link_gbps", options.link_gbps},
                        {"silent_s", options.silent_s},
                        {"mode", options.stream_only != 0 ? "stream_only" : "planned"}};
-        check_range("link_gbps", options.link_gbps, 0, 1e6);
         check_range("silent_s", options.silent_s, 0, 1e6);
         const std::pair<const char *, const char *> places[] = {{"transport", options.transport},
                                                                 {"endpoint", options.endpoint},

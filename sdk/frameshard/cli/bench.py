@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from frameshard.native import EMULATED
+
 from . import common, figures, progress
 from .vram import Sampler
 
@@ -116,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
         n_ubatch=args.ubatch and max(args.ubatch, args.parallel),
         n_parallel=args.parallel,
         n_threads=args.threads,
-        link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
         kv_type=args.kv_type,
     )
@@ -231,7 +232,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> 
 
     assert runtime.device is not None
     assert row.budget is not None
-    emulated = runtime.device_name == "emulated"
+    emulated = runtime.device_name == EMULATED
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     row.placement = ["-ngl", "0"] if emulated else upstream.placement(runtime.model_info, row.budget)
     device = ["-dev", "none" if emulated else runtime.device_name]

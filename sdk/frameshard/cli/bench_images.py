@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frameshard.native import EMULATED
+
 from . import common, progress
 from .vram import Sampler
 
@@ -82,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
         n_ubatch=args.ubatch,
         n_parallel=1,
         n_threads=args.threads,
-        link_gbps=args.link_gbps or 0.0,
         mode="stream_only" if args.stream_only else "planned",
         kv_type=args.kv_type,
     )
@@ -182,7 +183,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
 
     assert runtime.device is not None
     assert row.budget is not None
-    emulated = runtime.device_name == "emulated"
+    emulated = runtime.device_name == EMULATED
     tower = os.path.getsize(mmproj)
     if emulated:
         row.placement = ["-ngl", "0", "--no-mmproj-offload", "-dev", "none"]

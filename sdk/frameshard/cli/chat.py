@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
         n_ubatch=args.ubatch,
         kv_type=args.kv_type,
         n_threads=args.threads,
-        link_gbps=args.link_gbps or 0.0,
         name="chat",
     )
 

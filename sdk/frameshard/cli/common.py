@@ -132,7 +132,7 @@ def ubatch(text: str) -> int:
 
 
 def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """``--model --device --link-gbps --threads --json``."""
+    """``--model --device --threads --json``."""
     parser.add_argument(
         "--model", required=required, metavar="PATH|NAME", help="a GGUF file, or a name that `frameshard models` knows"
     )
@@ -141,10 +141,7 @@ def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) ->
         default="auto",
         metavar="D",
         help="auto: the first GPU, else the CPU (default); cpu: llama.cpp alone; "
-        "emulated: a GPU emulated on the CPU; or a name such as CUDA0",
-    )
-    parser.add_argument(
-        "--link-gbps", type=rate, default=None, metavar="G", help="emulated device: copy bandwidth in GB/s (unlimited)"
+        "emulated: a GPU emulated on the CPU (emulated:25 copies 25e9 bytes/s at most); or a name such as CUDA0",
     )
     parser.add_argument(
         "--threads", type=positive, default=default_threads(), metavar="N", help="CPU threads (half of the CPUs)"

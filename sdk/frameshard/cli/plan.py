@@ -103,6 +103,7 @@ class _Forecast:
     """Plans of one model on one machine, with the options of the command line."""
 
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
+        from frameshard import native
         from frameshard.plan import planner, routing
 
         planner.check_kv_type(model, args.kv_type)
@@ -111,7 +112,7 @@ class _Forecast:
         self.where = str(profile.fingerprint.get("gpus", self.device))
         if profile.sources and not profile.products:
             self.where += ", by its spec sheet (not measured)"
-        overhead = 0 if self.device == "emulated" else planner.DRIVER_BYTES
+        overhead = 0 if self.device == native.EMULATED else planner.DRIVER_BYTES
         shares = routing.recall(model)
         sizes = {"kv_type": args.kv_type, "overhead_bytes": overhead}
         choose = partial(planner.choose_ubatch, model, profile, n_ctx=args.ctx, n_prompt=args.prompt)

@@ -102,14 +102,12 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     if inner == "auto":
         inner = next(iter(native.gpu_devices()), "emulated")
         print(f"device auto: using {inner}", file=sys.stderr)
-    link_gbps = args.link_gbps or 0.0
-    device = native.ShardDevice(inner, budget_bytes=0, n_threads=args.threads, link_gbps=link_gbps)
+    device = native.ShardDevice(inner, vram_budget_bytes=0, n_threads=args.threads)
     return load_or_probe(
         device,
         model,
-        inner=inner,
+        device_name=inner,
         n_threads=args.threads,
-        link_gbps=link_gbps,
         refresh=refresh,
         seconds=seconds,
     )

@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         kv_type=args.kv_type,
         n_parallel=args.parallel,
         n_threads=args.threads,
-        link_gbps=args.link_gbps or 0.0,
         mode=args.mode,
         speculate=args.speculate,
         draft_model=str(models.resolve(args.draft_model).absolute()) if args.draft_model else "",

@@ -85,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
             n_ubatch=args.ubatch,
             n_parallel=1,
             n_threads=args.threads,
-            link_gbps=args.link_gbps or 0.0,
             n_outputs_max=_LOGITS_OF_PROMPT,
             kv_type=args.kv_type,
         )
@@ -107,14 +106,16 @@ def _compare(
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
     """The references, and a row for each budget and mode, which is printed unless it is for ``--json``."""
     from frameshard import errors
-    from frameshard.engine.runtime import Runtime
+    from frameshard.engine.runtime import STOCK, Runtime
+    from frameshard.native import EMULATED, parse_device
 
-    reference_device = f"stock:{device}" if "full" in sizes and device != "emulated" else "cpu"
+    name, _ = parse_device(device)
+    reference_device = f"{STOCK}{name}" if "full" in sizes and name != EMULATED else "cpu"
     steps.next("stock llama.cpp")
     with Runtime.load(config(reference_device)) as runtime:
         tokens = _tokens(runtime, args.prompt + args.generate)
         reference = _logits(runtime, tokens, args.prompt)
-    document: dict[str, object] = {"model": args.model, "device": device, "reference": reference_device}
+    document: dict[str, object] = {"model": args.model, "device": name, "reference": reference_device}
     processors: dict[str, float] = {}
     if reference_device != "cpu":
         with Runtime.load(config("cpu")) as runtime:
@@ -136,7 +137,7 @@ def _compare(
         most = max(budgets)
         _set_mode(runtime, "stream_only", most)
         resident = _logits(runtime, tokens, args.prompt)
-        if reference_device == "cpu" and device != "emulated":
+        if reference_device == "cpu" and name != EMULATED:
             processors = _agreement(resident, reference, tokens)
         if processors:
             document["processors"] = processors

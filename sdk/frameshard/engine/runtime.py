@@ -45,7 +45,7 @@ from frameshard.errors import (
     OutOfMemory,
     Unsupported,
 )
-from frameshard.native import default_threads
+from frameshard.native import EMULATED, default_threads, parse_device
 from frameshard.plan import routing
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.machine import Profile, load_or_probe
@@ -174,7 +174,8 @@ class Runtime:
         self._file = open(config.model, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
         self.n_threads = config.n_threads or default_threads()
-        self.device_name = resolve_device(config.device)
+        self._device = resolve_device(config.device)
+        self.device_name, _ = parse_device(self._device)
         size_mib = -(-self.model_info.file_bytes >> 20)
         logger.info("loading %s (%d MiB) on %s", os.path.basename(config.model), size_mib, self.device_name)
 
@@ -233,13 +234,12 @@ class Runtime:
     def _make_device(self) -> ShardDevice:
         from frameshard.native import ShardDevice
 
-        if self.device_name != "emulated":
+        if self.device_name != EMULATED:
             self.observer = Observer()
         device = ShardDevice(
-            self.device_name,
-            budget_bytes=self.config.vram_budget_bytes,
+            self._device,
+            vram_budget_bytes=self.config.vram_budget_bytes,
             n_threads=self.n_threads,
-            link_gbps=self.config.link_gbps,
         )
         self.ladder = make_ladder(self.model_info)
         device.set_shards([[tensor.name for tensor in shard.tensors] for shard in self.ladder])
@@ -256,9 +256,8 @@ class Runtime:
         return load_or_probe(
             device,
             self.model_info,
-            inner=self.device_name,
+            device_name=self._device,
             n_threads=self.n_threads,
-            link_gbps=self.config.link_gbps,
             kv_type=self.config.kv_type,
         )
 
@@ -270,7 +269,7 @@ class Runtime:
             profile = self.profile = self._measure(self.device)
             self.measure_overhead()
             # Some of the driver's libraries come with the warm-up.
-            least = 0 if self.device_name == "emulated" else DRIVER_BYTES
+            least = 0 if self.device_name == EMULATED else DRIVER_BYTES
             shared: dict[str, Any] = {
                 "n_ctx": config.n_ctx,
                 "n_seq": config.n_parallel,

@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from frameshard.engine.runtime import Runtime
+from frameshard.native import EMULATED
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -29,7 +30,7 @@ class Watcher:
         self._above = 0
         self._used = 0
         self._played = 0
-        if runtime.device is not None and runtime.device_name != "emulated" and self._totals() is None:
+        if runtime.device is not None and runtime.device_name != EMULATED and self._totals() is None:
             logger.warning("nothing tells how full this GPU is or who else uses it: the host's word is what counts")
 
     def look(self, *, parked: bool) -> dict[str, Any]:

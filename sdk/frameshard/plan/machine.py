@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
+from frameshard.native import EMULATED, parse_device
 from frameshard.plan.header import GGML_TYPES, Tensor
 from frameshard.plan.model import Model, Shard
 
@@ -337,15 +338,16 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     os.replace(part, target)
 
 
-def fingerprint(*, inner: str, n_threads: int, link_gbps: float = 0.0) -> dict[str, str | int | float]:
-    """What a profile depends on. ``inner`` is the device's name, ``link_gbps`` the emulated device's bandwidth."""
+def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
+    """What a profile depends on; ``device`` as :func:`frameshard.native.parse_device` has it."""
+    name, link_gbps = parse_device(device)
     out: dict[str, str | int | float] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 1,
         "threads": n_threads,
-        "device": inner,
+        "device": name,
     }
-    if inner == "emulated":
+    if name == EMULATED:
         out["link_gbps"] = link_gbps
     else:
         out |= _gpu_names()
@@ -362,9 +364,8 @@ def load_or_probe(
     device: ShardDevice,
     model: Model,
     *,
-    inner: str,
+    device_name: str,
     n_threads: int,
-    link_gbps: float = 0.0,
     kv_type: KvType = "f16",
     refresh: bool = False,
     seconds: float = 5.0,
@@ -372,7 +373,7 @@ def load_or_probe(
     """The profile kept for this machine and device, as this model sees it with keys and values kept as ``kv_type``.
     What is not in it yet is measured, in about ``seconds`` if that is all of it, and kept; with ``refresh`` everything
     is."""
-    key = fingerprint(inner=inner, n_threads=n_threads, link_gbps=link_gbps)
+    key = fingerprint(device_name, n_threads)
     path = cached_path(key)
     kept = None
     if not refresh and path.is_file():

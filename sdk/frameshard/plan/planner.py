@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frameshard.errors import BudgetBelowFloor, Unsupported
+from frameshard.native import EMULATED
 from frameshard.plan import bounds
 from frameshard.plan.header import GGML_TYPES, Tensor
 from frameshard.plan.ladder import make_ladder
@@ -220,7 +221,7 @@ def _rounded(n_bytes: int, unit_bytes: int) -> int:
 
 def vram_unit(device: str) -> int:
     """Bytes in which a device's driver hands out VRAM: whatever is allocated takes whole units."""
-    return 1 if device == "emulated" else _DRIVER_UNIT
+    return 1 if device == EMULATED else _DRIVER_UNIT
 
 
 def check_kv_type(model: Model, kv_type: KvType) -> None:

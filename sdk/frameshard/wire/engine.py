@@ -25,14 +25,14 @@ class EngineConfig:
     """What the engine loads and how.
 
     :param model: path of a GGUF file.
-    :param device: ``cpu`` (stock llama.cpp), ``emulated``, a ggml device such as ``CUDA0``, or ``auto`` (the first GPU,
+    :param device: ``cpu`` (stock llama.cpp), ``emulated``, ``emulated:25`` (copies 25e9 bytes/s at most), a ggml device
+        such as ``CUDA0``, ``stock:CUDA0`` for that device without the shard device, or ``auto`` (the first GPU,
         else the CPU).
     :param vram_budget_bytes: hard limit on all VRAM; 0 is no limit.
     :param n_ctx: tokens of context of each sequence, rounded up to a multiple of 256.
     :param n_ubatch: tokens of a prompt that are computed at once; 0 lets a plan choose at load.
     :param n_parallel: sequences, each with a context of its own.
     :param n_threads: 0 is half of the CPUs.
-    :param link_gbps: copy rate of the emulated device in 1e9 bytes/s; 0 is unlimited.
     :param mode: ``stream_only`` computes nothing on the CPU, so that logits have the same bits at every budget.
     :param speculate: ``off`` switches speculative decoding off.
     :param n_outputs_max: rows of logits that one decode may ask for; 0 is as many as the other options need.
@@ -49,7 +49,6 @@ class EngineConfig:
     n_ubatch: Annotated[int, checks.integer(0, 2**16)] = 512
     n_parallel: Annotated[int, checks.integer(1, 64)] = 4
     n_threads: Annotated[int, checks.integer(0, 1024)] = 0
-    link_gbps: Annotated[float, checks.number(0, 1e6)] = 0.0
     mode: m.Mode = "planned"
     speculate: Speculate = "auto"
     n_outputs_max: Annotated[int, checks.integer(0, 2**16)] = 0

@@ -64,7 +64,8 @@ class ServeConfig:
     device: Annotated[
         str,
         checks.text(256, least=1),
-        "`auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`.",
+        "`auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:"
+        " `emulated:25` copies 25e9 bytes/s at most.",
     ] = "auto"
     vram_budget_bytes: Annotated[Bytes, "All that the sidecar may hold in VRAM; 0: no limit."] = 0
     n_ctx: Annotated[
@@ -82,9 +83,6 @@ class ServeConfig:
     ] = 512
     n_parallel: Annotated[int, checks.integer(1, 64), "Jobs that run at once, each in a context of its own."] = 4
     n_threads: Annotated[int, checks.integer(0, 1024), "CPU threads; 0: half of the CPUs."] = 0
-    link_gbps: Annotated[
-        float, checks.number(0, 1e6), "Copy rate of the emulated device, 1e9 bytes/s; 0: unlimited."
-    ] = 0.0
     mode: Annotated[
         str, checks.words("planned", "stream_only"), "`stream_only`: the same bits at any budget, at the cost of speed."
     ] = "planned"

@@ -66,7 +66,6 @@ namespace Frameshard
             internal uint NParallel;
             internal uint NUbatch;
             internal uint NThreads;
-            internal double LinkGbps;
             internal double SilentS;
             internal IntPtr Transport;
             internal IntPtr Endpoint;

@@ -99,7 +99,6 @@ namespace Frameshard
                 native.NParallel = options.NParallel ?? native.NParallel;
                 native.NUbatch = options.NUbatch ?? native.NUbatch;
                 native.NThreads = options.NThreads ?? native.NThreads;
-                native.LinkGbps = options.LinkGbps ?? native.LinkGbps;
                 native.SilentS = options.SilentSeconds ?? native.SilentS;
                 if (options.Transport != null) native.Transport = texts.Name(options.Transport);
                 if (options.Endpoint != null) native.Endpoint = texts.Name(options.Endpoint);

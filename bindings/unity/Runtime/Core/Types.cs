@@ -54,7 +54,6 @@ namespace Frameshard
         public uint? NParallel;
         public uint? NUbatch;
         public uint? NThreads;
-        public double? LinkGbps;
         public double? SilentSeconds;
         public string Transport;
         public string Endpoint;
