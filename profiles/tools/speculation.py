@@ -1,20 +1,20 @@
-"""Tokens per second without and with drafted tokens, at several budgets, on a text that repeats its context.
+"""Tokens per second with and without speculative decoding, at several budgets, on a text that repeats its context.
 
     python profiles/tools/speculation.py M.gguf --device CUDA0 --threads 14 --vram-budget 2GiB,4GiB,8GiB,12GiB --json
 
-A model with random weights repeats nothing, and speed does not depend on values. So what is said is given: answers that
-SmolLM2-135M-Instruct gave as an innkeeper over a page of lore (dialogue.json, made at temperature 0 and, less
-repetitive, at 0.7). The model reads the lore and is led along those answers, as an answer is that goes on after a
-crash: every token is decoded, tokens are drafted, verified and removed as ever, and only the sampled token is given. A
-larger model quotes more exactly and repeats itself less than this one; tokens_per_step says what the text gave.
+A model with random weights repeats nothing, and speed does not depend on values, so the text is given: answers of
+SmolLM2-135M-Instruct as an innkeeper, over a page of lore (dialogue.json; "greedy" at temperature 0, "drawn", which
+repeats less, at 0.7). The model reads the lore and follows those answers as a job does that is resumed after a crash:
+every token is decoded, and tokens are drafted, verified and rejected as usual; only the sampler's choice is given. A
+larger model repeats itself less than this one; tokens_per_step says what the text gave.
 
-With --draft-model a third way is measured, "draft". It takes SmolLM2 (smollm2-135m), in whose tokens the answers are,
-whatever the vocabulary of the model that is led along. No draft model fits the greedy set better than the model that
-generated it, so of those figures only the drawn set's say what to expect of a draft that is good.
+With --draft-model a third way is measured, "draft", with SmolLM2 (smollm2-135m) as the draft model, in whose tokens the
+answers are, whatever the vocabulary of the model that follows them. It generated the greedy set itself, so only the
+drawn set shows what a good draft model gives.
 
-Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, by which the number of drafted
-tokens is chosen. With --profile nothing is measured: the same by the plans for that machine, for which the model's
-header is enough.
+Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, from which the number of drafted
+tokens is chosen. With --profile nothing is measured: the gain is computed from the plans for that machine, for which
+the header of the model's file is enough.
 """
 
 from __future__ import annotations
