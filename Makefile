@@ -17,7 +17,7 @@ PYTHON_CODE := sdk tests samples native profiles .assets
 C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint bindings windows fuzz hostile sanitize soak vision clean
+.PHONY: help build demo test lint generate bindings windows fuzz hostile sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -40,6 +40,11 @@ lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
 	ruff format --check $(PYTHON_CODE)
 	mypy --strict sdk
 	clang-format --dry-run -Werror $(C_CODE)
+
+generate: $(VENV)/installed ## rewrite what mirrors sdk/frameshard/wire: PROTOCOL.md's tables, vectors, parts of the bindings
+	PYTHONPATH=sdk $(BIN)/python bindings/generate
+	PYTHONPATH=sdk $(BIN)/python tests/conformance/make_vectors.py
+	ruff format sdk
 
 # FRAMESHARD_BINDINGS tells the tests where the C library is; with it none of them is skipped.
 bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C and C++ also under ASan with UBSan

@@ -17,7 +17,7 @@
 
 local ffi = require("ffi")
 
--- frameshard.h after the preprocessor, without its comments; a test compares the two.
+-- generated: declarations
 ffi.cdef([[
 typedef int32_t fs_status;
 enum { FS_OK = 0, FS_INTERNAL = 1, FS_BAD_ARGUMENT = 10, FS_BAD_MESSAGE = 11, FS_UNKNOWN_JOB = 12,
@@ -87,6 +87,7 @@ typedef struct fs_sampling {
   double repeat_penalty;
   int64_t seed;
   const char *const *stop;
+  const char *json_schema;
 } fs_sampling;
 void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3 };
@@ -218,6 +219,7 @@ typedef struct fs_event {
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
 ]])
+-- end of declarations
 
 local ABI_VERSION = 1
 local MIB = 1024 * 1024

@@ -12,7 +12,10 @@ from typing import ClassVar
 
 
 class FrameshardError(Exception):
-    """Base class. ``str(error)`` is a sentence for a person; ``name`` and ``code`` are for programs."""
+    """A defect, or an error that this version does not know.
+
+    Base class of all others. ``str(error)`` is a sentence for a person; ``name`` and ``code`` are for programs.
+    """
 
     code: ClassVar[int] = 1
     name: ClassVar[str] = "internal"

@@ -132,10 +132,8 @@ def _sections(title: str) -> dict[str, tuple[Field, ...]]:
     assert part is not None, title
     found = {}
     for name, body in re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", part[0], re.MULTILINE | re.DOTALL):
-        rows = re.findall(r"^\| `(\w+)` \| (?:`([^|]+)`|(\w+)) \| ([^|]*)\|", body, re.MULTILINE)
-        found[name] = tuple(
-            Field(field, quoted or plain, not default.strip()) for field, quoted, plain, default in rows
-        )
+        rows = re.findall(r"^\| `(\w+)` \| `([^|`]+)`(?:, [^|]*)? \| ([^|]*)\|", body, re.MULTILINE)
+        found[name] = tuple(Field(field, kind, not default.strip()) for field, kind, default in rows)
     return found
 
 

@@ -62,6 +62,7 @@ extern "C" {
 /* The protocol's error codes (bindings/PROTOCOL.md, "Errors"). A code that is not listed means FS_INTERNAL. */
 typedef int32_t fs_status;
 enum {
+    /* generated: statuses */
     FS_OK = 0,
     FS_INTERNAL = 1,
     FS_BAD_ARGUMENT = 10,
@@ -83,6 +84,7 @@ enum {
     FS_DEADLINE_MISSED = 34,
     FS_CANCELLED = 40,
     FS_DOWNLOAD_FAILED = 41
+    /* end of statuses */
 };
 
 /* The protocol's name of a status, such as "budget_below_floor"; "ok" for FS_OK, "internal" for what is unknown.
@@ -194,18 +196,34 @@ FS_API fs_status fs_get_model(const fs_client *client, fs_model *model);
 
 /* ---- jobs ------------------------------------------------------------------------------------------------------ */
 
-/* How tokens are chosen. The same values, prompt and seed give the same text. */
+/* How tokens are chosen. In mode stream_only the same values, prompt and seed give the same text. In mode planned the
+ * plan, speculative decoding and a restart of the engine may change it where two tokens are nearly as likely. */
 typedef struct fs_sampling {
-    uint32_t struct_size;    /* set by fs_sampling_init */
-    int32_t max_tokens;      /* 1..1048576, default 256 */
-    int32_t top_k;           /* 0: off. Default 40 */
-    uint32_t n_stop;         /* of stop; at most 16 */
-    double temperature;      /* 0..5, 0: greedy. Default 0.8 */
-    double top_p;            /* 0..1, 1: off. Default 0.95 */
-    double min_p;            /* 0..1, 0: off. Default 0.05 */
-    double repeat_penalty;   /* 0.5..2, 1: off. Default 1 */
-    int64_t seed;            /* 0..4294967295, or -1: the sidecar draws one. Default -1 */
-    const char *const *stop; /* texts of 1..256 bytes with a NUL at the end; generation ends before any of these */
+    /* generated: fs_sampling */
+    /* Set by fs_sampling_init. */
+    uint32_t struct_size;
+    /* Length of the answer at most. 1..1048576. Default 256. */
+    int32_t max_tokens;
+    /* Of the likeliest tokens only so many; 0: off. 0..1048576. Default 40. */
+    int32_t top_k;
+    /* Of `stop`; at most 16. */
+    uint32_t n_stop;
+    /* 0: greedy. 0..5. Default 0.8. */
+    double temperature;
+    /* Only the likeliest tokens of so much probability; 1: off. 0..1. Default 0.95. */
+    double top_p;
+    /* Only tokens of at least this share of the likeliest one's probability; 0: off. 0..1. Default 0.05. */
+    double min_p;
+    /* Makes tokens of the last ones less likely; 1: off. 0.5..2. Default 1. */
+    double repeat_penalty;
+    /* Of the random numbers; without it the sidecar draws one. 0..4294967295, or -1: not given. Default -1. */
+    int64_t seed;
+    /* The answer ends before any of these. Each of 1..256 bytes with a NUL at the end. */
+    const char *const *stop;
+    /* A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off. At
+       most 65536 bytes; NULL (default): none. */
+    const char *json_schema;
+    /* end of fs_sampling */
 } fs_sampling;
 
 /* Sets struct_size and every default; `struct_size` is sizeof(fs_sampling). [any thread] */

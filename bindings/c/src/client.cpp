@@ -21,6 +21,7 @@
 
 #include "codec.h"
 #include "images.h"
+#include "options.h"
 #include "process.h"
 #include "seam.h"
 #include "session.h"
@@ -28,6 +29,7 @@
 using frameshard_core::check_range;
 using frameshard_core::Error;
 using frameshard_core::Event;
+using frameshard_core::fields_of;
 using frameshard_core::fill;
 using frameshard_core::guarded;
 using frameshard_core::Images;
@@ -164,37 +166,6 @@ fs_client &open_client(fs_client *client) {
     return *client;
 }
 
-json sampling_of(const fs_sampling *given) {
-    fs_sampling sampling;
-    fs_sampling_init(&sampling, sizeof sampling);
-    if (given != nullptr) {
-        sampling = known_part(given, sampling, "fs_sampling_init");
-    }
-    check_range("max_tokens", sampling.max_tokens, 1, 1048576);
-    check_range("top_k", sampling.top_k, 0, 1048576);
-    check_range("n_stop", sampling.n_stop, 0, 16);
-    check_range("temperature", sampling.temperature, 0, 5);
-    check_range("top_p", sampling.top_p, 0, 1);
-    check_range("min_p", sampling.min_p, 0, 1);
-    check_range("repeat_penalty", sampling.repeat_penalty, 0.5, 2);
-    check_range("seed", double(sampling.seed), -1, 4294967295.0);
-    json stop = json::array();
-    for (uint32_t i = 0; i < sampling.n_stop; ++i) {
-        stop.push_back(text_of("stop", sampling.stop == nullptr ? nullptr : sampling.stop[i], 1, 256));
-    }
-    json fields = {{"max_tokens", sampling.max_tokens},
-                   {"temperature", sampling.temperature},
-                   {"top_k", sampling.top_k},
-                   {"top_p", sampling.top_p},
-                   {"min_p", sampling.min_p},
-                   {"repeat_penalty", sampling.repeat_penalty},
-                   {"stop", std::move(stop)}};
-    if (sampling.seed >= 0) {
-        fields["seed"] = sampling.seed;
-    }
-    return fields;
-}
-
 /* The fields of submit that options give; the conversation, the system text and the images' memory apart. */
 json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system,
                 Images *images) {
@@ -207,10 +178,13 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, 128);
     *system = options.system;
-    json fields = {{"kind", kind},
-                   {"sampling", sampling_of(options.sampling)},
-                   {"timeline", options.timeline},
-                   {"window", options.window}};
+    json fields = {
+        {"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
+    if (options.sampling != nullptr) {
+        fs_sampling sampling;
+        fs_sampling_init(&sampling, sizeof sampling);
+        fields["sampling"] = fields_of(known_part(options.sampling, sampling, "fs_sampling_init"));
+    }
     check_range("n_images", options.n_images, 0, 8);
     if (options.n_images > 0) {
         fields["images"] = json::array();
@@ -406,19 +380,6 @@ void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size) {
     defaults.n_ubatch = 512;
     defaults.silent_s = 600;
     fill(options, struct_size, defaults);
-}
-
-void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size) {
-    fs_sampling defaults{};
-    defaults.struct_size = struct_size;
-    defaults.max_tokens = 256;
-    defaults.top_k = 40;
-    defaults.temperature = 0.8;
-    defaults.top_p = 0.95;
-    defaults.min_p = 0.05;
-    defaults.repeat_penalty = 1;
-    defaults.seed = -1;
-    fill(sampling, struct_size, defaults);
 }
 
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size) {

@@ -12,27 +12,31 @@ struct StatusName {
     const char *name;
     bool retriable;
 };
-const StatusName kStatuses[] = {{FS_OK, "ok", false},
-                                {FS_INTERNAL, "internal", false},
-                                {FS_BAD_ARGUMENT, "bad_argument", false},
-                                {FS_BAD_MESSAGE, "bad_message", false},
-                                {FS_UNKNOWN_JOB, "unknown_job", false},
-                                {FS_CONTEXT_OVERFLOW, "context_overflow", false},
-                                {FS_UNSUPPORTED, "unsupported", false},
-                                {FS_MODEL_NOT_FOUND, "model_not_found", false},
-                                {FS_BAD_MODEL, "bad_model", false},
-                                {FS_UNKNOWN_DEVICE, "unknown_device", false},
-                                {FS_BUDGET_BELOW_FLOOR, "budget_below_floor", false},
-                                {FS_VERSION_MISMATCH, "version_mismatch", false},
-                                {FS_OUT_OF_MEMORY, "out_of_memory", true},
-                                {FS_STALE_LEASE, "stale_lease", false},
-                                {FS_ENDPOINT_IN_USE, "endpoint_in_use", false},
-                                {FS_CONNECTION_LOST, "connection_lost", true},
-                                {FS_ENGINE_DIED, "engine_died", true},
-                                {FS_OVERLOADED, "overloaded", true},
-                                {FS_DEADLINE_MISSED, "deadline_missed", true},
-                                {FS_CANCELLED, "cancelled", false},
-                                {FS_DOWNLOAD_FAILED, "download_failed", true}};
+const StatusName kStatuses[] = {
+    // generated: statuses
+    {FS_OK, "ok", false},
+    {FS_INTERNAL, "internal", false},
+    {FS_BAD_ARGUMENT, "bad_argument", false},
+    {FS_BAD_MESSAGE, "bad_message", false},
+    {FS_UNKNOWN_JOB, "unknown_job", false},
+    {FS_CONTEXT_OVERFLOW, "context_overflow", false},
+    {FS_UNSUPPORTED, "unsupported", false},
+    {FS_MODEL_NOT_FOUND, "model_not_found", false},
+    {FS_BAD_MODEL, "bad_model", false},
+    {FS_UNKNOWN_DEVICE, "unknown_device", false},
+    {FS_BUDGET_BELOW_FLOOR, "budget_below_floor", false},
+    {FS_VERSION_MISMATCH, "version_mismatch", false},
+    {FS_OUT_OF_MEMORY, "out_of_memory", true},
+    {FS_STALE_LEASE, "stale_lease", false},
+    {FS_ENDPOINT_IN_USE, "endpoint_in_use", false},
+    {FS_CONNECTION_LOST, "connection_lost", true},
+    {FS_ENGINE_DIED, "engine_died", true},
+    {FS_OVERLOADED, "overloaded", true},
+    {FS_DEADLINE_MISSED, "deadline_missed", true},
+    {FS_CANCELLED, "cancelled", false},
+    {FS_DOWNLOAD_FAILED, "download_failed", true},
+    // end of statuses
+};
 
 const StatusName *find_status(fs_status status) {
     for (const StatusName &known : kStatuses) {
@@ -79,6 +83,26 @@ void check_range(const char *what, double value, double least, double most) {
         sentence << what << " must be from " << least << " to " << most;
         refuse(FS_BAD_ARGUMENT, sentence.str());
     }
+}
+
+json texts_of(const char *what, const char *const *texts, uint32_t count, uint32_t limit, size_t least, size_t most) {
+    check_range((std::string("n_") + what).c_str(), count, 0, limit);
+    json found = json::array();
+    for (uint32_t i = 0; i < count; ++i) {
+        found.push_back(text_of(what, texts == nullptr ? nullptr : texts[i], least, most));
+    }
+    return found;
+}
+
+std::string word_of(const char *what, const char *word, std::initializer_list<const char *> words) {
+    std::string known;
+    for (const char *other : words) {
+        if (std::strcmp(word, other) == 0) {
+            return word;
+        }
+        known += (known.empty() ? "" : ", ") + std::string(other);
+    }
+    refuse(FS_BAD_ARGUMENT, std::string(what) + " must be one of " + known);
 }
 
 } // namespace frameshard_core

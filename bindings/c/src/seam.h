@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <new>
 #include <string>
 
+#include "codec.h"
 #include "frameshard.h"
 
 namespace frameshard_core {
@@ -47,6 +49,12 @@ template <class Body> fs_status guarded(Body body) noexcept {
 /* A copy of the caller's text, which is UTF-8 of `least` to `most` bytes; or it is refused. */
 std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most);
 std::string text_of(const char *what, const char *text, size_t least, size_t most);
+
+/* An array of such texts, at most `limit`. */
+json texts_of(const char *what, const char *const *texts, uint32_t count, uint32_t limit, size_t least, size_t most);
+
+/* A word that is one of `words`; or it is refused. */
+std::string word_of(const char *what, const char *word, std::initializer_list<const char *> words);
 
 void check_range(const char *what, double value, double least, double most);
 

@@ -24,7 +24,7 @@ MAX_WINDOW = 256
 
 # ---- fields that many messages have ---------------------------------------------------------------------------------
 
-RequestId = Annotated[Id, "Number of the request, chosen by the client, ascending; the answer has the same."]
+RequestId = Annotated[Id, "Number of the request; its answer has the same."]
 Epoch = Annotated[Id, "Number of the sidecar's launch."]
 Job = Annotated[Id, "Number of the job."]
 Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]

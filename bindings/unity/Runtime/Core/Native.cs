@@ -100,6 +100,7 @@ namespace Frameshard
         [StructLayout(LayoutKind.Sequential)]
         internal struct Sampling
         {
+            // generated: fs_sampling
             internal uint StructSize;
             internal int MaxTokens;
             internal int TopK;
@@ -110,6 +111,8 @@ namespace Frameshard
             internal double RepeatPenalty;
             internal long Seed;
             internal IntPtr Stop;
+            internal IntPtr JsonSchema;
+            // end of fs_sampling
         }
 
         [StructLayout(LayoutKind.Sequential)]

@@ -7,10 +7,28 @@ namespace Frameshard
     /// <summary>The protocol's error codes.</summary>
     public enum ErrorCode
     {
-        Internal = 1, BadArgument = 10, BadMessage = 11, UnknownJob = 12, ContextOverflow = 13, Unsupported = 14,
-        ModelNotFound = 20, BadModel = 21, UnknownDevice = 22, BudgetBelowFloor = 23, VersionMismatch = 24,
-        OutOfMemory = 25, StaleLease = 26, EndpointInUse = 30, ConnectionLost = 31, EngineDied = 32, Overloaded = 33,
-        DeadlineMissed = 34, Cancelled = 40, DownloadFailed = 41,
+        // generated: error codes
+        Internal = 1,
+        BadArgument = 10,
+        BadMessage = 11,
+        UnknownJob = 12,
+        ContextOverflow = 13,
+        Unsupported = 14,
+        ModelNotFound = 20,
+        BadModel = 21,
+        UnknownDevice = 22,
+        BudgetBelowFloor = 23,
+        VersionMismatch = 24,
+        OutOfMemory = 25,
+        StaleLease = 26,
+        EndpointInUse = 30,
+        ConnectionLost = 31,
+        EngineDied = 32,
+        Overloaded = 33,
+        DeadlineMissed = 34,
+        Cancelled = 40,
+        DownloadFailed = 41,
+        // end of error codes
     }
 
     /// <summary>What went wrong, and what to do about it in <see cref="Exception.Message"/>.</summary>

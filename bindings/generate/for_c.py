@@ -1,0 +1,241 @@
+"""The C library: frameshard.h's statuses and structs, and the code that fills and reads those structs.
+
+Fields of a C struct keep their place: the order and the types are read from frameshard.h, and what is new goes to the
+end. So a program that was built against an older header goes on working.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from files import BINDINGS, region, with_region
+from manifest import Manifest
+
+HEADER = BINDINGS / "c" / "include" / "frameshard.h"
+STATUSES = BINDINGS / "c" / "src" / "seam.cpp"
+OPTIONS = BINDINGS / "c" / "src" / "options.cpp"
+OPTIONS_H = BINDINGS / "c" / "src" / "options.h"
+WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a C struct."""
+
+    kind: str
+    """The C type."""
+    name: str
+    text: str
+    field: dict[str, Any] | None = None
+    """The manifest's field that it sets; None for struct_size, counts and what only the library knows."""
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A C struct that mirrors a record, a request or the launch options."""
+
+    name: str
+    fields: tuple[dict[str, Any], ...]
+    own: tuple[Member, ...] = ()
+    """Members that have no field in the manifest."""
+
+
+def structs(manifest: Manifest) -> list[Struct]:
+    """Generated structs. Other generators take their members from :func:`members`."""
+    return [Struct("fs_sampling", tuple(manifest["records"]["Sampling"]["fields"]))]
+
+
+def members(struct: Struct) -> list[Member]:
+    """In their order: those that frameshard.h has already, then new ones."""
+    known = {member.name: member for member in _expected(struct)}
+    there = re.findall(r"^    ([\w *]*?[ *])(\w+);", region(HEADER.read_text(), struct.name), re.M)
+    old = [Member(kind.strip(), name, known[name].text, known[name].field) for kind, name in there if name in known]
+    names = {member.name for member in old}
+    return [*old, *(member for member in known.values() if member.name not in names)]
+
+
+def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
+    header, statuses = HEADER.read_text(), STATUSES.read_text()
+    codes = [f"    FS_{error['name'].upper()} = {error['code']}" for error in manifest["errors"]]
+    header = with_region(header, "statuses", ",\n".join(["    FS_OK = 0", *codes]))
+    rows = [
+        f'    {{FS_{error["name"].upper()}, "{error["name"]}", {"true" if error["retriable"] else "false"}}},'
+        for error in manifest["errors"]
+    ]
+    statuses = with_region(statuses, "statuses", "\n".join(['    {FS_OK, "ok", false},', *rows]))
+    for struct in structs(manifest):
+        header = with_region(header, struct.name, "\n".join(_declarations(struct)))
+    return {HEADER: header, STATUSES: statuses, OPTIONS: _options(manifest), OPTIONS_H: _options_h(manifest)}
+
+
+# ---- declarations ---------------------------------------------------------------------------------------------------
+
+
+def _expected(struct: Struct) -> Iterator[Member]:
+    yield Member("uint32_t", "struct_size", f"Set by {struct.name}_init.")
+    for field in struct.fields:
+        name, text = field["name"], c_text(field)
+        if field["type"] == "array":
+            yield Member("uint32_t", f"n_{name}", f"Of `{name}`; at most {field['max']}.")
+            yield Member("const char *const *", name, text, field)
+        else:
+            yield Member(_kind(field), name, text, field)
+    yield from struct.own
+
+
+def _kind(field: dict[str, Any]) -> str:
+    if field["type"] in ("text", "word"):
+        return "const char *"
+    if field["type"] == "number":
+        return "double"
+    if field["type"] == "bool":
+        return "int32_t"
+    if field.get("nullable"):
+        return "int64_t"
+    return "uint32_t" if field["max"] < 2**32 else "uint64_t"
+
+
+def c_text(field: dict[str, Any]) -> str:
+    """The field's text, its range and its default, for a comment."""
+    parts = [field["text"].rstrip(".")]
+    if field.get("nullable") and field["type"] == "int":
+        parts.append(f"{field['min']}..{field['max']}, or -1: not given. Default -1")
+    elif field["type"] in ("int", "number"):
+        if field["max"] < 2**53 - 1:
+            parts.append(f"{'0 or ' if field.get('or_zero') else ''}{figure(field['min'])}..{figure(field['max'])}")
+        if "default" in field:
+            parts.append(f"Default {figure(field['default'])}")
+    elif field["type"] == "text":
+        parts.append(f"At most {field['max']} bytes; NULL (default): {_or_none(field)}")
+    elif field["type"] == "word":
+        parts.append(f"One of {', '.join(field['words'])}; NULL: the default, {_or_none(field)}")
+    elif field["type"] == "array":
+        parts.append(f"Each of {field['items']['min']}..{field['items']['max']} bytes with a NUL at the end")
+    return ". ".join(parts) + "."
+
+
+def _or_none(field: dict[str, Any]) -> str:
+    return str(field.get("default_words") or field.get("default") or "none")
+
+
+def figure(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def comment(text: str, indent: int = 4) -> str:
+    """A C comment of one or more lines."""
+    lines = textwrap.wrap(text.replace("*/", "* /"), WIDTH - indent - 6)
+    return " " * indent + "/* " + ("\n" + " " * (indent + 3)).join(lines) + " */"
+
+
+def _declarations(struct: Struct) -> Iterator[str]:
+    for member in members(struct):
+        yield comment(member.text)
+        yield f"    {declared(member)};"
+
+
+def declared(member: Member) -> str:
+    return member.kind + ("" if member.kind.endswith("*") else " ") + member.name
+
+
+# ---- code -----------------------------------------------------------------------------------------------------------
+
+
+def _options(manifest: Manifest) -> str:
+    parts = [
+        "// Written by `make generate` from bindings/manifest.json; do not edit.\n",
+        '#include "options.h"\n',
+        '#include "seam.h"\n',
+        "namespace frameshard_core {\n",
+    ]
+    found = structs(manifest)
+    parts += [_reader(struct) for struct in found]
+    parts += ["} // namespace frameshard_core\n"]
+    parts += [_init(struct) for struct in found]
+    return "\n".join(parts)
+
+
+def _options_h(manifest: Manifest) -> str:
+    declared = [f"json fields_of(const {struct.name} &given);" for struct in structs(manifest)]
+    return "\n".join(
+        [
+            "/* Written by `make generate` from bindings/manifest.json; do not edit. */",
+            "#ifndef FRAMESHARD_OPTIONS_H",
+            "#define FRAMESHARD_OPTIONS_H",
+            "",
+            '#include "codec.h"',
+            '#include "frameshard.h"',
+            "",
+            "namespace frameshard_core {",
+            "",
+            "/* The fields that a struct stands for, without those that have their default. Wrong ones are refused. */",
+            *declared,
+            "",
+            "} // namespace frameshard_core",
+            "",
+            "#endif",
+            "",
+        ]
+    )
+
+
+def _init(struct: Struct) -> str:
+    lines = [f"void {struct.name}_init({struct.name} *options, uint32_t struct_size) {{"]
+    lines += [f"    {struct.name} defaults{{}};", "    defaults.struct_size = struct_size;"]
+    for member in members(struct):
+        if member.field is not None and (value := _initial(member.field)):
+            lines.append(f"    defaults.{member.name} = {value};")
+    return "\n".join([*lines, "    frameshard_core::fill(options, struct_size, defaults);", "}\n"])
+
+
+def _initial(field: dict[str, Any]) -> str:
+    """The default as a C value; "" for 0 and NULL."""
+    if field["type"] == "int" and field.get("nullable"):
+        return "-1"
+    if field["type"] in ("int", "number") and field.get("default"):
+        return figure(field["default"])
+    return ""
+
+
+def _reader(struct: Struct) -> str:
+    """Checks what the caller gave and makes a message of it, without fields that have their default."""
+    lines = [f"json fields_of(const {struct.name} &given) {{", "    json fields = json::object();"]
+    for member in members(struct):
+        if member.field is not None:
+            lines += _read(member)
+    return "\n".join([*lines, "    return fields;", "}\n"])
+
+
+def _read(member: Member) -> list[str]:
+    name, field = member.name, member.field
+    assert field is not None
+    given, key = f"given.{name}", f'fields["{name}"]'
+    if field["type"] in ("int", "number", "bool"):
+        unset = figure(field.get("default") or 0) if not field.get("nullable") else "-1"
+        check = f'check_range("{name}", double({given}), {figure(field["min"])}, {figure(field["max"])});'
+        return [f"    if ({given} != {unset}) {{", f"        {check}", f"        {key} = {given};", "    }"]
+    if field["type"] == "text":
+        least, most = field["min"], field["max"]
+        return [
+            f"    if ({given} != nullptr) {{",
+            f'        {key} = text_of("{name}", {given}, {least}, {most});',
+            "    }",
+        ]
+    if field["type"] == "word":
+        words = ", ".join(f'"{word}"' for word in field["words"])
+        return [
+            f"    if ({given} != nullptr) {{",
+            f'        {key} = word_of("{name}", {given}, {{{words}}});',
+            "    }",
+        ]
+    item = field["items"]
+    return [
+        f"    if (given.n_{name} != 0) {{",
+        f'        {key} = texts_of("{name}", {given}, given.n_{name}, {field["max"]}, {item["min"]}, {item["max"]});',
+        "    }",
+    ]
