@@ -103,7 +103,8 @@ FSD_API const char *fsd_last_error(void);
 
 FSD_API fsd_status fsd_configure(const fsd_config *config);
 
-/* The ladder: every weight tensor with the index of its shard. Tensors left out form one more shard at the tail. */
+/* The ladder: every weight tensor with the index of its shard. Tensors of a shard are packed in this order. Tensors left out
+ * form one more shard at the tail. */
 FSD_API fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uint32_t n_shards);
 
 /* After the llama context exists: checks the budget against the floor and takes the VRAM. Until then nothing is allocated. */
@@ -137,6 +138,73 @@ FSD_API fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells);
 /* Starts copies of weights into free budget until the resident set is as large as it may be, at most about max_bytes;
  * *filled gets the bytes, 0 when there is nothing to do. The next graph uses them and waits for them on the device. */
 FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
+
+/* What fsd_commit will make of a model, for planning: no device, no fsd_configure and no model in memory is needed, only the
+ * shapes in a GGUF header. [any thread] */
+typedef struct {
+    const char *name; /* GGUF tensor name */
+    uint32_t shard;   /* index in the ladder; entries ascend by shard, and are in the order of fsd_set_shards */
+    int32_t type;     /* a ggml type */
+    int64_t ne[4];    /* contiguous dimension first, 1 where there is none */
+} fsd_weight_shape;
+
+typedef struct {
+    uint32_t layer;
+    int32_t type;           /* a ggml type */
+    int64_t row;            /* values of a cell */
+    int64_t cells, streams; /* that llama.cpp asks for; recurrent state has one stream, and a cell for each sequence */
+    int64_t used;           /* cells in use of each stream */
+} fsd_kv_shape;
+
+typedef struct {
+    uint32_t struct_size;
+    const char *inner_device;                     /* as in fsd_config; the device need not be there */
+    uint64_t piece_bytes, step_bytes, slab_bytes; /* as in fsd_config */
+    const fsd_weight_shape *weights;              /* all that the device will hold, small ones too */
+    size_t n_weights;
+    const fsd_kv_shape *kv;
+    size_t n_kv;
+    const uint64_t *buffers; /* sizes of compute buffers and whatever else llama.cpp asks for beside weights and KV */
+    size_t n_buffers;
+    uint64_t overhead_bytes; /* as in fsd_set_overhead */
+} fsd_layout_request;
+
+typedef struct {
+    uint32_t weight, shard, slab; /* weight: index in the request */
+    uint64_t bytes;               /* as in the file */
+    uint64_t padded_bytes;        /* on the device */
+} fsd_layout_piece;
+
+typedef struct {
+    uint32_t struct_size;
+    uint32_t prefill_tokens; /* graphs of at least so many tokens read experts as whole tensors, others one at a time */
+    uint64_t unit_bytes;     /* whatever is allocated takes whole units */
+    uint64_t piece_bytes, step_bytes, slab_bytes; /* with the defaults filled in */
+    uint64_t min_ring_bytes;                      /* the smallest ring that every step fits */
+    uint64_t arena_bytes;                         /* all slabs */
+    uint64_t core_bytes, scratch_bytes;
+    uint64_t fixed_bytes;     /* overhead, buffers, core and scratch */
+    uint64_t kv_window_bytes; /* the least VRAM for KV: the largest layer's */
+    uint64_t kv_bytes;        /* all of the KV cache */
+    uint64_t kv_used_bytes;   /* of the cells in use, and what is held beyond them so that growth is rare */
+    uint64_t floor_bytes;     /* fixed_bytes, kv_window_bytes and the least VRAM for weights */
+    uint64_t full_bytes;
+    uint64_t
+        weights_beside_kv_bytes;   /* VRAM that the KV cache leaves for weights, the rest of it waits in host memory */
+    uint32_t expert_slots_passing; /* slots of the expert cache in which experts do not stay: so many, or a quarter */
+    uint32_t reserved;
+    size_t n_slabs, n_pieces;
+} fsd_layout;
+
+/* Fills `layout`, and up to max_slabs sizes of slabs and max_pieces pieces, in the order of the ladder. */
+FSD_API fsd_status fsd_lay_out(const fsd_layout_request *request, fsd_layout *layout, uint64_t *slabs, size_t max_slabs,
+                               fsd_layout_piece *pieces, size_t max_pieces);
+
+/* The ring and the number of resident slabs in `room` bytes beside the fixed part and the KV cache. FSD_BELOW_FLOOR: not all
+ * slabs fit, and neither does the smallest ring. [any thread] */
+FSD_API fsd_status fsd_fit(uint64_t room_bytes, uint64_t wanted_ring_bytes, uint64_t min_ring_bytes,
+                           uint64_t unit_bytes, const uint64_t *slabs, size_t n_slabs, uint64_t *ring_bytes,
+                           size_t *n_resident);
 
 /* How often a layer's router chose each expert of late; the layer is that whose experts are `shard`. *n gets how many
  * experts there are, 0 as long as the layer was not seen: layers of which all is resident are not looked at. Between

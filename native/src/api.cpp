@@ -1,5 +1,6 @@
 // The C interface, frameshard_device.h: checks arguments and the order of calls, takes the locks.
 #include "device.h"
+#include "kv_layout.h"
 #include "plugin.h"
 #include "tower.h"
 
@@ -95,9 +96,8 @@ fsd_status fsd_configure(const fsd_config *config) {
         set(d.cpu, (int)config->n_threads);
     }
     d.n_threads = config->n_threads;
-    d.piece_bytes = config->piece_bytes;
-    d.step_bytes = config->step_bytes;
-    d.slab_bytes = config->slab_bytes;
+    d.sizes =
+        d.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes, vram_unit(config->inner_device)};
     d.copy_bytes = config->copy_bytes;
     d.budget.store(limit_of(config->budget_bytes));
     d.requested_budget.store(d.budget.load());
@@ -111,14 +111,14 @@ fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uin
     if (d.committed) {
         return fail(FSD_BAD_STATE, "shards are set before fsd_commit");
     }
-    std::map<std::string, uint32_t> map;
+    std::map<std::string, LadderPlace> ladder;
     for (size_t i = 0; i < n_tensors; i++) {
         if (!tensors || !tensors[i].tensor || tensors[i].shard >= n_shards) {
             return fail(FSD_BAD_ARGUMENT, "a tensor has no name or its shard is not below n_shards");
         }
-        map[tensors[i].tensor] = tensors[i].shard;
+        ladder[tensors[i].tensor] = {tensors[i].shard, i};
     }
-    d.shard_of = std::move(map);
+    d.ladder = std::move(ladder);
     d.n_named_shards = n_shards;
     return FSD_OK;
 }
@@ -178,6 +178,100 @@ fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
     return FSD_OK;
 }
 
+static bool is_type(int32_t type) { return type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type)type) > 0; }
+
+// False for what no file can have. The bounds keep every product of sizes below 2^63.
+static bool read_shape(const fsd_weight_shape &from, uint32_t least_shard, WeightShape &to) {
+    constexpr int64_t most = (int64_t)1 << 48;
+    if (!from.name || from.shard < least_shard || from.shard > (1u << 24) || !is_type(from.type)) {
+        return false;
+    }
+    to = {from.name, from.shard, (ggml_type)from.type, {}};
+    int64_t values = 1;
+    for (int i = 0; i < GGML_MAX_DIMS; i++) {
+        if (from.ne[i] <= 0 || from.ne[i] > most / values) {
+            return false;
+        }
+        values *= to.ne[i] = from.ne[i];
+    }
+    return to.ne[0] % ggml_blck_size(to.type) == 0;
+}
+
+static bool read_kv(const fsd_kv_shape &from, KvUse &to) {
+    constexpr int64_t most = (int64_t)1 << 24;
+    to = {from.layer, {(ggml_type)from.type, from.row, from.cells, from.streams}, from.used};
+    return is_type(from.type) && from.row > 0 && from.row <= most && from.cells > 0 && from.cells <= most &&
+           from.streams > 0 && from.streams <= 4096 && from.used >= 0 && from.used <= from.cells &&
+           from.row % ggml_blck_size((ggml_type)from.type) == 0;
+}
+
+fsd_status fsd_lay_out(const fsd_layout_request *request, fsd_layout *layout, uint64_t *slabs, size_t max_slabs,
+                       fsd_layout_piece *pieces, size_t max_pieces) {
+    const fsd_layout_request *r = request;
+    if (!r || r->struct_size != sizeof(fsd_layout_request) || !layout || layout->struct_size != sizeof(fsd_layout) ||
+        !r->inner_device || (r->n_weights > 0 && !r->weights) || (r->n_kv > 0 && !r->kv) ||
+        (r->n_buffers > 0 && !r->buffers) || (max_slabs > 0 && !slabs) || (max_pieces > 0 && !pieces)) {
+        return fail(FSD_BAD_ARGUMENT, "fsd_lay_out: a size or a pointer is missing");
+    }
+    std::vector<WeightShape> weights(r->n_weights);
+    for (size_t i = 0; i < weights.size(); i++) {
+        if (!read_shape(r->weights[i], i > 0 ? weights[i - 1].shard : 0, weights[i])) {
+            return fail(FSD_BAD_ARGUMENT, "fsd_lay_out: weight " + std::to_string(i) +
+                                              " has no name, an impossible shape, or a shard below the one before it");
+        }
+    }
+    std::vector<KvUse> kv(r->n_kv);
+    for (size_t i = 0; i < kv.size(); i++) {
+        if (!read_kv(r->kv[i], kv[i])) {
+            return fail(FSD_BAD_ARGUMENT, "fsd_lay_out: KV tensor " + std::to_string(i) + " has an impossible shape");
+        }
+    }
+    const LayoutSizes sizes = {r->piece_bytes, r->step_bytes, r->slab_bytes, vram_unit(r->inner_device)};
+    const Layout l = lay_out(weights, sizes, weights.empty() ? 1 : weights.back().shard + 1);
+    const KvBytes held = kv_bytes(kv, sizes.unit_bytes);
+    const uint64_t fixed =
+        fixed_bytes(l, r->overhead_bytes, std::vector<size_t>(r->buffers, r->buffers + r->n_buffers));
+    *layout = {};
+    layout->struct_size = sizeof(fsd_layout);
+    layout->prefill_tokens = kPrefillTokens;
+    layout->unit_bytes = l.sizes.unit_bytes;
+    layout->piece_bytes = l.sizes.piece_bytes;
+    layout->step_bytes = l.sizes.step_bytes;
+    layout->slab_bytes = l.sizes.slab_bytes;
+    layout->min_ring_bytes = l.min_ring;
+    layout->arena_bytes = l.slabs_total;
+    layout->core_bytes = l.granular(l.core_bytes);
+    layout->scratch_bytes = l.granular(l.scratch_bytes);
+    layout->fixed_bytes = fixed;
+    layout->kv_window_bytes = held.need.window;
+    layout->kv_bytes = held.need.whole;
+    layout->kv_used_bytes = held.used;
+    layout->floor_bytes = floor_bytes(l, fixed, held.need);
+    layout->full_bytes = full_bytes(l, fixed, held.need);
+    layout->weights_beside_kv_bytes = l.weights_beside_kv();
+    layout->expert_slots_passing = ExpertCache::kPassing;
+    layout->n_slabs = l.slab_sizes.size();
+    layout->n_pieces = l.pieces.size();
+    std::copy_n(l.slab_sizes.begin(), std::min(max_slabs, l.slab_sizes.size()), slabs);
+    for (size_t i = 0; i < std::min(max_pieces, l.pieces.size()); i++) {
+        const Piece &p = l.pieces[i];
+        pieces[i] = {(uint32_t)p.tensor, p.shard, (uint32_t)p.slab, p.bytes, p.padded};
+    }
+    return FSD_OK;
+}
+
+fsd_status fsd_fit(uint64_t room_bytes, uint64_t wanted_ring_bytes, uint64_t min_ring_bytes, uint64_t unit_bytes,
+                   const uint64_t *slabs, size_t n_slabs, uint64_t *ring_bytes, size_t *n_resident) {
+    if (!ring_bytes || !n_resident || unit_bytes == 0 || (n_slabs > 0 && !slabs)) {
+        return fail(FSD_BAD_ARGUMENT, "fsd_fit: a size or a pointer is missing");
+    }
+    const Residency r = residency(room_bytes, 0, min_ring_bytes, wanted_ring_bytes,
+                                  std::vector<size_t>(slabs, slabs + n_slabs), unit_bytes);
+    *ring_bytes = r.ring;
+    *n_resident = r.slabs;
+    return r.fits ? FSD_OK : fail(FSD_BELOW_FLOOR, "there is no room for the smallest ring");
+}
+
 fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes,
                         double expert_stream_share, int exact) {
     Device &d = device();
@@ -215,7 +309,8 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     if (ring_bytes > 0) {
         d.wanted_ring = ring_bytes;
     }
-    const Residency r = residency(d.budget.load(), d.fixed(), d.min_ring, d.wanted_ring, d.slab_sizes);
+    const Residency r = residency(d.budget.load(), d.fixed(), d.layout.min_ring, d.wanted_ring, d.layout.slab_sizes,
+                                  d.sizes.unit_bytes);
     if (d.ring.capacity > 0 && r.ring > 0 && d.ring.capacity != r.ring) {
         while (d.slabs.size() > r.slabs) {
             d.pop_slab();

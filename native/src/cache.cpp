@@ -4,8 +4,6 @@
 
 namespace fsd {
 
-static constexpr size_t kRingBesideCaches = 3; // largest steps
-
 // "_l12" of "cache_k_l12": the layer.
 static std::string key_of(const ggml_tensor *t) {
     const std::string name = t->name;
@@ -130,16 +128,8 @@ size_t Device::lay_out_block(const CacheBlock &b, int64_t cells, int64_t streams
     size_t bytes = 0;
     at.clear();
     for (const CacheTensor *t : b.tensors) {
-        ggml_tensor part = t->shape;
-        part.ne[1] = cells * streams;
-        part.ne[2] = part.ne[3] = 1;
-        part.nb[2] = part.nb[3] = t->row * (size_t)part.ne[1];
         at.push_back(bytes);
-        if (part.ne[1] > 0) {
-            const size_t held = t->cells == cells && t->streams == streams ? t->bytes() : part.nb[2];
-            bytes +=
-                align_up(std::max(held, ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(inner), &part)));
-        }
+        bytes += kv_tensor_bytes(t->kv_shape(), cells, streams);
     }
     return bytes;
 }
@@ -214,15 +204,14 @@ size_t Device::window_lacks() {
         largest = std::max(largest, b.on_host ? b.bytes : 0);
         n += b.on_host;
     });
-    const size_t held = window_bytes(), needed = granular(std::min<size_t>(n, 2) * largest);
+    const size_t held = window_bytes(), needed = layout.granular(std::min<size_t>(n, 2) * largest);
     return needed > held ? needed - held : 0;
 }
 
 // A ring must have room beside the caches, also while everything is resident and there is none: one in which copies run
 // ahead, since a token waits longer for all the weights that stream than for a part of its context.
 bool Device::cache_fits(int64_t more) {
-    const size_t ring_bytes = std::min(kRingBesideCaches * min_ring, slabs_total);
-    return (int64_t)(fixed() + ring_bytes) + more <= (int64_t)budget.load();
+    return (int64_t)(fixed() + layout.weights_beside_kv()) + more <= (int64_t)budget.load();
 }
 
 // To the host with one more block, a layer's near the output first: those that stay have their copies hidden longest.
@@ -239,7 +228,7 @@ bool Device::ensure_window() {
             largest = std::max(largest, b.on_host ? b.bytes : 0);
             b.pane = b.on_host ? n++ % 2 : 0;
         });
-        const bool two = n > 1 && cache_fits((int64_t)granular(2 * largest) - (int64_t)window_bytes());
+        const bool two = n > 1 && cache_fits((int64_t)layout.granular(2 * largest) - (int64_t)window_bytes());
         if (window && (n == 0 || pane_bytes < largest || (two && n_panes < 2))) {
             release_window();
         }
@@ -282,13 +271,13 @@ void Device::spill_surplus() {
 // Back into VRAM with what has room there; returns bytes.
 size_t Device::fetch_blocks() {
     size_t all = 0, done = 0;
-    each_block([&](const CacheBlock &b) { all += b.on_host ? granular(b.bytes) : 0; });
+    each_block([&](const CacheBlock &b) { all += b.on_host ? layout.granular(b.bytes) : 0; });
     const bool fits = cache_fits((int64_t)all - (int64_t)window_bytes());
     if (window && fits) {
         release_window();
     }
     each_block([&](CacheBlock &b) {
-        if (b.on_host && (fits || cache_fits((int64_t)(granular(b.bytes) + window_lacks()))) &&
+        if (b.on_host && (fits || cache_fits((int64_t)(layout.granular(b.bytes) + window_lacks()))) &&
             relocate(b, b.cells, b.streams, false)) {
             done += b.bytes;
         }
@@ -323,8 +312,8 @@ bool Device::settle_caches(bool may_shrink) {
                     continue;
                 }
                 std::vector<size_t> at;
-                const size_t bytes = granular(lay_out_block(*b, c, n, at));
-                const int64_t more = (int64_t)bytes - (int64_t)(b->on_host ? 0 : granular(b->bytes));
+                const size_t bytes = layout.granular(lay_out_block(*b, c, n, at));
+                const int64_t more = (int64_t)bytes - (int64_t)(b->on_host ? 0 : layout.granular(b->bytes));
                 const bool fits = !b->on_host && cache_fits(more);
                 // With no room for both, the block grows by way of the host.
                 if (!(fits && relocate(*b, c, n, false)) && !relocate(*b, c, n, true)) {
@@ -389,15 +378,16 @@ void Device::pin_caches() {
     });
 }
 
-// Bytes that caches need at least, in the window, and that they hold at most.
-void Device::cache_limits(uint64_t &least, uint64_t &most) {
-    least = most = 0;
+// VRAM that the KV cache takes at least and at most.
+KvNeed Device::kv_need() {
+    KvNeed need;
     std::vector<size_t> at;
     each_block([&](const CacheBlock &b) {
-        const uint64_t whole = granular(lay_out_block(b, b.group->cells, b.group->streams, at));
-        least = std::max(least, whole);
-        most += whole;
+        const uint64_t whole = layout.granular(lay_out_block(b, b.group->cells, b.group->streams, at));
+        need.window = std::max(need.window, whole);
+        need.whole += whole;
     });
+    return need;
 }
 
 void Device::use_cells(uint32_t stream, uint64_t cells) {

@@ -6,7 +6,7 @@
 // A block that has no room in VRAM lies in host memory and passes through the window for the nodes that touch it.
 #pragma once
 
-#include "layout.h"
+#include "kv_layout.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -25,8 +25,6 @@ struct BufferDeleter {
     void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
 };
 using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
-
-constexpr int64_t kCellPage = 256; // the least that grows; llama.cpp pads what attention reads to as much
 
 struct CacheGroup;
 struct CacheTensor;
@@ -53,6 +51,10 @@ struct CacheTensor {
     int64_t cells = 0, streams = 0;
     size_t at = 0; // in the block's storage
 
+    KvShape kv_shape() const {
+        const int64_t block = ggml_blck_size(shape.type);
+        return {shape.type, (int64_t)(row / ggml_type_size(shape.type)) * block, cells, streams};
+    }
     size_t stream_bytes() const { return row * (size_t)cells; }
     size_t bytes() const { return stream_bytes() * (size_t)streams; }
     char *place(char *base, int64_t stream, int64_t cell) const {
@@ -109,14 +111,5 @@ struct CacheAccess {
     std::vector<Rows> rows;
     std::vector<CacheBlock *> together; // needed by one node beside another block
 };
-
-// Cells to hold for so many in use: at most an eighth more, so that growth is rare.
-inline int64_t cells_to_hold(int64_t used, int64_t cells) {
-    int64_t step = kCellPage;
-    while (16 * step <= used) {
-        step *= 2;
-    }
-    return std::min(cells, (used + step - 1) / step * step);
-}
 
 } // namespace fsd

@@ -36,12 +36,6 @@
 
 namespace fsd {
 
-// Weights up to this size (norms, biases, router scales) are always resident: they cost little and would cut the graph.
-constexpr size_t kCoreBytes = 64 * 1024;
-// Kernels read quantised rows in runs of so many weights (MATRIX_ROW_PADDING of ggml-cuda).
-constexpr int64_t kRowRun = 512;
-// Results of matrices in row pieces pass through scratch of this size, some tokens at a time.
-constexpr size_t kScratchBytes = 2 * 1024 * 1024;
 // Beside a game's frames its own uploads wait for one copy of weights at most so large.
 constexpr size_t kPacedCopyBytes = 4 * 1024 * 1024;
 
@@ -51,12 +45,7 @@ struct Weight {
     const char *host = nullptr;
     size_t bytes = 0;
     uint32_t shard = 0;
-    bool core = false;
-    size_t core_offset = 0;
-    int first_piece = -1; // pieces of one tensor are consecutive
-    int n_pieces = 0;
-
-    bool is_matrix() const { return shape.ne[2] == 1 && shape.ne[3] == 1; }
+    WeightPlace place; // in the layout
 };
 
 // One buffer that llama.cpp asked for. Its addresses are reserved host addresses; the bytes live in `inner` once
@@ -73,6 +62,11 @@ struct Buffer {
 };
 
 enum class Use { buffers, cache, core, arena, ring, scratch, count };
+
+struct LadderPlace {
+    uint32_t shard = 0;
+    size_t position = 0; // in the whole ladder
+};
 
 struct Slab {
     InnerBuffer buffer;
@@ -101,7 +95,8 @@ struct Device {
     ggml_backend_t compute = nullptr; // streams of the inner device
     ggml_backend_t copy = nullptr;
     ggml_backend_t cpu = nullptr;
-    size_t piece_bytes = 0, step_bytes = 0, slab_bytes = 0, copy_bytes = 0;
+    size_t copy_bytes = 0;
+    LayoutSizes sizes; // asked for
     uint32_t n_threads = 1;
     std::atomic<bool> configured{false};
 
@@ -109,16 +104,10 @@ struct Device {
     bool committed = false;
     std::vector<Weight> weights;
     std::unordered_map<const void *, int> weight_at; // host address -> index
-    std::map<std::string, uint32_t> shard_of;
-    uint32_t n_named_shards = 0; // of fsd_set_shards
-    uint32_t n_shards = 0;       // with the one for what it left out
-    std::vector<Piece> pieces;   // ladder order
-    std::vector<size_t> slab_sizes;
-    std::vector<size_t> shard_bytes;
-    std::vector<int> shard_last_slab; // a shard is resident when all slabs up to this one are
-    size_t slabs_total = 0;
-    size_t min_ring = 0; // smallest that any streamed step fits; 0 when there is nothing to stream
-    size_t core_size = 0;
+    std::map<std::string, LadderPlace> ladder;       // by tensor name, as fsd_set_shards gave it
+    uint32_t n_named_shards = 0;                     // of fsd_set_shards
+    uint32_t n_shards = 0;                           // with the one for what it left out
+    Layout layout;
     InnerBuffer core;
     char *core_base = nullptr;
 
@@ -138,7 +127,6 @@ struct Device {
     size_t staged_bytes = 0;
     InnerBuffer scratch;
     char *scratch_base = nullptr;
-    size_t scratch_size = 0;
     Plan plan;
     ExpertCache experts;                          // in the ring, behind what is streamed
     ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
@@ -168,7 +156,6 @@ struct Device {
     fsd_stats counters = {};
 
     // --- memory (memory.cpp); all need graph_mutex
-    size_t granular(size_t bytes) const;
     // Null when it cannot fit the budget or the inner device refuses. Caches go to the host only if they may.
     InnerBuffer allocate(Use use, size_t bytes, bool may_spill = true);
     void release(Use use, InnerBuffer &buffer);
@@ -188,10 +175,12 @@ struct Device {
     void synchronize();
     char *staged(size_t bytes); // host memory to exchange with the inner device in small pieces; the same at every call
     bool piece_resident(int piece) const {
-        const int s = pieces[piece].slab;
+        const int s = layout.pieces[piece].slab;
         return s < (int)slabs.size() && slabs[s].ready;
     }
     fsd_status commit(std::string &why);
+    bool lay_out_weights(std::string &why);
+    bool take_core();
     bool open_streams();
     void park();
     bool parked = false;
@@ -219,7 +208,7 @@ struct Device {
     void release_caches(Buffer *buffer);
     void caches_to_host();
     void pin_caches();
-    void cache_limits(uint64_t &least, uint64_t &most);
+    KvNeed kv_need();
     void use_cells(uint32_t stream, uint64_t cells);
     const CacheAccess *access(const ggml_cgraph *graph);
     bool prepare_caches(const CacheAccess &a);

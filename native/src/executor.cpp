@@ -112,7 +112,7 @@ void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
 // weights of the next expert are copied, too.
 uint64_t Device::copy_experts(size_t entry) {
     const RingEntry &e = ring.entries[entry];
-    const Piece &p = pieces[e.pieces[0]];
+    const Piece &p = layout.pieces[e.pieces[0]];
     const ggml_tensor &shape = weights[p.tensor].shape;
     const size_t each = shape.nb[2], n = shape.ne[2], run = ggml_row_size(shape.type, kRowRun);
     const std::vector<uint32_t> &chosen = chosen_experts[e.layer];
@@ -173,9 +173,9 @@ void Device::pump_copies() {
             bytes = copy_experts(i); // a prediction: the router may not have chosen yet
         } else {
             for (int k : ring.entries[i].pieces) {
-                copy_piece(pieces[k], at, 0, pieces[k].bytes);
-                at += pieces[k].padded;
-                bytes += pieces[k].bytes;
+                copy_piece(layout.pieces[k], at, 0, layout.pieces[k].bytes);
+                at += layout.pieces[k].padded;
+                bytes += layout.pieces[k].bytes;
             }
         }
         if (trace) {
@@ -298,7 +298,7 @@ bool Executor::load_program() {
             GGML_LOG_ERROR("frameshard: the inner device refused memory for the ring or the KV window\n");
             return false;
         }
-    } while (d.ring.capacity == 0 && d.slabs.size() < d.slab_sizes.size()); // the window may have evicted slabs
+    } while (d.ring.capacity == 0 && d.slabs.size() < d.layout.slab_sizes.size()); // the window may have evicted slabs
     std::string why;
     program = find_or_compile(why);
     if (!program) {

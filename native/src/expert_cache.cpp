@@ -7,7 +7,6 @@ namespace fsd {
 static constexpr uint64_t kWindow = 1 << 16; // choices of a layer after which its counts are halved
 static constexpr double kPrior = 256;        // choices that a layer has to have made before its shares count in full
 static constexpr size_t kCandidates = 8;     // slots looked at for the one to evict
-static constexpr size_t kPassing = 32;       // slots for experts that are not worth evicting another
 static constexpr double kHotter = 1.25;      // an expert is, to take another's slot
 
 void ExpertCache::adopt(const ExpertArena &arena) {

@@ -31,6 +31,8 @@ struct ExpertArena {
 // Which expert lies in which slot. Experts that are chosen often stay.
 class ExpertCache {
   public:
+    static constexpr size_t kPassing = 32; // slots for experts that are not worth evicting another
+
     // The arena to use from now on; what lies in slots that it has no longer is forgotten.
     void adopt(const ExpertArena &arena);
     void clear() { adopt({}); }

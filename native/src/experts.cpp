@@ -78,7 +78,7 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
     }
     for (size_t i = 0; i < group.products.size(); i++) {
         const auto it = d.weight_at.find(group.weight(i)->data);
-        if (it == d.weight_at.end() || d.weights[it->second].core || d.weights[it->second].n_pieces != 1) {
+        if (it == d.weight_at.end() || d.weights[it->second].place.core || d.weights[it->second].place.n_pieces != 1) {
             return false;
         }
         group.layer = i == 0 ? d.weights[it->second].shard : group.layer;

@@ -118,18 +118,18 @@ Compiler::Needs Compiler::needs_of(const ggml_tensor *node) const {
             continue;
         }
         const Weight *w = d.weight_of(src);
-        if (!w || w->core) {
+        if (!w || w->place.core) {
             continue;
         }
-        if (w->n_pieces > 1) {
+        if (w->place.n_pieces > 1) {
             const bool whole = src->view_src == nullptr && node->op == GGML_OP_MUL_MAT && j == 0;
             needs.row_pieces = needs.row_pieces || whole;
             needs.other_use = needs.other_use || !whole;
         }
-        for (int piece = w->first_piece; piece < w->first_piece + w->n_pieces; piece++) {
+        for (int piece = w->place.first_piece; piece < w->place.first_piece + w->place.n_pieces; piece++) {
             if (std::find(needs.pieces.begin(), needs.pieces.end(), piece) == needs.pieces.end()) {
                 needs.pieces.push_back(piece);
-                needs.bytes += d.pieces[piece].padded;
+                needs.bytes += d.layout.pieces[piece].padded;
             }
         }
     }
@@ -171,7 +171,8 @@ void Compiler::cut() {
     for (int i = 0; i < g->n_nodes; i++) {
         const ggml_tensor *n = g->nodes[i];
         const Needs needs = is_noop(n) ? Needs() : needs_of(n);
-        const bool too_large = !needs.row_pieces && needs.bytes > d.min_ring; // several large weights in one operation
+        const bool too_large =
+            !needs.row_pieces && needs.bytes > d.layout.min_ring; // several large weights in one operation
         if (!is_noop(n) && (needs.other_use || too_large || !ggml_backend_dev_supports_op(d.inner, n))) {
             Step s;
             s.node0 = i;
@@ -199,7 +200,7 @@ void Compiler::cut() {
 
 void Compiler::add_row_piece_steps(int node, const Needs &needs) {
     for (size_t k = 0; k < needs.pieces.size(); k++) {
-        const Piece &piece = d.pieces[needs.pieces[k]];
+        const Piece &piece = d.layout.pieces[needs.pieces[k]];
         Step s;
         s.node0 = node;
         s.node1 = node + 1;
@@ -222,9 +223,10 @@ bool Compiler::may_join(const Step &s, const Needs &needs, const CacheBlock *blo
     }
     size_t more = 0;
     for (int k : needs.pieces) {
-        more += std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end() ? d.pieces[k].padded : 0;
+        more += std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end() ? d.layout.pieces[k].padded : 0;
     }
-    return more == 0 || (s.bytes + more <= d.step_bytes && s.shard == d.pieces[needs.pieces[0]].shard);
+    return more == 0 ||
+           (s.bytes + more <= d.layout.sizes.step_bytes && s.shard == d.layout.pieces[needs.pieces[0]].shard);
 }
 
 void Compiler::join(Step &s, int node, const Needs &needs, CacheBlock *block) {
@@ -232,10 +234,10 @@ void Compiler::join(Step &s, int node, const Needs &needs, CacheBlock *block) {
     for (int k : needs.pieces) {
         if (std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end()) {
             if (s.pieces.empty()) {
-                s.shard = d.pieces[k].shard;
+                s.shard = d.layout.pieces[k].shard;
             }
             s.pieces.push_back(k);
-            s.bytes += d.pieces[k].padded;
+            s.bytes += d.layout.pieces[k].padded;
         }
     }
     s.node1 = node + 1;
@@ -257,16 +259,16 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
     if (b && b->weights) {
         const Weight *w = d.weight_of(t);
         char *at = nullptr;
-        if (w && w->core) {
-            at = d.core_base + w->core_offset;
+        if (w && w->place.core) {
+            at = d.core_base + w->place.core_offset;
             s->buffer = d.core.get();
-        } else if (w && w->n_pieces == 1) {
-            const Piece &piece = d.pieces[w->first_piece];
-            auto in_ring = staged.find(w->first_piece);
+        } else if (w && w->place.n_pieces == 1) {
+            const Piece &piece = d.layout.pieces[w->place.first_piece];
+            auto in_ring = staged.find(w->place.first_piece);
             if (in_ring != staged.end()) {
                 at = in_ring->second;
                 s->buffer = d.ring.buffer.get();
-            } else if (d.piece_resident(w->first_piece)) {
+            } else if (d.piece_resident(w->place.first_piece)) {
                 at = d.slabs[piece.slab].base + piece.slab_offset;
                 s->buffer = d.slabs[piece.slab].buffer.get();
             }
@@ -342,7 +344,7 @@ ggml_tensor *Compiler::twin(const ggml_tensor *t) {
 // do not write strided products. They go through scratch, as many tokens at a time as it holds.
 void Compiler::add_row_piece(const Step &st) {
     const ggml_tensor *node = g->nodes[st.node0];
-    const Piece &piece = d.pieces[st.pieces[0]];
+    const Piece &piece = d.layout.pieces[st.pieces[0]];
     ggml_tensor *w = twin(node->src[0]);
     w->ne[1] = piece.rows;
     w->nb[2] = w->nb[3] = piece.bytes;
@@ -356,7 +358,7 @@ void Compiler::add_row_piece(const Step &st) {
     }
     const ggml_tensor *full = shadow(node);
     const bool direct = ggml_nrows(node) == 1;
-    const int64_t most = direct ? 1 : (int64_t)(d.scratch_size / (piece.rows * sizeof(float)));
+    const int64_t most = direct ? 1 : (int64_t)(d.layout.scratch_bytes / (piece.rows * sizeof(float)));
     for (int64_t i3 = 0; i3 < node->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < node->ne[2]; i2++) {
             for (int64_t i1 = 0; i1 < node->ne[1]; i1 += most) {
@@ -447,9 +449,9 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     std::vector<int> streamed;
     size_t bytes = 0;
     for (int k : s.pieces) {
-        if (!d.piece_resident(k) && !on_cpu(d.pieces[k].shard)) {
+        if (!d.piece_resident(k) && !on_cpu(d.layout.pieces[k].shard)) {
             streamed.push_back(k);
-            bytes += d.pieces[k].padded;
+            bytes += d.layout.pieces[k].padded;
         }
     }
     CacheBlock *block = nullptr;
@@ -499,7 +501,7 @@ void Compiler::add_cpu(int step, int node0, int node1) {
     seg.node1 = node1;
     for (int i = node0; i < node1; i++) {
         for (int piece : needs_of(g->nodes[i]).pieces) {
-            seg.bytes += d.pieces[piece].bytes;
+            seg.bytes += d.layout.pieces[piece].bytes;
         }
     }
     p.segments.push_back(seg);
@@ -596,7 +598,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
 // A step runs on the CPU if the plan places any of its pieces there that is not resident.
 bool Compiler::on_host(const Step &s) const {
     return !s.unsupported && std::any_of(s.pieces.begin(), s.pieces.end(), [&](int piece) {
-        return !d.piece_resident(piece) && on_cpu(d.pieces[piece].shard);
+        return !d.piece_resident(piece) && on_cpu(d.layout.pieces[piece].shard);
     });
 }
 
@@ -618,9 +620,9 @@ void Compiler::find_groups() {
         bool resident = true;
         uint32_t shard = 0;
         for (size_t i = 0; i < group.products.size(); i++) {
-            const int piece = d.weight_of(group.weight(i))->first_piece;
+            const int piece = d.weight_of(group.weight(i))->place.first_piece;
             resident = resident && d.piece_resident(piece);
-            shard = d.pieces[piece].shard;
+            shard = d.layout.pieces[piece].shard;
         }
         group.streamed = !on_cpu(shard);
         // For several tokens the kernel that an inner device picks may depend on the number of experts in the tensor.
@@ -718,7 +720,7 @@ void Compiler::lay_segments() {
 void Compiler::stage(const Segment &seg, size_t at) {
     for (int piece : p.entries[seg.entry].pieces) {
         staged[piece] = d.ring.base + at;
-        at += d.pieces[piece].padded;
+        at += d.layout.pieces[piece].padded;
     }
     for (int i = seg.node0; i < seg.node1; i++) {
         for (const ggml_tensor *src : g->nodes[i]->src) {
@@ -809,7 +811,8 @@ bool Compiler::allocate_shadow(std::string &why) {
     for (const Step &s : steps) {
         if (s.row_piece) {
             const ggml_tensor *n = g->nodes[s.node0];
-            const int64_t most = std::max<int64_t>(1, d.scratch_size / (d.pieces[s.pieces[0]].rows * sizeof(float)));
+            const int64_t most =
+                std::max<int64_t>(1, d.layout.scratch_bytes / (d.layout.pieces[s.pieces[0]].rows * sizeof(float)));
             extra += 2 * (n->ne[1] / most + 1) * n->ne[2] * n->ne[3];
         }
     }

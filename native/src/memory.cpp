@@ -22,14 +22,8 @@ uint64_t Device::fixed() {
            used_by[(int)Use::scratch];
 }
 
-// Drivers hand out VRAM in units of 2 MiB: the ledger counts what really goes.
-size_t Device::granular(size_t bytes) const {
-    constexpr size_t unit = (size_t)2 << 20;
-    return emulated ? bytes : (bytes + unit - 1) / unit * unit;
-}
-
 InnerBuffer Device::allocate(Use use, size_t bytes, bool may_spill) {
-    bytes = granular(bytes);
+    bytes = layout.granular(bytes);
     if (!make_room(bytes, may_spill)) {
         return nullptr;
     }
@@ -81,8 +75,8 @@ bool Device::make_room(size_t bytes, bool may_spill) {
     while (used() + bytes > limit) {
         if (!slabs.empty()) {
             pop_slab();
-        } else if (ring.capacity > min_ring) {
-            if (!resize_ring(min_ring)) {
+        } else if (ring.capacity > layout.min_ring) {
+            if (!resize_ring(layout.min_ring)) {
                 return false;
             }
         } else if (!may_spill) {
@@ -110,9 +104,7 @@ void Device::pop_slab() {
 }
 
 bool Device::resize_ring(size_t bytes) {
-    if (granular(bytes) > bytes) {
-        bytes = granular(bytes) - granular(1); // whole units only, and not more than asked for
-    }
+    bytes = bytes / sizes.unit_bytes * sizes.unit_bytes;
     if (bytes == ring.capacity) {
         return true;
     }
@@ -138,16 +130,16 @@ bool Device::resize_ring(size_t bytes) {
 
 // A budget that has room for everything needs no ring once the arena is full; until then weights stream.
 bool Device::ensure_ring() {
-    if (ring.capacity > 0 || slabs.size() == slab_sizes.size()) {
+    if (ring.capacity > 0 || slabs.size() == layout.slab_sizes.size()) {
         return true;
     }
     const uint64_t limit = budget.load(), held = used();
-    const uint64_t room = std::max<uint64_t>(min_ring, limit > held ? limit - held : 0);
-    if (resize_ring(std::min<uint64_t>(room, std::max(wanted_ring, min_ring)))) {
+    const uint64_t room = std::max<uint64_t>(layout.min_ring, limit > held ? limit - held : 0);
+    if (resize_ring(std::min<uint64_t>(room, std::max(wanted_ring, layout.min_ring)))) {
         return true;
     }
     // The device has less than the budget allows: another program holds the rest. Slabs give way to the smallest ring.
-    while (!resize_ring(min_ring)) {
+    while (!resize_ring(layout.min_ring)) {
         if (slabs.empty()) {
             return false;
         }
@@ -160,7 +152,7 @@ bool Device::materialise(Buffer *b) {
     if (b->inner || b->weights || b->cache || b->size == 0) {
         return true;
     }
-    if (committed && floor.load() + granular(b->size) > budget.load()) {
+    if (committed && floor.load() + layout.granular(b->size) > budget.load()) {
         return false; // the ring's smallest size stays free, even while everything is resident and there is no ring
     }
     InnerBuffer inner_buffer = allocate(Use::buffers, b->size);
@@ -223,15 +215,14 @@ void Device::park() {
 }
 
 void Device::update_floor() {
-    uint64_t least, most, held;
-    cache_limits(least, most);
+    uint64_t rest = fixed();
     {
         std::lock_guard<std::mutex> lock(state_mutex);
-        held = used_by[(int)Use::cache];
+        rest -= used_by[(int)Use::cache];
     }
-    // A model smaller than one step is simply resident.
-    floor.store(fixed() - held + least + std::min(min_ring, slabs_total));
-    full.store(fixed() - held + most + slabs_total);
+    const KvNeed kv = kv_need();
+    floor.store(floor_bytes(layout, rest, kv));
+    full.store(full_bytes(layout, rest, kv));
 }
 
 // A new budget takes effect: slabs go at once, growth is filled in later by fill().
@@ -241,7 +232,8 @@ void Device::apply_budget() {
     budget.store(bytes);
     if (committed) {
         spill_surplus();
-        const Residency r = residency(bytes, fixed() + window_lacks(), min_ring, wanted_ring, slab_sizes);
+        const Residency r = residency(bytes, fixed() + window_lacks(), layout.min_ring, wanted_ring, layout.slab_sizes,
+                                      sizes.unit_bytes);
         while (slabs.size() > r.slabs) {
             pop_slab();
         }
@@ -276,24 +268,25 @@ size_t Device::fill(size_t max_bytes) {
     filled_before = slabs.size();
     settle_caches(true);
     size_t done = fetch_blocks();
-    const Residency want = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);
+    const Residency want =
+        residency(budget.load(), fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
     if (want.fits && want.ring == 0 && ring.capacity > 0) {
         synchronize();
         resize_ring(0);
     }
     while (slabs.size() < want.slabs && done < max_bytes) {
         const size_t i = slabs.size();
-        if (used() + slab_sizes[i] > budget.load()) {
+        if (used() + layout.slab_sizes[i] > budget.load()) {
             break;
         }
         Slab slab;
-        slab.buffer = allocate(Use::arena, slab_sizes[i]);
+        slab.buffer = allocate(Use::arena, layout.slab_sizes[i]);
         if (!slab.buffer) {
             break; // another program holds the memory: go on with what we have
         }
         ggml_backend_buffer_set_usage(slab.buffer.get(), kWeights);
         slab.base = (char *)ggml_backend_buffer_get_base(slab.buffer.get());
-        for (const Piece &p : pieces) {
+        for (const Piece &p : layout.pieces) {
             if (p.slab != (int)i) {
                 continue;
             }
@@ -312,7 +305,7 @@ size_t Device::fill(size_t max_bytes) {
         }
         slab.filled = ggml_backend_event_new(inner);
         ggml_backend_event_record(slab.filled, copy);
-        done += slab_sizes[i];
+        done += layout.slab_sizes[i];
         slabs.push_back(std::move(slab));
         std::lock_guard<std::mutex> lock(state_mutex);
         counters.filled_slabs++;
@@ -337,20 +330,20 @@ void Device::update_placements() {
     uint64_t bytes[3] = {};
     uint32_t shards[3] = {};
     for (uint32_t s = 0; s < n_shards; s++) {
-        if (shard_bytes[s] == 0) {
+        if (layout.shard_bytes[s] == 0) {
             continue;
         }
         int kind = 0;
-        if (shard_last_slab[s] >= (int)slabs.size()) {
+        if (layout.shard_last_slab[s] >= (int)slabs.size()) {
             kind = decode && decode->on_cpu(s) ? 2 : 1;
         }
         shards[kind]++;
         if (kind == 0) {
-            bytes[0] += shard_bytes[s];
+            bytes[0] += layout.shard_bytes[s];
         }
     }
-    for (const Piece &p : pieces) {
-        if (shard_last_slab[p.shard] < (int)slabs.size()) {
+    for (const Piece &p : layout.pieces) {
+        if (layout.shard_last_slab[p.shard] < (int)slabs.size()) {
             continue; // counted with its shard
         }
         const bool on_cpu = decode && decode->on_cpu(p.shard);
@@ -365,133 +358,93 @@ void Device::update_placements() {
     counters.cpu_shards = shards[2];
 }
 
-// Fixes pieces, slabs and the smallest ring from the weights and the ladder, then takes the memory that the model cannot
-// do without.
+// Orders the weights by the ladder, those that it does not name last, and cuts them.
+bool Device::lay_out_weights(std::string &why) {
+    std::vector<int> order(weights.size());
+    std::vector<LadderPlace> places(weights.size());
+    n_shards = std::max(1u, n_named_shards);
+    for (size_t i = 0; i < weights.size(); i++) {
+        const auto named = ladder.find(weights[i].name);
+        places[i] = named == ladder.end() ? LadderPlace{n_shards, ladder.size() + i} : named->second;
+        order[i] = (int)i;
+    }
+    std::sort(order.begin(), order.end(), [&](int a, int b) {
+        return std::make_pair(places[a].shard, places[a].position) <
+               std::make_pair(places[b].shard, places[b].position);
+    });
+    n_shards = std::max(n_shards, places[order.back()].shard + 1);
+    std::vector<WeightShape> shapes;
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(inner);
+    for (int i : order) {
+        Weight &w = weights[i];
+        w.shard = places[i].shard;
+        WeightShape shape = {w.name, w.shard, w.shape.type, {}};
+        std::copy_n(w.shape.ne, GGML_MAX_DIMS, shape.ne);
+        if (ggml_backend_buft_get_alloc_size(buft, &w.shape) > device_bytes(shape.type, shape.ne[0], w.bytes)) {
+            why = "the device wants more memory for " + w.name + " than the shard device knows of";
+            return false;
+        }
+        shapes.push_back(std::move(shape));
+    }
+    layout = lay_out(shapes, sizes, n_shards);
+    for (size_t i = 0; i < order.size(); i++) {
+        weights[order[i]].place = layout.weights[i];
+    }
+    for (Piece &p : layout.pieces) {
+        p.tensor = order[p.tensor];
+    }
+    return true;
+}
+
+bool Device::take_core() {
+    if (layout.core_bytes == 0) {
+        return true;
+    }
+    core = allocate(Use::core, layout.core_bytes);
+    if (!core) {
+        return false;
+    }
+    ggml_backend_buffer_set_usage(core.get(), kWeights);
+    ggml_backend_buffer_clear(core.get(), 0);
+    core_base = (char *)ggml_backend_buffer_get_base(core.get());
+    for (const Weight &w : weights) {
+        if (w.place.core) {
+            ggml_tensor dst = raw_tensor(core.get(), core_base + w.place.core_offset, w.bytes);
+            ggml_backend_tensor_set(&dst, w.host, 0, w.bytes);
+        }
+    }
+    return true;
+}
+
+// Fixes the layout from the weights and the ladder, then takes the memory that the model cannot do without.
 fsd_status Device::commit(std::string &why) {
     if (weights.empty()) {
         why = "the model was loaded without memory mapping: load it with LLAMA_LOAD_MODE_MMAP on this device";
         return FSD_BAD_STATE;
     }
     // An attempt that was refused is made again with another budget: nothing of it may count twice.
-    n_shards = std::max(1u, n_named_shards);
-    pieces.clear();
     release(Use::core, core);
     release(Use::scratch, scratch);
-    size_t total = 0;
-    size_t largest_matrix = 0; // of a layer
-    bool has_tail = false;
-    for (Weight &w : weights) {
-        auto it = shard_of.find(w.name);
-        w.shard = it == shard_of.end() ? n_shards : it->second;
-        has_tail = has_tail || it == shard_of.end();
-        w.core = w.bytes <= kCoreBytes;
-        total += w.bytes;
-        if (w.name.compare(0, 4, "blk.") == 0 && w.is_matrix()) {
-            largest_matrix = std::max(largest_matrix, w.bytes);
-        }
+    if (!lay_out_weights(why)) {
+        return FSD_BAD_STATE;
     }
-    n_shards += has_tail ? 1 : 0;
-
-    // Defaults depend on the model alone, never on the budget: they decide which kernels see which shapes.
-    constexpr size_t MiB = 1024 * 1024;
-    if (step_bytes == 0) {
-        step_bytes = std::min<size_t>(std::max<size_t>(2 * MiB, total / 64), 32 * MiB);
-    }
-    if (piece_bytes == 0) {
-        piece_bytes = std::max({4 * MiB, largest_matrix, step_bytes});
-    }
-    if (slab_bytes == 0) {
-        slab_bytes = std::min<size_t>(std::max<size_t>({1 * MiB, 4 * granular(1), total / 64}), 64 * MiB);
-    }
-
-    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(inner);
-    const auto padded_bytes = [&](const ggml_tensor &t) {
-        const int64_t lacks = ggml_is_quantized(t.type) ? (kRowBlock - t.ne[1] % kRowBlock) % kRowBlock : 0;
-        return align_up(ggml_backend_buft_get_alloc_size(buft, &t) + (size_t)lacks * t.nb[1]);
-    };
-    std::vector<int> order(weights.size());
-    for (size_t i = 0; i < order.size(); i++) {
-        order[i] = (int)i;
-    }
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return weights[a].shard < weights[b].shard; });
-
-    shard_bytes.assign(n_shards, 0);
-    shard_last_slab.assign(n_shards, -1);
-    core_size = 0;
-    size_t largest_piece = 0;
-    int64_t largest_split_rows = 0;
-    for (int i : order) {
-        Weight &w = weights[i];
-        const size_t padded = padded_bytes(w.shape);
-        if (w.core) {
-            w.core_offset = core_size;
-            core_size += padded;
-            continue;
-        }
-        shard_bytes[w.shard] += w.bytes;
-        w.first_piece = (int)pieces.size();
-        const size_t row = w.shape.nb[1];
-        const int64_t rows_each =
-            w.is_matrix() && w.bytes > piece_bytes ? rows_of_piece(piece_bytes, row) : w.shape.ne[1];
-        for (int64_t r = 0; r < w.shape.ne[1]; r += rows_each) {
-            Piece p;
-            p.tensor = i;
-            p.shard = w.shard;
-            p.row0 = r;
-            p.rows = std::min(rows_each, w.shape.ne[1] - r);
-            if (p.rows == w.shape.ne[1]) {
-                p.bytes = w.bytes;
-                p.padded = padded;
-            } else {
-                largest_split_rows = std::max(largest_split_rows, p.rows);
-                p.host_offset = (size_t)r * row;
-                p.bytes = (size_t)p.rows * row;
-                ggml_tensor part = w.shape;
-                part.ne[1] = p.rows;
-                part.nb[2] = part.nb[3] = p.bytes;
-                p.padded = padded_bytes(part);
-            }
-            largest_piece = std::max(largest_piece, p.padded);
-            pieces.push_back(p);
-        }
-        w.n_pieces = (int)pieces.size() - w.first_piece;
-    }
-    slab_sizes = pack_slabs(pieces, slab_bytes);
-    slabs_total = 0;
-    for (size_t &s : slab_sizes) {
-        s = granular(s);
-        slabs_total += s;
-    }
-    size_t largest_shard = 0;
-    std::vector<size_t> padded_of(n_shards, 0);
-    for (const Piece &p : pieces) {
-        padded_of[p.shard] += p.padded;
-        largest_shard = std::max(largest_shard, padded_of[p.shard]);
-        shard_last_slab[p.shard] = std::max(shard_last_slab[p.shard], p.slab);
-    }
-    min_ring = std::max(largest_piece, std::min(step_bytes, largest_shard));
     if (wanted_ring == 0) {
-        wanted_ring = 3 * min_ring;
+        wanted_ring = 3 * layout.min_ring;
     }
-
-    if (largest_split_rows > 0) {
-        scratch_size = align_up(std::max(kScratchBytes, (size_t)largest_split_rows * sizeof(float)));
-    }
-
-    min_ring = granular(min_ring);
-    uint64_t need = overhead.load() + granular(core_size) + granular(scratch_size) + std::min(min_ring, slabs_total);
+    std::vector<size_t> asked;
     for (Buffer *b : buffers) {
-        need += b->weights || b->cache ? 0 : granular(b->size);
+        if (!b->weights && !b->cache) {
+            asked.push_back(b->size);
+        }
     }
-    uint64_t least, most;
-    cache_limits(least, most);
-    full.store(need - std::min(min_ring, slabs_total) + slabs_total + most);
-    need += least;
-    floor.store(need);
-    if (need > budget.load()) {
+    const uint64_t rest = fixed_bytes(layout, overhead.load(), asked);
+    const KvNeed kv = kv_need();
+    floor.store(floor_bytes(layout, rest, kv));
+    full.store(full_bytes(layout, rest, kv));
+    if (floor.load() > budget.load()) {
         why = "a VRAM budget of " + std::to_string(budget.load() >> 20) +
               " MiB is below the floor: this model and context need at least " +
-              std::to_string((need + (1 << 20) - 1) >> 20) + " MiB";
+              std::to_string((floor.load() + (1 << 20) - 1) >> 20) + " MiB";
         return FSD_BELOW_FLOOR;
     }
     for (Buffer *b : buffers) {
@@ -500,24 +453,12 @@ fsd_status Device::commit(std::string &why) {
             return FSD_OUT_OF_MEMORY;
         }
     }
-    if (core_size > 0) {
-        core = allocate(Use::core, core_size);
-        if (!core) {
-            why = "the device refused memory for small weights";
-            return FSD_OUT_OF_MEMORY;
-        }
-        ggml_backend_buffer_set_usage(core.get(), kWeights);
-        ggml_backend_buffer_clear(core.get(), 0);
-        core_base = (char *)ggml_backend_buffer_get_base(core.get());
-        for (const Weight &w : weights) {
-            if (w.core) {
-                ggml_tensor dst = raw_tensor(core.get(), core_base + w.core_offset, w.bytes);
-                ggml_backend_tensor_set(&dst, w.host, 0, w.bytes);
-            }
-        }
+    if (!take_core()) {
+        why = "the device refused memory for small weights";
+        return FSD_OUT_OF_MEMORY;
     }
-    if (scratch_size > 0) {
-        scratch = allocate(Use::scratch, scratch_size);
+    if (layout.scratch_bytes > 0) {
+        scratch = allocate(Use::scratch, layout.scratch_bytes);
         if (!scratch) {
             why = "the device refused memory for scratch";
             return FSD_OUT_OF_MEMORY;
@@ -526,7 +467,8 @@ fsd_status Device::commit(std::string &why) {
     }
     fetch_blocks();
     committed = true;
-    const Residency r = residency(budget.load(), fixed(), min_ring, wanted_ring, slab_sizes);
+    const Residency r =
+        residency(budget.load(), fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
     if (!r.fits || !resize_ring(r.ring)) {
         committed = false;
         why = "the device refused memory for the ring";

@@ -14,8 +14,6 @@ struct Buffer;
 struct CacheBlock;
 
 constexpr size_t kMaxPrograms = 6;
-// Graphs of at least so many tokens count as prefill: they are bound by computing, not by reading weights.
-constexpr int kPrefillTokens = 32;
 
 struct Span {
     Buffer *buffer;

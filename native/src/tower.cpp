@@ -49,7 +49,6 @@ static void buffer_free(ggml_backend_buffer_t b) {
     if (c->weights) {
         t.weights.clear(); // a tower's weights are one buffer
         t.weight_at.clear();
-        t.piece_bytes = 0;
     }
     if (c->pinned) {
         if (auto unregister = (void (*)(void *))proc("ggml_backend_unregister_host_buffer")) {
@@ -215,13 +214,11 @@ static void start_tower(Device &t, Device &d) {
         t.cpu = d.cpu;
         t.n_threads = d.n_threads;
         t.copy_bytes = d.copy_bytes;
-        t.step_bytes = d.step_bytes;
-        t.slab_bytes = d.slab_bytes;
         t.configured.store(true);
     }
     t.compute = d.compute; // others after a park
     t.copy = d.copy;
-    t.piece_bytes = d.piece_bytes; // no larger than what the language model's ring has room for
+    t.sizes = d.layout.sizes; // no piece is larger than what the language model's ring has room for
     for (Buffer *b : t.buffers) {
         // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.
         if (!b->pinned) {
@@ -286,7 +283,7 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     t.commit(why); // refused, but it has cut the weights into pieces and knows the floor
     uint64_t least = t.floor.load();
     for (const auto &[buffer, bytes] : traffic.extent) {
-        least += t.granular(bytes);
+        least += t.layout.granular(bytes);
     }
     {
         const uint64_t fixed = d.fixed();
@@ -294,7 +291,7 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
         const uint64_t blocks = d.used_by[(int)Use::cache] - d.window_bytes(); // can go to the host
         d.counters.image_floor_bytes = std::max(d.floor.load(), fixed - blocks + least);
     }
-    borrowed = borrow(d, least, least + 2 * t.min_ring);
+    borrowed = borrow(d, least, least + 2 * t.layout.min_ring);
     if (borrowed == 0) {
         GGML_LOG_ERROR("frameshard: this image needs %llu MiB of VRAM beside the language model's %llu MiB, the budget "
                        "is %llu MiB\n",

@@ -1,7 +1,7 @@
-// Properties of the pure arithmetic in layout.h, on seeded random cases.
+// Properties of the pure functions in layout.h and kv_layout.h, on seeded random cases.
 #include "check.h"
 #include "expert_cache.h"
-#include "layout.h"
+#include "kv_layout.h"
 
 #include <random>
 #include <set>
@@ -95,16 +95,110 @@ TEST(slabs_hold_every_piece_once_in_ladder_order) {
     }
 }
 
+std::vector<WeightShape> random_weights(Random &random) {
+    constexpr ggml_type types[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q4_0, GGML_TYPE_Q6_K, GGML_TYPE_Q8_0};
+    std::vector<WeightShape> weights(random.below(60));
+    uint32_t shard = 0;
+    for (WeightShape &w : weights) {
+        shard += random.below(3) == 0;
+        w.name = (random.below(4) ? "blk." : "output.") + std::to_string(&w - weights.data());
+        w.shard = shard;
+        w.type = types[random.below(5)];
+        w.ne[0] = (int64_t)(ggml_blck_size(w.type) * random.between(1, 20));
+        w.ne[1] = (int64_t)random.between(1, 3000);
+        w.ne[2] = random.below(5) ? 1 : (int64_t)random.between(2, 8);
+    }
+    return weights;
+}
+
+TEST(a_layout_holds_every_weight_once) {
+    for (uint64_t seed = 0; seed < 500; seed++) {
+        Random random(seed);
+        const std::vector<WeightShape> weights = random_weights(random);
+        LayoutSizes sizes;
+        if (seed % 2) {
+            sizes = {random.size() + kAlign, random.size() + kAlign, random.size() + kAlign, kAlign};
+        }
+        const uint32_t n_shards = weights.empty() ? 1 : weights.back().shard + 1;
+        const Layout l = lay_out(weights, sizes, n_shards);
+        CHECK(l.weights.size() == weights.size() && l.shard_bytes.size() == n_shards);
+        size_t core = 0, next = 0;
+        bool split = false;
+        std::vector<size_t> in_shard(n_shards, 0);
+        for (size_t i = 0; i < weights.size(); i++) {
+            const WeightShape &w = weights[i];
+            const WeightPlace &at = l.weights[i];
+            CHECK(at.core == (w.bytes() <= kCoreBytes));
+            if (at.core) {
+                CHECK(at.core_offset >= core && at.n_pieces == 0); // behind the weight before it
+                core = at.core_offset + align_up(w.bytes());
+                continue;
+            }
+            CHECK((size_t)at.first_piece == next && at.n_pieces > 0);
+            next += (size_t)at.n_pieces;
+            size_t bytes = 0;
+            int64_t rows = 0;
+            for (int k = at.first_piece; k < at.first_piece + at.n_pieces; k++) {
+                const Piece &p = l.pieces[k];
+                CHECK(p.tensor == (int)i && p.shard == w.shard && p.row0 == rows && p.host_offset == bytes);
+                CHECK(p.padded >= p.bytes && p.padded <= l.min_ring);
+                CHECK(p.slab <= l.shard_last_slab[p.shard]);
+                rows += p.rows;
+                bytes += p.bytes;
+            }
+            CHECK(rows == w.ne[1] && bytes == w.bytes());
+            CHECK(at.n_pieces == 1 || (w.is_matrix() && w.bytes() > l.sizes.piece_bytes));
+            split = split || at.n_pieces > 1;
+            in_shard[w.shard] += w.bytes();
+        }
+        CHECK(next == l.pieces.size() && in_shard == l.shard_bytes);
+        CHECK(core <= l.core_bytes && sum(l.slab_sizes) == l.slabs_total && split == (l.scratch_bytes > 0));
+        CHECK(l.least_weights() <= l.weights_beside_kv() && l.weights_beside_kv() <= l.slabs_total);
+    }
+}
+
+TEST(small_weights_are_the_core) {
+    std::vector<WeightShape> weights(2);
+    weights[0] = {"a", 0, GGML_TYPE_F32, {(int64_t)kCoreBytes / 4, 1, 1, 1}};
+    weights[1] = {"b", 0, GGML_TYPE_F32, {(int64_t)kCoreBytes / 4 + 1, 1, 1, 1}};
+    const Layout l = lay_out(weights, {}, 1);
+    CHECK(l.weights[0].core && !l.weights[1].core);
+    CHECK(l.core_bytes == kCoreBytes && l.slabs_total == align_up(kCoreBytes + 4));
+}
+
+// Two thirds of a million rows: their results for one token do not fit the usual scratch.
+TEST(scratch_holds_a_token_of_the_largest_row_piece) {
+    const WeightShape w = {"output.weight", 0, GGML_TYPE_F16, {32, 1 << 21, 1, 1}};
+    LayoutSizes sizes;
+    sizes.piece_bytes = (size_t)64 * 700000;
+    const Layout l = lay_out({w}, sizes, 1);
+    CHECK(l.pieces.size() == 3 && l.scratch_bytes == align_up((size_t)l.pieces[0].rows * sizeof(float)));
+    CHECK(l.scratch_bytes > kScratchBytes);
+}
+
+TEST(kv_is_counted_by_layer) {
+    const KvShape half = {GGML_TYPE_F16, 128, 1024, 3}, state = {GGML_TYPE_F32, 1000, 3, 1};
+    const KvBytes kv = kv_bytes({{0, half, 1}, {0, half, 1}, {1, half, 700}, {2, state, 1}}, 1);
+    const size_t row = 128 * 2;
+    CHECK(kv.need.window == 2 * 1024 * 3 * row);
+    CHECK(kv.need.whole == 3 * 1024 * 3 * row + align_up(3 * 4000));
+    CHECK(kv.used == (2 * 256 + 768) * 3 * row + align_up(3 * 4000));
+    CHECK(kv_bytes({{0, half, 1}}, 2 << 20).need.whole == 2 << 20);
+    CHECK(cells_to_hold(0, 1024) == 0 && cells_to_hold(1, 100) == 100 && cells_to_hold(4096, 9000) == 4096);
+    CHECK(cells_to_hold(8193, 1 << 20) == 9216);
+}
+
 TEST(residency_stays_within_the_budget_and_grows_with_it) {
     for (uint64_t seed = 0; seed < 2000; seed++) {
         Random random(seed);
         const std::vector<size_t> slabs = random_sizes(random, 40);
         const size_t total = sum(slabs), fixed = random.size();
         const size_t min_ring = random.size(), wanted_ring = random.size();
+        const size_t unit = seed % 2 ? 1 : kAlign;
         Residency last;
         size_t budget = 0;
         for (int i = 0; i < 60; i++) {
-            const Residency r = residency(budget, fixed, min_ring, wanted_ring, slabs);
+            const Residency r = residency(budget, fixed, min_ring, wanted_ring, slabs, unit);
             size_t held = 0;
             for (size_t s = 0; s < r.slabs; s++) {
                 held += slabs[s];
@@ -114,6 +208,7 @@ TEST(residency_stays_within_the_budget_and_grows_with_it) {
                 CHECK(fixed + r.ring + held <= budget);
                 CHECK((r.ring == 0) == (r.slabs == slabs.size()));
                 CHECK(r.ring == 0 || r.ring >= min_ring);
+                CHECK(r.ring % unit == 0);
                 CHECK(r.ring <= std::max(min_ring, wanted_ring));
             } else {
                 CHECK(r.ring == 0 && r.slabs == 0);
@@ -133,15 +228,15 @@ TEST(the_floor_is_sharp) {
         slabs.push_back(random.size());
         const size_t total = sum(slabs), fixed = random.size(), wanted_ring = random.size();
         const size_t min_ring = random.between(1, total);
-        CHECK(residency(fixed + min_ring, fixed, min_ring, wanted_ring, slabs).fits);
-        CHECK(!residency(fixed + min_ring - 1, fixed, min_ring, wanted_ring, slabs).fits);
-        CHECK(!residency(fixed - 1, fixed, 0, 0, slabs).fits);
-        const Residency full = residency(fixed + total, fixed, min_ring, wanted_ring, slabs);
+        CHECK(residency(fixed + min_ring, fixed, min_ring, wanted_ring, slabs, 1).fits);
+        CHECK(!residency(fixed + min_ring - 1, fixed, min_ring, wanted_ring, slabs, 1).fits);
+        CHECK(!residency(fixed - 1, fixed, 0, 0, slabs, 1).fits);
+        const Residency full = residency(fixed + total, fixed, min_ring, wanted_ring, slabs, 1);
         CHECK(full.fits && full.ring == 0 && full.slabs == slabs.size());
-        const Residency less = residency(fixed + total - 1, fixed, min_ring, wanted_ring, slabs);
+        const Residency less = residency(fixed + total - 1, fixed, min_ring, wanted_ring, slabs, 1);
         CHECK(less.slabs < slabs.size());
     }
-    CHECK(residency(256, 256, 512, 512, {}).fits); // nothing to stage: the fixed part is the floor
+    CHECK(residency(256, 256, 512, 512, {}, 1).fits); // nothing to stage: the fixed part is the floor
 }
 
 TEST(a_step_larger_than_the_ring_has_no_layout) {
