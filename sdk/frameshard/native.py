@@ -12,9 +12,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from . import cpu, errors
 
@@ -288,21 +292,22 @@ def device_handle(name: str) -> int:
     return handle
 
 
-def _load() -> tuple[ctypes.CDLL, int]:
-    """The plugin library and the ggml handle of its device."""
-    check_llama_cpp_python()
-    ggml = _ggml()
+def _library_path() -> Path:
     path = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or Path(__file__).parent / _LIBRARY)
     if not path.exists():
         raise errors.VersionMismatch(
             f"the shard device library {path.name} is not installed with the package: reinstall frameshard "
             "(pip install . in its source tree)"
         )
-    if not ggml.ggml_backend_dev_by_name(b"FRAMESHARD0") and not ggml.ggml_backend_load(str(path).encode()):
-        raise errors.VersionMismatch(
-            f"ggml refused {path.name}: it was built against another ggml than the one that runs; "
-            f"reinstall frameshard against llama-cpp-python {LLAMA_CPP_PYTHON}"
-        )
+    return path
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    """The plugin library, for functions that need no device. Nothing is registered with ggml."""
+    check_llama_cpp_python()
+    _ggml()
+    path = _library_path()
     lib = ctypes.CDLL(str(path))
     lib.fsd_last_error.restype = ctypes.c_char_p
     if lib.fsd_interface_version() != _INTERFACE_VERSION:
@@ -310,7 +315,231 @@ def _load() -> tuple[ctypes.CDLL, int]:
             f"{path.name} speaks interface {lib.fsd_interface_version()}, this package {_INTERFACE_VERSION}: "
             "reinstall frameshard"
         )
-    return lib, ggml.ggml_backend_dev_by_name(b"FRAMESHARD0")
+    return lib
+
+
+def _load() -> tuple[ctypes.CDLL, int]:
+    """The plugin library and the ggml handle of its device."""
+    check_llama_cpp_python()
+    ggml = _ggml()
+    path = _library_path()
+    if not ggml.ggml_backend_dev_by_name(b"FRAMESHARD0") and not ggml.ggml_backend_load(str(path).encode()):
+        raise errors.VersionMismatch(
+            f"ggml refused {path.name}: it was built against another ggml than the one that runs; "
+            f"reinstall frameshard against llama-cpp-python {LLAMA_CPP_PYTHON}"
+        )
+    return _library(), ggml.ggml_backend_dev_by_name(b"FRAMESHARD0")
+
+
+class WeightShape(NamedTuple):
+    """A weight tensor as its GGUF header has it: ``shape`` in ggml's order (contiguous dimension first), ``shard`` its
+    index in the ladder."""
+
+    name: str
+    shard: int
+    ggml_type: int
+    shape: Sequence[int]
+
+
+class KvShape(NamedTuple):
+    """A tensor of a layer's KV cache: ``row`` values in a cell, ``cells`` and ``streams`` as llama.cpp asks for them.
+
+    Keys and values have a stream for each sequence; recurrent state has one stream, and a cell for each sequence.
+    ``used``: cells in use of each stream."""
+
+    layer: int
+    ggml_type: int
+    row: int
+    cells: int
+    streams: int
+    used: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """How the shard device cuts a model, and what it needs of VRAM; bytes, as ``fsd_layout`` describes each figure.
+
+    ``slabs``: the size of each slab, in the order of the ladder. ``piece_*``: one value for each piece, in the order of
+    the ladder: the index of its weight in the call, its shard, its slab, and its bytes on the device.
+    """
+
+    prefill_tokens: int
+    unit_bytes: int
+    piece_bytes: int
+    step_bytes: int
+    slab_bytes: int
+    min_ring_bytes: int
+    arena_bytes: int
+    core_bytes: int
+    scratch_bytes: int
+    fixed_bytes: int
+    kv_window_bytes: int
+    kv_bytes: int
+    kv_used_bytes: int
+    floor_bytes: int
+    full_bytes: int
+    weights_beside_kv_bytes: int
+    expert_slots_passing: int
+    slabs: NDArray[np.int64] = dataclasses.field(repr=False)
+    piece_weights: NDArray[np.int64] = dataclasses.field(repr=False)
+    piece_shards: NDArray[np.int64] = dataclasses.field(repr=False)
+    piece_slabs: NDArray[np.int64] = dataclasses.field(repr=False)
+    piece_padded_bytes: NDArray[np.int64] = dataclasses.field(repr=False)
+
+    def fit(self, room_bytes: int, wanted_ring_bytes: int) -> tuple[int, int]:
+        """What ``room_bytes`` beside the fixed part and the KV cache hold.
+
+        :returns: bytes of the ring, 0 when everything is resident; the number of resident slabs.
+        :raises BudgetBelowFloor: not all slabs fit, and neither does the smallest ring.
+        """
+        ring, n_slabs = ctypes.c_uint64(), ctypes.c_size_t()
+        sizes = (max(room_bytes, 0), wanted_ring_bytes, self.min_ring_bytes, self.unit_bytes)
+        status = _library().fsd_fit(
+            *(ctypes.c_uint64(size) for size in sizes),
+            self.slabs.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_size_t(len(self.slabs)),
+            ctypes.byref(ring),
+            ctypes.byref(n_slabs),
+        )
+        if status == _BELOW_FLOOR:
+            text = _library().fsd_last_error().decode()
+            raise errors.BudgetBelowFloor(text, budget_bytes=room_bytes, floor_bytes=self.min_ring_bytes)
+        if status != 0:
+            raise errors.BadArgument(_library().fsd_last_error().decode())
+        return ring.value, n_slabs.value
+
+
+_BELOW_FLOOR = 5
+
+
+class _WeightShape(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("shard", ctypes.c_uint32),
+        ("type", ctypes.c_int32),
+        ("ne", ctypes.c_int64 * 4),
+    )
+
+
+class _KvShape(ctypes.Structure):
+    _fields_ = (
+        ("layer", ctypes.c_uint32),
+        ("type", ctypes.c_int32),
+        ("row", ctypes.c_int64),
+        ("cells", ctypes.c_int64),
+        ("streams", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+    )
+
+
+class _LayoutRequest(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("inner_device", ctypes.c_char_p),
+        ("piece_bytes", ctypes.c_uint64),
+        ("step_bytes", ctypes.c_uint64),
+        ("slab_bytes", ctypes.c_uint64),
+        ("weights", ctypes.POINTER(_WeightShape)),
+        ("n_weights", ctypes.c_size_t),
+        ("kv", ctypes.POINTER(_KvShape)),
+        ("n_kv", ctypes.c_size_t),
+        ("buffers", ctypes.POINTER(ctypes.c_uint64)),
+        ("n_buffers", ctypes.c_size_t),
+        ("overhead_bytes", ctypes.c_uint64),
+    )
+
+
+_LAYOUT_SIZES = tuple(f.name for f in dataclasses.fields(Layout) if f.type == "int")
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("prefill_tokens", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in _LAYOUT_SIZES[1:-1]),
+        ("expert_slots_passing", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("n_slabs", ctypes.c_size_t),
+        ("n_pieces", ctypes.c_size_t),
+    )
+
+
+_PIECE = np.dtype(
+    [("weight", "u4"), ("shard", "u4"), ("slab", "u4"), ("bytes", "u8"), ("padded_bytes", "u8")], align=True
+)
+
+
+def lay_out(
+    inner: str,
+    weights: Sequence[WeightShape],
+    *,
+    kv: Sequence[KvShape] = (),
+    buffers: Sequence[int] = (),
+    overhead_bytes: int = 0,
+    piece_bytes: int = 0,
+    step_bytes: int = 0,
+    slab_bytes: int = 0,
+) -> Layout:
+    """What :meth:`ShardDevice.commit` makes of a model, without a device: the shapes in a GGUF header are enough.
+
+    The result is the device's own: with the same arguments the device's ``floor_bytes``, ``full_bytes``, ``core_bytes``
+    and ``scratch_bytes`` are the same numbers. An estimate comes in only where the caller estimates an argument, as the
+    compute buffers, whose sizes are known only once a llama context exists.
+
+    :param inner: name of the inner device, which need not be there. ``"emulated"`` counts bytes, all others whole units
+        of 2 MiB.
+    :param weights: all weights that the device will hold: those of the ladder, ascending by shard and in the order that
+        is given to :meth:`ShardDevice.set_shards`, then those that the ladder leaves out (the core), whose shard is the
+        length of the ladder.
+    :param kv: the KV cache and recurrent state, by layer.
+    :param buffers: bytes of each of llama.cpp's compute buffers.
+    :param overhead_bytes: what the driver's context and libraries hold of the budget.
+    :param piece_bytes: as for :class:`ShardDevice`; so ``step_bytes`` and ``slab_bytes``. 0: chosen by the model.
+    :raises BadArgument: a shape is impossible, or shards do not ascend.
+    """
+    lib = _library()
+    shapes = (_WeightShape * max(len(weights), 1))()
+    for i, weight in enumerate(weights):
+        ne = (*weight.shape, 1, 1, 1, 1)[:4]
+        shapes[i] = _WeightShape(weight.name.encode(), weight.shard, weight.ggml_type, (ctypes.c_int64 * 4)(*ne))
+    request = _LayoutRequest(
+        struct_size=ctypes.sizeof(_LayoutRequest),
+        inner_device=inner.encode(),
+        piece_bytes=piece_bytes,
+        step_bytes=step_bytes,
+        slab_bytes=slab_bytes,
+        weights=shapes,
+        n_weights=len(weights),
+        kv=(_KvShape * max(len(kv), 1))(*(_KvShape(*tensor) for tensor in kv)),
+        n_kv=len(kv),
+        buffers=(ctypes.c_uint64 * max(len(buffers), 1))(*buffers),
+        n_buffers=len(buffers),
+        overhead_bytes=overhead_bytes,
+    )
+    raw = _Layout(struct_size=ctypes.sizeof(_Layout))
+    slabs, pieces = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=_PIECE)
+    for _ in range(2):  # the first call tells how many there are
+        status = lib.fsd_lay_out(
+            ctypes.byref(request),
+            ctypes.byref(raw),
+            slabs.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_size_t(len(slabs)),
+            pieces.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_size_t(len(pieces)),
+        )
+        if status != 0:
+            raise errors.BadArgument(lib.fsd_last_error().decode())
+        if len(slabs) != raw.n_slabs or len(pieces) != raw.n_pieces:
+            slabs, pieces = np.zeros(raw.n_slabs, dtype=np.int64), np.zeros(raw.n_pieces, dtype=_PIECE)
+    columns = {name: pieces[name].astype(np.int64) for name in ("weight", "shard", "slab", "padded_bytes")}
+    return Layout(
+        **{name: getattr(raw, name) for name in _LAYOUT_SIZES},
+        slabs=slabs,
+        piece_weights=columns["weight"],
+        piece_shards=columns["shard"],
+        piece_slabs=columns["slab"],
+        piece_padded_bytes=columns["padded_bytes"],
+    )
 
 
 class _Span(ctypes.Structure):
