@@ -344,8 +344,8 @@ class WeightShape(NamedTuple):
 class KvShape(NamedTuple):
     """A tensor of a layer's KV cache: ``row`` values in a cell, ``cells`` and ``streams`` as llama.cpp asks for them.
 
-    Keys and values have a stream for each sequence; recurrent state has one stream, and a cell for each sequence.
-    ``used``: cells in use of each stream."""
+    Keys and values are two tensors with a stream for each sequence. Recurrent state has one stream, and a cell for each
+    sequence. ``used``: cells in use of each stream."""
 
     layer: int
     ggml_type: int
