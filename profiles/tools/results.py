@@ -5,7 +5,8 @@
 
 ``record`` runs a command that prints one JSON object and writes it with ``meta``: commit, date, machine, driver and
 command. With ``--append`` it is added to the results that the file already has. ``render`` writes profiles/RESULTS.md
-from all files; with ``--check`` it writes nothing, and the exit status is 1 if that page is out of date.
+from all files, and the README's chart; with ``--check`` it writes nothing, and the exit status is 1 if one of them is
+out of date.
 
 The kind of a file is the first part of its name (bench, ablation, bench-image, vram-grid, negotiate, render-loop,
 states, verify, speculation, soak).
@@ -25,8 +26,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from chart import Panel, Series, svg
+
 PROFILES = Path(__file__).parents[1]
 PAGE = PROFILES / "RESULTS.md"
+CHART = PROFILES.parent / ".assets" / "chart.svg"
+CHARTED = (("minitron-8b-f16", "8B, F16 (15.7 GiB)"), ("qwen3-30b-a3b-q4_0", "30B-A3B, Q4_0 (16.0 GiB)"))
+"""Models of the chart on the H100 machine, and their labels."""
+
 META = ("commit", "date", "machine", "driver", "command")
 Result = dict[str, Any]
 """One run of a command: ``meta`` and its figures."""
@@ -461,6 +468,31 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def chart() -> str:
+    """One sequence, prompts of 1,024 tokens: time to first token and tokens/s over the VRAM that each process took."""
+    panels = []
+    for model, label in CHARTED:
+        results = read(PROFILES / "h100-80gb-pcie5-16c" / f"bench-{model}.json")
+        rows = [
+            row for each in results if (each["prompt"], each["parallel"]) == (1024, 1) for row in each["rows"]
+            if row["budget_mb"] <= 12288
+        ]  # fmt: skip
+        for title, unit, key in (("time to first token", "s", "ttft_s"), ("decode", "tokens/s", "decode_tps")):
+            ours = [(row["peak_nvml_mb"] / 1024, row[key]) for row in rows]
+            theirs = [(row["upstream"]["peak_nvml_mb"] / 1024, row["upstream"][key]) for row in rows]
+            panels.append(
+                Panel(
+                    f"{label}: {title}, {unit}",
+                    [Series("frameshard", ours), Series("llama.cpp (-ngl, -ncmoe)", theirs)],
+                )
+            )
+    return svg(
+        "H100, prompt of 1,024 tokens, budgets of 2, 4, 8 and 12 GiB",
+        "VRAM that the whole process took at each budget, GiB (NVML)",
+        panels,
+    )
+
+
 # ---- recording -------------------------------------------------------------------------------------------------------
 
 
@@ -518,13 +550,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.action == "record":
         return record(args.file, args.command, args.append)
-    made = page()
-    if not args.check:
-        PAGE.write_text(made)
-    elif PAGE.read_text() != made:
-        print("profiles/RESULTS.md is out of date: run profiles/tools/results.py render", file=sys.stderr)
-        return 1
-    return 0
+    stale = 0
+    for path, made in ((PAGE, page()), (CHART, chart())):
+        if not args.check:
+            path.write_text(made)
+        elif path.read_text() != made:
+            print(f"{path} is out of date: run profiles/tools/results.py render", file=sys.stderr)
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":
