@@ -11,6 +11,7 @@ and budget and VRAM twenty times a second.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
@@ -205,8 +206,8 @@ class Film:
         for row, (line, colour, face) in enumerate(shown[-ROWS:]):
             draw.text((TEXT_X, 58 + 19 * row), line, colour, face)
         recent = [row for row in self.data["text"] if row[1] == "Mira" and now - 1 < row[0] <= now]
-        rate = sum(row[3] for row in recent)
-        draw.text((TEXT_X, 22), f"{rate} tokens/s" if rate else "", INK, BOLD)
+        if recent and now - recent[-1][0] < 0.4:  # an answer is being written
+            draw.text((TEXT_X, 22), f"{sum(row[3] for row in recent)} tokens/s", INK, BOLD)
         news = [row for row in self.data["changes"] if row[0] <= now]
         if news:
             _, words, mb, ms = news[-1]
@@ -240,7 +241,11 @@ def main() -> None:
     parser.add_argument("picture", type=Path, nargs="?")
     args = parser.parse_args()
     if args.action == "record":
-        args.data.write_text(json.dumps(trio.run(record)) + "\n")
+        commit = subprocess.run(
+            ["git", "describe", "--always"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        meta = {"commit": commit, "date": datetime.date.today().isoformat(), "command": "python .assets/film.py record"}
+        args.data.write_text(json.dumps({"meta": meta, **trio.run(record)}) + "\n")
     elif args.picture is None:
         sys.exit("draw needs the name of the picture")
     else:
