@@ -233,7 +233,7 @@ class Stream:
             if isinstance(event, m.Delta):
                 self.text += event.text
                 return event
-            if isinstance(event, m.Started):
+            if isinstance(event, (m.Started, m.UnknownEvent)):
                 continue
             if isinstance(event, m.Progress):
                 self.progress = event
@@ -912,8 +912,8 @@ class ClientScope:
         return wire_launch.parse_ready(line)
 
     def _connect(self, info: ConnectInfo) -> Client:
-        if info.protocol != m.VERSION:
-            raise VersionMismatch(f"the sidecar speaks protocol {info.protocol}, this client {m.VERSION}")
+        if info.protocol < m.VERSION:
+            raise VersionMismatch(f"the sidecar speaks protocol {info.protocol}, this client needs {m.VERSION}")
         self._context = zmq.Context()
         dealer = self._context.socket(zmq.DEALER)
         configure(dealer, linger_ms=0)

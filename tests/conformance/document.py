@@ -142,44 +142,45 @@ ANSWERS = _sections("Answers") | _sections("Events of a job")
 RECORDS = _sections("Records")
 
 
-def _fits(fields: tuple[Field, ...], value: Any) -> bool:
+def _fits(fields: tuple[Field, ...], value: Any, strict: bool) -> bool:
     if not isinstance(value, dict):
         return False
     known = {field.name: field for field in fields}
     return (
-        all(name in known for name in value)
+        all(name in known for name in value if strict)
         and all(field.name in value for field in fields if field.required)
-        and all(check(known[name].type)(item) for name, item in value.items())
+        and all(check(known[name].type, strict)(item) for name, item in value.items() if name in known)
     )
 
 
-def check(notation: str) -> Check:
-    """The check that a type of the document stands for."""
+def check(notation: str, strict: bool) -> Check:
+    """The check that a type of the document stands for. Unless strict, a newer sidecar's words and fields are right."""
     if notation.endswith(" or nil"):
-        inner = check(notation.removesuffix(" or nil"))
+        inner = check(notation.removesuffix(" or nil"), strict)
         return lambda value: value is None or inner(value)
     word, _, rest = notation.partition(" ")
     if word == "id":
-        return check(f"int 1..{MAX_INT}")
+        return check(f"int 1..{MAX_INT}", strict)
     if word == "uint":
-        return check(f"int 0..{MAX_INT}")
+        return check(f"int 0..{MAX_INT}", strict)
     if word == "bool":
         return lambda value: isinstance(value, bool)
     if word == "map":
         return lambda value: isinstance(value, dict)
     if notation.startswith('"'):
-        return lambda value: isinstance(value, str) and value in re.findall(r'"(\w+)"', notation)
+        words = re.findall(r'"(\w+)"', notation)
+        return lambda value: isinstance(value, str) and (value in words or (not strict and value != ""))
     if word == "pair":
-        first, second = map(check, rest.split())
+        first, second = (check(item, strict) for item in rest.split())
         return lambda value: isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
     if word == "array":
         limit, _, item = rest.partition(" of ")
-        each = check(item)
+        each = check(item, strict)
         return lambda value: isinstance(value, list) and len(value) <= int(limit) and all(map(each, value))
     if word in RECORDS:
-        return lambda value: _fits(RECORDS[word], value)
+        return lambda value: _fits(RECORDS[word], value, strict)
     if rest.startswith("0, "):
-        other = check(f"{word} {rest[3:]}")
+        other = check(f"{word} {rest[3:]}", strict)
         return lambda value: (value == 0 and not isinstance(value, bool)) or other(value)
     low, high = map(float, rest.split(".."))
     if word == "bin":
@@ -191,18 +192,51 @@ def check(notation: str) -> Check:
 
 
 def valid(direction: str, frame: bytes) -> bool:
-    """Whether the document allows this frame from a ``client`` or a ``broker``."""
+    """Whether the document allows this frame from a ``client`` or a ``broker`` of this version."""
     try:
         message = read(frame)
     except Malformed:
         return False
     name = message.pop("t", None)
     table = {"client": REQUESTS, "broker": ANSWERS}[direction]
-    if not isinstance(name, str) or name not in table or not _fits(table[name], message):
+    if not isinstance(name, str) or name not in table or not _fits(table[name], message, True):
         return False
     if name == "submit":
         return _one_kind(message)
     return True
+
+
+def taken(frame: bytes) -> bool:
+    """Whether a client takes this frame from a sidecar of this version or a newer one."""
+    try:
+        message = read(frame)
+    except Malformed:
+        return False
+    name = message.pop("t", None)
+    return isinstance(name, str) and (name not in ANSWERS or _fits(ANSWERS[name], message, False))
+
+
+def known(frame: bytes) -> dict[str, Any]:
+    """What a client keeps of a frame that it takes."""
+    message = read(frame)
+    if message["t"] in ANSWERS:
+        return {"t": message.pop("t"), **_known(ANSWERS[str(read(frame)["t"])], message)}
+    counted = {name: message[name] for name in ("job", "seq", "epoch") if name in message}
+    return counted if len(counted) == 3 else {}
+
+
+def _known(fields: tuple[Field, ...], value: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for field in fields:
+        if field.name in value:
+            record = RECORDS.get(field.type.removesuffix(" or nil").rpartition(" of ")[2])
+            item = value[field.name]
+            if record is not None and isinstance(item, list):
+                item = [_known(record, each) for each in item]
+            elif record is not None and item is not None:
+                item = _known(record, item)
+            kept[field.name] = item
+    return kept
 
 
 def _one_kind(submit: dict[str, Any]) -> bool:

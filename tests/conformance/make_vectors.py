@@ -1,7 +1,9 @@
 """Writes bindings/vectors: ``python tests/conformance/make_vectors.py``, after a change of the protocol.
 
 One file per frame, and index.json, which says of each: ``file``, ``from`` (``client`` or ``broker``), ``valid``,
-``about``, and of a valid one ``message``, the map as JSON.
+``about``, and of a valid one ``message``, the map as JSON. Frames of a newer sidecar (``forward-*``) also have
+``known``: what a client of this version keeps of the message. Without a ``t`` there, it is an unknown event of a job,
+of which ``job``, ``seq`` and ``epoch`` are kept to count it, or, with nothing kept, a message that is ignored.
 """
 
 from __future__ import annotations
@@ -70,6 +72,19 @@ VALID: dict[str, m.Message] = {
     "ping": m.Ping(9, EPOCH),
     "bye": m.Bye(10, EPOCH),
     "shutdown": m.Shutdown(11, EPOCH),
+    "hello-features": m.Hello(1, 1, "my game", features=("lora", "tools")),
+    "welcome-features": m.Welcome(
+        1,
+        EPOCH,
+        1,
+        4711,
+        False,
+        "frameshard",
+        m.ServerLimits(1 << 20, 1 << 16, 64, 256, 10.0),
+        "loading",
+        None,
+        ("lora", "tools"),
+    ),
     "welcome": m.Welcome(
         1, EPOCH, 1, 4711, False, "frameshard", m.ServerLimits(1 << 20, 1 << 16, 64, 256, 10.0), "ready", MODEL
     ),
@@ -234,6 +249,67 @@ SHORT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def of(name: str, **more: Any) -> dict[str, Any]:
+    """A right message of the sidecar with more fields, or others."""
+    message = VALID[name]
+    (kind,) = (kind for kind, cls in m.ANSWERS.items() if cls is type(message))
+    return {"t": kind, **plain(dataclasses.asdict(message)), **more}
+
+
+def longer(fields: dict[str, Any]) -> dict[str, Any]:
+    """A record with fields that this version does not know."""
+    return {**fields, "colour": "red", "shades": [1, 2, {"of": "it"}]}
+
+
+def _forward() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
+    """What a newer sidecar may send, what a client keeps of it, and what is new in it."""
+    welcome, stats, plan, failed = of("welcome"), of("answer-stats"), of("answer-plan"), of("failed")
+    event = {"t": "hum", "job": 7, "seq": 3, "epoch": EPOCH, "timeline": 3, "tune": [1, 2, 3]}
+    newer = {"protocol": 7, "features": ["songs"], "engine": "dreaming"}
+    return {
+        "ok": (longer(of("ok")), of("ok"), "unknown fields in an answer"),
+        "welcome": (
+            longer({**welcome, **newer, "limits": longer(welcome["limits"]), "model": longer(welcome["model"])}),
+            {**welcome, **newer},
+            "a newer version, unknown features, an unknown state of the engine, unknown fields in records",
+        ),
+        "stats": (
+            {**stats, "broker": longer(stats["broker"])},
+            stats,
+            "unknown fields in a record; the engine's figures are no record and are kept",
+        ),
+        "plan": (
+            {**plan, "rows": [longer(row) for row in plan["rows"]]},
+            plan,
+            "unknown fields in records of an array",
+        ),
+        "failed": (
+            {**failed, "error": longer({**failed["error"], "code": 99, "name": "stage_fright"})},
+            {**failed, "error": {**failed["error"], "code": 99, "name": "stage_fright"}},
+            "an unknown error, and unknown fields in it",
+        ),
+        "delta": (longer(of("delta")), of("delta"), "unknown fields in an event of a job"),
+        "done-reason": (of("done", reason="applause"), of("done", reason="applause"), "an unknown reason"),
+        "progress-phase": (of("progress", phase="draft"), of("progress", phase="draft"), "an unknown phase"),
+        "engine-state": (
+            longer(of("engine-hibernated", state="dreaming")),
+            of("engine-hibernated", state="dreaming"),
+            "an unknown state",
+        ),
+        "notice-kind": (of("notice-wants", kind="sings"), of("notice-wants", kind="sings"), "an unknown kind"),
+        "lease-decision": (of("lease", decision="lent"), of("lease", decision="lent"), "an unknown decision"),
+        "budget-state": (of("budget", state="napping"), of("budget", state="napping"), "an unknown state of the lease"),
+        "unknown-event": (
+            event,
+            {"job": 7, "seq": 3, "epoch": EPOCH},
+            "an unknown event of a job: counted, given credit for, not handed on",
+        ),
+        "unknown-answer": ({"t": "weather", "id": 7, "epoch": EPOCH, "rain": True}, {}, "an unknown answer: ignored"),
+        "unknown-notice": ({"t": "weather", "epoch": EPOCH, "rain": 0.5}, {}, "an unknown message: ignored"),
+        "unknown-bare": ({"t": "weather"}, {}, "an unknown message without any field: ignored"),
+    }
+
+
 def plain(value: Any) -> Any:
     """Tuples as lists, as JSON has them; a binary is a map of its base64."""
     return json.loads(json.dumps(value, default=lambda binary: {"base64": base64.b64encode(binary).decode()}))
@@ -244,20 +320,20 @@ def make() -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     index: list[dict[str, Any]] = []
 
-    def add(name: str, frame: bytes, sender: str, about: str, message: Any = None) -> None:
+    def add(name: str, frame: bytes, sender: str, about: str, message: Any = None, **more: Any) -> None:
         files[f"{name}.msgpack"] = frame
         row = {"file": f"{name}.msgpack", "from": sender, "valid": message is not None, "about": about}
-        index.append(row if message is None else {**row, "message": message})
+        index.append(row if message is None else {**row, "message": message, **more})
 
     for name, message in VALID.items():
         sender = "client" if type(message) in m.REQUESTS.values() else "broker"
         about = " ".join((type(message).__doc__ or "").split())
-        about = type(message).__name__ if about.startswith(f"{type(message).__name__}(") else about
-        table = m.REQUESTS if sender == "client" else m.ANSWERS
-        (kind,) = (kind for kind, cls in table.items() if cls is type(message))
-        add(name, m.encode(message), sender, about, {"t": kind, **plain(dataclasses.asdict(message))})
+        frame = m.encode(message)
+        add(name, frame, sender, about, plain(msgpack.unpackb(frame)))
     for name, (fields, about) in SHORT.items():
         add(name, msgpack.packb(fields), "client", about, plain(fields))
+    for name, (message, known, about) in _forward().items():
+        add(f"forward-{name}", msgpack.packb(message), "broker", about, plain(message), known=plain(known))
     for name, (frame, about) in BAD_FRAMES.items():
         add(f"invalid-frame-{name}", frame, "client", about)
     for name, (fields, about) in BAD_MESSAGES.items():

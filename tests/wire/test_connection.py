@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
-from frameshard.errors import BadArgument, ConnectionLost, EngineDied, Overloaded, UnknownJob, VersionMismatch
+from frameshard.errors import (
+    BadArgument,
+    BadMessage,
+    ConnectionLost,
+    EngineDied,
+    Overloaded,
+    UnknownJob,
+    VersionMismatch,
+)
+from frameshard.wire import codec, states
 from frameshard.wire import messages as m
-from frameshard.wire import states
 from frameshard.wire.connection import (
     LOST_AFTER_BEATS,
     MAX_ANSWERS,
@@ -461,3 +470,71 @@ def test_state_tables_are_closed() -> None:
     for table in (states.JOB, states.SESSION, states.ENGINE):
         assert set(table) == set(type(next(iter(table))))
         assert {target for row in table.values() for target in row.values()} <= set(table)
+
+
+# ---- a newer sidecar ------------------------------------------------------------------------------------------------
+
+
+def hear(link: Link, **message: object) -> list[object]:
+    return list(link.client.receive(codec.encode(message)))
+
+
+def test_unknown_events_of_a_job_are_counted_and_given_credit_for() -> None:
+    link = Link()
+    job = link.submit(window=4)
+    link.exchange()
+    event = {"job": job, "epoch": EPOCH, "timeline": 3}
+    handed = hear(link, t="started", seq=0, n_prompt=1, **event)
+    for seq in (1, 2, 3):
+        handed += hear(link, t="hum", seq=seq, tune=[1, 2], **event)
+    assert link.client.next_frame() is None  # no resend
+    for one in handed:
+        assert isinstance(one, (m.Started, m.UnknownEvent))
+        link.client.taken(one)
+    credits = []
+    while (frame := link.client.next_frame()) is not None:
+        credits.append(m.decode_request(frame))
+        link.client.sent()
+    assert credits == [m.Credit(EPOCH, job, 2), m.Credit(EPOCH, job, 4)]
+    (delta,) = hear(link, t="delta", seq=4, text="la", tokens=1, logprobs=[0.5], **event)
+    assert isinstance(delta, m.Delta)
+    assert delta.text == "la"
+
+
+def test_unknown_messages_fields_and_words_end_nothing() -> None:
+    link = Link()
+    assert hear(link, t="weather") == hear(link, t="weather", epoch=EPOCH, id=1, rain=True) == []
+    (change,) = hear(link, t="engine", epoch=EPOCH, state="dreaming", restarts=0, dream="sheep")
+    assert isinstance(change, m.Engine)
+    assert change.state == "dreaming"
+    assert link.client.state is states.Session.OPEN
+
+
+@pytest.mark.parametrize(("version", "state"), [(m.VERSION + 6, states.Session.OPEN), (0, states.Session.LOST)])
+def test_a_sidecar_of_at_least_this_version_is_taken(version: int, state: states.Session) -> None:
+    client = ClientConnection("test", epoch=EPOCH)
+    frame = client.next_frame()
+    assert frame is not None
+    hello = m.decode_request(frame)
+    assert isinstance(hello, m.Hello)
+    client.receive(m.encode(dataclasses.replace(welcome(hello, 5), protocol=version, features=("songs",))))
+    assert client.state is state
+    assert (client.error is None) == (state is states.Session.OPEN)
+
+
+def test_requests_leave_out_defaults_and_stay_strict() -> None:
+    frame = m.encode(m.Submit(1, EPOCH, 1, "completion", prompt="x", sampling=m.Sampling(top_k=7)))
+    assert codec.decode(frame) == {
+        "t": "submit",
+        "id": 1,
+        "epoch": EPOCH,
+        "job": 1,
+        "kind": "completion",
+        "prompt": "x",
+        "sampling": {"top_k": 7},
+    }
+    for wrong in ({"mood": "good"}, {"sampling": {"mood": "good"}}, {"kind": "song"}):
+        with pytest.raises(BadMessage):
+            m.decode_request(codec.encode({**codec.decode(frame), **wrong}))
+    with pytest.raises(VersionMismatch):
+        m.decode_request(codec.encode({"t": "hello", "id": 1, "protocol": m.VERSION + 1, "mood": "good"}))

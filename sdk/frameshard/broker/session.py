@@ -157,6 +157,7 @@ class Sessions:
                 limits=self._limits,
                 engine=engine,
                 model=model,
+                features=m.FEATURES,
             )
         )
 

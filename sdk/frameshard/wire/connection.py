@@ -424,6 +424,8 @@ class ClientConnection:
             self._lose("silence", ConnectionLost(f"the server does not speak this protocol: {error.message}"))
             return []
         self._silent_beats = 0
+        if message is None:
+            return []  # of a newer sidecar
         if isinstance(message, m.Welcome):
             return self._welcomed(message)
         if isinstance(message, m.Error):
@@ -477,7 +479,7 @@ class ClientConnection:
         session = None if self.welcome is None else self.welcome.session
         self._ids += 1
         self._hello_id = self._ids
-        self._send(m.Hello(self._ids, m.VERSION, self._client, self._epoch, session, self._notices))
+        self._send(m.Hello(self._ids, m.VERSION, self._client, self._epoch, session, self._notices, m.FEATURES))
 
     def _lose(self, event: str, error: FrameshardError) -> None:
         self._move(event)
@@ -488,8 +490,9 @@ class ClientConnection:
         self._inboxes.clear()
 
     def _welcomed(self, welcome: m.Welcome) -> list[m.Reply | m.JobEvent | m.Unasked]:
-        if welcome.protocol != m.VERSION:
-            self._lose("refused", VersionMismatch(f"the server speaks protocol {welcome.protocol}, we {m.VERSION}"))
+        if welcome.protocol < m.VERSION:
+            why = f"the sidecar speaks protocol {welcome.protocol}, this client needs {m.VERSION}"
+            self._lose("refused", VersionMismatch(why))
         elif self.state is states.Session.RESUMING and not welcome.resumed:
             self._lose("welcome", ConnectionLost("the server has forgotten this session"))
         elif self.state is states.Session.RESUMING:

@@ -17,7 +17,10 @@ from frameshard.wire import checks, codec
 from frameshard.wire.checks import Bytes, Count, Id, Name, Seconds, Text, Tokens
 
 VERSION = 1
-"""Of the protocol. Both sides must have the same."""
+"""Of the protocol. A sidecar must have at least the version that a client was written for."""
+
+FEATURES: tuple[str, ...] = ()
+"""What this version has beyond the first: names that bindings/PROTOCOL.md lists under "Features"."""
 
 MAX_WINDOW = 256
 """Events that may be under way to a client for one job."""
@@ -29,6 +32,7 @@ Epoch = Annotated[Id, "Number of the sidecar's launch."]
 Job = Annotated[Id, "Number of the job."]
 Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]
 Timeline = Annotated[Count, "As the job was submitted with it."]
+Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
 
@@ -193,6 +197,7 @@ class Hello:
     epoch: Annotated[Id | None, "The launch that is meant; without it, any."] = None
     session: Annotated[Id | None, "The session to resume; without it, a new one."] = None
     notices: Annotated[bool, "This session wants `notice` messages."] = False
+    features: Annotated[Features, "Names of the additions to the protocol that the client knows."] = ()
 
 
 @dataclass(frozen=True)
@@ -371,6 +376,7 @@ class Welcome:
     limits: Annotated[ServerLimits, "What the sidecar accepts."]
     engine: Annotated[EngineState, "Where the engine process stands."]
     model: Annotated[ModelInfo | None, "The model that is loaded."]
+    features: Annotated[Features, "Names of the additions to the protocol that the sidecar has."] = ()
 
 
 @dataclass(frozen=True)
@@ -599,6 +605,15 @@ class Cancelled:
     timeline: Timeline
 
 
+@dataclass(frozen=True)
+class UnknownEvent:
+    """An event of a job that this version does not know. It is counted and given credit for like any other."""
+
+    job: Job
+    seq: Seq
+    epoch: Epoch
+
+
 # ---- broker to client: to every session -----------------------------------------------------------------------------
 
 
@@ -646,7 +661,7 @@ Request = (
     | Bye
     | Shutdown
 )
-JobEvent = Started | Progress | Delta | Done | Failed | Cancelled
+JobEvent = Started | Progress | Delta | Done | Failed | Cancelled | UnknownEvent
 Reply = (
     Welcome | Model | Ok | Error | Lease | Released | Observed | Budget | Caps | PlanAnswer | FrameBlock | Stats | Pong
 )
@@ -703,42 +718,83 @@ _NAMES: dict[type[Any], str] = {cls: name for table in (REQUESTS, ANSWERS) for n
 
 
 def encode(message: Message) -> bytes:
-    """The frame for `message`. Raises :class:`BadArgument`, naming the field, for what the other side would refuse."""
+    """The frame for `message`.
+
+    Fields that have their default are left out of requests, so that an older sidecar, which may not know them, takes
+    them.
+
+    :raises BadArgument: the other side would refuse it; names the field.
+    """
     fields = dataclasses.asdict(message)
     try:
         checks.convert(type(message), fields)
     except checks.Refused as refused:
         raise BadArgument(str(refused)) from None
+    if isinstance(message, Request):
+        fields = _without_defaults(message)
     return codec.encode({"t": _NAMES[type(message)], **fields})
+
+
+def _without_defaults(record: Any) -> dict[str, Any]:
+    fields = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if value != field.default:
+            fields[field.name] = _plain(value)
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _without_defaults(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def decode_request(frame: bytes) -> Request:
     """What a client sent.
 
-    Raises :class:`BadMessage`, or :class:`VersionMismatch` for another protocol's hello. The error's detail has ``id``
-    when the frame shows one.
+    :raises BadMessage: the frame, the message or a field is wrong or unknown; the error's detail has ``id`` when the
+        frame shows one.
+    :raises VersionMismatch: the hello of a client that was written for a newer version; likewise.
     """
-    request: Request = _decode(REQUESTS, frame)
+    fields, name, detail = _opened(frame)
+    if name not in REQUESTS:
+        raise BadMessage("t: unknown message", **detail)
+    if name == "hello" and type(fields.get("protocol")) is int and fields["protocol"] > VERSION:
+        # Before its other fields, which a newer version may have changed.
+        raise VersionMismatch(f"this sidecar speaks protocol {VERSION}", protocol=VERSION, **detail)
+    request: Request = _converted(REQUESTS[name], name, fields, detail, strict=True)
     return request
 
 
-def decode_answer(frame: bytes) -> Reply | JobEvent | Unasked:
-    """What a broker sent. Raises :class:`BadMessage`."""
-    answer: Reply | JobEvent | Unasked = _decode(ANSWERS, frame)
-    return answer
+def decode_answer(frame: bytes) -> Reply | JobEvent | Unasked | None:
+    """What a sidecar sent, without fields that this version does not know; None for a message that it does not know.
+
+    :raises BadMessage: the frame is wrong, or a field that this version knows.
+    """
+    fields, name, detail = _opened(frame)
+    if name in ANSWERS:
+        answer: Reply | JobEvent | Unasked = _converted(ANSWERS[name], name, fields, detail, strict=False)
+        return answer
+    try:
+        return checks.convert(UnknownEvent, fields, strict=False)
+    except checks.Refused:
+        return None
 
 
-def _decode(table: dict[str, type[Any]], frame: bytes) -> Any:
+def _opened(frame: bytes) -> tuple[dict[str, Any], str, dict[str, int]]:
+    """Fields, name and, where it shows one, the id of a message."""
     fields = codec.decode(frame)
     request_id = fields.get("id")
     detail = {"id": request_id} if type(request_id) is int and request_id > 0 else {}
     name = fields.pop("t", None)
-    if type(name) is not str or name not in table:
-        raise BadMessage("t: unknown message", **detail)
-    if name == "hello" and type(fields.get("protocol")) is int and fields["protocol"] != VERSION:
-        # Before its other fields, which another version may have changed.
-        raise VersionMismatch(f"this server speaks protocol {VERSION}", protocol=VERSION, **detail)
+    if type(name) is not str:
+        raise BadMessage("t: must be a string", **detail)
+    return fields, name, detail
+
+
+def _converted(cls: type[Any], name: str, fields: dict[str, Any], detail: dict[str, int], *, strict: bool) -> Any:
     try:
-        return checks.convert(table[name], fields)
+        return checks.convert(cls, fields, strict=strict)
     except checks.Refused as refused:
         raise BadMessage(f"{name}.{refused}", **detail) from None
