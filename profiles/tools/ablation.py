@@ -21,7 +21,9 @@ from frameshard import models
 from frameshard.cli import common
 from frameshard.cli.passage import PASSAGE
 from frameshard.engine.runtime import Rows, Runtime
-from frameshard.plan.planner import CPU, STREAMED, Plan, lay_out, vram_unit
+from frameshard.native import CPU, STREAMED
+from frameshard.plan.layout import lay_out, vram_unit
+from frameshard.plan.plans import Plan
 from frameshard.wire.engine import EngineConfig
 
 FORGETFUL = "no cache of experts"

@@ -41,7 +41,7 @@ ADOPT = """
 import dataclasses, json, sys
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
-from frameshard.plan.planner import lay_out
+from frameshard.plan.layout import lay_out
 
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=64, n_parallel=1, n_threads=1, kv_type="q8_0"

@@ -12,7 +12,7 @@ RECORD = """
 import dataclasses, json, sys
 from frameshard.engine.runtime import Rows, Runtime
 from frameshard.wire.engine import EngineConfig
-from frameshard.plan.planner import lay_out
+from frameshard.plan.layout import lay_out
 
 config = EngineConfig(
     model=sys.argv[1], device="emulated:2", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1

@@ -11,9 +11,10 @@ import pytest
 
 from frameshard import models
 from frameshard.cli.profile import table
-from frameshard.plan import machine, routing
-from frameshard.plan.machine import Profile
+from frameshard.plan import profile as profiles
+from frameshard.plan import routing
 from frameshard.plan.model import read_model
+from frameshard.plan.profile import Profile
 
 
 def frameshard(*args: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +31,7 @@ def document(*args: str) -> dict[str, object]:
 @pytest.fixture
 def h100(tmp_path: Path) -> str:
     path = tmp_path / "h100.json"
-    machine.save(Profile({"device": "CUDA0"}, 55e9, 50e9, 119e9, 112e9, 2.9e12, 1.2e12, 400e12, 17e-6), path)
+    profiles.save(Profile({"device": "CUDA0"}, 55e9, 50e9, 119e9, 112e9, 2.9e12, 1.2e12, 400e12, 17e-6), path)
     return str(path)
 
 
@@ -157,9 +158,9 @@ def test_profile_prints_keeps_and_writes(model_path: Path, tmp_path: Path, monke
     profile = document("profile", *args, "--output", str(out))
     kept = Path(str(profile.pop("path")))
     assert kept.is_relative_to(tmp_path / "cache" / "frameshard" / "profiles")
-    assert machine.load(kept).to_dict() == machine.load(out).to_dict() == profile
+    assert profiles.load(kept).to_dict() == profiles.load(out).to_dict() == profile
 
-    lines = table(machine.load(kept)).splitlines()
+    lines = table(profiles.load(kept)).splitlines()
     assert "device: emulated" in lines[0]
     assert any(line.startswith("copies, GB/s") for line in lines)  # the machine may take several lines
     assert any(line.startswith("Q4_1 1536x576") for line in lines)

@@ -72,7 +72,8 @@ from collections import Counter
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 from frameshard.plan.model import read_model
-from frameshard.plan.planner import estimate_context, estimate_fixed, lay_out
+from frameshard.plan.context import estimate_context, estimate_fixed
+from frameshard.plan.layout import lay_out
 
 path, share = sys.argv[1], float(sys.argv[2])
 model = read_model(path)

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from test_planner import H100, model_of, shard
 
-from frameshard.plan import machine
+from frameshard.native import CPU
+from frameshard.plan import profile
+from frameshard.plan.costs import Costs
+from frameshard.plan.layout import lay_out, vram_unit
 from frameshard.plan.model import Model
-from frameshard.plan.planner import CPU, Mask, Plan, TierPlan, _Costs, lay_out, make_plan, vram_unit
+from frameshard.plan.plans import Plan, TierPlan, make_plan
+from frameshard.plan.weights import Mask
 
 FIXED = 500 << 20
 MACHINES = {"h100": H100} | {
-    name: machine.load(name) for name in ("laptop-rtx-4060-8gb", "desktop-rtx-3060-12gb", "desktop-rtx-5090-32gb")
+    name: profile.load(name) for name in ("laptop-rtx-4060-8gb", "desktop-rtx-3060-12gb", "desktop-rtx-5090-32gb")
 }
 
 
@@ -42,11 +46,11 @@ def plan_of(model: Model, name: str, share: float) -> Plan:
     return make_plan(model, MACHINES[name], budget_bytes=budget, fixed_bytes=FIXED, n_ubatch=512)
 
 
-def least(costs: _Costs, tier: TierPlan) -> float:
+def least(costs: Costs, tier: TierPlan) -> float:
     """The least time of a tier's graph over all placements of what is not resident."""
     share = costs.resident_share
     decode = tier.n_tokens <= 4
-    graph = costs.at(tier.n_tokens, costs.n_ctx_used if decode else 0, tier.n_tokens if decode else 1)
+    graph = costs.at(tier.n_tokens, costs.conditions.n_ctx_used if decode else 0, tier.n_tokens if decode else 1)
     left_out = np.flatnonzero(share < 1)
     placement: Mask = np.zeros(len(share), dtype=np.bool_)
     best = float("inf")
@@ -74,12 +78,10 @@ def test_no_other_resident_set_decodes_much_faster(name: str) -> None:
         plan = plan_of(model, name, 0.5)
         costs, decode = plan._costs, plan.tiers[0]
         best = float("inf")
-        for kept in itertools.product((0.0, 1.0), repeat=len(costs.ladder)):
+        for kept in itertools.product((0.0, 1.0), repeat=len(costs.layout.ladder)):
             share = np.array(kept)
-            if float((costs.n_bytes * share).sum()) <= decode.resident_bytes:
-                other = _Costs(
-                    costs.layout, costs.profile, share, plan.ring_bytes, costs.n_ctx_used, costs.turn_s, costs.kv_room
-                )
+            if float((costs.shards.n_bytes * share).sum()) <= decode.resident_bytes:
+                other = Costs(costs.layout, costs.profile, share, costs.conditions)
                 best = min(best, least(other, decode))
         assert decode.predicted_s <= 1.1 * best
 

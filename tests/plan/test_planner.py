@@ -13,26 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from frameshard.errors import BudgetBelowFloor
+from frameshard.native import CPU, STREAMED
 from frameshard.plan.bounds import least_seconds
+from frameshard.plan.context import Context, estimate_context, estimate_fixed
 from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.machine import Profile
+from frameshard.plan.layout import Layout, lay_out, vram_unit
 from frameshard.plan.model import Model, Shard, read_model
-from frameshard.plan.planner import (
-    CPU,
-    STREAMED,
-    Context,
-    Layout,
-    Mode,
-    Plan,
-    choose_launch_ubatch,
-    choose_ubatch,
-    estimate_context,
-    estimate_fixed,
-    lay_out,
-    make_plan,
-    vram_unit,
-)
+from frameshard.plan.plans import Mode, Plan, make_plan
+from frameshard.plan.profile import Profile
+from frameshard.plan.ubatch import choose_launch_ubatch, choose_ubatch
 from work import count_calls
 
 F16 = 1

@@ -10,7 +10,8 @@ from test_planner import H100, model_of, shard
 
 from frameshard.plan import routing
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.planner import choose_ubatch, make_plan
+from frameshard.plan.plans import make_plan
+from frameshard.plan.ubatch import choose_ubatch
 
 EVEN = (1 / 128,) * 128
 SKEWED = (1 / 16,) * 16 + (0.0,) * 112

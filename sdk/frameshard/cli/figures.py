@@ -16,7 +16,7 @@ from frameshard.errors import BadArgument, FrameshardError
 
 if TYPE_CHECKING:
     from frameshard.native import Span
-    from frameshard.plan.planner import Plan
+    from frameshard.plan.plans import Plan
 
 _FORMATS = (".svg", ".png", ".pdf")
 _LANES = {"copy": ("copies", "#4477aa"), "device": ("GPU", "#228833"), "cpu": ("CPU", "#ee6677")}

@@ -15,9 +15,9 @@ from . import common, figures, progress
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from frameshard.plan.machine import Profile
     from frameshard.plan.model import Model
-    from frameshard.plan.planner import Plan
+    from frameshard.plan.plans import Plan
+    from frameshard.plan.profile import Profile
 
 _MiB = 1 << 20
 _POINTS = 40  # budgets in a plot
@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace, model: Model) -> Profile:
     from frameshard.cli.profile import measure
-    from frameshard.plan import machine
+    from frameshard.plan.profile import load
 
     if args.profile:
-        return machine.load(args.profile).seen_by(model)
+        return load(args.profile).seen_by(model)
     with progress.steps(1):
         return measure(args, model)
 
@@ -104,28 +104,29 @@ class _Forecast:
 
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
-        from frameshard.plan import planner, routing
+        from frameshard.plan import context, plans, routing, ubatch
+        from frameshard.plan.layout import vram_unit
 
-        planner.check_kv_type(model, args.kv_type)
+        context.check_kv_type(model, args.kv_type)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
         self.device = str(profile.fingerprint.get("device", ""))
         self.where = str(profile.fingerprint.get("gpus", self.device))
         if profile.sources and not profile.products:
             self.where += ", by its spec sheet (not measured)"
-        overhead = 0 if self.device == native.EMULATED else planner.DRIVER_BYTES
+        overhead = 0 if self.device == native.EMULATED else context.DRIVER_BYTES
         shares = routing.recall(model)
         sizes = {"kv_type": args.kv_type, "overhead_bytes": overhead}
-        choose = partial(planner.choose_ubatch, model, profile, n_ctx=args.ctx, n_prompt=args.prompt)
+        choose = partial(ubatch.choose_ubatch, model, profile, n_ctx=args.ctx, n_prompt=args.prompt)
         choose = partial(choose, n_seq=args.parallel, routing=shares, **sizes)
         self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
-        unit = planner.vram_unit(self.device)
-        self.fixed = planner.estimate_fixed(model, args.ctx, self.n_ubatch, args.parallel, unit_bytes=unit, **sizes)
+        unit = vram_unit(self.device)
+        self.fixed = context.estimate_fixed(model, args.ctx, self.n_ubatch, args.parallel, unit_bytes=unit, **sizes)
         self.n_used = min(args.prompt, args.ctx)
-        self.context = planner.estimate_context(
+        self.context = context.estimate_context(
             model, args.ctx, self.n_used, args.parallel, kv_type=args.kv_type, unit_bytes=unit
         )
         self._plan = partial(
-            planner.make_plan,
+            plans.make_plan,
             model,
             profile,
             fixed_bytes=self.fixed,
@@ -190,7 +191,7 @@ class _Forecast:
 def _choose_ubatch(choose: Callable[[Sequence[int]], int], budgets: Sequence[int]) -> int:
     """For those of the budgets that have room for the smallest size."""
     from frameshard.errors import BudgetBelowFloor
-    from frameshard.plan.planner import LEAST_UBATCH
+    from frameshard.plan.ubatch import LEAST_UBATCH
 
     try:
         return choose(budgets)

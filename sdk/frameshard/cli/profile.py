@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from . import common, progress
 
 if TYPE_CHECKING:
-    from frameshard.plan.machine import Profile
     from frameshard.plan.model import Model
+    from frameshard.plan.profile import Profile
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,15 +31,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import frameshard.engine  # noqa: F401 - llama.cpp before numpy
     from frameshard import models
-    from frameshard.plan import machine
+    from frameshard.engine import probe
     from frameshard.plan.model import read_model
+    from frameshard.plan.profile import save
 
     model = read_model(models.resolve(args.model))
     with progress.steps(1):
         profile = measure(args, model, refresh=args.refresh, seconds=args.seconds)
     if args.output:
-        machine.save(profile, args.output)
-    path = machine.cached_path(profile.fingerprint)
+        save(profile, args.output)
+    path = probe.cached_path(profile.fingerprint)
     if args.json:
         common.emit_json({"path": str(path), **profile.to_dict()})
         return 0
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(profile: Profile) -> str:
     """A profile for people."""
-    from frameshard.plan.machine import BYTES_PER_WEIGHT, parse_kind
+    from frameshard.plan.profile import BYTES_PER_WEIGHT, parse_kind
 
     lines = common.wrapped(", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())).splitlines()
     if profile.sources:
@@ -91,9 +92,9 @@ def _cells(values: Iterable[float]) -> str:
 def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:
     """The profile for ``--device``, measured unless one is kept and ``refresh`` is false."""
     from frameshard import native
+    from frameshard.engine.probe import load_or_probe
     from frameshard.engine.runtime import install_log
     from frameshard.errors import BadArgument
-    from frameshard.plan.machine import load_or_probe
 
     install_log()
     inner = args.device

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from frameshard.engine.runtime import Runtime
     from frameshard.native import ShardDevice
-    from frameshard.plan.planner import Mode
+    from frameshard.plan.plans import Mode
     from frameshard.wire.engine import EngineConfig
 
     Floats = npt.NDArray[np.float32]

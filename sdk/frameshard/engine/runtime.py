@@ -34,6 +34,7 @@ import numpy.typing as npt
 from frameshard import cpu
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.nvml import DRIVER_MARGIN, Observer, OverheadMeter
+from frameshard.engine.probe import load_or_probe
 from frameshard.engine.schema import Schemas
 from frameshard.engine.vocabulary import LeastTokens
 from frameshard.errors import (
@@ -45,27 +46,15 @@ from frameshard.errors import (
     OutOfMemory,
     Unsupported,
 )
-from frameshard.native import EMULATED, default_threads, parse_device
+from frameshard.native import CPU, EMULATED, default_threads, parse_device
 from frameshard.plan import routing
+from frameshard.plan.context import DRIVER_BYTES, Context, check_kv_type, estimate_context, logits_rows
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.machine import Profile, load_or_probe
+from frameshard.plan.layout import lay_out, vram_unit
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.planner import (
-    CPU,
-    DRIVER_BYTES,
-    LEAST_UBATCH,
-    PLAIN_UBATCH,
-    Context,
-    Plan,
-    check_kv_type,
-    choose_launch_ubatch,
-    choose_ubatch,
-    estimate_context,
-    lay_out,
-    logits_rows,
-    make_plan,
-    vram_unit,
-)
+from frameshard.plan.plans import Plan, make_plan
+from frameshard.plan.profile import Profile
+from frameshard.plan.ubatch import LEAST_UBATCH, PLAIN_UBATCH, choose_launch_ubatch, choose_ubatch
 from frameshard.wire.engine import EngineConfig
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ program, and by its dual every choice of three weights with sum 1 gives a lower 
 cheaper of its two ways. Where the device is fast this comes to bytes left out / (CPU + copy), in bytes per second.
 
 Only the work itself counts here. Hand-offs, launches, a full ring and turns between CPU and device are the predictions'
-matter (planner.py), which is why a prediction is never below its bound.
+matter (costs.py), which is why a prediction is never below its bound.
 """
 
 from __future__ import annotations

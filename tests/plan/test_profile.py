@@ -1,21 +1,18 @@
-"""Profiles: kept, compared and measured on the real device, one process each because a process has one device."""
+"""Profiles: read, written, refused, and the rates that they give."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from frameshard import native
 from frameshard.errors import BadArgument
-from frameshard.plan import machine
-from frameshard.plan.machine import Attention, Product, Profile
+from frameshard.plan import profile as profiles
 from frameshard.plan.model import read_model
+from frameshard.plan.profile import Attention, Product, Profile
 
 PRODUCT = Product((1, 16, 512), (1e9, 1e10, 1e11), (1e11, 1e12, 1e13), 7e9, 0.8e9)
 PROFILE = Profile(
@@ -26,30 +23,10 @@ PROFILE = Profile(
     copies={"piece_bytes": [1.0], "h2d_pinned": [1e9]},
 )
 
-PROBE = """
-import json, sys
-from frameshard import native
-from frameshard.plan import machine
-from frameshard.plan.model import read_model
-device = native.ShardDevice("emulated:1", vram_budget_bytes=0, n_threads=1)
-calls, profiles = [], []
-for name in ("probe_machine", "probe_product", "probe_attention"):
-    def counted(*args, name=name, probe=getattr(device, name)):
-        calls.append(name)
-        return probe(*args)
-    setattr(device, name, counted)
-for path, refresh in zip(sys.argv[1:4], (False, False, True)):
-    model = read_model(path)
-    profiles.append(machine.load_or_probe(
-        device, model, device_name="emulated:1", n_threads=1, refresh=refresh, seconds=0.5).to_dict())
-    calls.append("next")
-print(json.dumps({"calls": calls, "profiles": profiles}))
-"""
-
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    machine.save(PROFILE, tmp_path / "deep" / "profile.json")
-    assert machine.load(tmp_path / "deep" / "profile.json") == PROFILE
+    profiles.save(PROFILE, tmp_path / "deep" / "profile.json")
+    assert profiles.load(tmp_path / "deep" / "profile.json") == PROFILE
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
 
 
@@ -74,7 +51,7 @@ def test_a_bad_profile_is_refused(spoil: dict[str, object], tmp_path: Path) -> N
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({**PROFILE.to_dict(), **spoil}))
     with pytest.raises(BadArgument):
-        machine.load(path)
+        profiles.load(path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"schema_version": 2}'])
@@ -82,28 +59,16 @@ def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(BadArgument, match="not a profile"):
-        machine.load(path)
+        profiles.load(path)
     with pytest.raises(BadArgument, match="cannot read"):
-        machine.load(tmp_path / "missing.json")
-
-
-def test_the_fingerprint_tells_machines_apart_and_not_models() -> None:
-    base = machine.fingerprint("emulated:2", 2)
-    others = [
-        machine.fingerprint("emulated:2", 1),
-        machine.fingerprint("emulated:3", 2),
-        machine.fingerprint("CUDA0", 2),
-    ]
-    assert all(other != base for other in others)
-    paths = {machine.cached_path(key) for key in (base, *others)}
-    assert len(paths) == 4
+        profiles.load(tmp_path / "missing.json")
 
 
 def test_kinds_are_what_one_product_reads(model_path: Path, moe_path: Path) -> None:
-    assert machine.kinds_of(read_model(model_path))[0] == ("Q4_1", 1536, 576)
+    assert profiles.kinds_of(read_model(model_path))[0] == ("Q4_1", 1536, 576)
     # Two of eight experts: a token's products read their rows together.
-    assert machine.kinds_of(read_model(moe_path))[0] == ("Q4_1", 2 * 1536, 576)
-    assert machine.heads_of(read_model(model_path)) == (64, 9, 3)
+    assert profiles.kinds_of(read_model(moe_path))[0] == ("Q4_1", 2 * 1536, 576)
+    assert profiles.heads_of(read_model(model_path)) == (64, 9, 3)
 
 
 def test_rates_are_those_of_the_nearest_weights() -> None:
@@ -137,9 +102,9 @@ def test_memory_serves_both_but_not_less_than_one() -> None:
 
 
 def test_profiles_come_with_the_package() -> None:
-    assert {"laptop-rtx-4060-8gb", "desktop-rtx-5090-32gb", "h100-80gb-pcie5-16c"} <= set(machine.names())
-    for name in machine.names():
-        profile = machine.load(name)
+    assert {"laptop-rtx-4060-8gb", "desktop-rtx-5090-32gb", "h100-80gb-pcie5-16c"} <= set(profiles.names())
+    for name in profiles.names():
+        profile = profiles.load(name)
         assert profile.fingerprint["device"] == "CUDA0"
         if "rtx" in name:  # not measured: each figure says where it is from
             assert not profile.products
@@ -147,38 +112,4 @@ def test_profiles_come_with_the_package() -> None:
                 name for name, value in profile.to_dict().items() if isinstance(value, float)
             }
     with pytest.raises(BadArgument, match="desktop-rtx-3060-12gb"):
-        machine.load("desktop-rtx-3060")
-
-
-def test_measures_what_is_missing_and_all_when_told(
-    model_path: Path, moe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    paths = map(str, (model_path, moe_path, model_path))
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, *paths], capture_output=True, text=True, timeout=300, check=True
-    )
-    document = json.loads(result.stdout)
-    first, second, third = document["profiles"]
-    calls = " ".join(document["calls"]).split("next")
-    assert calls[0].count("probe_product") == len(first["products"]) > 0
-    assert calls[0].count("probe_machine") == 1
-    assert first["products"].keys() > {"F16 8192x8192"}  # the device's memory, whatever the model
-    assert second["products"].keys() > first["products"].keys()
-    assert calls[1].count("probe_product") == len(second["products"]) - len(first["products"])
-    assert "probe_machine" not in calls[1]
-    assert "probe_attention" not in calls[1]
-    assert calls[2].split() == calls[0].split()
-    assert first["fingerprint"] == third["fingerprint"]
-    assert 0.3e9 < first["h2d"] < 1.1e9  # a link of 1 GB/s
-    kept = machine.load(machine.cached_path(first["fingerprint"]))
-    assert kept.to_dict() == third
-
-
-def test_a_device_name_with_a_copy_rate() -> None:
-    assert native.parse_device("emulated:25") == ("emulated", 25.0)
-    for name in ("emulated", "CUDA0", "auto", "stock:CUDA0"):
-        assert native.parse_device(name) == (name, 0.0)
-    for name in ("emulated:", "emulated:fast", "emulated:0", "emulated:-1", "emulated:nan", "emulated:1e9"):
-        with pytest.raises(BadArgument, match="25e9 bytes/s"):
-            native.parse_device(name)
+        profiles.load("desktop-rtx-3060")

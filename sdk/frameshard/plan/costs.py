@@ -1,0 +1,304 @@
+"""Predicted time of a graph on one machine, from what each shard costs resident, streamed and on the CPU.
+
+The device and the CPU take turns: their times and the hand-offs add up. Copies run beside them, except while the ring
+is full. Copies and CPU slow each other down when host memory cannot serve both.
+
+Arrays have one value for each shard of the ladder. Times are seconds, sizes bytes, rates per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frameshard.plan import bounds
+from frameshard.plan.context import kv_bytes
+from frameshard.plan.layout import Layout
+from frameshard.plan.profile import KvType, Profile, heads_of
+from frameshard.plan.weights import Experts, Mask, Shards
+
+Floats = NDArray[np.float64]
+
+_WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer tokens take experts one at a time
+# Kernels that are launched for a shard beside the products, whose launches are in their measured rates.
+_KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
+# How often a token's activations pass the device's memory between products (norms, rotations, sums, conversions; those
+# of a feed-forward network are three times as wide, those of experts eight times). Fitted to prompts of 1,024 tokens of
+# minitron-8b-q4_0 and of 1,024 to 16,384 tokens of qwen3-30b-a3b-q4_0 on H100 machines.
+_PASSES = {"attention": 12, "ffn": 43, "experts": 180}
+# Hand-offs when a shard runs on the CPU. Attention hands over before and after the attention kernel, which stays where
+# the KV cache is. Experts hand over their choice, copies, slots and rows.
+_HANDOFFS = {"attention": 2.0, "experts": 5.0}
+_CHOICE = 1.5  # hand-offs of the router's choice, which waits for the device also when all experts are cached
+_INPUT = 0.5  # hand-offs of the experts' input, which is copied where the CPU may compute some
+# What the CPU takes for the experts of a layer, or for the router and what follows it, however little there is to
+# compute: its threads synchronise after each of about six operations (14 threads of the H100 machine).
+_MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
+_WITHIN_S = 16e-6  # to copy a cached expert's matrix within the device (H100 machine)
+_LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What predictions at one budget depend on, beside model, machine and resident set.
+
+    :param ring: bytes of the ring.
+    :param n_ctx_used: tokens of context that a decoded token sees.
+    :param turn_s: a turn to the CPU and back.
+    :param kv_room: bytes of the KV cache in VRAM; the rest passes through the window in every graph.
+    :param routing: shares of a layer's choices by expert, descending; empty: all alike.
+    """
+
+    ring: int
+    n_ctx_used: int
+    turn_s: float
+    kv_room: float
+    routing: Sequence[float] = ()
+    kv_type: KvType = "f16"
+
+
+class Costs:
+    """What each shard costs on a machine when ``share`` of each is resident."""
+
+    def __init__(self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions) -> None:
+        self.layout, self.profile, self.resident_share, self.conditions = layout, profile, share, conditions
+        shards = self.shards = Shards(layout)
+        ring = conditions.ring
+        self.experts = Experts(layout, shards, share, ring, conditions.routing)
+        self.kernels_s = profile.kernel_s * shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
+        pass_s = 4 * layout.model.n_embd / profile.device_memory
+        self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
+        self.handoffs = shards.by_kind(_HANDOFFS, 1.0)
+        self.meetings_s = shards.by_kind(_MEETINGS_S)
+        self.copy_s = shards.n_bytes * (1 - share) / profile.h2d
+        # Copies run ahead by what the ring holds beside the step in use; by a step at least while none is in use.
+        self.beside_s = max(ring - layout.min_ring, 0) / profile.h2d
+        self.ahead_s = max(self.beside_s, layout.min_ring / profile.h2d)
+
+    def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
+        """Least time of graphs of (tokens, tokens before, sequences), of which each does all the work anew. Experts
+        that none of the tokens uses need not be copied."""
+        profile, left_out = self.profile, 1 - self.resident_share
+        copy: list[Floats] = []
+        device: list[Floats] = []
+        cpu: list[Floats] = []
+        resident_s = memory_s = 0.0
+        for n_tokens, n_before, n_seq in graphs:
+            graph = self.at(n_tokens, n_before, n_seq)
+            copy.append(graph.fetched * left_out / profile.h2d)
+            device.append(graph.on_device * left_out)
+            cpu.append(graph.on_host * left_out * graph.uncached)
+            resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
+            memory_s += graph.memory_s
+        return bounds.least_seconds(
+            np.concatenate(copy),
+            np.concatenate(device),
+            np.concatenate(cpu) if may_use_cpu else None,
+            resident_s=resident_s,
+            memory_s=memory_s if may_use_cpu else 0.0,
+        )
+
+    def static_seconds(self, n_tokens: int, n_before: int, n_seq: int = 1) -> float:
+        """Time of a graph without streaming or overlap, where what is left out are layers that follow each other, or
+        experts."""
+        graph, left_out = self.at(n_tokens, n_before, n_seq), 1 - self.resident_share
+        always = graph.attention_s + float(self.kernels_s.sum()) + self.conditions.turn_s
+        if n_tokens >= _LEAST_OFFLOADED:
+            copied = self.shards.n_bytes * left_out
+            return always + float(copied.sum() / self.profile.h2d_pageable + graph.on_device.sum())
+        experts = int((self.shards.masks["experts"] & (left_out > 0)).sum())
+        computed = graph.on_device * self.resident_share + graph.on_host * left_out
+        return always + float(computed.sum()) + experts * graph.handoff_s
+
+    @cached_property
+    def stream_share(self) -> float:
+        """The share of a token's missing experts that is copied, the others being left to the CPU."""
+        return self.at(1, self.conditions.n_ctx_used).expert_stream_share
+
+    def at(self, n_tokens: int, n_before: int, n_seq: int = 1, n_rows: int = 0) -> Graph:
+        """A graph of ``n_tokens``, shared evenly by ``n_seq`` sequences that hold ``n_before`` tokens each, and
+        ``n_rows`` rows of logits (0: one for each sequence)."""
+        return Graph(self, n_tokens, n_before, n_seq, n_rows or n_seq)
+
+
+def _first(values: Floats, n: float) -> float:
+    """The sum of the first ``n`` values."""
+    return float(np.interp(n, np.arange(len(values) + 1), np.concatenate(([0.0], np.cumsum(values)))))
+
+
+class Graph:
+    """Times of one graph; made by :meth:`Costs.at`."""
+
+    def __init__(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int) -> None:
+        profile, shards, experts = costs.profile, costs.shards, costs.experts
+        one_at_a_time = n_tokens < _WHOLE_TENSORS
+        # Of a layer's experts the share that at least one of the tokens uses.
+        used = 1 - (1 - experts.likely) ** n_tokens
+        n_cached = experts.n_cached if one_at_a_time else experts.n_cached_in_prompts
+        cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
+        touched = self._compute(costs, n_tokens, n_rows, used)
+        # What comes from host memory of what is not resident: experts that are used and not cached.
+        self.uncached = np.where(experts.missing, 1 - cached, 1.0)
+        self.fetched = touched * self.uncached
+        self._attend(costs, n_tokens, n_before, n_seq)
+        activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
+        self.handoff_s = costs.conditions.turn_s + activations
+        self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
+        share = costs.resident_share
+        self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
+
+        device_s = self.on_device + costs.kernels_s + n_tokens * costs.passes_s
+        cpu_s = self.on_host * (1 - share) + costs.meetings_s
+        shared_s, turns, copied_s = self.on_device * share, costs.handoffs, np.zeros(len(shards.n_bytes))
+        self.expert_stream_share = 0.0
+        if one_at_a_time and experts.missing.any():
+            cpu_s, shared_s, turns, copied_s = self._single_experts(costs, n_tokens, used, cached, touched, cpu_s)
+        copy_s, asked_s, share_copied = self._whole_experts(costs, n_tokens)
+        # Experts stream one at a time for one token, else as whole tensors; which of them are used is asked by layer.
+        self._streamed_singly = float(n_tokens == 1)
+        beside_s, ahead_s = costs.beside_s, costs.ahead_s
+        if experts.missing.any() and n_tokens == 1:
+            copy_s = np.where(experts.missing, 0.0, copy_s)
+            device_s = device_s + copied_s + np.where(experts.missing, _CHOICE * self.handoff_s, 0.0)
+            slot_s = experts.largest_other / profile.h2d
+            beside_s, ahead_s = 2 * slot_s, 3 * slot_s
+        elif experts.missing.any():
+            device_s = device_s + np.where(experts.missing, asked_s, 0.0)
+            # The ring has room for whole tensors of experts.
+            beside_s, ahead_s = beside_s * share_copied, ahead_s * share_copied
+        self._beside_s, self._ahead_s = beside_s, ahead_s
+        order = self._order = costs.layout.use_order
+        self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
+        self._shared_s, self._handoffs, self._copy_s = shared_s[order], turns[order], copy_s[order]
+        self._left_out = share[order] < 1.0
+        self._always_s = self.attention_s + costs.conditions.turn_s
+
+    def _compute(self, costs: Costs, n_tokens: int, n_rows: int, used: Floats) -> Floats:
+        """Sets the times of products on the device and on the CPU; returns the bytes of weights that are used."""
+        shards, profile = costs.shards, costs.profile
+        experts = shards.masks["experts"]
+        chosen_alike = 1 - (1 - shards.active) ** n_tokens
+        share_used = np.where(experts, used.mean(), chosen_alike) if used.size else chosen_alike
+        # Columns of each product: of experts the tokens that use one.
+        columns = np.where(shards.masks["output"], n_rows, n_tokens * shards.active / share_used)
+        none = np.zeros(len(shards.n_bytes))
+        self.on_device = none + sum(
+            shards.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=False)
+            for kind, i in shards.kinds.items()
+        )
+        # Experts are separate products: the CPU takes as long for each token as for one.
+        at_once, times = np.where(experts, 1.0, columns), np.where(experts, columns, 1.0)
+        self.on_host = none + sum(
+            shards.n_weights[i] * share_used * times * profile.seconds_per_weight(kind, at_once, on_cpu=True)
+            for kind, i in shards.kinds.items()
+        )
+        touched: Floats = shards.n_bytes * share_used
+        return touched
+
+    def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
+        """Sets the times of attention and of KV blocks that are copied."""
+        model, conditions = costs.layout.model, costs.conditions
+        head_dim, n_head, _ = heads = heads_of(model)
+        each = n_tokens / n_seq
+        kv_rate, flops_rate = costs.profile.attention_rates(heads, n_before + each / 2, conditions.kv_type)
+        flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
+        kv_read = kv_bytes(model, 256, kv_type=conditions.kv_type) / 256 * (n_before + each) * n_seq
+        self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
+        self._kv_copy_s = max(kv_read - conditions.kv_room, 0.0) / costs.profile.h2d
+
+    def _single_experts(
+        self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Graphs of few tokens take experts one at a time: their copies overlap only with the CPU's part of the same
+        layer, and each slows the other.
+
+        :returns: times on the CPU, times on the device that a turn to the CPU leaves there, hand-offs, and times of
+            copies.
+        """
+        share, missing = costs.resident_share, costs.experts.missing
+        uncached = 1 - cached
+        single_rate = costs.profile.copy_rate(costs.experts.matrix_bytes) / (1 + self._copy_slowdown)
+        there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
+        here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
+        any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
+        both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
+        # The device has one share for graphs of any size: that which suits one token.
+        balanced = float((here_s + any_s)[missing].sum()) / both_s
+        self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
+        left = 1 - self.expert_stream_share
+        any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
+        on_device_s = self.on_device * share
+        on_device_s = on_device_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
+        copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
+        at_least = _CHOICE + _INPUT
+        turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, costs.handoffs)
+        cpu_s = np.where(missing, np.maximum(any_s + here_s * left, there_s * self.expert_stream_share), cpu_s)
+        return cpu_s, on_device_s, turns, copied_s
+
+    def _whole_experts(self, costs: Costs, n_tokens: int) -> tuple[Floats, Floats, float]:
+        """Larger graphs stream whole tensors of experts. Copies begin before the router has chosen, with the experts
+        that the graph before used: about as many as twice the tokens use.
+
+        :returns: times of copies, times on the device that the choice takes, and the share of experts that is copied.
+        """
+        shards, experts = costs.shards, costs.experts
+        predicted = 1 - (1 - experts.likely) ** (2 * n_tokens)
+        predicted_cached = _first(predicted, experts.n_cached_in_prompts)
+        share_copied = (float(predicted.sum()) - predicted_cached) / max(predicted.size, 1)
+        # Experts are copied matrix by matrix, neighbours in one copy.
+        runs_rate = costs.profile.copy_rate(experts.matrix_bytes / max(1 - share_copied, 1e-3))
+        streamed_s = shards.n_bytes * share_copied * (1 - costs.resident_share) / runs_rate
+        # Cached ones are copied within the device, each matrix by itself.
+        asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors
+        return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
+
+    def seconds(self, on_cpu: Mask, best: float = float("inf")) -> float:
+        """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream;
+        something that is no less than ``best`` where that is known to be too."""
+        cpu = on_cpu[self._order] & self._left_out
+        streamed = self._left_out & ~cpu
+        copy = float(self._copy_s @ streamed) + self._kv_copy_s
+        host = float(self._cpu_s @ cpu)
+        # Neighbours on the CPU are computed in one go.
+        handoffs = self._handoffs.copy()
+        handoffs[1:] -= cpu[:-1]
+        turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
+        device = float(turns.sum()) + self._always_s
+        # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
+        both = max(copy, device + host)
+        host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
+        copy_slower = 1 + self._copy_slowdown * host / both
+        chain = device + host * host_slower
+        singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
+        singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
+        least = max(chain, copy + singly, self.memory_s)
+        if least >= best:
+            return least
+        if not streamed.any():
+            return least
+        # Copies gain a lead while a streamed shard is used, and more until the next one is needed. The device waits for
+        # what is lacking then.
+        starts = np.flatnonzero(streamed)
+        work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
+        uses = work[starts] + self._always_s / len(starts)
+        gaps = np.add.reduceat(work, starts) - work[starts]
+        gaps[-1] += work[: starts[0]].sum()
+        copies = self._copy_s[starts] * copy_slower + self._kv_copy_s / len(starts)
+        beside_s, ahead_s = self._beside_s, self._ahead_s
+        lead, waits = min(float(gaps[-1]), ahead_s), 0.0
+        for copy_s, use_s, gap_s in zip(copies.tolist(), uses.tolist(), gaps.tolist(), strict=True):
+            if copy_s > lead:
+                waits += copy_s - lead
+                lead = copy_s
+                if chain + waits >= best:
+                    break
+            lead -= copy_s
+            if lead < beside_s:
+                lead = min(lead + use_s, beside_s)
+            if lead < ahead_s:
+                lead = min(lead + gap_s, ahead_s)
+        return max(least, chain + waits)

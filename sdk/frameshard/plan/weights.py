@@ -1,0 +1,71 @@
+"""The weights of a model as arrays with one value for each shard of the ladder. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frameshard.plan.layout import USE_ORDER, Layout
+from frameshard.plan.profile import Kind, kind_of
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+_PASSING = 32  # kPassing of the shard device: slots of the cache that keep nothing
+
+
+class Shards:
+    """What the model's shards consist of."""
+
+    def __init__(self, layout: Layout) -> None:
+        ladder = layout.ladder
+        self.n_bytes: Floats = np.array([shard.n_bytes for shard in ladder], dtype=np.float64)
+        self.n_tensors = np.array([len(shard.tensors) for shard in ladder])
+        self.active: Floats = np.array([shard.active_bytes for shard in ladder], dtype=np.float64) / self.n_bytes
+        """The share of its bytes that one token reads."""
+        of_kind = [
+            [(kind_of(layout.model, shard, tensor), tensor.n_weights) for tensor in shard.tensors] for shard in ladder
+        ]
+        self.kinds: dict[Kind, int] = {}
+        """Rows of ``n_weights`` by kind of weights."""
+        for row in of_kind:
+            for kind, _ in row:
+                self.kinds.setdefault(kind, len(self.kinds))
+        self.n_weights: Floats = np.zeros((len(self.kinds), len(ladder)))
+        for i, row in enumerate(of_kind):
+            for kind, n in row:
+                self.n_weights[self.kinds[kind], i] += n
+        self.names = [shard.kind for shard in ladder]
+        self.masks: dict[str, Mask] = {
+            kind: np.array([k == kind for k in self.names], dtype=np.bool_) for kind in USE_ORDER
+        }
+
+    def by_kind(self, values: dict[str, float], default: float = 0.0) -> Floats:
+        """One of ``values`` for each shard, by its kind."""
+        return np.array([values.get(kind, default) for kind in self.names], dtype=np.float64)
+
+
+class Experts:
+    """The experts that are not resident, and how many of them the expert cache holds."""
+
+    def __init__(self, layout: Layout, shards: Shards, share: Floats, ring: int, routing: Sequence[float]) -> None:
+        experts, model = shards.masks["experts"], layout.model
+        self.missing: Mask = experts & (share < 1.0)
+        n_expert = model.n_expert if experts.any() else 0
+        shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
+        self.likely: Floats = np.minimum(model.n_expert_used * shares, 1.0)
+        """Probability that a token chooses each of a layer's experts, the likeliest first."""
+        # While decoding the ring holds little beside the expert cache. What streams whole has three slots there, or
+        # fewer where the experts of a token would have none.
+        others = (share < 1.0) & ~self.missing
+        self.largest_other = max((size for shard, _, size in layout.pieces if others[shard]), default=0)
+        layers = max(float((1 - share)[self.missing].sum()), 1.0)
+        each = float(shards.n_bytes[experts].mean()) / n_expert if n_expert else 1.0
+        self.matrix_bytes = each / float(shards.n_tensors[experts].mean()) if n_expert else 1.0
+        slots = [max(ring - n * self.largest_other, 0) / each for n in (3, 2, 1)]
+        n_slots = next((n for n in slots if n >= model.n_expert_used), slots[-1])
+        self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
+        """Experts of a layer in the cache, on average."""
+        self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers

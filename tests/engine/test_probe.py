@@ -1,0 +1,81 @@
+"""Measured profiles: one process for each device, because a process has one shard device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameshard import native
+from frameshard.engine import probe
+from frameshard.errors import BadArgument
+from frameshard.plan import profile
+
+PROBE = """
+import json, sys
+from frameshard import native
+from frameshard.engine import probe
+from frameshard.plan.model import read_model
+device = native.ShardDevice("emulated:1", vram_budget_bytes=0, n_threads=1)
+calls, profiles = [], []
+for name in ("probe_machine", "probe_product", "probe_attention"):
+    def counted(*args, name=name, probe=getattr(device, name)):
+        calls.append(name)
+        return probe(*args)
+    setattr(device, name, counted)
+for path, refresh in zip(sys.argv[1:4], (False, False, True)):
+    model = read_model(path)
+    profiles.append(probe.load_or_probe(
+        device, model, device_name="emulated:1", n_threads=1, refresh=refresh, seconds=0.5).to_dict())
+    calls.append("next")
+print(json.dumps({"calls": calls, "profiles": profiles}))
+"""
+
+
+def test_the_fingerprint_tells_machines_apart_and_not_models() -> None:
+    base = probe.fingerprint("emulated:2", 2)
+    others = [
+        probe.fingerprint("emulated:2", 1),
+        probe.fingerprint("emulated:3", 2),
+        probe.fingerprint("CUDA0", 2),
+    ]
+    assert all(other != base for other in others)
+    paths = {probe.cached_path(key) for key in (base, *others)}
+    assert len(paths) == 4
+
+
+def test_measures_what_is_missing_and_all_when_told(
+    model_path: Path, moe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths = map(str, (model_path, moe_path, model_path))
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, *paths], capture_output=True, text=True, timeout=300, check=True
+    )
+    document = json.loads(result.stdout)
+    first, second, third = document["profiles"]
+    calls = " ".join(document["calls"]).split("next")
+    assert calls[0].count("probe_product") == len(first["products"]) > 0
+    assert calls[0].count("probe_machine") == 1
+    assert first["products"].keys() > {"F16 8192x8192"}  # the device's memory, whatever the model
+    assert second["products"].keys() > first["products"].keys()
+    assert calls[1].count("probe_product") == len(second["products"]) - len(first["products"])
+    assert "probe_machine" not in calls[1]
+    assert "probe_attention" not in calls[1]
+    assert calls[2].split() == calls[0].split()
+    assert first["fingerprint"] == third["fingerprint"]
+    assert 0.3e9 < first["h2d"] < 1.1e9  # a link of 1 GB/s
+    kept = profile.load(probe.cached_path(first["fingerprint"]))
+    assert kept.to_dict() == third
+
+
+def test_a_device_name_with_a_copy_rate() -> None:
+    assert native.parse_device("emulated:25") == ("emulated", 25.0)
+    for name in ("emulated", "CUDA0", "auto", "stock:CUDA0"):
+        assert native.parse_device(name) == (name, 0.0)
+    for name in ("emulated:", "emulated:fast", "emulated:0", "emulated:-1", "emulated:nan", "emulated:1e9"):
+        with pytest.raises(BadArgument, match="25e9 bytes/s"):
+            native.parse_device(name)
