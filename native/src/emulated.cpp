@@ -43,12 +43,13 @@ namespace {
 using clock_type = std::chrono::steady_clock;
 using time_point = clock_type::time_point;
 
-constexpr size_t kAlignment = 128;                    // ggml-cuda's
-constexpr int64_t kRowPadding = 512;                  // ggml-cuda's MATRIX_ROW_PADDING
-constexpr size_t kCopyChunk = 1 << 20;                // one reservation of the link
-constexpr auto kSpin = std::chrono::microseconds(10); // before a waiter sleeps; a wake-up costs about as much
+constexpr size_t kAlignment = 128;   // ggml-cuda's
+constexpr int64_t kRowPadding = 512; // ggml-cuda's MATRIX_ROW_PADDING
+constexpr size_t kSlice = 1 << 20;   // bytes of one reservation of the link
+constexpr auto kSpin =
+    std::chrono::microseconds(10); // how long a waiter spins before it sleeps: about a wake-up's time
 constexpr auto kShortestSleep =
-    std::chrono::microseconds(20); // the link clock is absolute, so skipping one adds no drift
+    std::chrono::microseconds(20); // the link's clock is absolute, so skipped sleeps add up to no drift
 
 void cpu_relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -71,7 +72,7 @@ template <typename Predicate> bool spin_until(Predicate done) {
     return done();
 }
 
-// Set once, waited for by any number of threads.
+// A flag that is set once and that any number of threads wait for.
 class Marker {
   public:
     bool is_set() const { return done.load(std::memory_order_acquire); }
@@ -98,7 +99,7 @@ class Marker {
     std::condition_variable reached;
 };
 
-// A block of rows to copy; one row is the plain case.
+// Rows to copy; a plain copy is one row.
 struct Block {
     char *dst;
     const char *src;
@@ -108,30 +109,30 @@ struct Block {
     size_t src_stride;
 };
 
-// One direction of the bus. Copies of all streams take turns on it, a chunk at a time. Its clock advances by bytes over
-// bandwidth, not by when threads got to run: a copy that memcpy or the scheduler delayed catches up, as a DMA engine would
-// not have been delayed.
+// One direction of the bus. The copies of all streams take turns, kSlice bytes at a time. Its clock advances by bytes over
+// bandwidth, independent of when threads run: a copy that memcpy or the scheduler delayed catches up, because a DMA engine
+// would not have been delayed.
 class CopyLink {
   public:
     explicit CopyLink(double gbps) : bytes_per_s(gbps * 1e9) {}
 
-    // Copies, and sleeps until the link would be done, given that it could have begun at `ready`; returns that time.
+    // Copies, and sleeps until the link would be done if it started at `ready` or later; returns that time.
     time_point copy(const Block &b, time_point ready) {
         const time_point begin = clock_type::now();
-        size_t chunk = 0;
+        size_t slice = 0;
         for (size_t row = 0; row < b.rows; row++) {
             for (size_t done = 0; done < b.size;) {
-                const size_t n = std::min(b.size - done, kCopyChunk - chunk);
+                const size_t n = std::min(b.size - done, kSlice - slice);
                 std::memcpy(b.dst + row * b.dst_stride + done, b.src + row * b.src_stride + done, n);
                 done += n;
-                chunk += n;
-                if (chunk == kCopyChunk) {
-                    ready = reserve(chunk, ready);
-                    chunk = 0;
+                slice += n;
+                if (slice == kSlice) {
+                    ready = reserve(slice, ready);
+                    slice = 0;
                 }
             }
         }
-        ready = reserve(chunk, ready);
+        ready = reserve(slice, ready);
         if (bytes_per_s <= 0.0) {
             ready = clock_type::now();
             std::lock_guard<std::mutex> lock(mutex);
@@ -174,12 +175,12 @@ class CopyLink {
 
 struct Emulated;
 
-// A ggml_backend: a FIFO queue and the thread that works it off.
+// A ggml_backend: a FIFO queue and the thread that runs its tasks.
 class Stream {
   public:
     struct Task {
         time_point enqueued;
-        std::function<void(Stream &, time_point)> run; // gets the time since which the stream had it to do
+        std::function<void(Stream &, time_point)> run; // gets the time from which the stream could have run it
     };
 
     explicit Stream(Emulated &device);
@@ -187,22 +188,21 @@ class Stream {
     Stream(const Stream &) = delete;
     Stream &operator=(const Stream &) = delete;
 
-    // Out of memory for an entry ends the process, as it does in ggml: nothing may be thrown through ggml's C
-    // interface.
+    // noexcept: exceptions must not pass ggml's C interface, so a lack of memory ends the process, as in ggml.
     void push(std::function<void(Stream &, time_point)> run) noexcept;
     void drain();
     void compute(ggml_cgraph *graph, uint32_t hang_ms);
 
     Emulated &device;
     std::atomic<int> n_threads;
-    // When the stream's last task ended; a copy's end by the link clock, which may lie a little ahead of real time.
+    // When the last task ended. The end of a copy is by the link's clock, which may be a little ahead of real time.
     time_point ready{};
 
   private:
     void work();
     bool next(Task &out);
 
-    ggml_backend_t cpu = nullptr; // made by the first compute, so that a stream that only copies has none
+    ggml_backend_t cpu = nullptr; // made by the first compute: a stream that only copies needs none
     int cpu_threads = 0;
     std::mutex mutex;
     std::condition_variable changed;
@@ -251,9 +251,8 @@ bool is_computed(const ggml_tensor *node) {
     return !ggml_op_is_empty(node->op) && !ggml_is_empty(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) != 0;
 }
 
-// What an asynchronous compute needs of a ggml_cgraph after the caller has its own back: nodes and their use counts,
-// which ggml-cpu's fusion reads. The hash set is rebuilt small, since a view of a large graph would drag all of it
-// along.
+// A copy of what an asynchronous compute needs of a ggml_cgraph: the nodes and their use counts, which ggml-cpu's fusion
+// reads. The hash set is built anew, because that of a view has all nodes of the large graph.
 struct GraphCopy {
     explicit GraphCopy(const ggml_cgraph *source)
         : nodes(source->nodes, source->nodes + source->n_nodes), keys(2 * nodes.size() + 1),
@@ -283,8 +282,8 @@ struct GraphCopy {
     ggml_cgraph graph{};
 };
 
-// ggml-cpu is not instrumented. Declared here, its accesses let TSan find a copy or a host access that an event should have
-// kept away from them.
+// ggml-cpu is not instrumented. With its accesses declared here TSan finds copies and host accesses that run at the same
+// time because an event is missing.
 void declare_accesses([[maybe_unused]] const ggml_cgraph *graph) {
 #if defined(__SANITIZE_THREAD__)
     for (int i = 0; i < graph->n_nodes; i++) {
@@ -336,7 +335,7 @@ void Stream::drain() {
 }
 
 bool Stream::next(Task &out) {
-    // A stream that only copies is fed ahead of time and must not take cycles from the compute beside it.
+    // A stream that only copies does not spin: it gets its tasks early, and spinning would slow the compute stream.
     if (cpu != nullptr) {
         spin_until(
             [this] { return n_pushed.load(std::memory_order_acquire) != n_done.load(std::memory_order_relaxed); });
@@ -353,7 +352,7 @@ bool Stream::next(Task &out) {
 
 void Stream::work() {
 #if defined(__linux__)
-    prctl(PR_SET_TIMERSLACK, 1000ul); // the default of 50 us is as long as a copy
+    prctl(PR_SET_TIMERSLACK, 1000ul); // nanoseconds; the default of 50 us is as long as a copy
 #endif
     Task t;
     while (next(t)) {
@@ -367,8 +366,8 @@ void Stream::work() {
     }
 }
 
-// GPUs sort the rows of a product with experts' weights by expert, each of a token's experts at most once, and write out
-// of bounds otherwise; ggml-cpu does not mind. A choice that the graph makes itself is one of several by nature.
+// Whether no token chooses an expert twice. GPUs sort the rows of a product with experts' weights by expert and would write
+// out of bounds; ggml-cpu does not. Only choices that come from outside of the graph need the check.
 bool each_expert_once(const ggml_cgraph *graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor *node = graph->nodes[i], *ids = node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : nullptr;
@@ -380,7 +379,7 @@ bool each_expert_once(const ggml_cgraph *graph) {
             for (int64_t j = 0; j < ids->ne[0]; j++) {
                 const char *at = static_cast<const char *>(ids->data) + j * ids->nb[0] + t * ids->nb[1];
                 if (!seen.insert(*reinterpret_cast<const int32_t *>(at)).second) {
-                    GGML_LOG_ERROR("emulated device: '%s' takes an expert twice for one token\n", node->name);
+                    GGML_LOG_ERROR("emulated device: '%s' chooses an expert twice for one token\n", node->name);
                     return false;
                 }
             }
@@ -425,13 +424,13 @@ void *map_memory(size_t size) {
 #if defined(_WIN32)
     return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 #else
-    // Mapped, not malloc'ed: a free then gives the pages back at once, as cudaFree does.
+    // Mapped, so that a free returns the pages at once, like cudaFree.
     void *p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
         return nullptr;
     }
 #if defined(MADV_HUGEPAGE)
-    madvise(p, size, MADV_HUGEPAGE); // first touch by 4 KiB pages would cost more than the copy
+    madvise(p, size, MADV_HUGEPAGE); // faults of 4 KiB pages would take longer than the copy
 #endif
     return p;
 #endif
@@ -522,7 +521,7 @@ bool buffer_cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *src, ggm
     if (buffer_of(src)->buft != buffer->buft) {
         return false;
     }
-    std::memcpy(dst->data, src->data, ggml_nbytes(src)); // inside the card: no link
+    std::memcpy(dst->data, src->data, ggml_nbytes(src)); // within the device: does not use the link
     return true;
 }
 
@@ -558,7 +557,7 @@ ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
         d.used += size;
         d.peak = std::max(d.peak, d.used);
     }
-    // Counted before it is mapped, so that two threads never both take the last bytes.
+    // Counted before it is mapped, so that two threads cannot both take the last bytes.
     void *memory = map_memory(size);
     if (memory == nullptr) {
         std::lock_guard<std::mutex> lock(d.ledger);
@@ -626,7 +625,7 @@ std::shared_ptr<Marker> record(Stream &s) noexcept {
 
 void wait_for(Stream &s, std::shared_ptr<Marker> m) {
     s.push([m = std::move(m)](Stream &self, time_point) {
-        // A marker passed long ago costs the stream no time: its copies then follow one another without a gap.
+        // A marker that is set already takes no time, so that copies follow one another without a gap.
         if (!m->is_set()) {
             m->wait();
             self.ready = clock_type::now();
@@ -651,8 +650,8 @@ bool backend_cpy_tensor(ggml_backend_t from, ggml_backend_t to, const ggml_tenso
 
 void backend_synchronize(ggml_backend_t backend) { stream_of(backend).drain(); }
 
-// What a node's kernels read of its sources. For a few tokens GPUs compute products with quantised rows in blocks of rows (of
-// 8 at most in ggml-cuda's mul_mat_vec_q), and read all of the last block.
+// How many bytes a node's kernels read of a source. For a few tokens GPUs compute products with quantised weights in blocks
+// of rows (of 8 at most in ggml-cuda's mul_mat_vec_q) and read all of the last block.
 size_t bytes_read(const ggml_tensor *node, const ggml_tensor *src) {
     constexpr int64_t kBlock = 8;
     const bool weight = src == node->src[0] && (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID);
@@ -660,7 +659,7 @@ size_t bytes_read(const ggml_tensor *node, const ggml_tensor *src) {
     return ggml_nbytes(src) + (size_t)lacks * src->nb[1];
 }
 
-// A GPU faults on a host pointer, and past the end of its memory; ggml-cpu would quietly use both.
+// A GPU faults on host memory and past the end of its own memory; ggml-cpu would use both.
 bool is_on_device(const Emulated &d, const ggml_tensor *tensor, size_t bytes) {
     ggml_backend_buffer_t buffer = buffer_of(tensor);
     if (buffer == nullptr || buffer->buft != &d.buft) {
@@ -680,7 +679,7 @@ bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
         const ggml_tensor *bad = is_on_device(d, node, ggml_nbytes(node)) ? nullptr : node;
         for (int j = 0; j < GGML_MAX_SRC && bad == nullptr; j++) {
             const ggml_tensor *src = node->src[j];
-            // Like a GPU's, its kernels read memory of the host that the driver knows: here that of no buffer.
+            // GPU kernels may read registered host memory. Here that is memory without a buffer.
             const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->buffer == nullptr && src->data;
             bad = src == nullptr || host || is_on_device(d, src, bytes_read(node, src)) ? nullptr : src;
         }

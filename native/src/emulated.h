@@ -1,57 +1,55 @@
-// The emulated inner device: a ggml device of type GPU that needs no GPU. ggml-cpu computes, on buffers counted as
-// VRAM, behind a copy link of settable bandwidth, with streams and events that are asynchronous as a GPU's are.
-// Everything but absolute speed can be tested on it, overlap of copies with compute included.
+// The emulated inner device: a ggml device of type GPU that needs no GPU. ggml-cpu computes on buffers that count as VRAM,
+// behind a copy link of a given bandwidth, with asynchronous streams and events. Everything but absolute speed can be tested
+// on it, also that copies overlap with compute.
 //
-// What a GPU would refuse is refused here too: a graph that touches memory outside this device's buffers fails, and
-// after a failed compute the device is lost, as a CUDA context is after a sticky error. What CUDA asks of its callers
-// is asked here: tensors and host memory named in an asynchronous call stay valid until the stream is synchronised (the
-// ggml_cgraph itself is copied), and quantised tensors whose rows are no multiple of 512 need their padding (alloc
-// size).
+// It is as strict as a GPU: a graph that touches memory outside its buffers fails, and after a failed compute the device is
+// lost, like a CUDA context after a sticky error. Like CUDA, it expects that tensors and host memory of an asynchronous call
+// stay valid until the stream has run (the ggml_cgraph itself is copied), and that quantised tensors whose rows are not a
+// multiple of 512 have room for padding (their alloc size).
 #pragma once
 
 #include "ggml-backend.h"
 
 #include <cstdint>
 
-// Counted from 1, over the life of the device; 0 means never.
+// Numbers count from 1 over the life of the device; 0: never.
 struct fs_emulated_faults {
     uint64_t alloc = 0;         // this allocation is refused
-    uint64_t compute_fail = 0;  // this compute returns GGML_STATUS_FAILED and the device is lost
-    uint64_t compute_stuck = 0; // this compute hangs for stuck_ms before it runs
+    uint64_t compute_fail = 0;  // this compute returns GGML_STATUS_FAILED, and the device is lost
+    uint64_t compute_stuck = 0; // this compute waits for stuck_ms before it runs
     uint32_t stuck_ms = 60000;
     uint32_t free_ms = 0;  // every free takes this long
-    uint32_t other_mb = 0; // another process holds so many MiB of the card, from compute other_from on
+    uint32_t other_mb = 0; // from compute other_from on another process holds so many MiB of VRAM
     uint64_t other_from = 0;
 };
 
 struct fs_emulated_config {
-    double link_gbps = 0.0;           // 1e9 bytes/s in each direction; 0: as fast as memcpy
-    uint64_t vram_bytes = 8ull << 30; // size of the card
-    uint32_t n_threads = 1;           // of each stream's compute
+    double link_gbps = 0.0; // 1e9 bytes/s in each direction; 0: as fast as memcpy
+    uint64_t vram_bytes = 8ull << 30;
+    uint32_t n_threads = 1; // of each stream's compute
     fs_emulated_faults faults;
 };
 
 struct fs_emulated_stats {
     uint64_t vram_bytes, used_bytes, peak_bytes;
-    uint64_t allocations; // asked for, refused ones included
+    uint64_t allocations; // calls, refused ones included
     uint64_t computes;    // enqueued
     uint64_t h2d_bytes, d2h_bytes;
-    double h2d_busy_s, d2h_busy_s; // time the link was taken: bytes over bandwidth; time in memcpy when unlimited
-    bool lost;                     // a compute failed: every later compute and allocation fails
+    double h2d_busy_s, d2h_busy_s; // time the link was busy: bytes over bandwidth; if unlimited, time in memcpy
+    bool lost;                     // a compute has failed: every later compute and allocation fails
 };
 
 // Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20,other_mb=512,other_from=40" (any subset, any
-// order) into faults. False, with faults unchanged, when the script is not of that form. Null and empty are scripts
-// without faults.
+// order) into faults. False, with faults unchanged, when the script is not of that form. Null or empty: no faults.
 bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults);
 
-// As above, from the environment variable FRAMESHARD_FAULTS.
+// The same, from the environment variable FRAMESHARD_FAULTS.
 bool fs_emulated_config_from_env(fs_emulated_config &config);
 
-// A new device; null when ggml has no CPU device to compute with. It is not put into ggml's registry.
+// A new device; null when ggml has no CPU device. It is not in ggml's registry.
 ggml_backend_dev_t fs_emulated_device(const fs_emulated_config &config);
 
-// Ends a device whose backends, buffers and events are all freed.
+// Frees a device. Its backends, buffers and events must be freed before.
 void fs_emulated_free(ggml_backend_dev_t device);
 
 fs_emulated_stats fs_emulated_get_stats(ggml_backend_dev_t device); // any thread

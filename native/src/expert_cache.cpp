@@ -4,10 +4,10 @@
 
 namespace fsd {
 
-static constexpr uint64_t kWindow = 1 << 16; // choices of a layer after which its counts are halved
-static constexpr double kPrior = 256;        // choices that a layer has to have made before its shares count in full
-static constexpr size_t kCandidates = 8;     // slots looked at for the one to evict
-static constexpr double kHotter = 1.25;      // an expert is, to take another's slot
+static constexpr uint64_t kWindow = 1 << 16; // a layer's counts are halved after so many choices
+static constexpr double kPrior = 256;        // added to a layer's choices, so that shares of few choices are small
+static constexpr size_t kCandidates = 8;     // random slots among which the coldest expert is replaced
+static constexpr double kHotter = 1.25;      // how much hotter an expert must be than the one it replaces
 
 void ExpertCache::adopt(const ExpertArena &arena) {
     if (!arena.same_slots(arena_)) {

@@ -1,5 +1,5 @@
-// The cache of experts in the ring: where its slots lie, which expert lies in which, and how often each was chosen. No
-// ggml and no device.
+// The expert cache: where its slots lie in the ring, which expert each slot holds, and how often each expert was chosen.
+// Pure bookkeeping, without ggml or a device.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace fsd {
 
-// Where in the ring the cache lies. A slot holds one expert of any layer, its matrices (up, gate, down) one after the
-// other. Slots are counted from the end of the ring, so that a graph that needs more of the ring for other things takes
-// the last of them and leaves the others as they are; inner devices count them from the lowest address.
+// The cache's place in the ring. A slot holds one expert of any layer: its matrices (up, gate, down) one behind the other.
+// Slots are counted from the end of the ring, so that a graph that needs more of the ring for streamed steps takes the last
+// slots and leaves the others as they are. Inner devices number slots from the lowest address.
 struct ExpertArena {
-    static constexpr size_t kNumbersBytes = 4096; // behind the slots: the numbers of slots, for the device
+    static constexpr size_t kNumbersBytes = 4096; // behind the slots: the slot numbers of the chosen experts
 
-    size_t end = 0; // of the slots
+    size_t end = 0; // offset of the end of the slots in the ring
     size_t stride = 0;
     std::vector<size_t> parts; // offsets in a slot, by product
     size_t n_slots = 0;
@@ -28,29 +28,30 @@ struct ExpertArena {
     size_t number(size_t slot) const { return n_slots - 1 - slot; }
 };
 
-// Which expert lies in which slot. Experts that are chosen often stay.
+// Which expert each slot holds. Experts that are chosen often are kept.
 class ExpertCache {
   public:
-    static constexpr size_t kPassing = 32; // slots for experts that are not worth evicting another
+    static constexpr size_t kPassing = 32; // slots for experts that are not hot enough to replace a kept one
 
-    // The arena to use from now on; what lies in slots that it has no longer is forgotten.
+    // Changes the arena. Experts in slots that it no longer has are dropped.
     void adopt(const ExpertArena &arena);
     void clear() { adopt({}); }
     const ExpertArena &arena() const { return arena_; }
-    // The slot of an expert, which is not evicted in the present use, or -1.
+    // The slot of an expert, or -1. The expert is not dropped until the next begin_use().
     int find(uint32_t layer, int expert);
-    // Like find, but for whoever reads the slot at once.
+    // Like find(), without protecting the expert.
     int where(uint32_t layer, int expert) const;
-    // A slot for an expert that has none: -1 when all are in use, or hold experts that are hotter unless it must be.
+    // Assigns a slot to an expert that has none. -1 when all slots are in use, or, unless it `must` have one, when they hold
+    // experts that are chosen more often.
     int take(uint32_t layer, int expert, bool must);
     void begin_use() { use_++; }
-    size_t n_empty() const { return empty_.size(); } // slots of those that are to stay
+    size_t n_empty() const { return empty_.size(); } // among the slots of kept experts
 
-    // That an expert was chosen so many times.
+    // Counts that an expert was chosen.
     void count(uint32_t layer, int expert, uint32_t times = 1);
-    // Its share of the layer's choices of late.
+    // Its share of the layer's recent choices.
     double heat(uint32_t layer, int expert) const;
-    // By expert, as counted; empty if the layer's choices were never seen.
+    // Counts by expert; empty if no choice of the layer was counted.
     const std::vector<uint32_t> &uses(uint32_t layer) const;
     void set_uses(uint32_t layer, std::vector<uint32_t> uses);
 
@@ -65,12 +66,12 @@ class ExpertCache {
     };
     static uint64_t key(uint32_t layer, int expert) { return ((uint64_t)layer + 1) << 32 | (uint32_t)expert; }
     double heat_of(uint64_t key) const { return heat((uint32_t)(key >> 32) - 1, (int)(uint32_t)key); }
-    size_t n_kept() const; // slots of experts that are to stay; the others are for those that are needed once
+    size_t n_kept() const; // slots of kept experts; the other slots are for experts that are needed once
     int place(size_t slot, uint64_t key);
 
     ExpertArena arena_;
     std::vector<Slot> slots_;
-    std::vector<size_t> empty_; // of those to keep; the next to fill last
+    std::vector<size_t> empty_; // among the kept slots, the next to fill last
     size_t next_passing_ = 0;
     std::unordered_map<uint64_t, int> at_;
     std::unordered_map<uint32_t, Layer> layers_;

@@ -20,19 +20,19 @@ namespace fsd {
 
 static constexpr uint32_t kMagic = 0x42465346; // "FSFB"
 static constexpr uint32_t kVersion = 1;
-static constexpr uint32_t kIdle = 1; // flag: the host draws nothing that matters
+static constexpr uint32_t kIdle = 1; // flag: the host's frames need not be protected
 
 static constexpr uint64_t kMs = 1000000;
-static constexpr uint64_t kSilent = 100 * kMs; // beside four frames: then the host is loading, paused or gone
-static constexpr uint64_t kNap = kMs / 2;      // between two looks at abort, budget and page
+static constexpr uint64_t kSilent = 100 * kMs; // after this and four frames without a new one the host is not paced
+static constexpr uint64_t kNap = kMs / 2;      // between two checks of abort, budget and frame block
 
-// By mode: how late a frame may be before it counts, and how much of the host's own GPU time may be used at most and at
-// least: a host whose frames are late whatever we do is not a reason to stop.
-struct Manners {
+// By mode: by what share of its target a frame may be late before it counts, and how much of the host's GPU time steps may
+// use. The least share is above 0 so that a host whose frames are always late does not stop the engine.
+struct ModeLimits {
     double tolerance, most_share, least_share, growth;
 };
-static constexpr Manners kManners[] = {{0.03, 0.0, 0.0, 0.0}, {0.10, 0.8, 0.1, 0.01}, {1.0, 1.0, 1.0, 1.0}};
-// Without a hint of the host's GPU time its whole frame counts as busy, and something must still get through.
+static constexpr ModeLimits kModeLimits[] = {{0.03, 0.0, 0.0, 0.0}, {0.10, 0.8, 0.1, 0.01}, {1.0, 1.0, 1.0, 1.0}};
+// Limits for a host that does not say how long it uses the GPU: its whole frame counts as busy.
 static constexpr double kLeastShare = 0.04;
 static constexpr double kBlindShare = 0.30;
 
@@ -74,11 +74,11 @@ void FramePacer::see(const Frame &f, uint64_t now) {
     figures_.frames++;
     figures_.frame_time_s = f.time * 1e-9;
     figures_.target_frame_s = f.target * 1e-9;
-    const Manners &m = kManners[(int)mode_];
+    const ModeLimits &m = kModeLimits[(int)mode_];
     const bool late = f.time > f.target * (1 + m.tolerance);
     figures_.late_frames += late;
     const double most = f.gpu_busy > 0 ? m.most_share : std::max(m.most_share, kBlindShare);
-    if (late && worked) { // a frame that is late by itself says nothing about us
+    if (late && worked) { // a late frame without a step in it was not delayed by steps
         share_ *= 0.5;
         guard_ = std::min(guard_ + 0.25 * kMs, 0.25 * f.target);
     } else if (!late) {
@@ -93,13 +93,13 @@ uint64_t FramePacer::start_at(uint64_t now) const {
     if (!paced(now)) {
         return now;
     }
-    // A frame that has not been followed by another when it should have been is still being drawn.
+    // A frame whose successor is overdue is still being drawn.
     const uint64_t end = frame_.start + frame_.target;
     const uint64_t needed = longest_ + (uint64_t)guard_;
     if (frame_.gpu_busy > 0 && frame_.gpu_busy < frame_.target) {
         const uint64_t free_from = frame_.start + frame_.gpu_busy;
         const bool fits = now >= free_from && now + needed <= end;
-        // A step longer than any gap begins as early in the gap as it can, once a frame: tokens keep flowing.
+        // A step that is longer than the gap starts at the gap's begin, once per frame, so that the engine makes progress.
         const bool too_long = needed > end - free_from;
         if (fits || (now >= free_from && now < end && too_long && last_frame_with_step_ != frame_.number)) {
             return now;
@@ -107,23 +107,23 @@ uint64_t FramePacer::start_at(uint64_t now) const {
         if (now < free_from) {
             return share_ > 0 ? std::max(now, std::min(resume_, free_from)) : free_from;
         }
-        return share_ > 0 ? std::max(now, resume_) : now + kNap; // until the next frame is begun
+        return share_ > 0 ? std::max(now, resume_) : now + kNap; // until the next frame starts
     }
     if (frame_.gpu_busy > 0 && last_frame_with_step_ != frame_.number) {
-        return now; // the host has no time to spare; one step a frame
+        return now; // the host uses the GPU for the whole frame: one step per frame
     }
     return share_ > 0 ? std::max(now, resume_) : now + kNap;
 }
 
 void FramePacer::ran(uint64_t start, uint64_t end) {
     uint64_t took = end - std::min(start, end);
-    // Beside the host's own work a step takes turns with it: how long it takes by itself shows in free time alone.
+    // In the host's GPU time a step takes longer than alone, so its own time is measured in free time.
     const bool free_time = start >= frame_.start + frame_.gpu_busy && start < frame_.start + frame_.target;
     if (free_time != measured_free_) {
         longest_ = free_time || longest_ == 0 ? took : longest_;
     } else {
-        // A single step that something held up is no measure of others. What no gap holds is soon forgotten, because until
-        // then there is one step a frame.
+        // One delayed step must not count in full. Steps longer than the gap are forgotten sooner, because until then there
+        // is only one step per frame.
         const uint64_t gap = frame_.target - std::min(frame_.gpu_busy, frame_.target);
         longest_ = std::max(std::min(took, 2 * longest_), longest_ - longest_ / (longest_ > gap ? 8 : 64));
     }
@@ -132,13 +132,13 @@ void FramePacer::ran(uint64_t start, uint64_t end) {
     figures_.longest_step_s = longest_ * 1e-9;
     last_frame_with_step_ = frame_.number;
     resume_ = share_ > 0 ? end + (uint64_t)(took * (1 / share_ - 1)) : 0;
-    // However long the step was: one in four frames gets another.
+    // At least one step in four frames, however long it takes.
     resume_ = std::min(resume_, end + 4 * frame_.target);
 }
 
-// ----------------------------------------------------------------------------------------------------------------- page
+// ----------------------------------------------------------------------------------------------------------------- frame block
 
-static FrameBlock *map_page(const char *path, std::string &why) {
+static FrameBlock *map_block(const char *path, std::string &why) {
 #if defined(_WIN32)
     HANDLE file = CreateFileA(path, GENERIC_READ | GENERIC_WRITE, FILE_SHARE_READ | FILE_SHARE_WRITE, nullptr,
                               OPEN_EXISTING, 0, nullptr);
@@ -165,14 +165,14 @@ static FrameBlock *map_page(const char *path, std::string &why) {
     struct stat st = {};
     bool whole = fstat(fd, &st) == 0 && st.st_size == (off_t)sizeof(FrameBlock);
 #if defined(F_GET_SEALS)
-    // Whoever could shrink the page could end this process.
+    // If the file shrank, reading the mapping would end this process.
     const int seals = fcntl(fd, F_GET_SEALS);
     whole = whole && (seals < 0 || (seals & F_SEAL_SHRINK));
 #endif
     void *p = whole ? mmap(nullptr, sizeof(FrameBlock), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
     ::close(fd);
     if (p == MAP_FAILED) {
-        why = "the frame block is no page of " + std::to_string(sizeof(FrameBlock)) + " bytes that stays so";
+        why = "the frame block is not a sealed file of " + std::to_string(sizeof(FrameBlock)) + " bytes";
         return nullptr;
     }
 #endif
@@ -180,15 +180,15 @@ static FrameBlock *map_page(const char *path, std::string &why) {
 }
 
 bool Pacing::open(const char *path, std::string &why) {
-    FrameBlock *page = nullptr;
-    if (path && !(page = map_page(path, why))) {
+    FrameBlock *block = nullptr;
+    if (path && !(block = map_block(path, why))) {
         return false;
     }
     std::lock_guard<std::mutex> lock(mutex_);
-    // An earlier page stays mapped: another thread may just be reading it, and there are few in a process's life.
-    block_.store(page, std::memory_order_release);
-    // A budget that was answered before is not asked again: later words may have come by message.
-    budget_seen_ = page ? std::max(page->applied_generation.load(), page->refused_generation.load()) : 0;
+    // An earlier frame block stays mapped, because another thread may be reading it. There are few in a process's life.
+    block_.store(block, std::memory_order_release);
+    // A budget that was already answered is not taken again: a later one may have come by message.
+    budget_seen_ = block ? std::max(block->applied_generation.load(), block->refused_generation.load()) : 0;
     const Mode mode = pacer_.mode();
     pacer_ = FramePacer();
     pacer_.set_mode(mode);
@@ -200,14 +200,14 @@ void Pacing::set_mode(Mode mode) {
     pacer_.set_mode(mode);
 }
 
-// The seqlock's reader. A host that died while it wrote leaves the sequence odd: the last whole frame stands, and ages.
+// Reads under the sequence lock. If the host died while it wrote, the sequence stays odd, and the last frame becomes old.
 bool Pacing::read(Frame &f) {
     FrameBlock *b = block_.load(std::memory_order_acquire);
     if (!b || b->magic != kMagic || b->version != kVersion) {
         return false;
     }
-    // Each load acquires, so that the second look at the sequence comes after all of them (a fence would do, but
-    // ThreadSanitizer knows none).
+    // Each load acquires, so that the second load of the sequence comes after all of them. ThreadSanitizer does not
+    // understand fences.
     auto load = [](const auto &field) { return __atomic_load_n(&field, __ATOMIC_ACQUIRE); };
     for (int attempt = 0; attempt < 16; attempt++) {
         const uint32_t before = b->sequence.load(std::memory_order_acquire);
@@ -224,7 +224,7 @@ bool Pacing::read(Frame &f) {
         f.budget_generation = load(b->budget_generation);
         f.vram_budget_bytes = load(b->vram_budget_bytes);
         if (b->sequence.load(std::memory_order_relaxed) == before) {
-            // What a host writes is not trusted: a second and more is no frame, and nothing starts in the future.
+            // The host's values are not trusted: frames last a second at most and do not start in the future.
             const uint64_t now = clock_ns();
             f.target = std::min<uint64_t>(f.target, 1000 * kMs);
             f.start = std::min(f.start, now);

@@ -1,8 +1,8 @@
-// Pacing: when the next step may start, so that the host's frames keep their time.
+// Pacing: when the next step may start, so that the host's frames are not delayed.
 //
-// The host writes a frame block each frame (bindings/PROTOCOL.md, "Frame block"). From it follows where in the frame the
-// GPU is the host's and where it is free. Steps wait for free time; a closed loop on the host's own frame times widens or
-// narrows what counts as free. A host that has said nothing for a few frames, or says that it is idle, is not paced for.
+// The host writes a frame block each frame (bindings/PROTOCOL.md, "Frame block"). It shows when in the frame the host uses
+// the GPU. Steps wait for the rest of the frame; a closed loop on the host's frame times widens or narrows what steps may
+// use. A host that has written nothing for a few frames, or says that it is idle, is not paced.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace fsd {
 
-// The shared page as it lies in memory.
+// The frame block's layout in shared memory.
 struct FrameBlock {
     uint32_t magic, version;
     std::atomic<uint32_t> sequence; // odd while the host writes
@@ -35,7 +35,7 @@ static_assert(sizeof(FrameBlock) == 4096 && offsetof(FrameBlock, flags) == 12 &&
 
 enum class Mode { graphics = 0, balance = 1, compute = 2 };
 
-// One whole frame of the host, as read from the page.
+// One frame of the host, as read from the frame block.
 struct Frame {
     uint32_t flags = 0;
     uint64_t number = 0, start = 0, target = 0, time = 0, gpu_busy = 0; // nanoseconds
@@ -45,25 +45,25 @@ struct Frame {
 struct PacingFigures {
     uint64_t frames = 0, late_frames = 0;
     double frame_time_s = 0, target_frame_s = 0;
-    double longest_step_s = 0; // of recent steps
-    double waited_s = 0;       // all that steps have waited for frames
-    double share = 1;          // of the host's own GPU time that steps may use beside it
-    double gpu_busy_s = 0;     // of a frame, by the host's word; 0 while no frames are drawn
-    bool pacing = false;       // the host's frames are being looked after right now
+    double longest_step_s = 0; // among recent steps
+    double waited_s = 0;       // total time that steps have waited for frames
+    double share = 1;          // share of the host's own GPU time that steps may use, too
+    double gpu_busy_s = 0;     // GPU time of a frame, as the host says; 0 while no frames are drawn
+    bool pacing = false;       // steps wait for the host's frames now
 };
 
-// The decision, without clock, page or device: what test programs drive with times of their own.
+// The decision, without clock, frame block or device, so that tests can drive it with times of their own.
 class FramePacer {
   public:
     void set_mode(Mode mode);
     Mode mode() const { return mode_; }
-    // A frame as it stands now: learns from it when it is new.
+    // The frame block's present frame; learns from it when it is new.
     void see(const Frame &f, uint64_t now);
-    // When the next step may start, if it takes as long as the longest of late; now or earlier: at once.
+    // When the next step may start, if it takes as long as the longest recent step. A time up to `now` means at once.
     uint64_t start_at(uint64_t now) const;
     // A step ran from `start` to `end`.
     void ran(uint64_t start, uint64_t end);
-    bool drawing(uint64_t now) const; // the host is at its frames right now
+    bool drawing(uint64_t now) const; // the host is drawing frames
     bool paced(uint64_t now) const { return mode_ != Mode::compute && drawing(now); }
     const PacingFigures &figures() const { return figures_; }
 
@@ -71,26 +71,26 @@ class FramePacer {
     Mode mode_ = Mode::balance;
     Frame frame_;
     double share_ = 0.25;
-    double guard_ = 0;           // nanoseconds kept free before the next frame begins, beside the step's own time
-    uint64_t longest_ = 0;       // decays
-    bool measured_free_ = false; // longest_ is of steps in the host's free time
-    uint64_t resume_ = 0;        // a step inside the host's busy time is followed by a gap until then
+    double guard_ = 0;           // nanoseconds kept free between a step's expected end and the next frame
+    uint64_t longest_ = 0;       // step, nanoseconds; decays
+    bool measured_free_ = false; // longest_ was measured while the host did not use the GPU
+    uint64_t resume_ = 0;        // end of the gap after a step in the host's GPU time
     uint64_t last_frame_with_step_ = 0;
     PacingFigures figures_;
 };
 
-// The page, mapped, and the pacer behind it. One per device.
+// The mapped frame block and its pacer. One per device.
 class Pacing {
   public:
-    // Maps the page at `path`; null unmaps. False with the reason in `why`. [any thread]
+    // Maps the frame block at `path`; null: none. False with the reason in `why`. [any thread]
     bool open(const char *path, std::string &why);
     void set_mode(Mode mode); // [any thread]
-    // Whether wait() may have to wait: one atomic load where no page is mapped.
+    // Whether a frame block is mapped.
     bool active() const { return block_.load(std::memory_order_acquire) != nullptr; }
-    // Before a step on the GPU: waits until it may start, or `hurry`. True when after_step() wants to hear of its end.
+    // Waits until a step on the GPU may start, or until `hurry`. True when after_step() should be called.
     bool before_step(const std::function<bool()> &hurry);
     void after_step(uint64_t start, uint64_t end);
-    // A budget in the page that has not been looked at yet. [any thread]
+    // Takes a budget in the frame block that was not taken before; false when there is none. [any thread]
     bool new_budget(uint64_t &generation, uint64_t &bytes);
     void answer(uint64_t generation, bool refused, uint64_t budget, uint64_t used, uint64_t floor);
     PacingFigures figures();
@@ -104,6 +104,6 @@ class Pacing {
     double waited_s_ = 0;
 };
 
-uint64_t clock_ns(); // the clock that the page's times are of
+uint64_t clock_ns(); // the clock of the frame block's times
 
 } // namespace fsd

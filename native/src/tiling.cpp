@@ -11,16 +11,16 @@
 
 namespace fsd {
 
-static constexpr int64_t kQueries = 512;    // of a tile
-static constexpr int64_t kKeys = 256;       // a tile's keys begin and end at multiples of it: kernels are faster then
-static constexpr int64_t kRows = 2048;      // of a feed-forward block at a time
-static constexpr float kUnseen = -65520.0f; // this and all below is minus infinity to the F16 that attention reads
-static constexpr int kAfter = GGML_MAX_SRC - 1; // the source that no operation has: what must have run before a node
+static constexpr int64_t kQueries = 512;    // queries of a tile
+static constexpr int64_t kKeys = 256;       // key ranges are aligned to this, because kernels are faster then
+static constexpr int64_t kRows = 2048;      // rows of a feed-forward block or product that are computed at a time
+static constexpr float kUnseen = -65520.0f; // this and lower values become minus infinity in F16, which attention reads
+static constexpr int kAfter = GGML_MAX_SRC - 1; // a source that no operation uses: orders a node behind another
 
 // ---------------------------------------------------------------------------------------------------------------- masks
 
 static bool seen(const float *values, int64_t n) {
-    int any = 0; // no early end within a run: so it is vectorised
+    int any = 0; // no early exit, so that the loop is vectorised
     for (int64_t i = 0; i < n; i++) {
         any |= values[i] > kUnseen;
     }
@@ -31,7 +31,7 @@ static QueryTile tile_of(const float *mask, int64_t row0, int64_t row1, int64_t 
     QueryTile t = {row0, row1, keys, 0};
     for (int64_t row = row0; row < row1; row++) {
         const float *values = mask + row * keys;
-        int64_t first = 0, last = keys; // from here to the tile's first key, and from its last key to here
+        int64_t first = 0, last = keys; // keys before `first` and from `last` on are not seen by this row
         while (first < t.key0 && !seen(values + first, std::min(kKeys, t.key0 - first))) {
             first = std::min(first + kKeys, t.key0);
         }
@@ -93,13 +93,13 @@ class Tiler {
     Tiler(const ggml_cgraph *graph, const std::set<const ggml_tensor *> &out, Tiling &result)
         : old(graph), outs(out), r(result) {}
 
-    bool plan(int n_threads); // false: nothing to be gained
+    bool plan(int n_threads); // false: tiling would save nothing
     bool build(ggml_backend_buffer_type_t buft);
 
   private:
     using Made = std::unordered_map<const ggml_tensor *, ggml_tensor *>;
 
-    struct Attention { // of one mask
+    struct Attention { // all attention with one mask
         std::vector<QueryTile> tiles;
         std::vector<ggml_tensor *> masks;
     };
@@ -125,14 +125,14 @@ class Tiler {
     Tiling &r;
     std::unordered_map<const ggml_tensor *, int> index, uses;
     std::map<const ggml_tensor *, Attention> attentions; // by mask, in the order of addresses
-    // By product: what is made some rows at a time with it.
+    // By product that is computed some rows at a time: the nodes before it that are computed with it.
     std::unordered_map<const ggml_tensor *, std::vector<const ggml_tensor *>> blocks;
     std::set<const ggml_tensor *> in_block, needed;
     std::vector<std::pair<ggml_tensor *, const ggml_tensor *>> inputs;
     Made made;
 };
 
-// The mask of an attention that can be tiled, as it was given to the graph; null otherwise.
+// The mask, an input of the graph, of an attention that can be tiled; null if it cannot.
 const ggml_tensor *Tiler::mask_of(const ggml_tensor *t) const {
     const ggml_tensor *m = t->src[3];
     while (m && index.count(m) && (m->op == GGML_OP_CPY || m->op == GGML_OP_CONT || m->op == GGML_OP_DUP)) {
@@ -145,7 +145,8 @@ const ggml_tensor *Tiler::mask_of(const ggml_tensor *t) const {
     return fits ? m : nullptr;
 }
 
-// What a narrowing product reads, back to the products that widened it, if all of that can be made some rows at a time.
+// The nodes between a product that narrows a feed-forward block and the products that widened it, if all of them can be
+// computed some rows at a time; else none.
 std::set<const ggml_tensor *> Tiler::interior(const ggml_tensor *narrow) {
     const int64_t rows = narrow->ne[1];
     const ggml_tensor *wide = narrow->src[1];
@@ -176,7 +177,7 @@ std::set<const ggml_tensor *> Tiler::interior(const ggml_tensor *narrow) {
             if (!is_matrix(src, rows)) {
                 return {};
             }
-            if (t->op != GGML_OP_MUL_MAT) { // the rows that a product widens are there as a whole
+            if (t->op != GGML_OP_MUL_MAT) { // the block ends at the widening products, whose inputs are held whole
                 inside[src]++;
                 if (nodes.insert(src).second) {
                     next.push_back(src);
@@ -192,8 +193,8 @@ std::set<const ggml_tensor *> Tiler::interior(const ggml_tensor *narrow) {
     return nodes;
 }
 
-// Every product of many rows is made some rows at a time: devices make copies of what they multiply. A narrowing one with
-// all of its block.
+// Plans a product of many rows to be computed some rows at a time, because inner devices make copies of what they multiply.
+// The narrowing product of a feed-forward block takes the whole block with it.
 void Tiler::plan_block(const ggml_tensor *product) {
     const int64_t rows = product->ne[1];
     if (rows <= kRows || !is_weight(product->src[0]) || product->view_src || !is_matrix(product, rows) ||
@@ -279,7 +280,7 @@ void Tiler::place(ggml_tensor *t, ggml_tensor *root, size_t offset) {
 
 ggml_tensor *Tiler::copy(const ggml_tensor *t) {
     ggml_tensor *s = blank(t);
-    made[t] = s; // a copy has itself for its target
+    made[t] = s; // before its sources: a copy operation names itself as a source
     for (int j = 0; j < GGML_MAX_SRC; j++) {
         s->src[j] = t->src[j] ? get(t->src[j]) : nullptr;
     }
@@ -289,7 +290,7 @@ ggml_tensor *Tiler::copy(const ggml_tensor *t) {
     return s;
 }
 
-// What stands for a tensor of the old graph: weights themselves, what is read a copy of it.
+// The new graph's tensor for one of the old graph: weights are used as they are, inputs are copied.
 ggml_tensor *Tiler::get(const ggml_tensor *t) {
     auto it = made.find(t);
     if (it != made.end()) {
@@ -321,7 +322,7 @@ ggml_tensor *Tiler::view(ggml_tensor *of, int dim, int64_t first, int64_t n) {
     return s;
 }
 
-// Memory for what several nodes write a part of each.
+// A tensor whose parts are written by several nodes.
 ggml_tensor *Tiler::whole(const ggml_tensor *t) {
     ggml_tensor *s = blank(t);
     s->op = GGML_OP_NONE;
@@ -329,7 +330,8 @@ ggml_tensor *Tiler::whole(const ggml_tensor *t) {
     return s;
 }
 
-// From here on it is there as a whole. The parts are each other's sources, else their memory would never be free again.
+// Makes the whole available to later nodes. Each part is a source of the next, so that the allocator sees when their memory
+// is free again.
 void Tiler::join(const ggml_tensor *t, ggml_tensor *whole, ggml_tensor *last) {
     ggml_tensor *s = view(whole, 1, 0, whole->ne[1]);
     s->src[kAfter] = last;
@@ -411,7 +413,7 @@ bool Tiler::build(ggml_backend_buffer_type_t buft) {
         n += block != blocks.end() ? 2 * (block->second.size() + 1) * (t->ne[1] / kRows + 1) : 0;
     }
     for (const auto &each : uses) {
-        n += index.count(each.first) ? 0 : 1; // what is read
+        n += index.count(each.first) ? 0 : 1; // inputs and weights
     }
     ggml_init_params params = {};
     params.mem_size = n * ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false);

@@ -1,7 +1,6 @@
-// Rewrites a vision tower's graph so that what grows with the square of an image, or is wider than the tower, is never
-// there as a whole: attention that sees a window only is computed some queries at a time, feed-forward blocks and other
-// products some rows at a time. How a graph is cut depends on the model and the image alone, so results do not depend on
-// the budget.
+// Rewrites a vision tower's graph so that its large intermediate tensors are never held whole: attention whose mask shows
+// only windows is computed some queries at a time, feed-forward blocks and other products some rows at a time. How a graph
+// is cut depends on the model and the image alone, so results do not depend on the budget.
 #pragma once
 
 #include "device.h"
@@ -10,10 +9,11 @@
 
 namespace fsd {
 
-// A graph in memory of its own. To be destroyed after the last run, and after its buffer's VRAM has been given back.
+// A rewritten graph with its own tensors and buffer. Destroy it after its last run and after the VRAM of its buffer was
+// released.
 class Tiling {
   public:
-    // Null when nothing is to be gained. `out` is what is read of the graph when it has run.
+    // Null when tiling would save nothing. `out` are the tensors that are read after the graph has run.
     static std::unique_ptr<Tiling> make(const ggml_cgraph *graph, const std::set<const ggml_tensor *> &out,
                                         ggml_backend_buffer_type_t buft, int n_threads);
     Tiling() = default;
@@ -21,24 +21,24 @@ class Tiling {
     Tiling &operator=(const Tiling &) = delete;
     ~Tiling();
 
-    ggml_cgraph *graph = nullptr; // what it reads is at its tensors' addresses
+    ggml_cgraph *graph = nullptr; // its inputs have been copied to its tensors
 
-    // Copies what the graph has made to where it belongs.
+    // Copies the results to the tensors of the original graph.
     void finish() const;
 
   private:
     friend class Tiler;
     ggml_context *ctx = nullptr;
     ggml_gallocr_t memory = nullptr;
-    std::vector<std::pair<const ggml_tensor *, const ggml_tensor *>> out; // made here, of the graph that was rewritten
+    std::vector<std::pair<const ggml_tensor *, const ggml_tensor *>> out; // tensor here, tensor of the original graph
 };
 
-// A run of queries, and the keys that any of them sees.
+// A range of queries, and the range of keys that any of them sees.
 struct QueryTile {
     int64_t row0, row1, key0, key1;
 };
 
-// By what a mask of `rows` x `keys` values leaves to be seen, found by looking at all of it. Empty when a row sees nothing.
+// The tiles of a mask of `rows` x `keys` values. Reads the whole mask. Empty when a row sees no key.
 std::vector<QueryTile> tiles_of_mask(const float *mask, int64_t rows, int64_t keys, int n_threads);
 
 } // namespace fsd

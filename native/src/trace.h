@@ -1,4 +1,4 @@
-// When copies, device segments and CPU segments really ran: for time lines, and off otherwise.
+// Records when copies, GPU segments and CPU segments ran, for time lines.
 #pragma once
 
 #include "frameshard_device.h"
@@ -14,22 +14,22 @@
 
 namespace fsd {
 
-// Streams tell no times through ggml, so events are recorded around each piece of work and a thread for each stream waits
-// for them. Only one thread records (the one that runs graphs); any thread may start and stop.
+// ggml's streams have no timestamps, so events are recorded around each span of work, and a thread for each stream waits for
+// them. Only the thread that runs graphs records; any thread may start and stop.
 class Trace {
   public:
     explicit Trace(ggml_backend_dev_t device);
     ~Trace();
 
-    // Around what is queued on a stream.
+    // Before and after work is queued on a stream.
     void begin(fsd_lane lane, ggml_backend_t stream);
     void end(fsd_lane lane, ggml_backend_t stream, uint64_t bytes);
-    // What the host itself did.
+    // Work that the CPU has done, in seconds of now().
     void add(fsd_lane lane, double start_s, double end_s, uint64_t bytes);
 
     static double now();
 
-    // Waits until everything recorded has run, then gives the spans in order of their start.
+    // Waits until all recorded work has run; the spans in order of their start.
     std::vector<fsd_span> finish();
 
   private:
