@@ -34,6 +34,29 @@ static std::string device_list() {
     return names;
 }
 
+// The device that fsd_configure names.
+static fsd_status find_device(const fsd_config &config, ggml_backend_dev_t &dev) {
+    if (strcmp(config.inner_device, "emulated") == 0) {
+        fs_emulated_config emulated;
+        emulated.link_gbps = config.emulated_link_gbps;
+        emulated.n_threads = config.n_threads;
+        if (config.emulated_vram_bytes > 0) {
+            emulated.vram_bytes = config.emulated_vram_bytes;
+        }
+        if (!fs_emulated_config_from_env(emulated)) {
+            return fail(FSD_BAD_ARGUMENT, "FRAMESHARD_FAULTS is not of the form alloc=7,compute_fail=12");
+        }
+        dev = fs_emulated_device(emulated);
+    } else {
+        dev = ggml_backend_dev_by_name(config.inner_device);
+    }
+    const bool usable = dev && dev != plugin_device() && dev != vision_device() &&
+                        ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU;
+    return usable ? FSD_OK
+                  : fail(FSD_NO_DEVICE,
+                         std::string("no device named '") + config.inner_device + "'; there are: " + device_list());
+}
+
 extern "C" {
 
 uint32_t fsd_interface_version(void) { return FSD_INTERFACE_VERSION; }
@@ -58,36 +81,12 @@ fsd_status fsd_configure(const fsd_config *config) {
                                      FSD_BUILD_GGML_COMMIT + "), running " + ggml_version() + " (" + ggml_commit() +
                                      ")");
     }
-    d.emulated = strcmp(config->inner_device, "emulated") == 0;
-    if (d.emulated) {
-        fs_emulated_config emulated;
-        emulated.link_gbps = config->emulated_link_gbps;
-        emulated.n_threads = config->n_threads;
-        if (config->emulated_vram_bytes > 0) {
-            emulated.vram_bytes = config->emulated_vram_bytes;
-        }
-        if (!fs_emulated_config_from_env(emulated)) {
-            return fail(FSD_BAD_ARGUMENT, "FRAMESHARD_FAULTS is not of the form alloc=7,compute_fail=12");
-        }
-        d.inner = fs_emulated_device(emulated);
-    } else {
-        d.inner = ggml_backend_dev_by_name(config->inner_device);
-        if (d.inner && (d.inner == plugin_device() || d.inner == vision_device() ||
-                        ggml_backend_dev_type(d.inner) == GGML_BACKEND_DEVICE_TYPE_CPU)) {
-            d.inner = nullptr;
-        }
+    ggml_backend_dev_t dev = nullptr;
+    if (const fsd_status status = find_device(*config, dev); status != FSD_OK) {
+        return status;
     }
-    if (!d.inner) {
-        return fail(FSD_NO_DEVICE,
-                    std::string("no device named '") + config->inner_device + "'; there are: " + device_list());
-    }
-    const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(d.inner);
-    d.kernels_read_host = d.emulated || strcmp(ggml_backend_reg_name(reg), "CUDA") == 0;
-    // ggml-cuda registers host memory only where this is set; llama.cpp's own use of it is off with our buffers.
-    setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
     d.cpu = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
-    if (!d.open_streams() || !d.cpu) {
-        d.inner = nullptr;
+    if (!d.cpu || !d.inner.open(dev, config->copy_bytes)) {
         return fail(FSD_OUT_OF_MEMORY, std::string("the device '") + config->inner_device + "' could not be opened");
     }
     ggml_backend_reg_t cpu_reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(d.cpu));
@@ -97,8 +96,7 @@ fsd_status fsd_configure(const fsd_config *config) {
     }
     d.n_threads = config->n_threads;
     d.sizes =
-        d.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes, vram_unit(config->inner_device)};
-    d.copy_bytes = config->copy_bytes;
+        d.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes, d.inner.quirks.vram_unit_bytes};
     d.budget.store(limit_of(config->budget_bytes));
     d.requested_budget.store(d.budget.load());
     d.configured.store(true);
@@ -154,9 +152,9 @@ fsd_status fsd_unpark(void) {
         d.apply_budget();
     }
     std::string why = "the device could not be opened again";
-    fsd_status status = d.open_streams() ? d.commit(why) : FSD_OUT_OF_MEMORY;
+    fsd_status status = d.inner.open_streams() ? d.commit(why) : FSD_OUT_OF_MEMORY;
     if (status != FSD_OK) {
-        if (d.compute && d.copy) {
+        if (d.inner.compute && d.inner.copy) {
             d.park(); // what was taken goes back
         }
         return fail(status, why);
@@ -172,7 +170,7 @@ fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     size_t free = 0, total = 0;
-    ggml_backend_dev_memory(d.inner, &free, &total);
+    ggml_backend_dev_memory(d.inner.dev, &free, &total);
     *free_bytes = free;
     *total_bytes = total;
     return FSD_OK;
@@ -226,7 +224,8 @@ fsd_status fsd_lay_out(const fsd_layout_request *request, fsd_layout *layout, ui
             return fail(FSD_BAD_ARGUMENT, "fsd_lay_out: KV tensor " + std::to_string(i) + " has an impossible shape");
         }
     }
-    const LayoutSizes sizes = {r->piece_bytes, r->step_bytes, r->slab_bytes, vram_unit(r->inner_device)};
+    const LayoutSizes sizes = {r->piece_bytes, r->step_bytes, r->slab_bytes,
+                               quirks_of(r->inner_device).vram_unit_bytes};
     const Layout l = lay_out(weights, sizes, weights.empty() ? 1 : weights.back().shard + 1);
     const KvBytes held = kv_bytes(kv, sizes.unit_bytes);
     const uint64_t fixed =
@@ -303,7 +302,7 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_set_plan comes after fsd_commit");
     }
-    d.synchronize();
+    d.inner.synchronize();
     d.plan = std::move(plan);
     d.residency_generation++;
     if (ring_bytes > 0) {
@@ -494,10 +493,10 @@ fsd_status fsd_set_abort(int on) {
 fsd_status fsd_trace_start(void) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    if (!d.configured.load() || d.trace) {
+    if (!d.configured.load() || d.inner.trace) {
         return fail(FSD_BAD_STATE, "one recording at a time, after fsd_configure");
     }
-    d.trace = std::make_unique<Trace>(d.inner);
+    d.inner.trace = std::make_unique<Trace>(d.inner.dev);
     return FSD_OK;
 }
 
@@ -507,11 +506,11 @@ fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n) {
         return fail(FSD_BAD_ARGUMENT, "fsd_trace_stop: nowhere to put the spans");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    if (!d.trace) {
+    if (!d.inner.trace) {
         return fail(FSD_BAD_STATE, "fsd_trace_start comes first");
     }
-    const std::vector<fsd_span> all = d.trace->finish();
-    d.trace.reset();
+    const std::vector<fsd_span> all = d.inner.trace->finish();
+    d.inner.trace.reset();
     *n = all.size();
     std::copy_n(all.begin(), std::min(n_max, all.size()), spans);
     return FSD_OK;
@@ -542,8 +541,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->budget_bytes = d.budget.load();
     stats->floor_bytes = d.floor.load();
     stats->full_bytes = d.full.load();
-    if (d.configured.load() && d.emulated) {
-        stats->copy_busy_s = fs_emulated_get_stats(d.inner).h2d_busy_s;
+    if (d.configured.load() && d.inner.quirks.emulated) {
+        stats->copy_busy_s = fs_emulated_get_stats(d.inner.dev).h2d_busy_s;
     }
     return FSD_OK;
 }

@@ -151,8 +151,8 @@ void Device::release_block(CacheBlock &b) {
 // Moves a block to storage of another size or on the other side; what is in use of it goes along. False leaves it as it
 // was.
 bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_host) {
-    synchronize();
-    ggml_backend_synchronize(copy); // may be reading it into the window
+    inner.synchronize();
+    ggml_backend_synchronize(inner.copy); // may be reading it into the window
     std::vector<size_t> at;
     const size_t bytes = lay_out_block(b, cells, streams, at);
     InnerBuffer storage;
@@ -160,7 +160,7 @@ bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_hos
     if (bytes > 0) {
         if (to_host) {
             // Copies from memory that the driver knows run at the link's full speed; parked, none of it is read for long.
-            ggml_backend_buffer_type_t buft = parked ? nullptr : ggml_backend_dev_host_buffer_type(inner);
+            ggml_backend_buffer_type_t buft = parked ? nullptr : inner.host_buffer_type();
             storage.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), bytes));
         } else {
             storage = allocate(Use::cache, bytes, false);
@@ -254,8 +254,8 @@ bool Device::ensure_window() {
 }
 
 void Device::release_window() {
-    synchronize();
-    ggml_backend_synchronize(copy);
+    inner.synchronize();
+    ggml_backend_synchronize(inner.copy);
     release(Use::cache, window);
     window_base = nullptr;
     n_panes = pane_bytes = 0;
@@ -343,7 +343,7 @@ bool Device::hold_range(Buffer *buffer, size_t offset, size_t bytes) {
 }
 
 void Device::clear_caches(Buffer *buffer, uint8_t value) {
-    synchronize();
+    inner.synchronize();
     for (CacheGroup &g : buffer->cache->groups) {
         std::fill(g.used.begin(), g.used.end(), 0);
     }
@@ -522,16 +522,15 @@ bool Device::prepare_caches(const CacheAccess &a) {
         if (b.streams == 1) {
             continue; // the first sequence's numbers are right as they are
         }
-        synchronize();
+        inner.synchronize();
         const int64_t *numbers = (const int64_t *)r.numbers->data;
         inside.assign(numbers, numbers + r.numbers->ne[0]);
         for (int64_t &n : inside) {
             n = n / r.group->cells * b.cells + n % r.group->cells;
         }
         const Buffer *buffer = buffer_of(r.numbers);
-        ggml_tensor raw = raw_tensor(buffer->inner, buffer->inner_base + ((char *)r.numbers->data - buffer->base),
-                                     inside.size() * sizeof(int64_t));
-        ggml_backend_tensor_set(&raw, inside.data(), 0, inside.size() * sizeof(int64_t));
+        inner.upload(nullptr, buffer->inner, buffer->inner_base + ((char *)r.numbers->data - buffer->base),
+                     inside.data(), inside.size() * sizeof(int64_t));
     }
     return true;
 }

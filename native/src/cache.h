@@ -6,6 +6,7 @@
 // A block that has no room in VRAM lies in host memory and passes through the window for the nodes that touch it.
 #pragma once
 
+#include "inner.h"
 #include "kv_layout.h"
 
 #include "ggml-backend.h"
@@ -20,11 +21,6 @@
 #include <vector>
 
 namespace fsd {
-
-struct BufferDeleter {
-    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
-};
-using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
 
 struct CacheGroup;
 struct CacheTensor;

@@ -9,7 +9,10 @@
 namespace fsd {
 
 Device &device() {
-    static Device *d = new Device; // never destroyed: ggml has no unload, and buffers may outlive main
+    // Never destroyed: ggml does not unload plugins, and buffers may outlive main.
+    static Pacing *pacing = new Pacing;
+    static Inner *inner = new Inner(*pacing);
+    static Device *d = new Device(*inner, *pacing);
     return *d;
 }
 

@@ -13,6 +13,7 @@
 #include "emulated.h"
 #include "expert_cache.h"
 #include "frameshard_device.h"
+#include "inner.h"
 #include "layout.h"
 #include "pacing.h"
 #include "plan.h"
@@ -35,9 +36,6 @@
 #include <vector>
 
 namespace fsd {
-
-// Beside a game's frames its own uploads wait for one copy of weights at most so large.
-constexpr size_t kPacedCopyBytes = 4 * 1024 * 1024;
 
 struct Weight {
     std::string name;
@@ -88,14 +86,15 @@ struct Ring {
 };
 
 struct Device {
+    Device(Inner &inner, Pacing &pacing) : inner(inner), pacing(pacing) {}
+    Device(const Device &) = delete;
+    Device &operator=(const Device &) = delete;
+
+    Inner &inner; // shared by the language model and the vision tower
+    Pacing &pacing;
+
     // fixed by fsd_configure
-    ggml_backend_dev_t inner = nullptr;
-    bool emulated = false;
-    bool kernels_read_host = false;   // memory that the driver has pinned
-    ggml_backend_t compute = nullptr; // streams of the inner device
-    ggml_backend_t copy = nullptr;
     ggml_backend_t cpu = nullptr;
-    size_t copy_bytes = 0;
     LayoutSizes sizes; // asked for
     uint32_t n_threads = 1;
     std::atomic<bool> configured{false};
@@ -122,9 +121,6 @@ struct Device {
     size_t filled_before = 0;                              // how many there were when fill() was last called
     Ring ring;
     size_t wanted_ring = 0;
-    InnerBuffer staging;        // pinned host memory for what goes between host and device in small pieces
-    std::vector<char> unpinned; // instead, where the inner device pins none
-    size_t staged_bytes = 0;
     InnerBuffer scratch;
     char *scratch_base = nullptr;
     Plan plan;
@@ -134,9 +130,6 @@ struct Device {
     double experts_to_stream = 0;                                  // fractional carry of expert_stream_share
     uint64_t residency_generation = 1;                             // changes when compiled programs are no longer right
     ProgramCache programs;
-    GraphKeys graph_keys;
-    bool compute_pending = false;
-    std::unique_ptr<Trace> trace; // while a time line is recorded
 
     // any thread
     std::atomic<uint64_t> budget{0};           // in force for allocations
@@ -145,8 +138,7 @@ struct Device {
     std::atomic<uint64_t> overhead{0};
     std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
-    Pacing pacing;
-    Device *host = this; // whose page is heeded: a vision tower paces itself by the language model's
+    Device *host = this; // of a vision tower the language model's device, to whose budget it belongs
     std::atomic<uint64_t> page_generation{0}; // of a budget in the frame block that is not answered yet
     std::mutex state_mutex;
     std::condition_variable applied;
@@ -172,8 +164,6 @@ struct Device {
     void finish_fills();
     void update_floor();
     void update_placements();
-    void synchronize();
-    char *staged(size_t bytes); // host memory to exchange with the inner device in small pieces; the same at every call
     bool piece_resident(int piece) const {
         const int s = layout.pieces[piece].slab;
         return s < (int)slabs.size() && slabs[s].ready;
@@ -181,7 +171,6 @@ struct Device {
     fsd_status commit(std::string &why);
     bool lay_out_weights(std::string &why);
     bool take_core();
-    bool open_streams();
     void park();
     bool parked = false;
     bool apply_budget_if_idle();
@@ -214,10 +203,8 @@ struct Device {
     bool prepare_caches(const CacheAccess &a);
 
     // --- executor.cpp
-    size_t largest_copy() const { return host->pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
     void reset_ring();
     void lay_out_ring(const Program &p);
-    ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);
     void pump_copies();
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);

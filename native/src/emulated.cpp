@@ -831,7 +831,7 @@ const ggml_backend_device_i kDevice = {
 
 // --- reg ---
 
-const char *reg_name(ggml_backend_reg_t) { return "EMULATED"; }
+const char *reg_name(ggml_backend_reg_t) { return "emulated"; }
 
 size_t reg_device_count(ggml_backend_reg_t) { return 1; }
 

@@ -19,8 +19,8 @@ void Device::reset_ring() {
     if (ring.entries.empty()) {
         return;
     }
-    ggml_backend_synchronize(copy);
-    synchronize();
+    ggml_backend_synchronize(inner.copy);
+    inner.synchronize();
     for (ggml_backend_event_t e : ring.ready) {
         ggml_backend_event_free(e);
     }
@@ -46,64 +46,18 @@ void Device::lay_out_ring(const Program &p) {
     ring.slots = lay_ring(p.entry_bytes, p.entry_capacity);
     ring.entry_capacity = p.entry_capacity;
     for (size_t i = 0; i < ring.entries.size(); i++) {
-        ring.ready.push_back(ggml_backend_event_new(inner));
-        ring.done.push_back(ggml_backend_event_new(inner));
+        ring.ready.push_back(ggml_backend_event_new(inner.dev));
+        ring.done.push_back(ggml_backend_event_new(inner.dev));
     }
     ring.held.assign(ring.entries.size(), {});
 }
 
-// Writes rows of floats from staging memory to rows `places` of a tensor on the inner device. If its kernels can read
-// staging memory a kernel fetches the rows, because a copy would wait behind the copies of weights that are under way.
-ggml_status Device::put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places,
-                             int64_t n) {
-    compute_pending = true;
-    if (!kernels_read_host || (!staging && !emulated)) {
-        for (int64_t i = 0, end = 0; i < n; i = end) { // neighbours in one copy
-            for (end = i + 1; end < n && places[end] == places[end - 1] + 1; end++) {
-            }
-            ggml_tensor run = raw_tensor(to.buffer, (char *)to.data + places[i] * to.nb[1], (end - i) * to.nb[1]);
-            ggml_backend_tensor_set_async(compute, &run, from + i * to.nb[1], 0, (end - i) * to.nb[1]);
-        }
-        return GGML_STATUS_SUCCESS;
-    }
-    const auto plain = [](ggml_type type, ggml_backend_buffer_t buffer, const void *data, int64_t row, int64_t n_rows) {
-        ggml_tensor t = raw_tensor(buffer, const_cast<void *>(data), (size_t)(row * n_rows) * ggml_type_size(type));
-        t.type = type;
-        t.ne[0] = row;
-        t.ne[1] = n_rows;
-        t.nb[0] = ggml_type_size(type);
-        t.nb[1] = row * t.nb[0];
-        return t;
-    };
-    rows.to = plain(GGML_TYPE_F32, to.buffer, to.data, to.ne[0], to.ne[1]);
-    rows.from = plain(GGML_TYPE_F32, staging.get(), from, to.ne[0], n);
-    rows.places = plain(GGML_TYPE_I64, staging.get(), places, n, 1);
-    rows.set = rows.to;
-    rows.set.op = GGML_OP_SET_ROWS;
-    rows.set.flags = GGML_TENSOR_FLAG_COMPUTE;
-    rows.set.src[0] = &rows.from;
-    rows.set.src[1] = &rows.places;
-    rows.set.src[2] = &rows.to;
-    rows.set.view_src = &rows.to;
-    rows.nodes[0] = graph_keys.uncaptured(false);
-    rows.nodes[1] = &rows.set;
-    ggml_cgraph graph = {};
-    graph.nodes = rows.nodes;
-    graph.size = graph.n_nodes = 2;
-    return ggml_backend_graph_compute_async(compute, &graph);
-}
-
 // Copies the range [from, to) of a piece to its place `at` in the ring, and the padding behind its last byte.
 void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
-    static const char zeros[65536] = {};
     const char *source = weights[p.tensor].host + p.host_offset;
-    ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + at, p.padded);
-    const size_t most = largest_copy();
-    for (size_t i = from; i < to; i += most) {
-        ggml_backend_tensor_set_async(copy, &dst, source + i, i, std::min(most, to - i));
-    }
-    for (size_t i = to; to == p.bytes && i < p.padded; i += sizeof(zeros)) {
-        ggml_backend_tensor_set_async(copy, &dst, zeros, i, std::min(sizeof(zeros), p.padded - i));
+    inner.upload(inner.copy, ring.buffer.get(), ring.base + at + from, source + from, to - from);
+    if (to == p.bytes) {
+        inner.upload_zeros(inner.copy, ring.buffer.get(), ring.base + at + to, p.padded - to);
     }
 }
 
@@ -141,7 +95,7 @@ uint64_t Device::copy_experts(size_t entry) {
             char *cached = ring.base + experts.arena().at(slot) + experts.arena().parts[e.product];
             ggml_tensor src = raw_tensor(ring.buffer.get(), cached, size);
             ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + ring.slots[entry].offset + i * each, size);
-            ggml_backend_tensor_copy_async(copy, copy, &src, &dst);
+            ggml_backend_tensor_copy_async(inner.copy, inner.copy, &src, &dst);
         }
     }
     return bytes;
@@ -161,10 +115,10 @@ void Device::pump_copies() {
             if (previous >= ring.next_use) {
                 return; // a queued step has yet to use the place
             }
-            ggml_backend_event_wait(copy, ring.done[previous % n]);
+            ggml_backend_event_wait(inner.copy, ring.done[previous % n]);
         }
-        if (trace) {
-            trace->begin(FSD_LANE_COPY, copy);
+        if (inner.trace) {
+            inner.trace->begin(FSD_LANE_COPY, inner.copy);
         }
         size_t at = ring.slots[i].offset;
         uint64_t bytes = 0;
@@ -178,10 +132,10 @@ void Device::pump_copies() {
                 bytes += layout.pieces[k].bytes;
             }
         }
-        if (trace) {
-            trace->end(FSD_LANE_COPY, copy, bytes);
+        if (inner.trace) {
+            inner.trace->end(FSD_LANE_COPY, inner.copy, bytes);
         }
-        ggml_backend_event_record(ring.ready[i], copy);
+        ggml_backend_event_record(ring.ready[i], inner.copy);
         ring.next_copy++;
         std::lock_guard<std::mutex> lock(state_mutex);
         counters.copies++;
@@ -240,7 +194,7 @@ Executor::~Executor() {
 
 // What was copied ahead is of no use to a later graph.
 ggml_status Executor::stop(ggml_status status) {
-    d.synchronize();
+    d.inner.synchronize();
     d.reset_ring();
     return status;
 }
@@ -252,7 +206,7 @@ ggml_status Executor::run() {
     }
     while (node < graph->n_nodes) {
         bool timed = false;
-        if (d.host->pacing.active() && !wait_for_frame(timed)) {
+        if (d.pacing.active() && !wait_for_frame(timed)) {
             return stop(GGML_STATUS_ABORTED);
         }
         if (!program_is_valid() && !load_program()) {
@@ -278,9 +232,9 @@ Program *Executor::find_or_compile(std::string &why) {
     if (Program *known = d.programs.find(key)) {
         return known;
     }
-    d.synchronize(); // queued work may read the shadow graph of a program that is dropped
+    d.inner.synchronize(); // queued work may read the shadow graph of a program that is dropped
     d.programs.make_room(key.generation);
-    std::unique_ptr<Program> compiled = compile_graph(d, d.graph_keys, graph, key, why);
+    std::unique_ptr<Program> compiled = compile_graph(d, d.inner.keys, graph, key, why);
     if (!compiled) {
         return nullptr;
     }
@@ -316,12 +270,12 @@ bool Executor::load_program() {
 void Executor::adopt_expert_cache() {
     const bool cached = !program->groups.empty();
     if ((cached || !program->entries.empty()) && !(program->arena == d.experts.arena())) {
-        ggml_backend_synchronize(d.copy);
-        d.synchronize();
+        ggml_backend_synchronize(d.inner.copy);
+        d.inner.synchronize();
         d.experts.adopt(program->arena);
     }
     if (cached && !d.experts_ready) {
-        d.experts_ready = ggml_backend_event_new(d.inner);
+        d.experts_ready = ggml_backend_event_new(d.inner.dev);
     }
 }
 
@@ -341,7 +295,7 @@ bool Executor::wait_for_frame(bool &timed) {
         if (segment && segment->entry >= 0) {
             ggml_backend_event_synchronize(d.ring.ready[segment->entry]); // its copies should not take from free time
         }
-        timed = d.host->pacing.before_step(hurry);
+        timed = d.pacing.before_step(hurry);
     }
     if (d.abort.load()) {
         return false;
@@ -374,12 +328,12 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
     if (event) {
         ggml_backend_event_synchronize(event);
     } else {
-        event = ggml_backend_event_new(d.inner);
+        event = ggml_backend_event_new(d.inner.dev);
     }
-    ggml_backend_event_record(event, d.compute);
+    ggml_backend_event_record(event, d.inner.compute);
     if (timed) {
         ggml_backend_event_synchronize(event);
-        d.host->pacing.after_step(start_ns, clock_ns());
+        d.pacing.after_step(start_ns, clock_ns());
     }
 }
 
@@ -442,7 +396,7 @@ void Executor::copy_missing_experts(const Segment &s) {
     }
     d.pump_copies();
     const uint64_t bytes = d.copy_experts(s.entry);
-    ggml_backend_event_record(d.ring.ready[s.entry], d.copy);
+    ggml_backend_event_record(d.ring.ready[s.entry], d.inner.copy);
     std::lock_guard<std::mutex> lock(d.state_mutex);
     d.counters.copied_bytes += bytes;
 }
@@ -461,24 +415,24 @@ ggml_status Executor::run_gpu(const Segment &s) {
         copy_missing_experts(s);
     }
     if (s.entry >= 0) {
-        ggml_backend_event_wait(d.compute, d.ring.ready[s.entry]);
+        ggml_backend_event_wait(d.inner.compute, d.ring.ready[s.entry]);
     }
-    if (d.trace) {
-        d.trace->begin(FSD_LANE_DEVICE, d.compute);
+    if (d.inner.trace) {
+        d.inner.trace->begin(FSD_LANE_DEVICE, d.inner.compute);
     }
     if (s.block) {
         kv.before(s);
     }
-    const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
-    d.compute_pending = true;
+    const ggml_status status = ggml_backend_graph_compute_async(d.inner.compute, &view);
+    d.inner.compute_pending = true;
     if (s.block) {
         kv.after(s);
     }
-    if (d.trace) {
-        d.trace->end(FSD_LANE_DEVICE, d.compute, s.bytes);
+    if (d.inner.trace) {
+        d.inner.trace->end(FSD_LANE_DEVICE, d.inner.compute, s.bytes);
     }
     if (s.entry >= 0) {
-        ggml_backend_event_record(d.ring.done[s.entry], d.compute);
+        ggml_backend_event_record(d.ring.done[s.entry], d.inner.compute);
         d.ring.next_use++;
     }
     return status;
@@ -491,7 +445,7 @@ size_t staging_for(const Span &out) {
 }
 
 ggml_status Executor::run_cpu(Segment &s) {
-    d.synchronize();
+    d.inner.synchronize();
     const double start = Trace::now();
     for (const Span &in : s.in) {
         each_inner(*in.buffer, in.offset, in.bytes, [&](const ggml_tensor *raw, size_t from, size_t n) {
@@ -510,8 +464,8 @@ ggml_status Executor::run_cpu(Segment &s) {
     if (status == GGML_STATUS_SUCCESS) {
         status = give_back(s);
     }
-    if (d.trace) {
-        d.trace->add(FSD_LANE_CPU, start, Trace::now(), s.bytes);
+    if (d.inner.trace) {
+        d.inner.trace->add(FSD_LANE_CPU, start, Trace::now(), s.bytes);
     }
     std::lock_guard<std::mutex> lock(d.state_mutex);
     d.counters.cpu_segments++;
@@ -524,7 +478,7 @@ ggml_status Executor::give_back(Segment &s) {
     for (const Span &out : s.out) {
         staged += staging_for(out);
     }
-    char *stage = staged > 0 ? d.staged(staged) : nullptr;
+    char *stage = staged > 0 ? d.inner.staging(staged) : nullptr;
     ggml_status status = GGML_STATUS_SUCCESS;
     s.rows.resize(s.out.size());
     for (size_t i = 0; i < s.out.size(); i++) {
@@ -532,21 +486,21 @@ ggml_status Executor::give_back(Segment &s) {
         each_inner(*out.buffer, out.offset, out.bytes, [&](ggml_tensor *raw, size_t from, size_t n) {
             const char *made = out.buffer->base + out.offset + from;
             if (out.buffer->cache && raw) {
-                ggml_backend_tensor_set(raw, made, 0, n); // may lie in host memory
+                d.inner.upload(nullptr, raw->buffer, raw->data, made, n); // may lie in host memory
             } else if (raw && staging_for(out) > 0 && status == GGML_STATUS_SUCCESS) {
                 int64_t *place = (int64_t *)stage; // one row
                 *place = 0;
                 memcpy(stage + kAlign, made, n);
                 ggml_tensor to = *raw;
                 to.ne[0] = (int64_t)(n / sizeof(float));
-                status = d.put_rows(s.rows[i], to, stage + kAlign, place, 1);
+                status = d.inner.put_rows(s.rows[i], to, stage + kAlign, place, 1);
                 stage += staging_for(out);
             } else if (raw) {
-                ggml_backend_tensor_set_async(d.compute, raw, made, 0, n);
+                d.inner.upload(d.inner.compute, raw->buffer, raw->data, made, n);
             }
         });
     }
-    d.compute_pending = d.compute_pending || !s.out.empty();
+    d.inner.compute_pending = d.inner.compute_pending || !s.out.empty();
     return status;
 }
 

@@ -131,8 +131,8 @@ void fetch(Device &d, const ggml_tensor *t, char *to) {
     const Buffer *b = buffer_of(root_of(t));
     const size_t bytes = ggml_nbytes(t);
     ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)t->data - b->base), bytes);
-    ggml_backend_tensor_get_async(d.compute, &raw, to, 0, bytes);
-    d.compute_pending = true;
+    ggml_backend_tensor_get_async(d.inner.compute, &raw, to, 0, bytes);
+    d.inner.compute_pending = true;
 }
 
 int32_t expert_at(const char *ids, const ggml_tensor *t, int64_t j, int64_t token) {
@@ -151,7 +151,7 @@ struct Exchange {
         const size_t sizes[] = {align_up(ggml_nbytes(group.ids)), align_up(ggml_nbytes(group.input)),
                                 align_up(group.chosen() * sizeof(int32_t)),
                                 align_up(group.chosen() * group.products.back()->nb[1])};
-        ids = d.staged(sizes[0] + sizes[1] + sizes[2] + sizes[3] + group.chosen() * sizeof(int64_t));
+        ids = d.inner.staging(sizes[0] + sizes[1] + sizes[2] + sizes[3] + group.chosen() * sizeof(int64_t));
         input = ids + sizes[0];
         slots = (int32_t *)(input + sizes[1]);
         rows = input + sizes[1] + sizes[2];
@@ -195,7 +195,7 @@ ggml_status GroupRun::run(ggml_cgraph &view, const std::function<void()> &copy_a
     look_up();
     copy_missing();
     assign_slots();
-    d.compute_pending = true;
+    d.inner.compute_pending = true;
     ggml_status status = slot_of.empty() ? GGML_STATUS_SUCCESS : launch(view);
     copy_ahead();
     if (status == GGML_STATUS_SUCCESS && !cpu_rows.empty()) {
@@ -213,7 +213,7 @@ void GroupRun::read_choice() {
     if (!group.streamed) {
         fetch(d, group.input, exchange.input);
     }
-    d.synchronize(); // from here on no slot is being read, and staging memory is free
+    d.inner.synchronize(); // from here on no slot is being read, and staging memory is free
     for (int64_t t = 0; t < group.ids->ne[1]; t++) {
         for (int64_t j = 0; j < group.ids->ne[0]; j++) {
             const int32_t expert = expert_at(exchange.ids, group.ids, j, t);
@@ -262,28 +262,22 @@ void GroupRun::copy_missing() {
 
 // Kernels read past the end of a row, so each matrix is followed by the first weights of the next expert, or zeros.
 void GroupRun::copy_expert(int expert, int slot) {
-    static const char zeros[8192] = {};
     const ExpertArena &arena = d.experts.arena();
-    if (d.trace) {
-        d.trace->begin(FSD_LANE_COPY, d.copy);
+    if (d.inner.trace) {
+        d.inner.trace->begin(FSD_LANE_COPY, d.inner.copy);
     }
     uint64_t bytes = 0;
     for (size_t p = 0; p < group.products.size(); p++) {
         const ggml_tensor *w = group.weight(p);
         const size_t size = w->nb[2] + ggml_row_size(w->type, kRowRun);
         const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
-        const char *host = (const char *)w->data + expert * w->nb[2];
-        ggml_tensor dst = raw_tensor(d.ring.buffer.get(), d.ring.base + arena.at(slot) + arena.parts[p], size);
-        for (size_t from = 0, most = d.largest_copy(); from < there; from += most) {
-            ggml_backend_tensor_set_async(d.copy, &dst, host + from, from, std::min(most, there - from));
-        }
-        for (size_t from = there; from < size; from += sizeof(zeros)) {
-            ggml_backend_tensor_set_async(d.copy, &dst, zeros, from, std::min(sizeof(zeros), size - from));
-        }
+        char *to = d.ring.base + arena.at(slot) + arena.parts[p];
+        d.inner.upload(d.inner.copy, d.ring.buffer.get(), to, (const char *)w->data + expert * w->nb[2], there);
+        d.inner.upload_zeros(d.inner.copy, d.ring.buffer.get(), to + there, size - there);
         bytes += there;
     }
-    if (d.trace) {
-        d.trace->end(FSD_LANE_COPY, d.copy, bytes);
+    if (d.inner.trace) {
+        d.inner.trace->end(FSD_LANE_COPY, d.inner.copy, bytes);
     }
     std::lock_guard<std::mutex> lock(d.state_mutex);
     d.counters.copies++;
@@ -324,17 +318,18 @@ uint64_t GroupRun::weight_bytes(size_t n_experts) const {
 }
 
 ggml_status GroupRun::launch(ggml_cgraph &view) {
-    ggml_backend_tensor_set_async(d.compute, group.numbers, exchange.slots, 0, rows.size() * sizeof(int32_t));
+    d.inner.upload(d.inner.compute, group.numbers->buffer, group.numbers->data, exchange.slots,
+                   rows.size() * sizeof(int32_t));
     if (n_copies > 0) {
-        ggml_backend_event_record(d.experts_ready, d.copy);
-        ggml_backend_event_wait(d.compute, d.experts_ready);
+        ggml_backend_event_record(d.experts_ready, d.inner.copy);
+        ggml_backend_event_wait(d.inner.compute, d.experts_ready);
     }
-    if (d.trace) {
-        d.trace->begin(FSD_LANE_DEVICE, d.compute);
+    if (d.inner.trace) {
+        d.inner.trace->begin(FSD_LANE_DEVICE, d.inner.compute);
     }
-    const ggml_status status = ggml_backend_graph_compute_async(d.compute, &view);
-    if (d.trace) {
-        d.trace->end(FSD_LANE_DEVICE, d.compute, weight_bytes(slot_of.size()));
+    const ggml_status status = ggml_backend_graph_compute_async(d.inner.compute, &view);
+    if (d.inner.trace) {
+        d.inner.trace->end(FSD_LANE_DEVICE, d.inner.compute, weight_bytes(slot_of.size()));
     }
     return status;
 }
@@ -350,10 +345,10 @@ ggml_status GroupRun::compute_on_cpu() {
         exchange.places[i] = cpu_rows[i].t * group.ids->ne[0] + cpu_rows[i].j;
     }
     if (status == GGML_STATUS_SUCCESS) {
-        status = d.put_rows(group.rows, to, exchange.rows, exchange.places, (int64_t)cpu_rows.size());
+        status = d.inner.put_rows(group.rows, to, exchange.rows, exchange.places, (int64_t)cpu_rows.size());
     }
-    if (d.trace) {
-        d.trace->add(FSD_LANE_CPU, start, Trace::now(), weight_bytes(missed.size() - n_copies));
+    if (d.inner.trace) {
+        d.inner.trace->add(FSD_LANE_CPU, start, Trace::now(), weight_bytes(missed.size() - n_copies));
     }
     return status;
 }
@@ -420,9 +415,9 @@ ggml_status GroupRun::compute_rows() {
 } // namespace
 
 std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts) {
-    const char *ids = d.staged(ggml_nbytes(chosen));
+    const char *ids = d.inner.staging(ggml_nbytes(chosen));
     fetch(d, chosen, (char *)ids);
-    d.synchronize();
+    d.inner.synchronize();
     std::vector<uint32_t> counts(n_experts);
     for (int64_t t = 0; t < chosen->ne[1]; t++) {
         for (int64_t j = 0; j < chosen->ne[0]; j++) {

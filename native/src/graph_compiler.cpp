@@ -173,7 +173,7 @@ void Compiler::cut() {
         const Needs needs = is_noop(n) ? Needs() : needs_of(n);
         const bool too_large =
             !needs.row_pieces && needs.bytes > d.layout.min_ring; // several large weights in one operation
-        if (!is_noop(n) && (needs.other_use || too_large || !ggml_backend_dev_supports_op(d.inner, n))) {
+        if (!is_noop(n) && (needs.other_use || too_large || !ggml_backend_dev_supports_op(d.inner.dev, n))) {
             Step s;
             s.node0 = i;
             s.node1 = i + 1;
@@ -734,7 +734,7 @@ void Compiler::stage(const Segment &seg, size_t at) {
 
 // Capturing a graph delays a step by more than the gaps between a host's frames, so it is off while the host is paced.
 bool Compiler::lower(std::string &why) {
-    const bool paced = d.host->pacing.active();
+    const bool paced = d.pacing.active();
     // Segments first: the ring must be laid out before shadows get their addresses.
     find_groups();
     lay_segments();
@@ -842,11 +842,12 @@ bool Compiler::compile(std::string &why) {
 // How much work (see Compiler::work_of) neighbouring resident steps may have together in one segment. A segment cannot be
 // interrupted, so while the host is paced segments are short.
 static size_t merge_limit(const Device &d, int64_t n_tokens) {
-    const bool paced = d.host->pacing.active();
+    const bool paced = d.pacing.active();
+    const Quirks &q = d.inner.quirks;
     if (n_tokens >= kPrefillTokens) {
-        return d.emulated || paced ? 0 : (size_t)1 << 38; // 0.5 ms of an H100, 10 ms of a laptop
+        return paced ? 0 : q.prefill_merge;
     }
-    return (size_t)(d.emulated ? 64 : paced ? 512 : 2048) << 20;
+    return paced ? q.paced_decode_merge : q.decode_merge;
 }
 
 ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node, int first_piece) {

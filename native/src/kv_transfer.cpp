@@ -6,7 +6,7 @@ namespace fsd {
 
 KvTransfer::~KvTransfer() {
     if (filled > used) {
-        ggml_backend_synchronize(d.copy); // the graph was stopped with copies under way
+        ggml_backend_synchronize(d.inner.copy); // the graph was stopped with copies under way
     }
     for (ggml_backend_event_t e : {full[0], full[1], free[0], free[1]}) {
         ggml_backend_event_free(e);
@@ -24,7 +24,7 @@ void KvTransfer::begin(const Program &program) {
 }
 
 void KvTransfer::record(ggml_backend_event_t &event, ggml_backend_t stream) {
-    event = event ? event : ggml_backend_event_new(d.inner);
+    event = event ? event : ggml_backend_event_new(d.inner.dev);
     ggml_backend_event_record(event, stream);
 }
 
@@ -44,47 +44,49 @@ void KvTransfer::fill_panes(const Program &program, size_t at) {
             }
         }
         if (free[pane]) {
-            ggml_backend_event_wait(d.copy, free[pane]);
+            ggml_backend_event_wait(d.inner.copy, free[pane]);
         }
-        if (d.trace) {
-            d.trace->begin(FSD_LANE_COPY, d.copy);
+        if (d.inner.trace) {
+            d.inner.trace->begin(FSD_LANE_COPY, d.inner.copy);
         }
         const uint64_t before = d.counters.kv_copied_bytes;
-        to_pane(s, d.copy);
-        if (d.trace) {
-            d.trace->end(FSD_LANE_COPY, d.copy, d.counters.kv_copied_bytes - before);
+        to_pane(s, d.inner.copy);
+        if (d.inner.trace) {
+            d.inner.trace->end(FSD_LANE_COPY, d.inner.copy, d.counters.kv_copied_bytes - before);
         }
-        record(full[pane], d.copy);
+        record(full[pane], d.inner.copy);
     }
 }
 
 void KvTransfer::before(const Segment &s) {
     if (d.n_panes == 2) {
-        ggml_backend_event_wait(d.compute, full[s.block->pane]);
+        ggml_backend_event_wait(d.inner.compute, full[s.block->pane]);
     } else {
-        to_pane(s, d.compute);
+        to_pane(s, d.inner.compute);
     }
 }
 
 void KvTransfer::after(const Segment &s) {
-    to_host(s, d.compute);
+    to_host(s, d.inner.compute);
     used++;
     if (d.n_panes == 2) {
-        record(free[s.block->pane], d.compute);
+        record(free[s.block->pane], d.inner.compute);
     }
 }
 
 void KvTransfer::copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n,
                       ggml_backend_t stream, bool back) {
     char *host = t.place(s.block->base, sequence, cell);
-    ggml_tensor raw = raw_tensor(d.window.get(), t.place(d.pane_of(*s.block), sequence, cell), t.row * (size_t)n);
+    char *in_pane = t.place(d.pane_of(*s.block), sequence, cell);
+    const size_t bytes = t.row * (size_t)n;
     if (back) {
-        ggml_backend_tensor_get_async(stream, &raw, host, 0, ggml_nbytes(&raw));
+        ggml_tensor raw = raw_tensor(d.window.get(), in_pane, bytes);
+        ggml_backend_tensor_get_async(stream, &raw, host, 0, bytes);
     } else {
-        ggml_backend_tensor_set_async(stream, &raw, host, 0, ggml_nbytes(&raw));
+        d.inner.upload(stream, d.window.get(), in_pane, host, bytes);
     }
     std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.kv_copied_bytes += ggml_nbytes(&raw);
+    d.counters.kv_copied_bytes += bytes;
 }
 
 // The cells of a tensor that the graph reads or writes.

@@ -4,8 +4,6 @@ namespace fsd {
 
 static constexpr size_t MiB = 1024 * 1024;
 
-size_t vram_unit(const std::string &inner_device) { return inner_device == "emulated" ? 1 : 2 * MiB; }
-
 size_t device_bytes(ggml_type type, int64_t row, size_t bytes) {
     const int64_t rest = row % kRowRun;
     return ggml_is_quantized(type) && rest != 0 ? bytes + ggml_row_size(type, kRowRun - rest) : bytes;

@@ -34,9 +34,6 @@ inline size_t align_up(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
 
 inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Bytes in which a device's driver hands out VRAM. The emulated device counts every byte.
-size_t vram_unit(const std::string &inner_device);
-
 // What `bytes` of rows of `row` values take on an inner device, its kernels' reads past the last row included.
 size_t device_bytes(ggml_type type, int64_t row, size_t bytes);
 
@@ -71,7 +68,7 @@ struct Piece {
 
 struct LayoutSizes {
     size_t piece_bytes = 0, step_bytes = 0, slab_bytes = 0; // 0: chosen by the model
-    size_t unit_bytes = 1;                                  // vram_unit of the inner device
+    size_t unit_bytes = 1;                                  // in multiples of which the driver allocates VRAM
 };
 
 // Where a weight went: into the core, or into consecutive pieces.

@@ -27,7 +27,7 @@ InnerBuffer Device::allocate(Use use, size_t bytes, bool may_spill) {
     if (!make_room(bytes, may_spill)) {
         return nullptr;
     }
-    InnerBuffer b(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(inner), bytes));
+    InnerBuffer b(ggml_backend_buft_alloc_buffer(inner.buffer_type(), bytes));
     if (!b) {
         return nullptr;
     }
@@ -49,24 +49,6 @@ void Device::release(Use use, InnerBuffer &buffer) {
     buffer.reset();
     std::lock_guard<std::mutex> lock(state_mutex);
     used_by[(int)use] -= size;
-}
-
-void Device::synchronize() {
-    if (compute_pending) {
-        ggml_backend_synchronize(compute);
-        compute_pending = false;
-    }
-}
-
-char *Device::staged(size_t bytes) {
-    if (staged_bytes < bytes) {
-        synchronize(); // it may be in use
-        staged_bytes = align_up(2 * bytes);
-        ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(inner);
-        staging.reset(host ? ggml_backend_buft_alloc_buffer(host, staged_bytes) : nullptr);
-        unpinned.resize(staging ? 0 : staged_bytes);
-    }
-    return staging ? (char *)ggml_backend_buffer_get_base(staging.get()) : unpinned.data();
 }
 
 // Gives up residency from the ladder's tail, then the ring's surplus, then the caches', until `bytes` more fit the budget.
@@ -92,7 +74,7 @@ bool Device::make_room(size_t bytes, bool may_spill) {
 }
 
 void Device::pop_slab() {
-    synchronize(); // queued work may still read the slab
+    inner.synchronize(); // queued work may still read the slab
     Slab &s = slabs.back();
     ggml_backend_event_synchronize(s.filled); // and its copies may still be under way
     ggml_backend_event_free(s.filled);
@@ -108,7 +90,7 @@ bool Device::resize_ring(size_t bytes) {
     if (bytes == ring.capacity) {
         return true;
     }
-    synchronize();
+    inner.synchronize();
     reset_ring();
     experts.clear();
     release(Use::ring, ring.buffer);
@@ -161,8 +143,7 @@ bool Device::materialise(Buffer *b) {
     }
     b->inner_base = (char *)ggml_backend_buffer_get_base(inner_buffer.get());
     if (b->parked) {
-        ggml_tensor raw = raw_tensor(inner_buffer.get(), b->inner_base, b->size);
-        ggml_backend_tensor_set(&raw, b->base, 0, b->size);
+        inner.upload(nullptr, inner_buffer.get(), b->inner_base, b->base, b->size);
         forget_pages(b->base, b->size);
         b->parked = false;
     } else {
@@ -172,16 +153,10 @@ bool Device::materialise(Buffer *b) {
     return true;
 }
 
-bool Device::open_streams() {
-    compute = compute ? compute : ggml_backend_dev_init(inner, nullptr);
-    copy = copy ? copy : ggml_backend_dev_init(inner, nullptr);
-    return compute && copy;
-}
-
 // All VRAM is given back but the driver's context; KV and compute buffers go to the host addresses that were reserved for
 // them. commit() takes it all again.
 void Device::park() {
-    synchronize();
+    inner.synchronize();
     while (!slabs.empty()) {
         pop_slab();
     }
@@ -206,10 +181,7 @@ void Device::park() {
     release(Use::core, core);
     release(Use::scratch, scratch);
     core_base = scratch_base = nullptr;
-    // The inner device's pools and workspaces belong to its backends.
-    ggml_backend_free(copy);
-    ggml_backend_free(compute);
-    copy = compute = nullptr;
+    inner.close_streams();
     committed = false;
     update_placements();
 }
@@ -271,7 +243,7 @@ size_t Device::fill(size_t max_bytes) {
     const Residency want =
         residency(budget.load(), fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
     if (want.fits && want.ring == 0 && ring.capacity > 0) {
-        synchronize();
+        inner.synchronize();
         resize_ring(0);
     }
     while (slabs.size() < want.slabs && done < max_bytes) {
@@ -291,20 +263,13 @@ size_t Device::fill(size_t max_bytes) {
                 continue;
             }
             const Weight &w = weights[p.tensor];
-            if (p.padded > p.bytes) {
-                // Kernels may read past the last row: what lies there must at least be numbers.
-                ggml_tensor pad =
-                    raw_tensor(slab.buffer.get(), slab.base + p.slab_offset + p.bytes, p.padded - p.bytes);
-                ggml_backend_tensor_memset(&pad, 0, 0, p.padded - p.bytes);
-            }
-            ggml_tensor dst = raw_tensor(slab.buffer.get(), slab.base + p.slab_offset, p.bytes);
-            for (size_t at = 0, most = largest_copy(); at < p.bytes; at += most) {
-                const size_t n = std::min(most, p.bytes - at);
-                ggml_backend_tensor_set_async(copy, &dst, w.host + p.host_offset + at, at, n);
-            }
+            char *to = slab.base + p.slab_offset;
+            inner.upload(inner.copy, slab.buffer.get(), to, w.host + p.host_offset, p.bytes);
+            // Kernels may read past the last row, where there must be numbers.
+            inner.upload_zeros(inner.copy, slab.buffer.get(), to + p.bytes, p.padded - p.bytes);
         }
-        slab.filled = ggml_backend_event_new(inner);
-        ggml_backend_event_record(slab.filled, copy);
+        slab.filled = ggml_backend_event_new(inner.dev);
+        ggml_backend_event_record(slab.filled, inner.copy);
         done += layout.slab_sizes[i];
         slabs.push_back(std::move(slab));
         std::lock_guard<std::mutex> lock(state_mutex);
@@ -318,7 +283,7 @@ size_t Device::fill(size_t max_bytes) {
 void Device::finish_fills() {
     for (Slab &s : slabs) {
         if (!s.ready) {
-            ggml_backend_event_wait(compute, s.filled);
+            ggml_backend_event_wait(inner.compute, s.filled);
             s.ready = true;
             residency_generation++;
         }
@@ -374,7 +339,7 @@ bool Device::lay_out_weights(std::string &why) {
     });
     n_shards = std::max(n_shards, places[order.back()].shard + 1);
     std::vector<WeightShape> shapes;
-    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(inner);
+    ggml_backend_buffer_type_t buft = inner.buffer_type();
     for (int i : order) {
         Weight &w = weights[i];
         w.shard = places[i].shard;
@@ -409,8 +374,7 @@ bool Device::take_core() {
     core_base = (char *)ggml_backend_buffer_get_base(core.get());
     for (const Weight &w : weights) {
         if (w.place.core) {
-            ggml_tensor dst = raw_tensor(core.get(), core_base + w.place.core_offset, w.bytes);
-            ggml_backend_tensor_set(&dst, w.host, 0, w.bytes);
+            inner.upload(nullptr, core.get(), core_base + w.place.core_offset, w.host, w.bytes);
         }
     }
     return true;

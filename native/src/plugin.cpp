@@ -21,11 +21,11 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
-    d.synchronize();
+    d.inner.synchronize();
     d.programs.clear(); // their shadows may point into it
-    if (c->weights && d.copy) {
+    if (c->weights && d.inner.copy) {
         d.reset_ring();
-        ggml_backend_synchronize(d.copy); // copies for the next graph may still be reading the file
+        ggml_backend_synchronize(d.inner.copy); // copies for the next graph may still be reading the file
     }
     if (c->inner) {
         InnerBuffer inner(c->inner);
@@ -35,11 +35,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
         d.release_caches(c);
     }
     if (c->pinned) {
-        auto unregister = (void (*)(void *))ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(d.inner),
-                                                                              "ggml_backend_unregister_host_buffer");
-        if (unregister) {
-            unregister(c->base);
-        }
+        d.inner.unpin(c->base);
     }
     if (!c->weights && c->base) {
         release_addresses(c->base, std::max<size_t>(c->size, 1));
@@ -87,7 +83,7 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     } else if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
     }
-    d.synchronize();
+    d.inner.synchronize();
     each_inner(*c, begin, size, use);
 }
 
@@ -101,7 +97,7 @@ static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value
 
 static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
     with_inner(b, t, offset, size, true, [&](ggml_tensor *raw, size_t from, size_t n) {
-        ggml_backend_tensor_set(raw, (const char *)data + from, 0, n);
+        device().inner.upload(nullptr, raw->buffer, raw->data, (const char *)data + from, n);
     });
     if (t->type == GGML_TYPE_I64) { // numbers of a cache's rows: the device gets others, the host goes by these
         memcpy((char *)t->data + offset, data, size);
@@ -130,7 +126,7 @@ static void buffer_clear(ggml_backend_buffer_t b, uint8_t value) {
         d.clear_caches(c, value);
     }
     if (c->inner) { // otherwise it is cleared when it gets its memory
-        d.synchronize();
+        d.inner.synchronize();
         ggml_backend_buffer_clear(c->inner, value);
     }
 }
@@ -183,15 +179,15 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
 }
 
 static size_t buft_alignment(ggml_backend_buffer_type_t) {
-    return ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(device().inner));
+    return ggml_backend_buft_get_alignment(device().inner.buffer_type());
 }
 
 static size_t buft_max_size(ggml_backend_buffer_type_t) {
-    return ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device().inner));
+    return ggml_backend_buft_get_max_size(device().inner.buffer_type());
 }
 
 static size_t buft_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor *t) {
-    return ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device().inner), t);
+    return ggml_backend_buft_get_alloc_size(device().inner.buffer_type(), t);
 }
 
 static ggml_backend_buffer_type_t buffer_type() {
@@ -211,7 +207,7 @@ static void backend_free(ggml_backend_t backend) {
     Device &d = device();
     {
         std::lock_guard<std::mutex> lock(d.graph_mutex);
-        d.synchronize();
+        d.inner.synchronize();
         d.programs.clear();
     }
     delete backend;
@@ -220,7 +216,7 @@ static void backend_free(ggml_backend_t backend) {
 static void backend_synchronize(ggml_backend_t) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    d.synchronize();
+    d.inner.synchronize();
 }
 
 static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) { return run_graph(device(), graph); }
@@ -250,7 +246,7 @@ static const char *dev_name(ggml_backend_dev_t) { return "FRAMESHARD0"; }
 
 static const char *dev_description(ggml_backend_dev_t) {
     Device &d = device();
-    return d.inner ? ggml_backend_dev_description(d.inner) : "frameshard, not configured";
+    return d.inner.dev ? ggml_backend_dev_description(d.inner.dev) : "frameshard, not configured";
 }
 
 // llama.cpp's fit logic asks: weights that are not resident live in host memory, so that counts too.
@@ -268,8 +264,8 @@ static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BAC
 
 // Pinned, where the inner device has such memory: inputs and results cross the link at its rate.
 static ggml_backend_buffer_type_t dev_host_buffer_type(ggml_backend_dev_t) {
-    ggml_backend_dev_t inner = device().inner;
-    return inner ? ggml_backend_dev_host_buffer_type(inner) : nullptr;
+    Inner &inner = device().inner;
+    return inner.dev ? inner.host_buffer_type() : nullptr;
 }
 
 static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props *props) {
@@ -293,9 +289,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->size = size;
     c->weights = true;
     // Registered with the driver, the page cache itself is the source of full-speed asynchronous copies.
-    auto pin = (bool (*)(void *, size_t))ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(d.inner),
-                                                                           "ggml_backend_register_host_buffer");
-    c->pinned = pin && pin(ptr, size);
+    c->pinned = d.inner.pin(ptr, size);
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.buffers.push_back(c.get());
     {
@@ -309,7 +303,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
 
 static bool dev_supports_op(ggml_backend_dev_t, const ggml_tensor *op) {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    return ggml_backend_dev_supports_op(device().inner, op) || ggml_backend_dev_supports_op(cpu, op);
+    return ggml_backend_dev_supports_op(device().inner.dev, op) || ggml_backend_dev_supports_op(cpu, op);
 }
 
 static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) { return buft == buffer_type(); }

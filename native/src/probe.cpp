@@ -30,10 +30,6 @@ static double timed(double budget_s, const std::function<void()> &call) {
     return runs[runs.size() / 2];
 }
 
-// Decoding reads weights that no cache holds, so the products below go through at least this many bytes of them: there
-// are processors with caches of 300 MiB.
-// Of an emulated device absolute rates mean little: there less, which is quicker.
-static size_t beyond_caches(const Device &d) { return (size_t)(d.emulated ? 64 : 768) << 20; }
 static constexpr size_t kCopyTarget = (size_t)32 << 20;
 static constexpr int64_t kRandomRows = 64; // repeated to fill a matrix
 
@@ -65,8 +61,7 @@ struct Products {
             weights.push_back(ggml_new_tensor_2d(ctx, type, cols, rows));
             ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights.back(), x));
         }
-        ggml_backend_buffer_type_t buft =
-            ledger ? ggml_backend_dev_buffer_type(ledger->inner) : ggml_backend_cpu_buffer_type();
+        ggml_backend_buffer_type_t buft = ledger ? ledger->inner.buffer_type() : ggml_backend_cpu_buffer_type();
         size_t size = kAlign;
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
@@ -88,7 +83,7 @@ struct Products {
             state = state * 1664525u + 1013904223u;
             v = ((float)(state >> 8) / 16777216.0f - 0.5f) * 0.1f;
         }
-        ggml_backend_tensor_set(x, values.data(), 0, ggml_nbytes(x));
+        set(x, values.data());
         std::vector<uint8_t> bytes(each);
         const size_t random = ggml_row_size(type, cols) * (size_t)n_rows;
         if (type == GGML_TYPE_F32) {
@@ -102,7 +97,7 @@ struct Products {
             memcpy(bytes.data() + done, bytes.data(), std::min(random, each - done));
         }
         for (ggml_tensor *w : weights) {
-            ggml_backend_tensor_set(w, bytes.data(), 0, bytes.size());
+            set(w, bytes.data());
         }
     }
     ~Products() {
@@ -114,6 +109,13 @@ struct Products {
     }
     Products(const Products &) = delete;
     bool ok() const { return memory != nullptr; }
+    void set(ggml_tensor *t, const void *data) {
+        if (ledger) {
+            ledger->inner.upload(nullptr, memory.get(), t->data, data, ggml_nbytes(t));
+        } else {
+            memcpy(t->data, data, ggml_nbytes(t));
+        }
+    }
 };
 
 static double seconds_of(ggml_backend_t backend, Products &p, double budget_s) {
@@ -168,12 +170,12 @@ struct Copies {
 
     explicit Copies(Device &device) : d(device) {
         target_bytes = std::min(kCopyTarget, room_of(d) / 4 / kAlign * kAlign);
-        source_bytes = target_bytes * (beyond_caches(d) / kCopyTarget);
+        source_bytes = target_bytes * (d.inner.quirks.probe_bytes / kCopyTarget);
         if (target_bytes == 0) {
             return;
         }
         target = d.allocate(Use::scratch, target_bytes);
-        ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(d.inner);
+        ggml_backend_buffer_type_t host = d.inner.host_buffer_type();
         if (host) {
             pinned.reset(ggml_backend_buft_alloc_buffer(host, source_bytes));
         }
@@ -198,16 +200,17 @@ struct Copies {
         return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, piece); });
     }
     void once(bool to_device, char *from, size_t piece) {
-        ggml_tensor t = raw_tensor(target.get(), ggml_backend_buffer_get_base(target.get()), target_bytes);
+        char *base = (char *)ggml_backend_buffer_get_base(target.get());
+        ggml_tensor t = raw_tensor(target.get(), base, target_bytes);
         for (size_t done = 0; done < target_bytes; done += piece) {
             const size_t n = std::min(piece, target_bytes - done);
             if (to_device) {
-                ggml_backend_tensor_set_async(d.copy, &t, from + at + done, done, n);
+                d.inner.upload(d.inner.copy, target.get(), base + done, from + at + done, n);
             } else {
-                ggml_backend_tensor_get_async(d.copy, &t, from + at + done, done, n);
+                ggml_backend_tensor_get_async(d.inner.copy, &t, from + at + done, done, n);
             }
         }
-        ggml_backend_synchronize(d.copy);
+        ggml_backend_synchronize(d.inner.copy);
         at = (at + target_bytes) % source_bytes;
     }
 };
@@ -254,11 +257,11 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
         ggml_tensor *k = ggml_new_tensor_3d(ctx, type, head_dim, n_kv, n_head_kv);
         ggml_tensor *v = ggml_new_tensor_3d(ctx, type, head_dim, n_kv, n_head_kv);
         ggml_tensor *y = ggml_flash_attn_ext(ctx, q, k, v, mask, 1.0f / std::sqrt((float)head_dim), 0.0f, 0.0f);
-        supported = supported && ggml_backend_supports_op(d.compute, y);
+        supported = supported && ggml_backend_supports_op(d.inner.compute, y);
         ggml_build_forward_expand(graph, y);
     }
     double seconds = 0;
-    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(d.inner);
+    ggml_backend_buffer_type_t buft = d.inner.buffer_type();
     size_t size = kAlign;
     for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
@@ -270,7 +273,7 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             ggml_tallocr_alloc(&place, t);
         }
-        seconds = timed(budget_s, [&] { ggml_backend_graph_compute(d.compute, graph); }) / count;
+        seconds = timed(budget_s, [&] { ggml_backend_graph_compute(d.inner.compute, graph); }) / count;
         d.release(Use::scratch, memory);
     }
     ggml_free(ctx);
@@ -290,7 +293,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         return FSD_BAD_STATE;
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    d.synchronize();
+    d.inner.synchronize();
     const double each = seconds / (4 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 2);
     {
         Copies copies(d);
@@ -310,7 +313,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         for (int i = 0; i < FSD_PROBE_THREADS; i++) {
             r->threads[i] = threads[i];
             r->dram[i] = memory.rate(threads[i], each);
-            Copying copying(copies, d.copy_bytes);
+            Copying copying(copies, d.inner.copy_bytes);
             r->dram_beside_copies[i] = memory.rate(threads[i], each);
         }
     }
@@ -321,16 +324,16 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         std::vector<char> on_host(8192);
         ggml_tensor *y = ggml_graph_node(tiny.graph, -1);
         const double with = timed(each, [&] {
-            ggml_backend_graph_compute_async(d.compute, tiny.graph);
-            ggml_backend_synchronize(d.compute);
+            ggml_backend_graph_compute_async(d.inner.compute, tiny.graph);
+            ggml_backend_synchronize(d.inner.compute);
             ggml_backend_tensor_get(y, on_host.data(), 0, on_host.size());
-            ggml_backend_tensor_set(y, on_host.data(), 0, on_host.size());
+            d.inner.upload(nullptr, tiny.memory.get(), y->data, on_host.data(), on_host.size());
         });
         const double without = timed(each, [&] {
             for (int i = 0; i < 16; i++) {
-                ggml_backend_graph_compute_async(d.compute, tiny.graph);
+                ggml_backend_graph_compute_async(d.inner.compute, tiny.graph);
             }
-            ggml_backend_synchronize(d.compute);
+            ggml_backend_synchronize(d.inner.compute);
         });
         r->handoff_s = std::max(0.0, with - without / 16);
     }
@@ -347,7 +350,7 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
         return FSD_BAD_STATE;
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    d.synchronize();
+    d.inner.synchronize();
     const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512};
     const double each = seconds / (2 * FSD_PROBE_BATCHES + 1);
     const size_t row = ggml_row_size((ggml_type)type, cols);
@@ -355,24 +358,24 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
     auto make = [&](Device *ledger, size_t most, double most_flops, uint32_t n) {
         const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_flops / 2 / (double)cols / n);
         const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));
-        return Products(ledger, (ggml_type)type, n_rows, cols, n, std::min(beyond_caches(d), most / 2) / n);
+        return Products(ledger, (ggml_type)type, n_rows, cols, n, std::min(d.inner.quirks.probe_bytes, most / 2) / n);
     };
-    const double slow = 4e9, fast = 1e13;
+    constexpr double cpu_flops = 4e9;
     for (int i = 0; i < FSD_PROBE_BATCHES; i++) {
         const uint32_t n = r->tokens[i] = batches[i];
-        Products on_cpu = make(nullptr, SIZE_MAX, slow, n);
+        Products on_cpu = make(nullptr, SIZE_MAX, cpu_flops, n);
         r->cpu_flops[i] = on_cpu.ok() ? on_cpu.flops / seconds_of(d.cpu, on_cpu, each) : 0;
         if (n == 1) {
             Copies copies(d);
             if (!on_cpu.ok() || !copies.ok()) {
                 return FSD_OUT_OF_MEMORY;
             }
-            Copying copying(copies, d.copy_bytes);
+            Copying copying(copies, d.inner.copy_bytes);
             r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_of(d.cpu, on_cpu, each);
             r->h2d_beside_cpu = copying.rate();
         }
-        Products on_gpu = make(&d, room_of(d), d.emulated ? slow : fast, n);
-        r->gpu_flops[i] = on_gpu.ok() ? on_gpu.flops / seconds_of(d.compute, on_gpu, each) : 0;
+        Products on_gpu = make(&d, room_of(d), d.inner.quirks.probe_flops, n);
+        r->gpu_flops[i] = on_gpu.ok() ? on_gpu.flops / seconds_of(d.inner.compute, on_gpu, each) : 0;
     }
     return r->gpu_flops[0] > 0 ? FSD_OK : FSD_OUT_OF_MEMORY;
 }
@@ -390,12 +393,12 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
         return FSD_BAD_STATE;
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    d.synchronize();
+    d.inner.synchronize();
     const ggml_type type = (ggml_type)r->type;
     const double bytes = 2.0 * (double)((size_t)(n_kv * n_head_kv) * ggml_row_size(type, head_dim));
     const int count = std::max(1, std::min(32, (int)((double)(128 << 20) / bytes)));
     const double one = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, 1, count, seconds / 2);
-    const int64_t n_q = d.emulated ? 64 : 512;
+    const int64_t n_q = d.inner.quirks.probe_queries;
     const double many = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
     r->kv_bytes = one > 0 ? bytes / one : 0;
     r->flops = many > 0 ? 4.0 * (double)(head_dim * n_head * n_q * n_kv) / many : 0;

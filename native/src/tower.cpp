@@ -23,7 +23,7 @@
 namespace fsd {
 
 static Device &tower() {
-    static Device *d = new Device; // never destroyed, as device()
+    static Device *d = new Device(device().inner, device().pacing); // never destroyed, as device()
     return *d;
 }
 
@@ -32,10 +32,6 @@ static Device &tower() {
 static std::vector<Buffer *> &activations() {
     static auto *v = new std::vector<Buffer *>;
     return *v;
-}
-
-static void *proc(const char *name) {
-    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device().inner), name);
 }
 
 // --------------------------------------------------------------------------------------------------------------- buffer
@@ -51,9 +47,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
         t.weight_at.clear();
     }
     if (c->pinned) {
-        if (auto unregister = (void (*)(void *))proc("ggml_backend_unregister_host_buffer")) {
-            unregister(c->base);
-        }
+        t.inner.unpin(c->base);
     }
     release_addresses(c->base, std::max<size_t>(c->size, 1));
     for (std::vector<Buffer *> *of : {&t.buffers, &activations()}) {
@@ -140,11 +134,11 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
 }
 
 static size_t buft_alignment(ggml_backend_buffer_type_t) {
-    return ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(device().inner));
+    return ggml_backend_buft_get_alignment(device().inner.buffer_type());
 }
 
 static size_t buft_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor *t) {
-    return ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device().inner), t);
+    return ggml_backend_buft_get_alloc_size(device().inner.buffer_type(), t);
 }
 
 ggml_backend_buffer_type_t tower_buffer_type() {
@@ -209,29 +203,21 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
 static void start_tower(Device &t, Device &d) {
     if (!t.configured.load()) {
         t.host = &d;
-        t.inner = d.inner;
-        t.emulated = d.emulated;
         t.cpu = d.cpu;
         t.n_threads = d.n_threads;
-        t.copy_bytes = d.copy_bytes;
         t.configured.store(true);
     }
-    t.compute = d.compute; // others after a park
-    t.copy = d.copy;
     t.sizes = d.layout.sizes; // no piece is larger than what the language model's ring has room for
     for (Buffer *b : t.buffers) {
         // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.
-        if (!b->pinned) {
-            auto pin = (bool (*)(void *, size_t))proc("ggml_backend_register_host_buffer");
-            b->pinned = pin && pin(b->base, b->size);
-        }
+        b->pinned = b->pinned || t.inner.pin(b->base, b->size);
     }
 }
 
 static void stop_tower(Device &t) {
-    t.synchronize();
+    t.inner.synchronize();
     t.reset_ring();
-    ggml_backend_synchronize(t.copy);
+    ggml_backend_synchronize(t.inner.copy);
     t.programs.clear();
     for (Buffer *b : activations()) {
         if (b->inner) {
@@ -317,11 +303,10 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     for (const ggml_tensor *in : traffic.in) {
         Buffer *b = buffer_of(in);
         const size_t bytes = std::min(ggml_nbytes(in), b->size - (size_t)((char *)in->data - b->base));
-        ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)in->data - b->base), bytes);
-        ggml_backend_tensor_set(&raw, in->data, 0, bytes);
+        d.inner.upload(nullptr, b->inner, b->inner_base + ((char *)in->data - b->base), in->data, bytes);
     }
     const ggml_status status = run_graph(t, graph);
-    t.synchronize();
+    t.inner.synchronize();
     if (status == GGML_STATUS_SUCCESS) {
         for (const ggml_tensor *out : traffic.out) {
             Buffer *b = buffer_of(root_of(out));
@@ -352,7 +337,7 @@ ggml_status encode_image(ggml_cgraph *graph) {
     if (d.budget_is_pending()) {
         d.apply_budget();
     }
-    d.synchronize();
+    d.inner.synchronize();
     uint64_t borrowed = 0;
     const size_t ring = d.ring.capacity;
     start_tower(t, d);

@@ -225,7 +225,7 @@ struct Session {
     void check_ledger() {
         const fsd_stats s = stats();
         CHECK(s.used_bytes <= s.budget_bytes && s.peak_bytes <= s.budget_bytes);
-        CHECK(s.used_bytes == fs_emulated_get_stats(fsd::device().inner).used_bytes);
+        CHECK(s.used_bytes == fs_emulated_get_stats(fsd::device().inner.dev).used_bytes);
         CHECK(s.floor_bytes == floor && s.full_bytes == full);
     }
 

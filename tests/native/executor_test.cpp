@@ -432,7 +432,7 @@ struct Session {
     void check_ledger() {
         const fsd_stats s = stats();
         CHECK(s.used_bytes <= s.budget_bytes);
-        CHECK(s.used_bytes == s.overhead_bytes + fs_emulated_get_stats(fsd::device().inner).used_bytes);
+        CHECK(s.used_bytes == s.overhead_bytes + fs_emulated_get_stats(fsd::device().inner.dev).used_bytes);
         CHECK(s.floor_bytes == floor && s.full_bytes == full);
     }
 
@@ -517,7 +517,7 @@ SCENARIO(a_parked_device_holds_nothing_and_goes_on_where_it_was) {
             if (i == park_at) {
                 CHECK(fsd_park() == FSD_OK);
                 CHECK(stats().used_bytes == 0 && stats().resident_bytes == 0);
-                CHECK(fs_emulated_get_stats(fsd::device().inner).used_bytes == 0);
+                CHECK(fs_emulated_get_stats(fsd::device().inner.dev).used_bytes == 0);
                 CHECK(fsd_park() == FSD_BAD_STATE && fsd_fill(UINT64_MAX, nullptr) == FSD_BAD_STATE);
                 CHECK(fsd_set_budget(s.floor - 1, 0) == FSD_BELOW_FLOOR);
                 CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
@@ -584,10 +584,10 @@ SCENARIO(what_the_cpu_has_computed_takes_no_turn_on_the_link) {
     CHECK(fsd_set_plan(&tier, 1, s.n_shards, 0, 0.0, 0) == FSD_OK && fsd_set_budget(s.floor, 0) == FSD_OK);
     uint64_t sent[2], rows = 0;
     for (const bool kernels : {false, true}) {
-        fsd::device().kernels_read_host = kernels;
-        const uint64_t before = fs_emulated_get_stats(fsd::device().inner).h2d_bytes;
+        fsd::device().inner.quirks.host_reads = kernels ? fsd::HostReads::always : fsd::HostReads::never;
+        const uint64_t before = fs_emulated_get_stats(fsd::device().inner.dev).h2d_bytes;
         s.check_conversation();
-        sent[kernels] = fs_emulated_get_stats(fsd::device().inner).h2d_bytes - before;
+        sent[kernels] = fs_emulated_get_stats(fsd::device().inner.dev).h2d_bytes - before;
     }
     for (const Batch &b : s.conversation) {
         rows += (uint64_t)b.n * kLayers;
@@ -787,7 +787,7 @@ SCENARIO(a_model_can_go_while_copies_are_under_way) {
     s.check_decode(0);
     s.net.reset();
     s.file.unmap();
-    ggml_backend_synchronize(fsd::device().copy);
+    ggml_backend_synchronize(fsd::device().inner.copy);
 }
 
 SCENARIO(a_model_can_go_while_the_arena_fills) {
@@ -798,7 +798,7 @@ SCENARIO(a_model_can_go_while_the_arena_fills) {
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // no graph follows that would wait for it
     s.net.reset();
     s.file.unmap();
-    ggml_backend_synchronize(fsd::device().copy);
+    ggml_backend_synchronize(fsd::device().inner.copy);
 }
 
 SCENARIO(calls_out_of_order) {
@@ -905,7 +905,7 @@ int with_refused_allocation(uint64_t k) {
         }
     }
     CHECK(failures <= 1);
-    return fs_emulated_get_stats(fsd::device().inner).allocations < k ? kFaultNotReached : 0;
+    return fs_emulated_get_stats(fsd::device().inner.dev).allocations < k ? kFaultNotReached : 0;
 }
 
 TEST(every_allocation_may_be_refused) {

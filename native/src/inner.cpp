@@ -1,0 +1,147 @@
+#include "inner.h"
+
+#include "layout.h"
+#include "pacing.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace fsd {
+
+static constexpr size_t MiB = 1024 * 1024;
+
+static constexpr Quirks kQuirks[] = {
+    // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
+    {"CUDA", false, 2 * MiB, HostReads::pinned, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
+    {"Vulkan", false, 2 * MiB, HostReads::never, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
+    {"emulated", true, 1, HostReads::always, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 64},
+    {"", false, 2 * MiB, HostReads::never, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
+};
+
+const Quirks &quirks_of(const char *name) {
+    return *std::find_if(std::begin(kQuirks), std::end(kQuirks),
+                         [&](const Quirks &q) { return strncmp(name, q.registry, strlen(q.registry)) == 0; });
+}
+
+bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
+    dev = device;
+    quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
+    this->copy_bytes = copy_bytes;
+    // ggml-cuda registers host memory only if this is set. llama.cpp's own use of it does not apply to our buffers.
+    setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
+    if (!open_streams()) {
+        dev = nullptr;
+        return false;
+    }
+    return true;
+}
+
+bool Inner::open_streams() {
+    compute = compute ? compute : ggml_backend_dev_init(dev, nullptr);
+    copy = copy ? copy : ggml_backend_dev_init(dev, nullptr);
+    return compute && copy;
+}
+
+void Inner::close_streams() {
+    ggml_backend_free(copy);
+    ggml_backend_free(compute);
+    copy = compute = nullptr;
+}
+
+void *Inner::procedure(const char *name) const {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), name);
+}
+
+bool Inner::pin(void *p, size_t bytes) const {
+    auto pin = (bool (*)(void *, size_t))procedure("ggml_backend_register_host_buffer");
+    return pin && pin(p, bytes);
+}
+
+void Inner::unpin(void *p) const {
+    if (auto unpin = (void (*)(void *))procedure("ggml_backend_unregister_host_buffer")) {
+        unpin(p);
+    }
+}
+
+size_t Inner::largest_copy() const { return pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
+
+void Inner::upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from,
+                   size_t bytes) const {
+    ggml_tensor dst = raw_tensor(buffer, to, bytes);
+    for (size_t at = 0, most = largest_copy(); at < bytes; at += most) {
+        const size_t n = std::min(most, bytes - at);
+        if (stream) {
+            ggml_backend_tensor_set_async(stream, &dst, (const char *)from + at, at, n);
+        } else {
+            ggml_backend_tensor_set(&dst, (const char *)from + at, at, n);
+        }
+    }
+}
+
+void Inner::upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes) const {
+    static const char zeros[65536] = {};
+    for (size_t at = 0; at < bytes; at += sizeof(zeros)) {
+        upload(stream, buffer, (char *)to + at, zeros, std::min(sizeof(zeros), bytes - at));
+    }
+}
+
+void Inner::synchronize() {
+    if (compute_pending) {
+        ggml_backend_synchronize(compute);
+        compute_pending = false;
+    }
+}
+
+char *Inner::staging(size_t bytes) {
+    if (staging_bytes < bytes) {
+        synchronize(); // it may be in use
+        staging_bytes = align_up(2 * bytes);
+        ggml_backend_buffer_type_t host = host_buffer_type();
+        pinned_staging.reset(host ? ggml_backend_buft_alloc_buffer(host, staging_bytes) : nullptr);
+        pageable_staging.resize(pinned_staging ? 0 : staging_bytes);
+    }
+    return pinned_staging ? (char *)ggml_backend_buffer_get_base(pinned_staging.get()) : pageable_staging.data();
+}
+
+// If the device's kernels can read staging memory a kernel fetches the rows, because a copy would wait behind the copies of
+// weights that are under way.
+ggml_status Inner::put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n) {
+    compute_pending = true;
+    if (quirks.host_reads == HostReads::never || (quirks.host_reads == HostReads::pinned && !pinned_staging)) {
+        for (int64_t i = 0, end = 0; i < n; i = end) { // neighbours in one copy
+            for (end = i + 1; end < n && places[end] == places[end - 1] + 1; end++) {
+            }
+            upload(compute, to.buffer, (char *)to.data + places[i] * to.nb[1], from + i * to.nb[1],
+                   (end - i) * to.nb[1]);
+        }
+        return GGML_STATUS_SUCCESS;
+    }
+    const auto plain = [](ggml_type type, ggml_backend_buffer_t buffer, const void *data, int64_t row, int64_t n_rows) {
+        ggml_tensor t = raw_tensor(buffer, const_cast<void *>(data), (size_t)(row * n_rows) * ggml_type_size(type));
+        t.type = type;
+        t.ne[0] = row;
+        t.ne[1] = n_rows;
+        t.nb[0] = ggml_type_size(type);
+        t.nb[1] = row * t.nb[0];
+        return t;
+    };
+    rows.to = plain(GGML_TYPE_F32, to.buffer, to.data, to.ne[0], to.ne[1]);
+    rows.from = plain(GGML_TYPE_F32, pinned_staging.get(), from, to.ne[0], n);
+    rows.places = plain(GGML_TYPE_I64, pinned_staging.get(), places, n, 1);
+    rows.set = rows.to;
+    rows.set.op = GGML_OP_SET_ROWS;
+    rows.set.flags = GGML_TENSOR_FLAG_COMPUTE;
+    rows.set.src[0] = &rows.from;
+    rows.set.src[1] = &rows.places;
+    rows.set.src[2] = &rows.to;
+    rows.set.view_src = &rows.to;
+    rows.nodes[0] = keys.uncaptured(false);
+    rows.nodes[1] = &rows.set;
+    ggml_cgraph graph = {};
+    graph.nodes = rows.nodes;
+    graph.size = graph.n_nodes = 2;
+    return ggml_backend_graph_compute_async(compute, &graph);
+}
+
+} // namespace fsd

@@ -1,0 +1,96 @@
+// The inner device: the GPU device that the shard device drives, or the emulated one. Its two streams, how it differs from
+// other devices, and the one way for bytes from the host to it.
+#pragma once
+
+#include "program.h"
+#include "trace.h"
+
+#include "ggml-backend.h"
+
+#include <memory>
+#include <vector>
+
+namespace fsd {
+
+class Pacing;
+
+struct BufferDeleter {
+    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+};
+using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
+
+enum class HostReads { never, pinned, always };
+
+// How inner devices differ.
+struct Quirks {
+    const char *registry; // ggml's name of it, with which the names of its devices begin; "": any other
+    bool emulated;
+    size_t vram_unit_bytes; // the driver allocates VRAM in multiples of this
+    HostReads host_reads;   // which host memory its kernels can read
+    // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
+    // and while the host is paced, and bytes times tokens for prefill.
+    size_t decode_merge, paced_decode_merge, prefill_merge;
+    // The size of a probe: bytes of weights or copies, more than the largest caches of processors (300 MiB); operations of
+    // one product; queries of one attention. Absolute rates of the emulated device mean little, so its probes are small.
+    size_t probe_bytes;
+    double probe_flops;
+    int64_t probe_queries;
+};
+
+// The quirks of a device or registry, by its name.
+const Quirks &quirks_of(const char *name);
+
+// While the host is paced, its own uploads wait for at most one copy of this size.
+constexpr size_t kPacedCopyBytes = 4 * 1024 * 1024;
+
+class Inner {
+  public:
+    explicit Inner(const Pacing &pacing) : pacing(pacing) {}
+    Inner(const Inner &) = delete;
+    Inner &operator=(const Inner &) = delete;
+
+    // Takes the device and opens its streams; false when they cannot be opened.
+    bool open(ggml_backend_dev_t device, size_t copy_bytes);
+    bool open_streams();
+    void close_streams(); // frees the device's pools and workspaces, which belong to its streams
+
+    ggml_backend_buffer_type_t buffer_type() const { return ggml_backend_dev_buffer_type(dev); }
+    // Of memory that copies at the link's full rate; null if the device has none.
+    ggml_backend_buffer_type_t host_buffer_type() const { return ggml_backend_dev_host_buffer_type(dev); }
+
+    // Registers host memory with the driver, so that copies from it run at full rate and asynchronously; false if the
+    // device cannot.
+    bool pin(void *p, size_t bytes) const;
+    void unpin(void *p) const;
+
+    // Copies host memory to an address in an inner buffer, in copies of at most copy_bytes. With a stream the copies are
+    // queued, and the host memory must stay as it is until they have run; without one they are done on return.
+    void upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) const;
+    void upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes) const;
+
+    // Waits for the compute stream.
+    void synchronize();
+    // Host memory for small exchanges with the device, pinned if possible; the same at every call.
+    char *staging(size_t bytes);
+    // Writes `n` rows of floats in staging memory to rows `places`, also in staging memory, of a tensor on the device.
+    ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);
+
+    ggml_backend_dev_t dev = nullptr;
+    Quirks quirks = {};
+    size_t copy_bytes = 0;                            // the largest copy while the host is not paced
+    ggml_backend_t compute = nullptr, copy = nullptr; // the streams
+    bool compute_pending = false;                     // work was queued on the compute stream since synchronize()
+    GraphKeys keys;
+    std::unique_ptr<Trace> trace; // while a time line is recorded
+
+  private:
+    size_t largest_copy() const;
+    void *procedure(const char *name) const;
+
+    const Pacing &pacing;
+    InnerBuffer pinned_staging;
+    std::vector<char> pageable_staging; // where the device has no pinned memory
+    size_t staging_bytes = 0;
+};
+
+} // namespace fsd
