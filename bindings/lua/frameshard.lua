@@ -58,6 +58,7 @@ fs_status fs_connect(const char *connect_file, const char *client_name, fs_clien
 void fs_close(fs_client *client, double timeout_s);
 enum { FS_STATE_LOADING = 1, FS_STATE_READY = 2, FS_STATE_CLOSED = 3 };
 int32_t fs_state(const fs_client *client);
+int32_t fs_has_feature(const fs_client *client, const char *feature);
 typedef struct fs_model {
   uint32_t struct_size;
   uint32_t n_ctx;

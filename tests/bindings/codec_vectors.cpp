@@ -52,7 +52,7 @@ std::string judge(const json &row, const std::string &frame) {
     if (!row["valid"]) {
         return ""; // wrong requests are the sidecar's to refuse
     }
-    bool is_answer = frameshard_core::decode_answer(frame.data(), frame.size(), &again, &why);
+    bool is_answer = frameshard_core::decode_answer(frame.data(), frame.size(), &again, &why) && again["t"] != "";
     if (is_answer != (row["from"] == "broker")) {
         return is_answer ? "taken for an answer" : "not taken for an answer: " + why;
     }

@@ -172,6 +172,10 @@ enum {
 /* One of the above; 0 for NULL. [client] */
 FS_API int32_t fs_state(const fs_client *client);
 
+/* 1 if the sidecar supports `feature`, a name from PROTOCOL.md ("Features"); 0 if it does not, before FS_EVENT_READY, and
+ * for NULL. A program asks before it uses what an older sidecar lacks. [client] */
+FS_API int32_t fs_has_feature(const fs_client *client, const char *feature);
+
 /* What is loaded. Texts live as long as the client. */
 typedef struct fs_model {
     uint32_t struct_size; /* sizeof(fs_model), set by the caller */

@@ -149,7 +149,7 @@ void check_info(const json &info) {
     if (!is_endpoint(info["endpoint"].get_ref<const std::string &>())) {
         refuse(FS_BAD_ARGUMENT, "endpoint must be ipc:///PATH or tcp://127.0.0.1:PORT, with a port from 1 to 65535");
     }
-    if (info["protocol"] != frameshard_core::kProtocol) {
+    if (info["protocol"].get<int64_t>() < frameshard_core::kProtocol) {
         refuse(FS_VERSION_MISMATCH, "the sidecar speaks protocol " + info["protocol"].dump() + ", this library " +
                                         std::to_string(frameshard_core::kProtocol));
     }
@@ -506,6 +506,10 @@ int32_t fs_state(const fs_client *client) {
            : client->session.lost()            ? FS_STATE_CLOSED
            : client->session.model().is_null() ? FS_STATE_LOADING
                                                : FS_STATE_READY;
+}
+
+int32_t fs_has_feature(const fs_client *client, const char *feature) {
+    return client != nullptr && feature != nullptr && client->session.has_feature(feature) ? 1 : 0;
 }
 
 fs_status fs_get_model(const fs_client *client, fs_model *model) {

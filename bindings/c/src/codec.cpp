@@ -123,38 +123,31 @@ class Builder : public msgpack::null_visitor {
 
 /* ---- the tables ------------------------------------------------------------------------------------------------ */
 
-enum class Type {
-    Id,
-    IdOrNil,
-    Uint,
-    UintOrNil,
-    Text,
-    Bool,
-    Number,
-    NumberOrNil,
-    Map,
-    MapOrNil,
-    Epithet,
-    Record,
-    RecordOrNil,
-    Records,
-    Jobs
-};
+enum class Type { Int, Number, Text, Word, Bool, Map, Record, Records, Texts, Counts };
 
+struct Field;
+using Table = std::vector<Field>;
+
+/* One field of an answer or record. */
 struct Field {
     const char *name;
     Type type;
-    int64_t least = 0, most = 0; // of a text's bytes or a number
-    const char *words = nullptr; // of an epithet, with a space around each
-    const std::vector<Field> *record = nullptr;
-    bool optional = false; // "" or nil when it is left out
+    double least = 0, most = 0;     // bounds of an Int or a Number; bytes of a Text; `most` elements of an array
+    const Table *record = nullptr;  // of a Record and of Records
+    bool nullable = false;          // nil is allowed
+    const char *fallback = nullptr; // JSON of the value of a field that was left out; nullptr: it is required
 };
-using Table = std::vector<Field>;
 
-constexpr int64_t kSeconds = 1000000000;
-const char kEngine[] = " loading ready restarting hibernated off ";
+struct Message {
+    const char *name;
+    Table table;
+};
 
-const Table kError = {{"code", Type::Uint},
+constexpr double kMost = double(kMaxInteger);
+constexpr double kSeconds = 1e9;
+constexpr size_t kMaxWord = 256; // bytes of a word that this version does not know
+
+const Table kError = {{"code", Type::Int, 0, kMost},
                       {"name", Type::Text, 0, 64},
                       {"message", Type::Text, 0, 65536},
                       {"retriable", Type::Bool},
@@ -162,208 +155,194 @@ const Table kError = {{"code", Type::Uint},
 const Table kModel = {{"name", Type::Text, 0, 4096},
                       {"arch", Type::Text, 0, 256},
                       {"device", Type::Text, 0, 256},
-                      {"n_ctx", Type::Uint},
-                      {"n_parallel", Type::Uint},
-                      {"n_vocab", Type::Uint},
-                      {"n_layer", Type::Uint},
+                      {"n_ctx", Type::Int, 0, kMost},
+                      {"n_parallel", Type::Int, 0, kMost},
+                      {"n_vocab", Type::Int, 0, kMost},
+                      {"n_layer", Type::Int, 0, kMost},
                       {"chat", Type::Bool},
-                      {"floor_bytes", Type::Uint},
-                      {"full_bytes", Type::Uint},
+                      {"floor_bytes", Type::Int, 0, kMost},
+                      {"full_bytes", Type::Int, 0, kMost},
                       {"plan", Type::Map},
-                      {"vision", Type::Text, 0, 256, nullptr, nullptr, true}};
-const Table kLimits = {{"message_bytes", Type::Uint},
-                       {"string_bytes", Type::Uint},
-                       {"jobs", Type::Uint},
-                       {"window", Type::Uint},
+                      {"vision", Type::Text, 0, 256, nullptr, false, "\"\""}};
+const Table kLimits = {{"message_bytes", Type::Int, 0, kMost},
+                       {"string_bytes", Type::Int, 0, kMost},
+                       {"jobs", Type::Int, 0, kMost},
+                       {"window", Type::Int, 0, kMost},
                        {"silent_s", Type::Number, 0, kSeconds}};
-const Table kBroker = {{"pid", Type::Uint},
-                       {"engine_pid", Type::UintOrNil},
-                       {"engine", Type::Epithet, 0, 0, kEngine},
-                       {"engine_restarts", Type::Uint},
-                       {"sessions", Type::Uint},
-                       {"jobs_queued", Type::Uint},
-                       {"jobs_running", Type::Uint},
+const Table kBroker = {{"pid", Type::Int, 0, kMost},
+                       {"engine_pid", Type::Int, 0, kMost, nullptr, true},
+                       {"engine", Type::Word},
+                       {"engine_restarts", Type::Int, 0, kMost},
+                       {"sessions", Type::Int, 0, kMost},
+                       {"jobs_queued", Type::Int, 0, kMost},
+                       {"jobs_running", Type::Int, 0, kMost},
                        {"uptime_s", Type::Number, 0, kSeconds}};
-const Table kPlanRow = {{"vram_budget_bytes", Type::Uint},
+const Table kPlanRow = {{"vram_budget_bytes", Type::Int, 0, kMost},
                         {"fits", Type::Bool},
-                        {"ttft_s", Type::NumberOrNil, 0, kSeconds},
-                        {"tokens_per_second", Type::NumberOrNil, 0, kSeconds},
-                        {"resident_bytes", Type::Uint},
-                        {"streamed_bytes", Type::Uint},
-                        {"cpu_bytes", Type::Uint}};
+                        {"ttft_s", Type::Number, 0, kSeconds, nullptr, true},
+                        {"tokens_per_second", Type::Number, 0, kSeconds, nullptr, true},
+                        {"resident_bytes", Type::Int, 0, kMost},
+                        {"streamed_bytes", Type::Int, 0, kMost},
+                        {"cpu_bytes", Type::Int, 0, kMost}};
 
 Table with(std::initializer_list<Field> head, std::initializer_list<Field> rest) {
     Table table(head);
     table.insert(table.end(), rest);
     return table;
 }
-Table answer(std::initializer_list<Field> rest) { return with({{"id", Type::Id}, {"epoch", Type::Id}}, rest); }
+Table answer(std::initializer_list<Field> rest) {
+    return with({{"id", Type::Int, 1, kMost}, {"epoch", Type::Int, 1, kMost}}, rest);
+}
 Table event(std::initializer_list<Field> rest) {
-    return with({{"job", Type::Id}, {"seq", Type::Uint}, {"epoch", Type::Id}, {"timeline", Type::Uint}}, rest);
+    return with({{"job", Type::Int, 1, kMost},
+                 {"seq", Type::Int, 0, kMost},
+                 {"epoch", Type::Int, 1, kMost},
+                 {"timeline", Type::Int, 0, kMost}},
+                rest);
 }
 
-struct Message {
-    const char *name;
-    Table table;
-};
 const std::vector<Message> &messages() {
     static const std::vector<Message> all = {
-        {"welcome", answer({{"protocol", Type::Uint},
-                            {"session", Type::Id},
+        {"welcome", answer({{"protocol", Type::Int, 0, kMost},
+                            {"session", Type::Int, 1, kMost},
                             {"resumed", Type::Bool},
                             {"server", Type::Text, 0, 64},
-                            {"limits", Type::Record, 0, 0, nullptr, &kLimits},
-                            {"engine", Type::Epithet, 0, 0, kEngine},
-                            {"model", Type::RecordOrNil, 0, 0, nullptr, &kModel}})},
-        {"model_info", answer({{"model", Type::Record, 0, 0, nullptr, &kModel}})},
+                            {"limits", Type::Record, 0, 0, &kLimits},
+                            {"engine", Type::Word},
+                            {"model", Type::Record, 0, 0, &kModel, true},
+                            {"features", Type::Texts, 0, 64, nullptr, false, "[]"}})},
+        {"model_info", answer({{"model", Type::Record, 0, 0, &kModel}})},
         {"ok", answer({})},
-        {"error", {{"id", Type::IdOrNil}, {"epoch", Type::Id}, {"error", Type::Record, 0, 0, nullptr, &kError}}},
-        {"released",
-         answer(
-             {{"vram_budget_bytes", Type::Uint}, {"used_bytes", Type::Uint}, {"seconds", Type::Number, 0, kSeconds}})},
-        {"observed", answer({{"observed_bytes", Type::UintOrNil}, {"seconds", Type::Number, 0, kSeconds}})},
-        {"lease", answer({{"decision", Type::Epithet, 0, 0, " granted partial "},
-                          {"vram_budget_bytes", Type::Uint},
+        {"error",
+         {{"id", Type::Int, 1, kMost, nullptr, true},
+          {"epoch", Type::Int, 1, kMost},
+          {"error", Type::Record, 0, 0, &kError}}},
+        {"released", answer({{"vram_budget_bytes", Type::Int, 0, kMost},
+                             {"used_bytes", Type::Int, 0, kMost},
+                             {"seconds", Type::Number, 0, kSeconds}})},
+        {"observed",
+         answer({{"observed_bytes", Type::Int, 0, kMost, nullptr, true}, {"seconds", Type::Number, 0, kSeconds}})},
+        {"lease", answer({{"decision", Type::Word},
+                          {"vram_budget_bytes", Type::Int, 0, kMost},
                           {"seconds", Type::Number, 0, kSeconds},
-                          {"version", Type::Uint}})},
-        {"budget", answer({{"vram_budget_bytes", Type::Uint},
-                           {"floor_bytes", Type::Uint},
-                           {"full_bytes", Type::Uint},
-                           {"state", Type::Epithet, 0, 0, " active parked hibernated "},
-                           {"version", Type::Uint},
-                           {"wanted_bytes", Type::Uint},
-                           {"used_bytes", Type::Uint}})},
+                          {"version", Type::Int, 0, kMost}})},
+        {"budget", answer({{"vram_budget_bytes", Type::Int, 0, kMost},
+                           {"floor_bytes", Type::Int, 0, kMost},
+                           {"full_bytes", Type::Int, 0, kMost},
+                           {"state", Type::Word},
+                           {"version", Type::Int, 0, kMost},
+                           {"wanted_bytes", Type::Int, 0, kMost},
+                           {"used_bytes", Type::Int, 0, kMost}})},
         {"notice",
-         {{"epoch", Type::Id},
-          {"kind", Type::Epithet, 0, 0, " wants gives_back late pressure other_process state "},
-          {"vram_budget_bytes", Type::Uint},
+         {{"epoch", Type::Int, 1, kMost},
+          {"kind", Type::Word},
+          {"vram_budget_bytes", Type::Int, 0, kMost},
           {"seconds", Type::Number, 0, kSeconds},
-          {"detail", Type::Text, 0, 200, nullptr, nullptr, true}}},
+          {"detail", Type::Text, 0, 200}}},
         {"caps_and_requirements", answer({{"device", Type::Text, 0, 256},
-                                          {"total_bytes", Type::UintOrNil},
-                                          {"free_bytes", Type::UintOrNil},
-                                          {"floor_bytes", Type::Uint},
-                                          {"full_bytes", Type::Uint},
-                                          {"context", Type::Uint},
-                                          {"mode", Type::Epithet, 0, 0, " planned stream_only "}})},
-        {"plan", answer({{"rows", Type::Records, 0, 32, nullptr, &kPlanRow}})},
+                                          {"total_bytes", Type::Int, 0, kMost, nullptr, true},
+                                          {"free_bytes", Type::Int, 0, kMost, nullptr, true},
+                                          {"floor_bytes", Type::Int, 0, kMost},
+                                          {"full_bytes", Type::Int, 0, kMost},
+                                          {"context", Type::Int, 0, kMost},
+                                          {"mode", Type::Word}})},
+        {"plan", answer({{"rows", Type::Records, 0, 32, &kPlanRow}})},
         {"frame_block", answer({{"path", Type::Text, 1, 4096}})},
-        {"stats", answer({{"broker", Type::Record, 0, 0, nullptr, &kBroker}, {"engine", Type::MapOrNil}})},
-        {"pong", answer({{"jobs", Type::Jobs}})},
+        {"stats", answer({{"broker", Type::Record, 0, 0, &kBroker}, {"engine", Type::Map, 0, 0, nullptr, true}})},
+        {"pong", answer({{"jobs", Type::Counts, 0, kMaxArray}})},
         {"engine",
-         {{"epoch", Type::Id},
-          {"state", Type::Epithet, 0, 0, kEngine},
-          {"restarts", Type::Uint},
-          {"error", Type::RecordOrNil, 0, 0, nullptr, &kError, true}}},
-        {"started", event({{"n_prompt", Type::Uint}})},
-        {"progress",
-         event({{"phase", Type::Epithet, 0, 0, " encode prefill "}, {"done", Type::Uint}, {"total", Type::Uint}})},
-        {"delta", event({{"text", Type::Text, 1, 65536}, {"tokens", Type::Id}})},
-        {"done", event({{"reason", Type::Epithet, 0, 0, " stop length "},
-                        {"n_prompt", Type::Uint},
-                        {"n_generated", Type::Uint},
+         {{"epoch", Type::Int, 1, kMost},
+          {"state", Type::Word},
+          {"restarts", Type::Int, 0, kMost},
+          {"error", Type::Record, 0, 0, &kError, true, "null"}}},
+        {"started", event({{"n_prompt", Type::Int, 0, kMost}})},
+        {"progress", event({{"phase", Type::Word}, {"done", Type::Int, 0, kMost}, {"total", Type::Int, 0, kMost}})},
+        {"delta", event({{"text", Type::Text, 1, 65536}, {"tokens", Type::Int, 1, kMost}})},
+        {"done", event({{"reason", Type::Word},
+                        {"n_prompt", Type::Int, 0, kMost},
+                        {"n_generated", Type::Int, 0, kMost},
                         {"prefill_s", Type::Number, 0, kSeconds},
                         {"decode_s", Type::Number, 0, kSeconds}})},
-        {"failed", event({{"error", Type::Record, 0, 0, nullptr, &kError}})},
+        {"failed", event({{"error", Type::Record, 0, 0, &kError}})},
         {"cancelled", event({})},
     };
     return all;
 }
 
-bool is_uint(const json &value, int64_t least = 0) {
-    return value.is_number_integer() && value.get<int64_t>() >= least;
+/* What is kept of a message with an unknown `t`: enough to count it, where it is an event of a job. */
+const Table kUnknown = {{"job", Type::Int, 1, kMost}, {"seq", Type::Int, 0, kMost}, {"epoch", Type::Int, 1, kMost}};
+
+bool is_integer(const json &value, double least, double most) {
+    return value.is_number_integer() && double(value.get<int64_t>()) >= least && double(value.get<int64_t>()) <= most;
 }
 
-bool fits(const Field &field, const json &value);
-
-bool fits(const Table &table, json *fields, size_t more, std::string *why) {
-    size_t known = more;
-    for (const Field &field : table) {
-        auto found = fields->find(field.name);
-        if (found == fields->end()) {
-            if (!field.optional) {
-                *why = std::string(field.name) + " is missing";
-                return false;
-            }
-            (*fields)[field.name] = field.type == Type::Text ? json("") : json();
-        } else if (!fits(field, *found)) {
-            *why = std::string(field.name) + " is of the wrong type or out of range";
-            return false;
-        }
-        ++known;
-    }
-    if (fields->size() != known) {
-        *why = "an unknown field";
+bool is_text(const json &value, double least, double most) {
+    if (!value.is_string()) {
         return false;
     }
+    double size = double(value.get_ref<const std::string &>().size());
+    return least <= size && size <= most;
+}
+
+bool is_count(const json &pair) {
+    return pair.is_array() && pair.size() == 2 && is_integer(pair[0], 1, kMost) && is_integer(pair[1], 0, kMost);
+}
+
+bool fits(const Field &field, json *value);
+
+/* Whether `fields` has what the table says. Fields that are not in the table are removed, and those with a fallback are
+ * added where they are missing. */
+bool fits(const Table &table, json *fields, std::string *why) {
+    json known = json::object();
+    for (const Field &field : table) {
+        auto found = fields->find(field.name);
+        if (found != fields->end()) {
+            if (!fits(field, &*found)) {
+                *why = std::string(field.name) + " is of the wrong type or out of range";
+                return false;
+            }
+            known[field.name] = std::move(*found);
+        } else if (field.fallback != nullptr) {
+            known[field.name] = json::parse(field.fallback);
+        } else {
+            *why = std::string(field.name) + " is missing";
+            return false;
+        }
+    }
+    *fields = std::move(known);
     return true;
 }
 
-bool fits(const Field &field, const json &value) {
+bool fits(const Field &field, json *value) {
     std::string why;
-    switch (field.type) {
-    case Type::IdOrNil:
-        return value.is_null() || is_uint(value, 1);
-    case Type::Id:
-        return is_uint(value, 1);
-    case Type::UintOrNil:
-        return value.is_null() || is_uint(value);
-    case Type::Uint:
-        return is_uint(value);
-    case Type::Text: {
-        if (!value.is_string()) {
-            return false;
-        }
-        int64_t size = int64_t(value.get_ref<const std::string &>().size());
-        return field.least <= size && size <= field.most;
-    }
-    case Type::Bool:
-        return value.is_boolean();
-    case Type::NumberOrNil:
-        if (value.is_null()) {
-            return true;
-        }
-        [[fallthrough]];
-    case Type::Number:
-        return value.is_number() && value.get<double>() >= double(field.least) &&
-               value.get<double>() <= double(field.most);
-    case Type::MapOrNil:
-        return value.is_null() || value.is_object();
-    case Type::Map:
-        return value.is_object();
-    case Type::Epithet: {
-        if (!value.is_string()) {
-            return false;
-        }
-        const std::string &word = value.get_ref<const std::string &>();
-        return word.find(' ') == std::string::npos && !word.empty() &&
-               std::strstr(field.words, (" " + word + " ").c_str()) != nullptr;
-    }
-    case Type::RecordOrNil:
-        if (value.is_null()) {
-            return true;
-        }
-        [[fallthrough]];
-    case Type::Record: {
-        json copy = value; // records have no optional fields, so nothing is filled in
-        return value.is_object() && fits(*field.record, &copy, 0, &why);
-    }
-    case Type::Records:
-        if (!value.is_array() || int64_t(value.size()) > field.most) {
-            return false;
-        }
-        return std::all_of(value.begin(), value.end(),
-                           [&](json row) { return row.is_object() && fits(*field.record, &row, 0, &why); });
-    case Type::Jobs:
-        if (!value.is_array()) {
-            return false;
-        }
-        for (const json &pair : value) {
-            if (!pair.is_array() || pair.size() != 2 || !is_uint(pair[0], 1) || !is_uint(pair[1])) {
-                return false;
-            }
-        }
+    if (field.nullable && value->is_null()) {
         return true;
+    }
+    auto all = [&](auto is_right) {
+        return value->is_array() && double(value->size()) <= field.most &&
+               std::all_of(value->begin(), value->end(), is_right);
+    };
+    switch (field.type) {
+    case Type::Int:
+        return is_integer(*value, field.least, field.most);
+    case Type::Number:
+        return value->is_number() && value->get<double>() >= field.least && value->get<double>() <= field.most;
+    case Type::Text:
+        return is_text(*value, field.least, field.most);
+    case Type::Word: // a newer sidecar may send one that is not known
+        return is_text(*value, 1, kMaxWord);
+    case Type::Bool:
+        return value->is_boolean();
+    case Type::Map:
+        return value->is_object();
+    case Type::Record:
+        return value->is_object() && fits(*field.record, value, &why);
+    case Type::Records:
+        return all([&](json &row) { return row.is_object() && fits(*field.record, &row, &why); });
+    case Type::Texts:
+        return all([](const json &item) { return is_text(item, 0, kMaxString); });
+    case Type::Counts:
+        return all(is_count);
     }
     return false;
 }
@@ -445,18 +424,24 @@ bool decode_answer(const char *data, size_t size, json *message, std::string *wh
     if (!decode_frame(data, size, message, why)) {
         return false;
     }
-    auto name = message->find("t");
-    if (name == message->end() || !name->is_string()) {
+    auto found = message->find("t");
+    if (found == message->end() || !found->is_string()) {
         *why = "no t";
         return false;
     }
+    std::string name = *found;
     for (const Message &known : messages()) {
-        if (*name == known.name) {
-            return fits(known.table, message, 1, why);
+        if (name == known.name) {
+            bool right = fits(known.table, message, why);
+            (*message)["t"] = std::move(name);
+            return right;
         }
     }
-    *why = "an unknown t";
-    return false;
+    if (!fits(kUnknown, message, why)) {
+        *message = json::object();
+    }
+    (*message)["t"] = "";
+    return true;
 }
 
 std::string encode(const json &message) {

@@ -20,6 +20,7 @@ std::string cut(const std::string &text, size_t size) {
     return text.substr(0, size);
 }
 
+/* The number of a word in a list, from 1; 0 for a word of a newer sidecar. */
 uint32_t place_of(const std::string &word, std::initializer_list<const char *> words) {
     uint32_t at = 1;
     for (const char *known : words) {
@@ -53,6 +54,10 @@ Error error_of(const json &info) {
     auto code = fs_status(std::min<int64_t>(info["code"].get<int64_t>(), INT32_MAX));
     bool known = code == FS_INTERNAL || std::string(fs_status_name(code)) != "internal";
     return {known && code != FS_OK ? code : FS_INTERNAL, info["message"].get<std::string>(), info["detail"]};
+}
+
+bool Session::has_feature(const std::string &name) const {
+    return std::find(features_.begin(), features_.end(), name) != features_.end();
 }
 
 // ---- requests -------------------------------------------------------------------------------------------------------
@@ -234,8 +239,8 @@ void Session::receive(const char *data, size_t size) {
         welcomed(message);
     } else if (name == "error") {
         refused(message);
-    } else if (message["epoch"].get<uint64_t>() != epoch_) {
-        return;
+    } else if (!message.contains("epoch") || message["epoch"].get<uint64_t>() != epoch_) {
+        return; // of another launch, or a message that this version does not know
     } else if (message.contains("job")) {
         job_event(message);
     } else if (name == "pong") {
@@ -260,7 +265,7 @@ void Session::receive(const char *data, size_t size) {
 }
 
 void Session::welcomed(const json &message) {
-    if (message["protocol"].get<int64_t>() != kProtocol) {
+    if (message["protocol"].get<int64_t>() < kProtocol) {
         lose({FS_VERSION_MISMATCH, "the sidecar speaks protocol " + std::to_string(message["protocol"].get<int64_t>()) +
                                        ", this library " + std::to_string(kProtocol)});
     } else if (state_ == State::Resuming && !message["resumed"].get<bool>()) {
@@ -269,6 +274,7 @@ void Session::welcomed(const json &message) {
         bool first = state_ == State::Greeting;
         state_ = State::Open;
         session_ = message["session"];
+        features_ = message["features"];
         for (const auto &waiting : unanswered_) {
             send_request(waiting.second.fields);
         }
@@ -447,6 +453,10 @@ void Session::job_event(const json &message) {
             return;
         }
     }
+    if (name.empty()) {
+        pass_over(job, seq); // an event that this version does not know
+        return;
+    }
     if (name == "started" && job.started) {
         job.granted = seq + 1; // of a shortened question, which has said so before
         return;
@@ -477,7 +487,7 @@ void Session::job_event(const json &message) {
     } else {
         job.ended = true;
         if (name == "done") {
-            event.fields.reason = message["reason"] == "stop" ? FS_REASON_STOP : FS_REASON_LENGTH;
+            event.fields.reason = place_of(message["reason"], {"stop", "length"});
             event.fields.n_prompt = message["n_prompt"];
             event.fields.n_generated = message["n_generated"];
             event.fields.prefill_s = message["prefill_s"];
@@ -485,6 +495,25 @@ void Session::job_event(const json &message) {
         } else if (name == "failed") {
             put_error(event, error);
         }
+    }
+}
+
+/* Counts an event that the program does not get as taken, together with the event before it. */
+void Session::pass_over(Job &job, uint64_t seq) {
+    for (auto event = events_.rbegin(); event != events_.rend(); ++event) {
+        if (event->wire == job.wire) {
+            event->seq = seq;
+            return;
+        }
+    }
+    credit(job, seq + 1);
+}
+
+/* Grants what the program has taken, once it is half of the window. */
+void Session::credit(Job &job, uint64_t next) {
+    uint64_t window = job.fields.value("window", uint64_t(32));
+    if (next - job.granted >= std::max<uint64_t>(1, window / 2)) {
+        grant(job, next);
     }
 }
 
@@ -614,10 +643,11 @@ Event Session::take() {
     }
     Job &job = found->second;
     bool last = is_end(event.fields.type);
-    if (event.wire != 0) {
-        uint64_t next = event.seq + 1, window = job.fields.value("window", uint64_t(32));
-        if (last || next - job.granted >= std::max<uint64_t>(1, window / 2)) {
-            grant(job, next);
+    if (event.wire != 0 && event.wire == job.wire) {
+        if (last) {
+            grant(job, event.seq + 1);
+        } else {
+            credit(job, event.seq + 1);
         }
     }
     if (last) {

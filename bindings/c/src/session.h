@@ -54,6 +54,8 @@ class Session {
     /* Answered, by whatever answer. */
     bool answered(uint64_t request) const { return unanswered_.count(request) == 0; }
     const json &model() const { return model_; } // null before FS_EVENT_READY
+    /* Whether the sidecar has named this feature in its welcome. */
+    bool has_feature(const std::string &name) const;
 
     /* fields: those of submit but job, epoch and id. */
     uint64_t submit(json fields);
@@ -101,6 +103,8 @@ class Session {
     void refused(const json &message);
     void answered_by(const json &message);
     void job_event(const json &message);
+    void pass_over(Job &job, uint64_t seq);
+    void credit(Job &job, uint64_t next);
     void compare(const json &message);
     bool shorten(Job &job);
     void ready(const json &model);
@@ -115,6 +119,7 @@ class Session {
     uint64_t ids_ = 0, handles_ = 0, wires_ = 0;
     int silent_beats_ = 0;
     json model_;
+    json features_ = json::array(); // of the sidecar
     std::deque<std::string> outgoing_;
     std::map<uint64_t, Request> unanswered_; // by id
     std::map<uint64_t, Job> jobs_;           // by the program's number

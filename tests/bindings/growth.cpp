@@ -1,0 +1,208 @@
+/* A session of the C client with a newer sidecar: fields, messages and words that this version does not know. No socket:
+ * the frames are made here. */
+#include <cstdio>
+
+#include "session.h"
+
+using frameshard_core::Event;
+using frameshard_core::json;
+using frameshard_core::Session;
+
+namespace {
+
+int failed = 0;
+
+void check(const char *what, bool right) {
+    std::printf("%s: %s\n", what, right ? "ok" : "FAILED");
+    failed += right ? 0 : 1;
+}
+
+void hear(Session &session, const json &message) {
+    std::string frame = frameshard_core::encode(message);
+    session.receive(frame.data(), frame.size());
+}
+
+/* What the session has to send, as maps. */
+std::vector<json> sent(Session &session) {
+    std::vector<json> frames;
+    while (const std::string *frame = session.next_frame()) {
+        json message;
+        std::string why;
+        check("sends frames that keep the rules",
+              frameshard_core::decode_frame(frame->data(), frame->size(), &message, &why));
+        frames.push_back(std::move(message));
+        session.sent();
+    }
+    return frames;
+}
+
+std::vector<Event> taken(Session &session) {
+    std::vector<Event> events;
+    while (session.has_event()) {
+        events.push_back(session.take());
+    }
+    return events;
+}
+
+/* The last credit in these frames; -1 for none. */
+int64_t credit(const std::vector<json> &frames) {
+    int64_t next = -1;
+    for (const json &frame : frames) {
+        if (frame["t"] == "credit") {
+            next = frame["next"].get<int64_t>();
+        }
+    }
+    return next;
+}
+
+json model() {
+    return {{"name", "m"},      {"arch", "a"},  {"device", "d"},   {"n_ctx", 256},      {"n_parallel", 1},
+            {"n_vocab", 9},     {"n_layer", 2}, {"chat", true},    {"floor_bytes", 1},  {"full_bytes", 2},
+            {"plan", json({})}, {"voice", "v"}, {"vision", "eye"}, {"wings", {1, 2, 3}}};
+}
+
+json welcome() {
+    return {{"t", "welcome"},
+            {"id", 1},
+            {"epoch", 5},
+            {"protocol", frameshard_core::kProtocol + 1},
+            {"session", 3},
+            {"resumed", false},
+            {"server", "newer"},
+            {"limits",
+             {{"message_bytes", 1 << 20},
+              {"string_bytes", 1 << 16},
+              {"jobs", 64},
+              {"window", 256},
+              {"silent_s", 10},
+              {"songs", 1}}},
+            {"engine", "dreaming"},
+            {"model", model()},
+            {"features", {"songs", "dances"}},
+            {"colour", {{"red", 1}}}};
+}
+
+json of_job(const char *name, int64_t seq, json more = json::object()) {
+    json message = {{"t", name}, {"job", 1}, {"seq", seq}, {"epoch", 5}, {"timeline", 0}, {"colour", "red"}};
+    message.update(more);
+    return message;
+}
+
+} // namespace
+
+int main() {
+    Session session("growth");
+    session.greet(5);
+    sent(session);
+    hear(session, welcome());
+    check("features of the sidecar can be asked for", session.has_feature("songs") && !session.has_feature("opera"));
+    std::vector<Event> events = taken(session);
+    check("a newer protocol is taken",
+          !session.lost() && events.size() == 1 && events[0].fields.type == FS_EVENT_READY);
+    json detail = json::parse(events.at(0).detail);
+    check("unknown fields of a record are not kept", !detail.contains("voice") && !detail.contains("wings"));
+    check("known fields are", detail["vision"] == "eye" && detail["n_ctx"] == 256);
+
+    // A job whose events are mostly of a kind that is not known. Its window is 4, so credit is due after two.
+    session.submit({{"kind", "completion"}, {"prompt", "x"}, {"window", 4}});
+    sent(session);
+    hear(session, {{"t", "ok"}, {"id", 2}, {"epoch", 5}, {"eta_s", 1.5}});
+    hear(session, of_job("started", 0, {{"n_prompt", 1}, {"n_cached", 1}}));
+    hear(session, of_job("hum", 1));
+    hear(session, of_job("hum", 2));
+    hear(session, of_job("hum", 3));
+    check("no resend is asked for what is not known", credit(sent(session)) == -1);
+    events = taken(session);
+    check("what is not known makes no event", events.size() == 1 && events[0].fields.type == FS_EVENT_STARTED);
+    check("and is credited with the event before it", credit(sent(session)) == 4);
+    hear(session, of_job("hum", 4));
+    hear(session, of_job("hum", 5));
+    check("or at once when no event waits", credit(sent(session)) == 6);
+    hear(session, of_job("delta", 6, {{"text", "la"}, {"tokens", 1}, {"logprobs", {0.5, 0.25}}}));
+    hear(session,
+         of_job("done", 7,
+                {{"reason", "applause"}, {"n_prompt", 1}, {"n_generated", 1}, {"prefill_s", 0}, {"decode_s", 1}}));
+    events = taken(session);
+    check("the text comes", events.size() == 2 && events[0].text == "la");
+    check("an unknown reason is 0", events.at(1).fields.type == FS_EVENT_DONE && events[1].fields.reason == 0);
+    check("the end is credited", credit(sent(session)) == 8);
+
+    // Messages to every session, and answers to requests.
+    hear(session, {{"t", "weather"}, {"epoch", 5}, {"rain", true}});
+    hear(session, {{"t", "weather"}, {"id", 9}, {"epoch", 5}, {"job", "none"}});
+    hear(session, {{"t", "weather"}});
+    check("unknown messages are ignored", !session.lost() && !session.has_event());
+    hear(session, {{"t", "engine"}, {"epoch", 5}, {"state", "dreaming"}, {"restarts", 0}, {"dream", "sheep"}});
+    hear(
+        session,
+        {{"t", "notice"}, {"epoch", 5}, {"kind", "sings"}, {"vram_budget_bytes", 1}, {"seconds", 0}, {"detail", "la"}});
+    events = taken(session);
+    check("unknown states and kinds are 0",
+          events.size() == 2 && events[0].fields.engine_state == 0 && events[1].fields.notice == 0);
+    uint64_t request = session.request({{"t", "budget_set"}, {"vram_budget_bytes", 8}});
+    hear(session, {{"t", "lease"},
+                   {"id", request},
+                   {"epoch", 5},
+                   {"decision", "bartered"},
+                   {"vram_budget_bytes", 8},
+                   {"seconds", 0},
+                   {"version", 0},
+                   {"price", 1}});
+    hear(session, {{"t", "released"},
+                   {"id", request},
+                   {"epoch", 5},
+                   {"vram_budget_bytes", 8},
+                   {"used_bytes", 4},
+                   {"seconds", 0},
+                   {"price", 1}});
+    hear(session,
+         {{"t", "observed"}, {"id", request}, {"epoch", 5}, {"observed_bytes", nullptr}, {"seconds", 0}, {"price", 1}});
+    events = taken(session);
+    check("a lease with unknown fields is heard",
+          events.size() == 3 && events[0].fields.decision == 0 && events[1].fields.used_bytes == 4);
+    request = session.request({{"t", "plan"}, {"budgets", {1}}});
+    json row = {{"vram_budget_bytes", 1}, {"fits", false},       {"ttft_s", nullptr}, {"tokens_per_second", nullptr},
+                {"resident_bytes", 0},    {"streamed_bytes", 0}, {"cpu_bytes", 0},    {"disk_bytes", 7}};
+    hear(session, {{"t", "plan"}, {"id", request}, {"epoch", 5}, {"rows", {row}}});
+    check("a plan with unknown fields is heard", taken(session).size() == 1);
+    request = session.request({{"t", "stats"}});
+    json broker = {{"pid", 1},      {"engine_pid", nullptr}, {"engine", "dreaming"}, {"engine_restarts", 0},
+                   {"sessions", 1}, {"jobs_queued", 0},      {"jobs_running", 0},    {"uptime_s", 1},
+                   {"mood", "good"}};
+    hear(session, {{"t", "stats"}, {"id", request}, {"epoch", 5}, {"broker", broker}, {"engine", nullptr}});
+    events = taken(session);
+    check("unknown fields of stats are not kept",
+          events.size() == 1 && !json::parse(events[0].detail)["broker"].contains("mood"));
+    request = session.request({{"t", "stats"}});
+    hear(session, {{"t", "error"},
+                   {"id", request},
+                   {"epoch", 5},
+                   {"error",
+                    {{"code", 99},
+                     {"name", "stage_fright"},
+                     {"message", "no"},
+                     {"retriable", true},
+                     {"detail", {{"seats", 3}}},
+                     {"cause", "x"}}}});
+    events = taken(session);
+    check("an unknown error is internal",
+          events.size() == 1 && events[0].fields.type == FS_EVENT_REFUSED && events[0].fields.status == FS_INTERNAL);
+    check("and keeps its details", events.at(0).detail == "{\"seats\":3}");
+
+    // What must still be refused: a known field of a wrong type, and one that is missing.
+    hear(session, {{"t", "ok"}, {"id", "1"}, {"epoch", 5}});
+    check("a wrong type ends the session", session.lost());
+    Session older("growth");
+    older.greet(5);
+    json without = welcome();
+    without["protocol"] = frameshard_core::kProtocol - 1;
+    without.erase("features");
+    hear(older, without);
+    check("an older protocol is refused", older.lost() && older.error().status == FS_VERSION_MISMATCH);
+    Session plain("growth");
+    plain.greet(5);
+    without["protocol"] = frameshard_core::kProtocol;
+    hear(plain, without);
+    check("features may be left out", !plain.lost() && !plain.has_feature("songs"));
+    return failed != 0;
+}
