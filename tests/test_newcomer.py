@@ -1,4 +1,4 @@
-"""The command line as somebody sees it who has not read its documentation: help, progress, tables, errors."""
+"""The command line as a new user meets it: help, progress, tables, errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frameshard(*args: str, stdin: str = "", code: int = 0) -> subprocess.Complet
 
 
 def too_wide(text: str) -> list[str]:
-    """Lines over 80 columns, but for those that are long because of a path."""
+    """Lines over 80 columns, except those that begin with a path."""
     return [line for line in text.splitlines() if len(line) > common.WIDTH and not line.lstrip().startswith("/")]
 
 
@@ -103,7 +103,7 @@ def test_an_error_is_one_line_that_says_what_to_do(args: tuple[str, ...], says: 
 def test_a_first_measurement_and_each_row_are_said(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a pipe in lines; what a program reads is JSON alone."""
+    """Without a terminal progress is lines on stderr, and stdout has only JSON."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path))
     small = ("--vram-budget", "floor,64", "--prompt", "16", "--generate", "2", "--repeat", "1")
     result = frameshard("bench", "--model", str(model_path), *EMULATED, *small, "--json")

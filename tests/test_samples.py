@@ -1,4 +1,4 @@
-"""The samples run as a user would run them, and the README shows what they are."""
+"""The samples run as a user runs them, and the README shows hello.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def play(model: Path, gbps: str) -> tuple[list[str], list[int]]:
-    """What is said in the scene, and the figures of its summary."""
+    """The scene's text lines, and the figures of its summary."""
     result = run(str(SCENE), "--unattended", "--model", str(model), "--device", f"emulated:{gbps}")
     assert result.returncode == 0, result.stderr
     assert "taken back" in result.stdout
@@ -33,8 +33,8 @@ def play(model: Path, gbps: str) -> tuple[list[str], list[int]]:
     return said, [int(figure) for figure in summary.groups()]
 
 
-def test_the_scene_plays_and_memory_moves_while_she_speaks(model_path: Path) -> None:
-    """Streaming gives the same bits at any budget, so the words do not depend on when memory moves."""
+def test_the_scene_plays_and_the_budget_changes_during_answers(model_path: Path) -> None:
+    """Stream-only gives the same bits at any budget, so the text does not depend on when the budget changes."""
     said, (answers, shrinks, grows) = play(model_path, "2")
     assert answers == 3
     assert shrinks >= 1
@@ -60,12 +60,12 @@ def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text(hello.replace('resolve("smollm2-135m")', f"{str(tmp_path / 'no.gguf')!r}"))
     result = run(str(tmp_path / "hello.py"))
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("model_not_found: ")  # behind the sidecar's log
+    assert result.stderr.splitlines()[-1].startswith("model_not_found: ")  # after the sidecar's log
     assert "Traceback" not in result.stderr
 
 
 def test_the_scene_ends_with_its_sidecar(model_path: Path) -> None:
-    """Killed in the middle of an answer, over a link so narrow that it takes minutes."""
+    """The sidecar is killed during an answer, over a link so slow that the answer takes minutes."""
     options = ["--unattended", "--model", str(model_path), "--device", "emulated:0.05"]
     with subprocess.Popen(
         [sys.executable, str(SCENE), *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

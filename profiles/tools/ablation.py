@@ -2,10 +2,10 @@
 
     python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json
 
-The plan as it is; a ring of one step (copies do not run ahead, and fewer experts are kept); of a mixture of experts
-those in the ring forgotten before each graph; nothing on the CPU; nothing streamed in graphs of few tokens (a long
-prompt would take the CPU half a minute); prompts in ubatches of 256. Weights are resident as the budget leaves room
-for. Medians of interleaved runs.
+Variants: the plan as it is; a ring of one step (copies do not run ahead, and fewer experts are cached); no cache of
+experts (emptied before each graph); nothing on the CPU; nothing streamed in graphs of less than 32 tokens (a long
+prompt would take the CPU half a minute); prompts in ubatches of 256. As many weights are resident as the budget holds.
+Medians of interleaved runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from frameshard.wire.engine import EngineConfig
 
 FORGETFUL = "no cache of experts"
 VARIANTS = ("as planned", "ring of one step", FORGETFUL, "nothing on the CPU", "nothing streamed", "ubatches of 256")
-# Where everything goes, and in graphs of fewer tokens than how many.
+# The one placement of these variants, and the smallest number of tokens from which graphs keep the plan's placements.
 PLACED = {"nothing on the CPU": (STREAMED, sys.maxsize), "nothing streamed": (CPU, 32)}
 
 
@@ -50,7 +50,7 @@ class Row:
 
 
 def arrange(runtime: Runtime, row: Row) -> Plan:
-    """Plan and resident weights of a row; returns its plan."""
+    """Adopt a row's plan and fill its resident weights; returns the plan."""
     runtime.replan()
     plan = runtime.plan
     assert plan is not None
@@ -93,7 +93,7 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
             runtime.logits(output)
 
     device.set_budget(row.budget, timeout_s=60.0)
-    read()  # the plan is for the context that is used with it
+    read()  # the plan depends on how much of the context is used
     decode(words[0])
     plan = arrange(runtime, row)
     read()

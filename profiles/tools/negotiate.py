@@ -1,16 +1,16 @@
-"""How fast VRAM comes back, and whether anybody notices: random shrinks and grows under a running sidecar.
+"""How fast budgets take effect: random shrinks and grows of a running sidecar, and whether its texts change.
 
     python profiles/tools/negotiate.py MODEL.gguf --device CUDA0 --json
 
-200 changes of 256 MiB to 2 GiB while an answer is written and 50 in the middle of reading a prompt of 8,192 tokens, in
-stream-only mode: the text must be the one of an undisturbed run. On a machine with NVML the use of the card is sampled
-all along; no sample may lie above the budget once the deadline of 50 ms has passed. Needs a card that nobody else uses.
-With --refill weights come back while an answer is written, and with --cancel answers and prompts end half way.
+200 changes of 256 MiB to 2 GiB during decode and 50 during prefill of 8,192 tokens, in stream-only mode: the text must
+be that of an undisturbed run. Where NVML exists, the GPU's use is sampled all the time; no sample may lie above the
+budget once the deadline of 50 ms has passed. Needs a GPU that nothing else uses. --refill measures how weights come
+back during decode, --cancel how soon answers and prompts end.
 
     python profiles/tools/negotiate.py MODEL.gguf --mmproj MMPROJ.gguf --image 1920x1080 --decode 0 --prefill 0
 
-50 shrinks in the middle of looking at pictures, each of them a new one: whoever is in an encode begins it again within
-the new budget. A shrink counts only if it was asked for before the encode ended.
+50 shrinks during the encoding of images, each image a new one. A shrink counts only if it was requested before the
+encode ended.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Card:
 
 @dataclass
 class Change:
-    """One change of the budget: when it was asked, and seconds until it was released and observed."""
+    """One change of the budget: when it was requested, and seconds until it was released and observed."""
 
     at: float
     budget_bytes: int
@@ -353,13 +353,13 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--decode", type=int, default=200, help="changes while an answer is written (200)")
-    parser.add_argument("--prefill", type=int, default=50, help="shrinks in mid-prompt (50)")
-    parser.add_argument("--refill", type=int, default=0, help="grows by 8 GiB while an answer is written (0)")
+    parser.add_argument("--decode", type=int, default=200, help="changes during decode (200)")
+    parser.add_argument("--prefill", type=int, default=50, help="shrinks during prefill (50)")
+    parser.add_argument("--refill", type=int, default=0, help="grows by 8 GiB during decode (0)")
     parser.add_argument("--cancel", type=int, default=0, help="cancelled answers, and prompts (0)")
-    parser.add_argument("--mmproj", help="what reads images for this model")
-    parser.add_argument("--image", default="1920x1080", help="size of the pictures (1920x1080)")
-    parser.add_argument("--encode", type=int, default=50, help="with --mmproj: shrinks in mid-encode (50)")
+    parser.add_argument("--mmproj", help="the vision tower")
+    parser.add_argument("--image", default="1920x1080", help="size of the images (1920x1080)")
+    parser.add_argument("--encode", type=int, default=50, help="with --mmproj: shrinks during an encode (50)")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens (8192)")
     parser.add_argument("--tokens", type=int, default=600, help="of each answer (600)")
     parser.add_argument("--ubatch", type=int, default=2048)

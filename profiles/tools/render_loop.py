@@ -1,11 +1,11 @@
 """A game's frames beside a running model: frame times with the AI off, unpaced, and in each scheduling mode.
 
-    python profiles/tools/render_loop.py MODEL.gguf --device CUDA0 --frames gl --json render_loop.json
+    python profiles/tools/render_loop.py MODEL.gguf --device CUDA0 --frames gl --json
 
-A process of its own draws: with ``--frames gl`` a fragment shader through headless EGL (needs moderngl), calibrated to
-12 ms of GPU time, paced to 60 frames a second; with ``--frames cpu`` it computes on one core for as long instead, for
-machines without a GPU. It writes the frame block. Beside it an answer is written, then prompts are read. ``frame`` is
-from one frame's begin to the next, ``work`` from its begin to the end of its drawing; ``low_1`` is the frame rate of
+A separate process draws and writes the frame block: with ``--frames gl`` a fragment shader through headless EGL (needs
+moderngl), calibrated to 12 ms of GPU time, at 60 frames a second; with ``--frames cpu`` it computes on one core for as
+long, for machines without a GPU. Beside it runs one job that decodes, then jobs that prefill. ``frame`` is the time
+from one frame's start to the next, ``work`` from its start to the end of its drawing; ``low_1`` is the frame rate of
 the slowest hundredth.
 """
 
@@ -78,7 +78,7 @@ def gl_frames(busy_s: float) -> Draw:
 
 
 def cpu_frames(busy_s: float) -> Draw:
-    """Computes for a fixed amount of work that takes about `busy_s` undisturbed."""
+    """A function that does a fixed amount of work, about `busy_s` long when nothing else runs."""
 
     def work(rounds: int) -> float:
         started = time.perf_counter()
@@ -92,7 +92,7 @@ def cpu_frames(busy_s: float) -> Draw:
 
 
 def draw_for(draw: Draw, seconds: float, block: FrameBlock | None) -> dict[str, Any]:
-    """One phase; its figures."""
+    """Draw for so many seconds; returns the figures of the phase."""
     begins, works = [], []
     busy: collections.deque[float] = collections.deque(maxlen=30)
     due = time.perf_counter()
@@ -108,7 +108,7 @@ def draw_for(draw: Draw, seconds: float, block: FrameBlock | None) -> dict[str, 
         busy.append(draw())
         works.append(time.perf_counter() - begin)
         if block is not None:
-            # What the frame costs by itself: others' work beside it only ever adds.
+            # The frame's own time is the shortest of the last frames, because other work only adds to it.
             block.end(gpu_busy_ms=min(busy) * 1000)
         due = max(due + PERIOD_S, time.perf_counter())
     if block is not None:
@@ -124,7 +124,7 @@ def draw_for(draw: Draw, seconds: float, block: FrameBlock | None) -> dict[str, 
 
 
 def drawer(args: argparse.Namespace) -> None:
-    """Phases come as lines of JSON on standard input."""
+    """The drawing process: reads phases as lines of JSON from standard input."""
     draw = {"gl": gl_frames, "cpu": cpu_frames}[args.frames](args.busy_ms / 1000)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

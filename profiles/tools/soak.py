@@ -1,4 +1,4 @@
-"""Does anything grow? The scripted host plays its traces over and over at high speed beside a look at all processes.
+"""Checks that nothing grows: plays the scripts of `frameshard simulate` for an hour and measures all processes.
 
     python profiles/tools/soak.py smollm2-135m --device emulated --seconds 3600
 
@@ -36,8 +36,7 @@ MIN_ROUNDS = 8
 
 
 def look(pid: int) -> dict[str, float]:
-    """Memory of its own and shared (MiB), file descriptors and threads of a process. Pages of the model's file are no
-    one's own."""
+    """Private and shared memory (MiB), file descriptors and threads of a process, without pages of the model file."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "rss_mb": int(fields["RssAnon"].split()[0]) / 1024,

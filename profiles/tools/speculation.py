@@ -34,11 +34,11 @@ from frameshard.engine.draft import DraftModel
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import Rows, Runtime
 from frameshard.models import resolve
-from frameshard.plan.profile import Profile
-from frameshard.plan.model import read_model
 from frameshard.plan.context import DRIVER_BYTES, estimate_fixed
 from frameshard.plan.layout import vram_unit
+from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
+from frameshard.plan.profile import Profile
 from frameshard.wire.engine import EngineConfig
 
 MIB = 1 << 20

@@ -1,11 +1,11 @@
-"""A GGUF with the published shapes of a language model and random weights, for the machine that has no model hub.
+"""Writes a GGUF with the published shapes of a language model and random weights, for machines without a model hub.
 
     python profiles/tools/synth_gguf.py minitron-8b-f16 minitron-8b-f16.gguf
 
-Speed and memory depend on shapes and types and not on values, but for one thing: which experts are chosen. Plain random
-4-bit weights have a mean, so that hidden states share a direction and nearly all tokens choose the same experts of a
-layer. ``-even`` has weights without a mean and layers that add little to a token's own embedding: there all experts are
-chosen alike. Real models lie between the two. ``tiny-`` is for a look at whether everything runs.
+Speed and memory depend on shapes and types, not on values, except for the choice of experts. Random 4-bit weights have
+a mean, so hidden states share a direction and nearly all tokens choose the same experts of a layer. ``-even`` has
+weights without a mean and layers that add little to a token's embedding: all experts are chosen alike. Real models are
+between the two. ``tiny-`` models are for trying the tools.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 TILE = 32 << 20
-"""Values; one tile of random ones is written again and again."""
+"""Values of the random tile that fills all tensors."""
 BLOCK, BLOCK_BYTES = 32, 18  # Q4_0: a scale in F16 and 32 values of 4 bits
 SCALE, SMALL = 0.004, 1e-6
 
@@ -108,7 +108,7 @@ class Writer:
 
 
 def describe(file: gguf.GGUFWriter, *, layers: int, width: int, heads: int, kv_heads: int, ff: int, vocab: int) -> None:
-    """What every language model's file says of itself, and a vocabulary of bytes and made-up words."""
+    """The metadata of a language model, and a vocabulary of bytes and invented words."""
     file.add_name("random weights")
     file.add_block_count(layers)
     file.add_context_length(131072)

@@ -1,9 +1,9 @@
-"""A GGUF pair with the published shapes of Qwen2.5-VL-7B, in F16, and random weights: MODEL.gguf and MMPROJ.gguf.
+"""Writes MODEL.gguf and MMPROJ.gguf with the published shapes of Qwen2.5-VL-7B, in F16, and random weights.
 
     python profiles/tools/synth_vlm.py qwen2.5-vl-7b model.gguf mmproj.gguf
 
-Speed and memory depend on shapes and types and not on values, so the pair stands in for the model where that cannot be
-had. ``tiny`` is the same in small, for a look at whether everything runs.
+Speed and memory depend on shapes and types, not on values, so the pair replaces the model where it cannot be fetched.
+``tiny`` is a small pair for trying the tools.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TILE = 32 << 20
 
 
 class Writer:
-    """Tensors are named first and written after, a random tile again and again: a 15 GiB file takes a minute."""
+    """Collects tensor names first, then writes the same random tile for each: a 15 GiB file takes a minute."""
 
     def __init__(self, path: str, arch: str) -> None:
         self.file = gguf.GGUFWriter(path, arch)

@@ -1,12 +1,13 @@
-"""Whether a sidecar ever holds more VRAM than its budget: contexts of many lengths, one to eight conversations at once.
+"""Whether a sidecar ever holds more VRAM than its budget: contexts of many lengths, one to eight conversations at
+once.
 
     python profiles/tools/vram_grid.py MODEL.gguf --vram-budget 2GiB --cells 1024x1,4096x2,1024x8 --json
 
-Each cell is TOKENSxCONVERSATIONS: that many prompts of that length are read at the same time and answered. All cells
-with the same number of conversations run in one sidecar, shortest first, so that what the driver keeps adds up. The
-prompts repeat themselves, so that speculative decoding is used. With ``--mmproj`` each cell also has one picture.
-NVML is sampled every 5 ms, for the engine's process and for the whole card; the exit status is 1 if a sample of the
-process lies above the budget. Needs a card that nobody else uses; on the emulated device its ledger is sampled instead.
+Each cell is TOKENSxCONVERSATIONS: so many prompts of that length are submitted at the same time. All cells with the
+same number of conversations run in one sidecar, shortest first, so that what the driver keeps adds up. The prompts
+repeat themselves, so that speculative decoding is used. With ``--mmproj`` each cell also has one image. NVML is
+sampled every 5 ms, for the engine's process and for the whole GPU; the exit status is 1 if a sample of the process
+lies above the budget. Needs a GPU that nothing else uses; on the emulated device its ledger is sampled instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROOM = 256
 """Tokens of a conversation beyond the prompt that a cell asks for."""
 
 IMAGE_TOKENS = 4096
-"""Room for a picture."""
+"""Room for an image, in tokens."""
 
 
 class Samples:
@@ -79,7 +80,7 @@ def cells(text: str) -> dict[int, list[int]]:
 
 
 async def run_cell(client: frameshard.Client, args: argparse.Namespace, n_tokens: int, together: int) -> int:
-    """Reads and answers; returns the prompt's real length."""
+    """Run all jobs of a cell. Returns the longest prompt in tokens."""
     per_word = (await client.complete(WORDS * 10, sampling=frameshard.Sampling(max_tokens=1)).completed()).n_prompt / 10
     prompt = WORDS * max(1, int(n_tokens / per_word))
     lengths: list[int] = []
@@ -160,8 +161,8 @@ if __name__ == "__main__":
     parser.add_argument("--vram-budget", required=True)
     parser.add_argument("--cells", default="1024x1,4096x1,16384x1,1024x2,4096x2,1024x8", help="TOKENSxTOGETHER,...")
     parser.add_argument("--generate", type=int, default=48, help="tokens of each answer (48)")
-    parser.add_argument("--mmproj", default="", help="what reads images for this model")
-    parser.add_argument("--image", default="1280x720", help="size of the pictures (1280x720)")
+    parser.add_argument("--mmproj", default="", help="the vision tower")
+    parser.add_argument("--image", default="1280x720", help="size of the images (1280x720)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args()
     document = trio.run(main, arguments)

@@ -1,5 +1,4 @@
--- What is drawn over the scene: speech bubbles, the line that is typed, and the slider of the VRAM budget. In the
--- scene's units.
+-- Draws over the scene, in the scene's units: speech bubbles, the input line, and the slider of the VRAM budget.
 
 local hud = {}
 
@@ -72,7 +71,7 @@ function hud.typed(text)
     g.print("Say something to Mira, then Enter", 58, 651)
   else
     g.setColor(1, 0.95, 0.85)
-    local shown = text -- the end of a long line is what one types at
+    local shown = text -- of a long line, its end is shown
     while fonts.line:getWidth(shown) > 590 do
       shown = shown:gsub("^[%z\1-\127\194-\244][\128-\191]*", "")
     end
@@ -92,7 +91,7 @@ function hud.slider(vram)
   g.rectangle("fill", x, y, w, 12, 6)
   g.setColor(0.42, 0.72, 0.45)
   g.rectangle("fill", x, y, math.max(12, at(vram.used) - x), 12, 6)
-  g.setColor(0.9, 0.35, 0.25) -- below the floor the model cannot go
+  g.setColor(0.9, 0.35, 0.25) -- the part below the floor
   g.rectangle("fill", at(vram.floor) - 1, y - 5, 2, 22)
   g.setColor(1, 0.93, 0.75)
   g.circle("fill", at(vram.wanted), y + 6, 11)

@@ -1,14 +1,14 @@
--- Mira, the innkeeper, is a language model beside the game. Say something to her, and move the slider while she speaks:
--- that is VRAM which the game takes from her and gives back.
+-- Mira, the innkeeper, is a language model beside the game. Type something to her, and move the slider while she answers:
+-- it sets the model's VRAM budget.
 --
 --     love samples/love_tavern MODEL.gguf [--device emulated] [--python PATH]
 --     love samples/love_tavern MODEL.gguf --unattended [--screenshot SHOT.png]
 --
--- Unattended, three lines are said and the slider is moved down and up in each answer. The exit status is 1 if an answer
--- is missing or if memory did not move, both ways, while she spoke.
+-- Unattended, three lines are asked and the slider moves down and up during each answer. The exit status is 1 if an answer
+-- is missing or if the budget did not change in both directions during an answer.
 
 local HERE = love.filesystem.getSource()
-package.path = HERE .. "/../../bindings/lua/?.lua;" .. package.path -- a game of your own has the file beside main.lua
+package.path = HERE .. "/../../bindings/lua/?.lua;" .. package.path -- your own game has the file beside main.lua
 
 local scene = require("scene")
 local hud = require("hud")
@@ -22,8 +22,8 @@ local LINES = {
   "Have you heard any stories about the old ruins on the hill?",
   "Then I will need a room for the night. What can you offer me?",
 }
-local LESS_AT, SHOWN = 8, 10 -- unattended: tokens before she has less, and that she speaks with it
-local READING_S = 1 -- between two lines, unattended
+local LESS_AT, SHOWN = 8, 10 -- unattended: tokens before the budget falls, and tokens with the small budget
+local READING_S = 1 -- pause between two lines, unattended
 
 local options = { device = "auto" }
 local sidecar, job, request, banner
@@ -47,7 +47,7 @@ local function read_arguments(arguments)
   end
 end
 
--- Ends the talk, and with the first reason: on standard error, and on the screen until the player leaves.
+-- Ends the conversation. The first reason goes to standard error, and to the screen until the player leaves.
 local function fail(text)
   if banner then
     return
@@ -80,7 +80,7 @@ local function ask(text)
   job.started = started
 end
 
--- The slider may move every frame; a proposal is made when the last one is answered.
+-- The slider may move every frame; a budget is proposed when the last proposal has its answer.
 local function propose()
   if vram and not request and math.floor(vram.wanted) ~= vram.proposed then
     vram.proposed = math.floor(math.max(vram.wanted, vram.floor))
@@ -194,13 +194,13 @@ function love.update(dt)
   if not sidecar then
     return
   end
-  for _, event in ipairs(sidecar:poll()) do -- the whole of the model's work in a frame
+  for _, event in ipairs(sidecar:poll()) do -- all of the model's work in a frame
     take(event)
   end
   if vram and not banner then
     if options.unattended then
       play(dt)
-      love.timer.sleep(0.05) -- nobody looks: the CPU, which may be drawing all this, is better used by her
+      love.timer.sleep(0.05) -- no player: leave the CPU to the model
     end
     propose()
   end

@@ -1,5 +1,5 @@
--- The Gilded Tankard, drawn with LÖVE's primitives alone. It knows nothing of the model: it is told how the innkeeper
--- feels (`talking`, from 0 to 1, and `thinking`) and draws 1280 x 720 units wherever the caller's transform puts them.
+-- Draws the Gilded Tankard with LÖVE's primitives, 1280 x 720 units under the caller's transform. It knows nothing of the
+-- model: the caller says whether the innkeeper is `talking` (0 to 1) or `thinking`.
 
 local scene = { width = 1280, height = 720 }
 
@@ -365,7 +365,7 @@ local function draw_on_counter()
 end
 
 local function draw_board()
-  -- what there is tonight, in chalk
+  -- tonight's menu, in chalk
   color("4a2e1d")
   g.rectangle("fill", 357, 92, 64, 88, 3)
   color("22302b")
@@ -581,7 +581,7 @@ end
 
 -- ---- the outside ----------------------------------------------------------------------------------------------------
 
--- Draws what stands still once. After the window exists.
+-- Draws the static parts once. Call it after the window exists.
 function scene.load()
   glow = disc()
   random:setSeed(11)
@@ -606,7 +606,7 @@ function scene.load()
   lights = g.newCanvas(scene.width / 4, scene.height / 4)
 end
 
--- `speaks` and `thinks` say what the innkeeper does now; she changes over to it softly.
+-- `speaks` and `thinks` say what the innkeeper does now; the change is animated.
 function scene.update(dt, speaks, thinks)
   time = time + dt
   local soft = math.min(1, dt * 8)
@@ -677,7 +677,7 @@ function scene.draw()
   g.setBlendMode("alpha")
 end
 
--- Where her speech comes from, and yours.
+-- The points that the speech bubbles come from.
 scene.mouth = { x = MIRA.x + 52, y = MIRA.y + 22 }
 scene.you = { x = 424, y = 372 }
 

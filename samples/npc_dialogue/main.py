@@ -1,11 +1,11 @@
-"""A scene in a tavern: Mira, the innkeeper, answers a traveller while the game takes VRAM from her and gives it back.
+"""A scene in a tavern: Mira, the innkeeper, answers a traveller while the game takes VRAM back and returns it.
 
     python samples/npc_dialogue/main.py                 you are the traveller
-    python samples/npc_dialogue/main.py --unattended    three lines are said for you
+    python samples/npc_dialogue/main.py --unattended    three lines are asked for you
 
-In each answer the "game" enters a heavy area after a few words, needs memory for its textures, and leaves it again
-later. Only frameshard's public client is used. Without a GPU the scene runs on an emulated card. The exit status of an
-unattended run is 1 if an answer is missing or if memory did not move, both ways, while she spoke.
+During each answer the "game" enters a heavy area, needs VRAM for its textures, and leaves the area again later. Only
+frameshard's public client is used. Without a GPU the scene runs on the emulated device. The exit status of an
+unattended run is 1 if an answer is missing or if the budget did not change in both directions during an answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAMPLING = frameshard.Sampling(max_tokens=100, temperature=0.6, top_p=0.9, repea
 
 @dataclass
 class Tally:
-    """What happened. `rates` has tokens and seconds of speech by place."""
+    """Counts of the scene. `rates` has tokens and seconds of decode by place."""
 
     answers: int = 0
     shrinks: int = 0
@@ -63,7 +63,7 @@ class Tally:
 
 
 class Game:
-    """The side of the scene that owns the card: it moves between two places and budgets the sidecar accordingly."""
+    """The host's side: it moves between two places and sets the sidecar's budget for each."""
 
     def __init__(self, sidecar: frameshard.Client, stage: Stage, budget: frameshard.Budget) -> None:
         self.place = TOWN
@@ -78,7 +78,7 @@ class Game:
         self._recent: deque[tuple[int, float]] = deque(maxlen=8)  # tokens and seconds of the latest deltas
 
     async def move(self, place: str) -> None:
-        """Sets the place's budget. Counted if the answer is still being computed when the memory has changed hands."""
+        """Set the place's budget. Counted if an answer is still being computed when the change is done."""
         before, after = self._budgets[self.place], self._budgets[place]
         changed = await self._sidecar.set_budget(after / MIB, observe=False)
         stats = await self._sidecar.stats()
@@ -93,7 +93,7 @@ class Game:
         )
 
     async def draw(self) -> None:
-        """Moves the gauge to what is true now."""
+        """Show the current figures."""
         engine = (await self._sidecar.stats()).engine or {}
         figures = {name: engine.get(f"{name}_bytes", 0) for name in ("budget", "used", "resident")}
         tokens, seconds = (sum(column) for column in zip((0, 0.0), *self._recent, strict=True))
@@ -101,13 +101,13 @@ class Game:
         self._stage.gauge(Gauge(**figures, full=self._full, tokens_per_s=rate, place=self.place))
 
     async def answer(self, line: str) -> None:
-        """Mira speaks, and the world goes on meanwhile."""
+        """Show one answer, and change places during it."""
         self._stage.npc(NPC)
         tokens, since, drawn = 0, time.monotonic(), 0.0
         async with self._sidecar.ask(line, conversation=NPC, system=PERSONA, sampling=SAMPLING) as stream:
             async for delta in stream:
                 now = time.monotonic()
-                if tokens:  # the time to the first one is reading, not speech
+                if tokens:  # the time to the first token is prefill
                     self.tally.spoke(self.place, delta.tokens, now - since)
                     self._recent.append((delta.tokens, now - since))
                 tokens, since = tokens + delta.tokens, now
@@ -128,12 +128,12 @@ class Game:
 
 
 async def player_line(stage: Stage) -> str:
-    """Read in a thread: the client keeps up its connection meanwhile."""
+    """Read in a thread, so that the client can answer the sidecar meanwhile."""
     return await trio.to_thread.run_sync(stage.ask_player, abandon_on_cancel=True)
 
 
 async def play(args: argparse.Namespace, stage: Stage) -> Tally:
-    """The scene from the first line to the last."""
+    """Play the whole scene; returns its counts."""
     model = resolve(args.model)
     device = args.device
     options: dict[str, object] = {}
@@ -142,9 +142,9 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
             found = (await sidecar.model_info()).device
         device = "emulated:2" if found == "cpu" else found
     if device.startswith("emulated"):
-        # An emulated card is no faster than the CPU, so a plan would leave what does not fit to the CPU at no loss.
-        # Streaming everything over a narrow link shows the choice that a real card gives.
-        # One thread: the emulated card's compute shares the cores with its copies and with whatever else runs here.
+        # The emulated device is as fast as the CPU, so a plan would compute on the CPU what does not fit, at no loss.
+        # Stream-only over a slow link shows what a budget costs on a real GPU.
+        # One thread, because the emulated device computes on the same cores that its copies use.
         options = {"mode": "stream_only", "n_threads": 1}
     log = subprocess.DEVNULL if isinstance(stage, LiveStage) else None
     async with frameshard.launch(model, device=device, n_ctx=2048, n_parallel=1, log=log, **options) as sidecar:
@@ -165,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF file or a known name (smollm2-135m)")
     parser.add_argument("--device", default="auto", help="auto: the first GPU, else emulated:2 (GB/s)")
-    parser.add_argument("--unattended", action="store_true", help="say three lines and leave")
+    parser.add_argument("--unattended", action="store_true", help="ask three lines and leave")
     args = parser.parse_args()
     if not sys.stdin.isatty():
         args.unattended = True

@@ -1,4 +1,4 @@
-"""Two ways to show the scene: a live terminal page, and plain lines for logs and pipes."""
+"""Shows the scene: as a live terminal page, or as plain lines for logs and pipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Gauge:
-    """What the live bar shows. Sizes in bytes; `full` is what the model takes with nothing left out."""
+    """Figures of the live page. Sizes in bytes; `full` is what the model takes with all weights resident."""
 
     budget: int = 0
     used: int = 0
@@ -42,7 +42,7 @@ class Stage(Protocol):
 
 
 def prompt(text: str) -> str:
-    """What the player says; nothing at the end of input."""
+    """The player's line; empty at the end of input."""
     try:
         return input(text).strip()
     except EOFError:
@@ -50,7 +50,7 @@ def prompt(text: str) -> str:
 
 
 class PlainStage:
-    """Lines of text; what the game does in mid-sentence stands on a line of its own."""
+    """Plain lines. What the game does during an answer is on a line of its own."""
 
     def __init__(self) -> None:
         self._speaking = False
@@ -76,7 +76,7 @@ class PlainStage:
             print(f"  [game] {text}", flush=True)
 
     def gauge(self, gauge: Gauge) -> None:
-        pass  # its figures come with the game's lines
+        pass  # the game's lines have the figures
 
     def ask_player(self) -> str:
         return prompt("\nYou (an empty line leaves): ")
@@ -86,7 +86,7 @@ class PlainStage:
 
 
 class LiveStage:
-    """The whole terminal: the conversation above, VRAM and speed below."""
+    """A page of the whole terminal: conversation above, VRAM and speed below."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console

@@ -1,13 +1,13 @@
-"""A guard who looks: he sees the rendered frame of a game and says what is in it, while the game takes and gives VRAM.
+"""A guard who looks: a job gets the rendered frame and names what is in it, while the game changes the budget.
 
     python samples/scene_reasoning/main.py                            arrows walk, space asks, escape leaves
     python samples/scene_reasoning/main.py --unattended --screenshot shot.png
     python samples/scene_reasoning/main.py --model smolvlm-500m       a model that answers free questions
 
-By default the model is SmolLM2 with a small vision tower that is built from packages on first use. It names one of 36
-kinds of sprites and nothing else, so the guard looks at one spot of the frame at a time. A full vision-language model
-gets the whole frame and is asked in words, and for JSON (scene.schema.json). Needs pygame-ce: pip install
-'frameshard[samples]'. Without a GPU the scene runs on an emulated card.
+By default the model is SmolLM2 with a small vision tower, which sprites.py builds. It names one of 36 kinds of sprites
+and nothing else, so the guard looks at one spot of the frame at a time. A full vision-language model gets the whole
+frame and is asked in words, and for JSON (scene.schema.json). Needs pygame-ce: pip install 'frameshard[samples]'.
+Without a GPU the scene runs on the emulated device.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ MIB = 1 << 20
 SIZE = WIDTH, HEIGHT = 960, 540
 FLOOR, WALL, WOOD, TABLE = (150, 170, 140), (70, 62, 88), (120, 84, 52), (206, 188, 150)
 SPOT = 224
-"""Side of what the guard looks at, when he looks at one spot: what the small vision tower takes."""
+"""Pixels on each side of a spot: the input size of the small vision tower."""
 
 TABLE_SPOT = pygame.Rect(120, 250, SPOT, SPOT)
 GATE_SPOT = pygame.Rect(620, 250, SPOT, SPOT)
 SCHEMA = Path(__file__).with_name("scene.schema.json")
 
 SCENES = (("bomb", "box"), ("card", "ladder"), ("flag", "door"))
-"""What lies on the table, and what stands in the gate, one question pair after the other."""
+"""Sprites on the table and in the gate, for each pair of questions."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """How this model is asked. ``word`` of an answer is what it saw."""
+    """The questions for one kind of model."""
 
     about: str
     whole_frame: bool
@@ -71,13 +71,13 @@ FREE = Prompts(
 
 
 def prompts_for(model: frameshard.ModelInfo) -> Prompts:
-    """By what the model can do."""
+    """The questions for this model."""
     return WORDS if "sprites" in model.vision else FREE
 
 
 @dataclass
 class Tally:
-    """What happened: frame times in ms beside a job and without one, and budgets in MiB that came into force."""
+    """Counts: frame times in ms beside a job and without one, budgets in MiB that came into force, answers."""
 
     beside: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Art:
 
 
 class Room:
-    """The game: a room with a table, a gate, the guard, and somebody who walks about."""
+    """The game: a room with a table, a gate, the guard, and a person who walks about."""
 
     def __init__(self, art: Art) -> None:
         self.art = art
@@ -132,7 +132,7 @@ class Room:
         self.on_table, self.in_gate = on_table, in_gate
 
     def draw(self, screen: pygame.Surface, now: float) -> None:
-        """The world; what the guard sees has no words in it."""
+        """Draw the scene without text; the guard sees this."""
         screen.fill(FLOOR)
         pygame.draw.rect(screen, WALL, (0, 0, WIDTH, 230))
         pygame.draw.rect(screen, WOOD, TABLE_SPOT.inflate(36, 36), border_radius=14)
@@ -149,7 +149,7 @@ class Room:
         screen.blit(person, person.get_rect(midbottom=(int(self.walker), 530)))
 
     def draw_words(self, screen: pygame.Surface) -> None:
-        """Over the world."""
+        """Draw the text over the scene."""
         if self.speech:
             text = self._font.render(self.speech, True, (20, 20, 30))
             bubble = text.get_rect(midtop=(480, 26)).inflate(28, 20)
@@ -161,7 +161,7 @@ class Room:
 
 
 def look(screen: pygame.Surface, spot: pygame.Rect, whole: bool) -> frameshard.Pixels:
-    """The frame, or a spot of it, as the sidecar takes it."""
+    """The frame, or a spot of it, as pixels for a job."""
     seen = screen if whole else screen.subsurface(spot)
     return frameshard.Pixels(pygame.image.tobytes(seen, "RGB"), *seen.get_size())
 
@@ -173,7 +173,7 @@ def word_in(answer: str, words: list[str]) -> str | None:
 
 
 def interpret(prompts: Prompts, what: str, answer: str, words: list[str]) -> str:
-    """What the guard says."""
+    """The guard's sentence for an answer of the model."""
     if prompts.whole_frame and what == "gate":
         try:
             seen = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
@@ -204,7 +204,7 @@ class Play:
         self._words = sorted(path.name for path in room.art._directory.iterdir())
 
     def ask(self, what: str) -> None:
-        """Has the guard look at what is drawn now, and moves the lease while he thinks."""
+        """Submit a question about the current frame, and change the budget during the job."""
         assert self.prompts is not None
         spot, text = (TABLE_SPOT, self.prompts.table) if what == "table" else (GATE_SPOT, self.prompts.gate)
         form = json.dumps(json.loads(SCHEMA.read_text())) if self.prompts.whole_frame and what == "gate" else ""
@@ -302,7 +302,7 @@ def attended(play: Play) -> int:
 def play_scene() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", metavar="PATH|NAME")
-    parser.add_argument("--mmproj", metavar="PATH|NAME", help="what reads images for it (sprites, or the model's own)")
+    parser.add_argument("--mmproj", metavar="PATH|NAME", help="its vision tower (sprites, or the model's own)")
     parser.add_argument("--device", default="emulated")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--budgets", default="64,96,120", help="MiB that the game allows, changed with each question")
@@ -312,7 +312,7 @@ def play_scene() -> int:
     if args.unattended:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     mmproj = args.mmproj or models.mmproj_of(args.model) or models.SPRITES
-    model, eyes = models.resolve(args.model), models.resolve(mmproj)
+    model, tower = models.resolve(args.model), models.resolve(mmproj)
     art = models.sprites_dir() / "art" if mmproj == models.SPRITES else models.resolve(models.SPRITES).parent / "art"
     budgets = [float(part) for part in args.budgets.split(",")] if args.device != "cpu" else []
     options = {"device": args.device, "n_ctx": 1024, "n_ubatch": 128, "n_parallel": 1, "n_threads": args.threads}
@@ -320,7 +320,7 @@ def play_scene() -> int:
     pygame.font.init()
     screen = pygame.display.set_mode(SIZE)
     pygame.display.set_caption("frameshard: a guard who looks")
-    with sync.Sidecar.launch(model, mmproj=eyes, log=subprocess.DEVNULL, **options) as sidecar:
+    with sync.Sidecar.launch(model, mmproj=tower, log=subprocess.DEVNULL, **options) as sidecar:
         play = Play(sidecar, Room(Art(art)), screen, budgets)
         code = unattended(play, args.screenshot) if args.unattended else attended(play)
     pygame.quit()
