@@ -449,11 +449,11 @@ fsd_status fsd_poll_frame_block(void) {
     if (!d.pacing.active()) {
         return FSD_OK;
     }
-    d.read_page_budget();
+    d.read_frame_budget();
     if (d.budget_is_pending()) {
         d.apply_budget_if_idle();
     }
-    d.answer_page();
+    d.answer_frame_budget();
     return FSD_OK;
 }
 

@@ -54,19 +54,19 @@ void Device::add_weight(const ggml_tensor *t) {
 }
 
 // A budget in the frame block becomes the requested budget, unless it is below the floor.
-void Device::read_page_budget() {
+void Device::read_frame_budget() {
     uint64_t generation, bytes;
     if (!pacing.new_budget(generation, bytes)) {
         return;
     }
     const uint64_t wanted = limit_of(bytes);
     if (wanted < floor.load()) {
-        pacing.answer(generation, true, budget.load(), used(), floor.load());
+        pacing.refuse(generation, budget.load(), used(), floor.load());
         return;
     }
     std::lock_guard<std::mutex> lock(state_mutex);
     requested_budget.store(wanted);
-    page_generation.store(generation);
+    pacing.accept(generation);
     requested_generation.fetch_add(1);
 }
 
@@ -83,12 +83,9 @@ bool Device::apply_budget_if_idle() {
 }
 
 // Tells the host through the frame block that its budget is in force.
-void Device::answer_page() {
-    if (page_generation.load() == 0 || budget_is_pending()) {
-        return;
-    }
-    if (const uint64_t generation = page_generation.exchange(0)) {
-        pacing.answer(generation, false, budget.load(), used(), floor.load());
+void Device::answer_frame_budget() {
+    if (pacing.has_accepted() && !budget_is_pending()) {
+        pacing.answer_accepted(budget.load(), used(), floor.load());
     }
 }
 

@@ -124,11 +124,8 @@ struct Device {
     InnerBuffer scratch;
     char *scratch_base = nullptr;
     Plan plan;
-    ExpertCache experts;                          // in the ring, behind what is streamed
-    ggml_backend_event_t experts_ready = nullptr; // recorded on the copy stream after the last expert copied
-    std::unordered_map<int, std::vector<uint32_t>> chosen_experts; // by layer: how often, in the latest such graph
-    double experts_to_stream = 0;                                  // fractional carry of expert_stream_share
-    uint64_t residency_generation = 1;                             // changes when compiled programs are no longer right
+    ExpertCache experts;               // in the ring, behind what is streamed
+    uint64_t residency_generation = 1; // changes when compiled programs are no longer right
     ProgramCache programs;
 
     // any thread
@@ -139,7 +136,6 @@ struct Device {
     std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
     Device *host = this; // of a vision tower the language model's device, to whose budget it belongs
-    std::atomic<uint64_t> page_generation{0}; // of a budget in the frame block that is not answered yet
     std::mutex state_mutex;
     std::condition_variable applied;
     std::atomic<uint64_t> cache_on_host{0};
@@ -174,8 +170,8 @@ struct Device {
     void park();
     bool parked = false;
     bool apply_budget_if_idle();
-    void read_page_budget(); // [any thread] what the frame block asks for becomes the requested budget
-    void answer_page();      // [any thread]
+    void read_frame_budget();   // [any thread] what the frame block asks for becomes the requested budget
+    void answer_frame_budget(); // [any thread]
 
     // --- cache.cpp; all need graph_mutex
     template <typename F> void each_block(F use);

@@ -69,7 +69,7 @@ uint64_t Device::copy_experts(size_t entry) {
     const Piece &p = layout.pieces[e.pieces[0]];
     const ggml_tensor &shape = weights[p.tensor].shape;
     const size_t each = shape.nb[2], n = shape.ne[2], run = ggml_row_size(shape.type, kRowRun);
-    const std::vector<uint32_t> &chosen = chosen_experts[e.layer];
+    const std::vector<uint32_t> &chosen = experts.latest_choice((uint32_t)e.layer);
     std::vector<bool> &held = ring.held[entry];
     held.resize(n);
     uint64_t bytes = 0;
@@ -268,14 +268,11 @@ bool Executor::load_program() {
 }
 
 void Executor::adopt_expert_cache() {
-    const bool cached = !program->groups.empty();
-    if ((cached || !program->entries.empty()) && !(program->arena == d.experts.arena())) {
+    const bool uses_ring = !program->groups.empty() || !program->entries.empty();
+    if (uses_ring && !(program->arena == d.experts.arena())) {
         ggml_backend_synchronize(d.inner.copy);
         d.inner.synchronize();
         d.experts.adopt(program->arena);
-    }
-    if (cached && !d.experts_ready) {
-        d.experts_ready = ggml_backend_event_new(d.inner.dev);
     }
 }
 
@@ -283,7 +280,7 @@ void Executor::adopt_expert_cache() {
 // when the pacer wants to know how long the segment took.
 bool Executor::wait_for_frame(bool &timed) {
     const auto hurry = [this] {
-        d.host->read_page_budget();
+        d.host->read_frame_budget();
         if (d.host != &d && d.host->budget_is_pending() && d.host->requested_budget.load() < d.host->used()) {
             d.abort.store(true); // borrowed memory is given back first
         }
@@ -303,7 +300,7 @@ bool Executor::wait_for_frame(bool &timed) {
     if (d.budget_is_pending()) {
         d.apply_budget();
     }
-    d.host->answer_page();
+    d.host->answer_frame_budget();
     return true;
 }
 
@@ -388,11 +385,7 @@ void Executor::copy_missing_experts(const Segment &s) {
     const int layer = d.ring.entries[s.entry].layer;
     if (s.chosen != known_choice) {
         known_choice = s.chosen;
-        std::vector<uint32_t> &chosen = d.chosen_experts[layer];
-        chosen = count_chosen(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]);
-        for (size_t i = 0; i < chosen.size(); i++) {
-            d.experts.count(layer, (int)i, chosen[i]);
-        }
+        d.experts.set_choice(layer, count_chosen(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]));
     }
     d.pump_copies();
     const uint64_t bytes = d.copy_experts(s.entry);

@@ -88,6 +88,26 @@ int ExpertCache::take(uint32_t layer, int expert, bool must) {
     return victim < 0 ? -1 : place((size_t)victim, k);
 }
 
+size_t ExpertCache::n_to_copy(size_t n_missing, double share) {
+    carry_ += (double)n_missing * share;
+    const size_t n = std::max((size_t)carry_, std::min(n_missing, n_empty()));
+    carry_ = std::max(carry_ - (double)n, 0.0);
+    return n;
+}
+
+void ExpertCache::set_choice(uint32_t layer, std::vector<uint32_t> chosen) {
+    for (size_t i = 0; i < chosen.size(); i++) {
+        count(layer, (int)i, chosen[i]);
+    }
+    layers_[layer].latest = std::move(chosen);
+}
+
+const std::vector<uint32_t> &ExpertCache::latest_choice(uint32_t layer) const {
+    static const std::vector<uint32_t> none;
+    const auto it = layers_.find(layer);
+    return it == layers_.end() ? none : it->second.latest;
+}
+
 void ExpertCache::count(uint32_t layer, int expert, uint32_t times) {
     Layer &l = layers_[layer];
     l.uses.resize(std::max(l.uses.size(), (size_t)expert + 1));
@@ -117,7 +137,8 @@ const std::vector<uint32_t> &ExpertCache::uses(uint32_t layer) const {
 
 void ExpertCache::set_uses(uint32_t layer, std::vector<uint32_t> uses) {
     Layer &l = layers_[layer];
-    l = {};
+    l.uses.clear();
+    l.total = 0;
     for (size_t i = 0; i < uses.size(); i++) {
         count(layer, (int)i, uses[i]);
     }

@@ -47,6 +47,13 @@ class ExpertCache {
     void begin_use() { use_++; }
     size_t n_empty() const { return empty_.size(); } // among the slots of kept experts
 
+    // How many of a layer's missing experts to copy, for a share of them in [0, 1]. The fraction that rounding leaves is
+    // carried to the next call. Empty slots are filled whatever the share.
+    size_t n_to_copy(size_t n_missing, double share);
+
+    // Counts that a router chose experts, by expert, and remembers it as the layer's latest choice.
+    void set_choice(uint32_t layer, std::vector<uint32_t> chosen);
+    const std::vector<uint32_t> &latest_choice(uint32_t layer) const; // empty: none
     // Counts that an expert was chosen.
     void count(uint32_t layer, int expert, uint32_t times = 1);
     // Its share of the layer's recent choices.
@@ -61,6 +68,7 @@ class ExpertCache {
         uint64_t used = 0;
     };
     struct Layer {
+        std::vector<uint32_t> latest; // choice
         std::vector<uint32_t> uses;
         uint64_t total = 0;
     };
@@ -76,6 +84,7 @@ class ExpertCache {
     std::unordered_map<uint64_t, int> at_;
     std::unordered_map<uint32_t, Layer> layers_;
     uint64_t use_ = 1;
+    double carry_ = 0; // of n_to_copy()
     std::minstd_rand random_;
 };
 

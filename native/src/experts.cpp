@@ -243,13 +243,8 @@ void GroupRun::look_up() {
 }
 
 void GroupRun::copy_missing() {
-    size_t wanted_copies = missed.size();
-    if (!group.streamed) {
-        // The fraction that rounding leaves is carried to later layers. Empty slots are filled whatever the share.
-        d.experts_to_stream += (double)missed.size() * d.plan.expert_stream_share;
-        wanted_copies = std::max((size_t)d.experts_to_stream, std::min(missed.size(), d.experts.n_empty()));
-        d.experts_to_stream = std::max(d.experts_to_stream - (double)wanted_copies, 0.0);
-    }
+    const size_t wanted_copies =
+        group.streamed ? missed.size() : d.experts.n_to_copy(missed.size(), d.plan.expert_stream_share);
     for (; n_copies < wanted_copies; n_copies++) {
         const int slot = d.experts.take(group.layer, missed[n_copies], group.streamed);
         if (slot < 0) {
@@ -321,8 +316,7 @@ ggml_status GroupRun::launch(ggml_cgraph &view) {
     d.inner.upload(d.inner.compute, group.numbers->buffer, group.numbers->data, exchange.slots,
                    rows.size() * sizeof(int32_t));
     if (n_copies > 0) {
-        ggml_backend_event_record(d.experts_ready, d.inner.copy);
-        ggml_backend_event_wait(d.inner.compute, d.experts_ready);
+        d.inner.wait_for_copies();
     }
     if (d.inner.trace) {
         d.inner.trace->begin(FSD_LANE_DEVICE, d.inner.compute);

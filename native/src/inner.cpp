@@ -93,6 +93,12 @@ void Inner::synchronize() {
     }
 }
 
+void Inner::wait_for_copies() {
+    copied = copied ? copied : ggml_backend_event_new(dev);
+    ggml_backend_event_record(copied, copy);
+    ggml_backend_event_wait(compute, copied);
+}
+
 char *Inner::staging(size_t bytes) {
     if (staging_bytes < bytes) {
         synchronize(); // it may be in use

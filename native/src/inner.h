@@ -68,8 +68,10 @@ class Inner {
     void upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) const;
     void upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes) const;
 
-    // Waits for the compute stream.
+    // The host waits for the compute stream.
     void synchronize();
+    // The compute stream waits for all copies queued so far; the host does not.
+    void wait_for_copies();
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
     // Writes `n` rows of floats in staging memory to rows `places`, also in staging memory, of a tensor on the device.
@@ -88,6 +90,7 @@ class Inner {
     void *procedure(const char *name) const;
 
     const Pacing &pacing;
+    ggml_backend_event_t copied = nullptr; // of wait_for_copies()
     InnerBuffer pinned_staging;
     std::vector<char> pageable_staging; // where the device has no pinned memory
     size_t staging_bytes = 0;

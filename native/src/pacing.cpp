@@ -285,6 +285,12 @@ void Pacing::answer(uint64_t generation, bool refused, uint64_t budget, uint64_t
     (refused ? b->refused_generation : b->applied_generation).store(generation, std::memory_order_release);
 }
 
+void Pacing::answer_accepted(uint64_t budget, uint64_t used, uint64_t floor) {
+    if (const uint64_t generation = accepted_.exchange(0)) {
+        answer(generation, false, budget, used, floor);
+    }
+}
+
 PacingFigures Pacing::figures() {
     std::lock_guard<std::mutex> lock(mutex_);
     Frame f;

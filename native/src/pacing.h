@@ -90,13 +90,22 @@ class Pacing {
     // Waits until a step on the GPU may start, or until `hurry`. True when after_step() should be called.
     bool before_step(const std::function<bool()> &hurry);
     void after_step(uint64_t start, uint64_t end);
-    // Takes a budget in the frame block that was not taken before; false when there is none. [any thread]
+    // Takes a budget in the frame block that was not taken before; false when there is none. Then either refuse() or
+    // accept() it. [any thread]
     bool new_budget(uint64_t &generation, uint64_t &bytes);
-    void answer(uint64_t generation, bool refused, uint64_t budget, uint64_t used, uint64_t floor);
+    void refuse(uint64_t generation, uint64_t budget, uint64_t used, uint64_t floor) {
+        answer(generation, true, budget, used, floor);
+    }
+    void accept(uint64_t generation) { accepted_.store(generation); }
+    // An accepted budget is in force now: tells the host. [any thread]
+    bool has_accepted() const { return accepted_.load() != 0; }
+    void answer_accepted(uint64_t budget, uint64_t used, uint64_t floor);
     PacingFigures figures();
 
   private:
     bool read(Frame &f);
+    void answer(uint64_t generation, bool refused, uint64_t budget, uint64_t used, uint64_t floor);
+    std::atomic<uint64_t> accepted_{0}; // generation of a budget that is not answered yet
     std::atomic<FrameBlock *> block_{nullptr};
     std::mutex mutex_; // guards what follows
     FramePacer pacer_;
