@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -59,3 +60,23 @@ def test_a_recorded_command_has_its_meta(tmp_path: Path) -> None:
     assert first["figure"] == second["figure"] == 1
     assert set(first["meta"]) == {"commit", "date", "machine", "driver", "command"}
     assert first["meta"]["command"].endswith("""-c 'print('"'"'{"figure": 1}'"'"')'""")
+
+
+def test_the_readme_quotes_the_files(results: ModuleType) -> None:
+    """The figures of its table are those of the result files."""
+    readme = (REPO / "README.md").read_text()
+
+    def figures(path: str) -> dict[str, Any]:
+        (found,) = results.read(REPO / "profiles" / path)
+        return found
+
+    changes = figures("h100-80gb-pcie5-16c/negotiate-minitron-8b-f16.json")["rows"]
+    for name in ("decode shrink released", "prefill shrink released"):
+        row = changes[name]
+        assert f"{row['p50_ms']:.1f} ms median, {row['max_ms']:.1f} ms at most of {row['n']}" in readme
+    states = figures("vm-2c/states-smollm2.json")
+    parked, hibernated = (states[state]["next_token_s"] for state in ("parked", "hibernated"))
+    assert f"{parked['median'] * 1e3:.0f} ms median, {parked['max'] * 1e3:.0f} ms at most of 5" in readme
+    assert f"{hibernated['median']:.1f} s median, {hibernated['max']:.1f} s at most of 5" in readme
+    film = json.loads((REPO / ".assets" / "film.json").read_text())
+    assert f"from {film['full_mb']:.0f} to {film['changes'][0][2]:.0f} MiB" in " ".join(readme.split())

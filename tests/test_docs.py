@@ -1,0 +1,50 @@
+"""Files that the documents name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+DOCUMENTS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *sorted((REPO / "profiles").glob("*.md"))]
+MAP = REPO / "docs" / "architecture.md"
+FOLDERS = {
+    "sdk/frameshard": "sdk/frameshard",
+    **{name: f"sdk/frameshard/{name}" for name in ("wire", "broker", "engine", "plan")},
+    "native/src": "native/src",
+}
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        assert path.exists(), f"{document.name} links to {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{document.name} links to {target}"
+
+
+def test_paths_in_backticks_exist() -> None:
+    for document in DOCUMENTS:
+        for path in re.findall(r"`((?:sdk|native|bindings|tests|profiles|samples)/[\w./*-]+)`", document.read_text()):
+            assert list(REPO.glob(path)), f"{document.name} names {path}"
+
+
+def test_the_map_names_modules_that_exist() -> None:
+    for name, table in re.findall(r"^\*\*([\w/]+)\*\* .*\n\n((?:\|.*\n)+)", MAP.read_text(), flags=re.MULTILINE):
+        modules = re.findall(r"`([\w]+\.(?:py|cpp|\*))`", "".join(row.split("|")[1] for row in table.splitlines()))
+        assert modules, name
+        for module in modules:
+            assert list((REPO / FOLDERS[name]).glob(module)), f"the map of {name} has {module}"
