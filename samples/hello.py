@@ -10,8 +10,8 @@ async def main() -> None:
         async with sidecar.ask("Any rooms left?", system="You are Mira, a friendly innkeeper.") as answer:
             async for event in answer:
                 print(event.text, end="", flush=True)
-                if len(answer.text) == len(event.text):  # she has just begun to speak,
-                    await sidecar.set_budget(120)  # and the game takes 80 MiB back: done on return
+                if len(answer.text) == len(event.text):  # at the first token
+                    await sidecar.set_budget(120)  # the game takes 80 MiB back; done on return
 
 
 try:

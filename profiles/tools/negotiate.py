@@ -43,7 +43,7 @@ class Card:
     _thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """False where NVML is missing."""
+        """Start sampling; False where NVML is missing."""
         try:
             import pynvml
 
@@ -113,7 +113,7 @@ class Run:
         return await self.client.complete(prompt, sampling=sampling).completed()
 
     async def long_prompt(self) -> str:
-        """Of --prompt tokens, about."""
+        """A prompt of about --prompt tokens."""
         short = await self.answer(WORDS * 10, 1)
         return WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
 
@@ -122,8 +122,8 @@ class Run:
         self.wrong_texts += text != expected
 
     async def look(self, heard: trio.Event | None = None) -> None:
-        """Has the model look at a new picture. Keeps in `looks` from when, as near as a client knows, until when it was
-        encoded; sets `heard` at the beginning."""
+        """Submit a job with a new image. `looks` gets the start and end of its encode, as far as a client can tell; `heard`
+        is set at the start."""
         width, height = map(int, self.args.image.split("x"))
         picture = frameshard.Pixels(self.random.randbytes(3 * width * height), width, height)
         sampling = frameshard.Sampling(max_tokens=1, temperature=0.0)
@@ -168,13 +168,13 @@ class Run:
                 await trio.sleep(0.03)
                 await self.set(self.bounds.full_bytes, "decode", False)
                 await trio.sleep(0.12)
-            while not self.texts:  # at least one answer as a whole
+            while not self.texts:  # at least one complete answer
                 await trio.sleep(0.05)
             nursery.cancel_scope.cancel()
 
     async def refilling(self) -> None:
-        """Notes when weights begin to come back after a shrink by 8 GiB, how fast from then on, and tokens meanwhile.
-        What counts as resident may still be under way for 10 ms."""
+        """Measure when weights begin to come back after a shrink by 8 GiB, how fast they do, and tokens meanwhile. Weights
+        that count as resident may still be copied for 10 ms."""
         count = 0
 
         async def speak() -> None:
@@ -214,7 +214,7 @@ class Run:
             nursery.cancel_scope.cancel()
 
     async def cancelling(self) -> None:
-        """Notes the time from a cancel to the job's last event, in the midst of answers and of prompts."""
+        """Measure the time from a cancel to the job's last event, during decode and during prefill."""
         prompt = await self.long_prompt()
         usual = (await self.answer(prompt, 2)).prefill_s
         for phase, text in (("decode", "Once upon a time"), ("prefill", prompt)):

@@ -68,7 +68,7 @@ def gl_frames(busy_s: float) -> Draw:
         return float(query.elapsed * 1e-9)
 
     rounds = 100
-    for _ in range(12):  # clocks rise while it is found
+    for _ in range(12):  # the GPU's clock rises during the first draws
         program["rounds"].value = rounds
         took = sorted(draw() for _ in range(5))[2]
         rounds = max(1, min(10_000_000, int(rounds * min(busy_s / max(took, 1e-6), 8.0))))
@@ -175,7 +175,7 @@ async def read(client: frameshard.Client, prompt: str, count: list[int]) -> None
 
 
 async def prompt_tokens(client: frameshard.Client) -> int:
-    """Tokens read so far by graphs, in the unit that the engine counts prefill in."""
+    """Tokens of prompts computed so far, by the engine's count."""
     engine = (await client.stats()).engine or {}
     return int(engine.get("prompt_tokens", 0))
 

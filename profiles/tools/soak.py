@@ -58,7 +58,7 @@ def adapted(trace: traces.Trace, hibernate: bool) -> traces.Trace:
 
 
 async def settled(client: frameshard.Client, problems: list[str]) -> frameshard.Stats:
-    """Figures when the budget is at its most, all weights are back and no job is open."""
+    """Wait until the budget is full, all weights are resident and no job is open; returns the figures then."""
     await client.set_budget((await client.budget()).full_bytes / MIB, timeout_s=DEADLINE_MS / 1e3)
     with trio.move_on_after(60):
         while True:
@@ -82,7 +82,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     async with frameshard.launch(
         models.resolve(args.model), device=args.device, n_ctx=512, n_threads=args.threads
     ) as client:
-        await client.set_pacing("prioritize_compute")  # as many tokens as there can be; frames are not the question
+        await client.set_pacing("prioritize_compute")  # the most tokens; frame times are not measured
         await settled(client, problems)
         while time.monotonic() - started < args.seconds and not problems:
             for trace in script:

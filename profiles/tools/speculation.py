@@ -48,14 +48,14 @@ LENGTHS = (1, 2, 4, 8, 16)
 
 
 class Follower(DraftModel):
-    """A draft model for a model that is led along tokens of the draft's vocabulary, not its own."""
+    """A draft model whose vocabulary is that of the given text, and not that of the model."""
 
     def _check_vocabulary(self) -> None:
         pass
 
 
 def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
-    """Leads the model along an answer: tokens, steps and seconds after the first token."""
+    """Make the model follow an answer; returns tokens, steps and seconds after the first token."""
     runtime.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
     batcher = Batcher(runtime, draft=draft)
     params = {"temperature": 0.0, "max_tokens": len(answer)}
@@ -70,7 +70,7 @@ def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: l
 
 
 def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]:
-    """Milliseconds of steps of so many tokens, measured and predicted."""
+    """By number of tokens: milliseconds of a step, measured and predicted."""
     assert runtime.plan is not None
     runtime.clear(0)
     runtime.decode_tokens(0, tokens)
