@@ -122,8 +122,8 @@ class Run:
         self.wrong_texts += text != expected
 
     async def look(self, heard: trio.Event | None = None) -> None:
-        """Submit a job with a new image. `looks` gets the start and end of its encode, as far as a client can tell; `heard`
-        is set at the start."""
+        """Submit a job with a new image. `looks` gets start and end of its encode, as far as a client can tell;
+        `heard` is set at the start."""
         width, height = map(int, self.args.image.split("x"))
         picture = frameshard.Pixels(self.random.randbytes(3 * width * height), width, height)
         sampling = frameshard.Sampling(max_tokens=1, temperature=0.0)
@@ -173,8 +173,8 @@ class Run:
             nursery.cancel_scope.cancel()
 
     async def refilling(self) -> None:
-        """Measure when weights begin to come back after a shrink by 8 GiB, how fast they do, and tokens meanwhile. Weights
-        that count as resident may still be copied for 10 ms."""
+        """Measure when weights begin to come back after a shrink by 8 GiB, how fast they do, and tokens meanwhile.
+        Weights that count as resident may still be copied for 10 ms."""
         count = 0
 
         async def speak() -> None:
