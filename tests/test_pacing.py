@@ -150,7 +150,7 @@ async def test_a_new_engine_is_told_the_settings() -> None:
         assert (await client.frame_block()).set_budget(9) == 2
         before = await client.stats()
         assert before.engine is not None
-        assert before.engine["settings"]["pacing"]["mode"] == "prioritize_graphics"
+        assert before.engine["settings"]["pacing"]["scheduling_mode"] == "prioritize_graphics"
         changes = client.engine_changes()
         assert before.broker.engine_pid is not None
         os.kill(before.broker.engine_pid, signal.SIGKILL)

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from frameshard.cli import common
-from frameshard.engine.batch import Batcher, Event
+from frameshard.engine.batch import Batcher
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.lookup import Lookup, best_length
+from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Rows, Runtime
 from frameshard.models import resolve
 from frameshard.plan.context import DRIVER_BYTES, estimate_fixed
@@ -39,7 +40,8 @@ from frameshard.plan.layout import vram_unit
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.profile import Profile
-from frameshard.wire.engine import EngineConfig
+from frameshard.wire.engine import Done, EngineConfig, JobEvent, Submit
+from frameshard.wire.messages import Sampling
 
 MIB = 1 << 20
 DIALOGUE = Path(__file__).parent / "dialogue.json"
@@ -58,15 +60,17 @@ def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: l
     """Make the model follow an answer; returns tokens, steps and seconds after the first token."""
     runtime.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
     batcher = Batcher(runtime, draft=draft)
-    params = {"temperature": 0.0, "max_tokens": len(answer)}
-    batcher.submit({"job": 1, "kind": "completion", "prompt": "", "params": params, "resume": answer})
-    events: list[Event] = []
+    sampling = Sampling(temperature=0.0, max_tokens=len(answer))
+    request = Submit(1, "completion", sampling, prompt="Lead on.", resume=tuple(answer))
+    batcher.add(RequestReader(runtime).read(request))
+    events: list[JobEvent] = []
     while batcher.busy:
         events = batcher.step() or events
     done, accepted = events[-1], batcher.statistics()["accepted_tokens"]
+    assert isinstance(done, Done)
     assert isinstance(accepted, int)
-    n = done["n_generated"] - 1
-    return n, n - accepted, done["decode_s"]
+    n = done.n_generated - 1
+    return n, n - accepted, done.decode_s
 
 
 def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]:

@@ -1,12 +1,13 @@
 """Every error a user can meet, named by what went wrong and saying what to do.
 
 An error has a stable integer ``code``, a stable ``name`` for programs, ``retriable`` (the same call may succeed later
-without a change) and a ``detail`` map with figures such as the floor of a budget. The same four travel in the protocol;
+without a change) and a ``detail`` map with figures such as the floor of a budget. The protocol carries the same four;
 :func:`from_wire` and :meth:`FrameshardError.to_wire` are the only places that translate.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -163,4 +164,26 @@ def from_wire(error: Mapping[str, object]) -> FrameshardError:
     detail = error.get("detail")
     return cls(
         str(error.get("message", "")), **({str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {})
+    )
+
+
+def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardError:
+    """The typed error for any exception, for places where a defect of ours must fail one request alone.
+
+    :param what: what failed, as the subject of a sentence: "a budget change".
+    :returns: `error` itself where it is typed already; else an ``internal`` error, and the log gets the traceback.
+    """
+    if isinstance(error, FrameshardError):
+        return error
+    logger.error("%s failed by a defect of frameshard", what, exc_info=error)
+    return FrameshardError(f"{what} failed by a defect of frameshard: {type(error).__name__}: {error}")
+
+
+def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
+    """The error for a VRAM budget that the model cannot run in."""
+    budget = f"{budget_bytes >> 20} MiB" if budget_bytes >= 1 << 20 else f"{budget_bytes} bytes"
+    return BudgetBelowFloor(
+        f"a VRAM budget of {budget} is below the floor of {-(-floor_bytes >> 20)} MiB",
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
     )

@@ -1,6 +1,6 @@
 """An engine without a model, for tests of programs that use frameshard.
 
-It is a real process that speaks the engine's side of the channel, started by the real broker::
+It is a real process that speaks the messages of :mod:`frameshard.wire.engine`, started by the real broker::
 
     async with frameshard.launch("any name", engine=fake_engine(delay_s=0.01)) as client:
         assert (await client.ask("one two").completed()).text == "one two"
@@ -19,12 +19,14 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from frameshard import program
-from frameshard.errors import BY_NAME, BudgetBelowFloor, ContextOverflow
+from frameshard.errors import BY_NAME, BadArgument, ContextOverflow, FrameshardError, below_floor
 from frameshard.wire import channel
+from frameshard.wire import engine as em
+from frameshard.wire import messages as m
 
 __all__ = ["fake_engine"]
 
@@ -87,7 +89,6 @@ class _Job:
     max_tokens: int
     n_prompt: int
     produced: int
-    history: list[list[int]] = field(default_factory=list)
 
 
 class _FakeEngine:
@@ -110,113 +111,107 @@ class _FakeEngine:
                 data = self._sock.recv(1 << 16)
                 if not data:
                     return
-                for op in self._reader.feed(data):
-                    if not self._obey(op):
+                for fields in self._reader.feed(data):
+                    command = em.read_command(fields)
+                    if isinstance(command, em.Stop):
                         return
+                    self._obey(command)
             if time.monotonic() >= due and not self._parked:
                 for job in list(self._jobs.values()):
                     self._step(job)
                 due = time.monotonic() + self._args.delay
 
-    def _say(self, kind: str, **fields: Any) -> None:
-        self._sock.sendall(channel.pack({"ev": kind, **fields}))
+    def _say(self, event: em.Event) -> None:
+        self._sock.sendall(em.pack(event))
 
-    def _obey(self, op: dict[str, Any]) -> bool:
-        kind = op["op"]
-        if kind == "load":
-            self._load(op)
-        elif kind == "submit":
-            self._submit(op)
-        elif kind == "cancel":
-            if self._jobs.pop(op["job"], None):
-                self._say("cancelled", job=op["job"])
-        elif kind == "budget":
-            self._set_budget(op)
-        elif kind == "plan":
-            self._plan(op)
-        elif kind == "stats":
-            self._say("stats", seq=op["seq"], stats=self._stats())
-        elif kind in ("frame_block", "pacing"):
-            self._settings[kind] = op
-        elif kind == "ping":
-            self._say("pong", seq=op["seq"])
-        elif kind == "alive":
-            self._say("alive")
-        return bool(kind != "stop")
+    def _obey(self, command: em.Command) -> None:
+        if isinstance(command, em.EngineConfig):
+            self._load(command)
+        elif isinstance(command, em.Submit):
+            self._submit(command)
+        elif isinstance(command, em.Cancel):
+            if self._jobs.pop(command.job, None):
+                self._say(em.Cancelled(command.job))
+        elif isinstance(command, em.SetBudget):
+            self._set_budget(command)
+        elif isinstance(command, em.MakePlans):
+            self._plan(command)
+        elif isinstance(command, em.GetStats):
+            self._say(em.Stats(command.seq, self._stats()))
+        elif isinstance(command, em.OpenFrameBlock | em.SetPacing):
+            self._settings[em.NAMES[type(command)]] = asdict(command)
+        elif isinstance(command, em.Ping):
+            self._say(em.Pong(command.seq))
+        elif isinstance(command, em.AskAlive):
+            self._say(em.Alive())
 
     def _stats(self) -> dict[str, Any]:
         return {"jobs_running": len(self._jobs), "used_bytes": self._used(), "settings": self._settings}
 
-    def _load(self, op: dict[str, Any]) -> None:
+    def _load(self, config: em.EngineConfig) -> None:
         if self._args.crash_at_load or (self._args.sick and os.path.exists(self._args.sick)):
             print("the device is on fire", file=sys.stderr, flush=True)
             _die()
         if self._args.fatal:
-            self._say("fatal", error=BY_NAME[self._args.fatal]("as the test wants").to_wire())
-            sys.exit(3)
-        self._budget = op["vram_budget_bytes"]
+            self._fail(BY_NAME[self._args.fatal]("as the test wants"))
+        self._budget = config.vram_budget_bytes
         if 0 < self._budget < self._floor():
-            self._say("fatal", error=self._below_floor(self._budget).to_wire())
-            sys.exit(3)
-        self._n_ctx = self._args.n_ctx or op["n_ctx"]
-        info = {
-            "name": os.path.basename(op["model"]),
-            "arch": "echo",
-            "device": op["device"],
-            "n_ctx": self._n_ctx,
-            "n_parallel": op["n_parallel"],
-            "n_vocab": 2**31,
-            "n_layer": 0,
-            "chat": True,
-            "vision": "",
-            "floor_bytes": self._floor(),
-            "full_bytes": self._args.full * MIB,
-            "budget_bytes": self._budget,
-            "plan": {},
-        }
+            self._fail(below_floor(self._budget, self._floor()))
+        self._n_ctx = self._args.n_ctx or config.n_ctx
+        model = m.ModelInfo(
+            name=os.path.basename(config.model),
+            arch="echo",
+            device=config.device,
+            n_ctx=self._n_ctx,
+            n_parallel=config.n_parallel,
+            n_vocab=2**31,
+            n_layer=0,
+            chat=True,
+            floor_bytes=self._floor(),
+            full_bytes=self._args.full * MIB,
+            plan={},
+        )
         self._watch()
-        self._say("ready", info=info)
+        self._say(em.Ready(model, self._budget, n_ubatch=config.n_ubatch, n_threads=1, load_s=0.0))
         if self._args.crash_when_idle:
             _die()
 
-    def _submit(self, op: dict[str, Any]) -> None:
-        text = op["messages"][-1]["content"] if op["kind"] == "chat" else op["prompt"]
-        prompt = " ".join(message["content"] for message in op["messages"]) if op["kind"] == "chat" else text
-        words = [word if at == 0 else f" {word}" for at, word in enumerate(text.split())] or [""]
-        most = op["params"]["max_tokens"]
+    def _fail(self, error: FrameshardError) -> NoReturn:
+        self._say(em.Fatal(m.ErrorInfo.of(error)))
+        sys.exit(3)
+
+    def _submit(self, request: em.Submit) -> None:
+        contents = [message.content for message in request.messages] or [request.prompt]
+        words = [word if at == 0 else f" {word}" for at, word in enumerate(contents[-1].split())] or [""]
+        most = request.sampling.max_tokens
         job = _Job(
-            number=op["job"],
+            number=request.job,
             words=words,
             max_tokens=most if self._args.endless else min(most, len(words)),
-            n_prompt=len(prompt.split()),
-            produced=len(op.get("resume", [])),
+            n_prompt=len(" ".join(contents).split()),
+            produced=len(request.resume),
         )
         if job.n_prompt > self._n_ctx:
             overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
-            self._say("failed", job=job.number, error=overflow.to_wire())
+            self._say(em.Failed(job.number, m.ErrorInfo.of(overflow)))
             return
-        expected = [self._token(job, index) for index in range(job.produced)]
-        if op.get("resume", []) != expected or op.get("history", [[job.n_prompt, 1]]) != [[job.n_prompt, 1]]:
-            error = BY_NAME["bad_argument"]("resumed with tokens that are not mine")
-            self._say("failed", job=job.number, error=error.to_wire())
+        history = ((job.n_prompt, job.n_prompt, 1),)
+        expected = tuple(self._token(job, index) for index in range(job.produced))
+        if request.resume != expected or (request.history or history) != history:
+            error = BadArgument("resumed with tokens that are not mine")
+            self._say(em.Failed(job.number, m.ErrorInfo.of(error)))
             return
         self._jobs[job.number] = job
-        self._say("started", job=job.number, n_prompt=job.n_prompt, history=[[job.n_prompt, 1]])
+        seed = request.sampling.seed or 0
+        self._say(em.Started(job.number, job.n_prompt, n_reused=0, seed=seed, history=history))
 
     def _step(self, job: _Job) -> None:
         index = job.produced
         if index >= job.max_tokens:
             del self._jobs[job.number]
-            reason = "length" if self._args.endless else "stop"
-            self._say(
-                "done",
-                job=job.number,
-                reason=reason,
-                n_prompt=job.n_prompt,
-                n_generated=index,
-                prefill_s=0.0,
-                decode_s=self._args.delay * index,
-            )
+            reason: m.Reason = "length" if self._args.endless else "stop"
+            decode_s = self._args.delay * index
+            self._say(em.Done(job.number, reason, job.n_prompt, index, prefill_s=0.0, decode_s=decode_s))
             return
         if index == self._args.crash_at_token or self._args.poison in job.words:
             _die()
@@ -228,37 +223,41 @@ class _FakeEngine:
         if index and not index % len(job.words):
             word = f" {word}"
         job.produced += 1
-        self._say("token", job=job.number, n=index, id=self._token(job, index), text=word)
+        self._say(em.Token(job.number, index, self._token(job, index), word))
 
     def _token(self, job: _Job, index: int) -> int:
         return sum(job.words[index % len(job.words)].encode()) + index
 
-    def _set_budget(self, op: dict[str, Any]) -> None:
-        self._parked = op["state"] == "parked"
-        if 0 < op["bytes"] < self._floor():
-            error = self._below_floor(op["bytes"])
-            self._say("budget", seq=op["seq"], phase="refused", error=error.to_wire())
+    def _set_budget(self, command: em.SetBudget) -> None:
+        budget = command.vram_budget_bytes
+        if 0 < budget < self._floor():
+            self._say(em.BudgetRefused(command.seq, m.ErrorInfo.of(below_floor(budget, self._floor()))))
             return
-        self._budget = op["bytes"]
-        self._say("budget", seq=op["seq"], phase="lease", budget_bytes=self._budget, seconds=0.0)
-        released = {"budget_bytes": self._budget, "used_bytes": self._used(), "seconds": 0.0}
-        self._say("budget", seq=op["seq"], phase="released", **released)
-        self._say("budget", seq=op["seq"], phase="observed", observed_bytes=None, seconds=0.0)
+        self._parked = command.parked
+        self._budget = budget
+        self._say(em.BudgetGranted(command.seq, budget, 0.0))
+        self._say(em.BudgetReleased(command.seq, budget, self._used(), 0.0))
+        self._say(em.BudgetObserved(command.seq, None, 0.0))
 
     def _watch(self) -> None:
-        sizes = {"used_bytes": self._used(), "floor_bytes": self._floor(), "full_bytes": int(self._args.full * MIB)}
-        self._say("watch", **sizes, total_bytes=None, free_bytes=None, appeared=[], excess_bytes=0)
+        self._say(em.Watch(self._used(), self._floor(), self._args.full * MIB, None, None, (), 0))
 
-    def _plan(self, op: dict[str, Any]) -> None:
+    def _plan(self, question: em.MakePlans) -> None:
         rows = []
-        for budget in op["budgets"]:
+        for budget in question.budgets:
             fits = budget == 0 or budget >= self._floor()
-            times = {"ttft_s": 0.001 * op["prompt_tokens"], "tokens_per_second": 100.0} if fits else {}
-            held = {"resident_bytes": budget, "streamed_bytes": 0, "cpu_bytes": 0}
             rows.append(
-                {"vram_budget_bytes": budget, "fits": fits, "ttft_s": None, "tokens_per_second": None, **times, **held}
+                m.PlanRow(
+                    vram_budget_bytes=budget,
+                    fits=fits,
+                    ttft_s=0.001 * question.prompt_tokens if fits else None,
+                    tokens_per_second=100.0 if fits else None,
+                    resident_bytes=budget,
+                    streamed_bytes=0,
+                    cpu_bytes=0,
+                )
             )
-        self._say("plan", seq=op["seq"], rows=rows)
+        self._say(em.Plans(question.seq, tuple(rows)))
 
     def _floor(self) -> int:
         return int(self._args.floor * MIB)
@@ -268,12 +267,6 @@ class _FakeEngine:
         if self._parked:
             return 0
         return min(self._budget, full) if self._budget else full
-
-    def _below_floor(self, budget: int) -> BudgetBelowFloor:
-        floor = self._floor()
-        return BudgetBelowFloor(
-            f"the budget is below the floor of {self._args.floor} MiB", budget_bytes=budget, floor_bytes=floor
-        )
 
 
 def _die() -> NoReturn:

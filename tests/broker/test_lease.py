@@ -12,6 +12,7 @@ import frameshard
 from frameshard import errors
 from frameshard.broker.leases import ENOUGH_BYTES, IDLE_S, LOW_BYTES, WANTS_EVERY_S, Lease
 from frameshard.testing import fake_engine
+from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
 from sidecars import WORDS, alive, in_trio, launch, raw_peer
@@ -204,20 +205,27 @@ def lease(budget_mb: int, used_mb: int, keep_mb: int = 0) -> Lease:
 def obey(made: Lease, used_mb: int) -> list[int]:
     """The budgets in MiB that the engine is told; it does as it is told."""
     told = []
-    for op in made.ops:
-        told.append(op["bytes"] // MIB)
-        event = {"ev": "budget", "seq": op["seq"], "budget_bytes": op["bytes"], "seconds": 0.0}
-        for phase in ("lease", "released", "observed"):
-            made.engine_event({**event, "phase": phase, "used_bytes": used_mb * MIB, "observed_bytes": None}, 0.0)
-    made.ops.clear()
+    for command in made.commands:
+        assert isinstance(command, em.SetBudget)
+        told.append(command.vram_budget_bytes // MIB)
+        made.engine_event(em.BudgetGranted(command.seq, command.vram_budget_bytes, 0.0), 0.0)
+        made.engine_event(em.BudgetReleased(command.seq, command.vram_budget_bytes, used_mb * MIB, 0.0), 0.0)
+        made.engine_event(em.BudgetObserved(command.seq, None, 0.0), 0.0)
+    made.commands.clear()
     return told
 
 
 def look(made: Lease, now: float, *, used_mb: int, free_mb: int) -> None:
-    event = {"ev": "watch", "floor_bytes": 16 * MIB, "full_bytes": 256 * MIB, "appeared": [], "excess_bytes": 0}
-    made.engine_event(
-        {**event, "used_bytes": used_mb * MIB, "total_bytes": 8192 * MIB, "free_bytes": free_mb * MIB}, now
+    event = em.Watch(
+        used_bytes=used_mb * MIB,
+        floor_bytes=16 * MIB,
+        full_bytes=256 * MIB,
+        total_bytes=8192 * MIB,
+        free_bytes=free_mb * MIB,
+        appeared=(),
+        excess_bytes=0,
     )
+    made.engine_event(event, now)
 
 
 def heard(made: Lease) -> list[tuple[str, int]]:
@@ -241,12 +249,12 @@ def test_what_is_not_needed_is_given_back_and_taken_again() -> None:
     made = lease(200, 200, keep_mb=50)
     made.tick(10.0, 0)
     made.tick(10.0 + IDLE_S - 0.1, 0)
-    assert made.ops == []
+    assert made.commands == []
     made.tick(10.0 + IDLE_S, 0)
     assert heard(made) == [("gives_back", 50)]
     assert obey(made, 50) == [50]
     made.tick(60.0, 0)
-    assert made.ops == []
+    assert made.commands == []
     assert made.describe(1, 0).vram_budget_bytes == 200 * MIB  # the lease stands
     made.tick(61.0, 1)
     assert ("gives_back", 200) in heard(made)
@@ -257,14 +265,14 @@ def test_nothing_is_given_back_that_was_not_agreed() -> None:
     made = lease(200, 200)
     for now in range(60):
         made.tick(float(now), 0)
-    assert made.ops == []
+    assert made.commands == []
 
 
 def test_pressure_shrinks_until_enough_is_free() -> None:
     assert (LOW_BYTES // MIB, ENOUGH_BYTES // MIB) == (128, 256)
     made = lease(250, 250)
     look(made, 1.0, used_mb=250, free_mb=128)
-    assert made.ops == []
+    assert made.commands == []
     look(made, 2.0, used_mb=250, free_mb=100)
     assert heard(made) == [("pressure", 94)]
     assert obey(made, 94) == [94]
@@ -273,7 +281,7 @@ def test_pressure_shrinks_until_enough_is_free() -> None:
     assert obey(made, 16) == [16]  # not below the floor
     heard(made)
     look(made, 6.0, used_mb=16, free_mb=20)
-    assert (made.ops, heard(made)) == ([], [])
+    assert (made.commands, heard(made)) == ([], [])
     # The host's next word counts again.
     connection = ServerConnection(2, epoch=EPOCH, held_bytes=0, now=0.0)
     made.set(connection, m.BudgetSet(1, EPOCH, 128 * MIB), 7.0)

@@ -479,11 +479,11 @@ async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path)
 async def test_an_exception_over_a_plan_or_a_budget_is_its_failure_alone(model_path: Path) -> None:
     """What is asked next is answered."""
     patch = """
-def broken(name, poisoned):
-    whole = getattr(process.Engine, name)
-    setattr(process.Engine, name, lambda *args: 1 / 0 if poisoned(args) else whole(*args))
-broken("_predict", lambda args: args[2]["prompt_tokens"] == 77)
-broken("_say_lease", lambda args: args[3] == 77 << 20)"""
+def broken(owner, name, poisoned):
+    whole = getattr(owner, name)
+    setattr(owner, name, lambda *args: 1 / 0 if poisoned(args[2]) else whole(*args))
+broken(process.WhatIf, "_predict", lambda question: question.prompt_tokens == 77)
+broken(process.Budgets, "_grant", lambda command: command.vram_budget_bytes == 77 << 20)"""
     options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
     async with frameshard.launch(model_path, engine=patched_engine(patch), **options) as client:
         with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError"):
@@ -500,9 +500,9 @@ def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: s
     """While it is read, while it is started, and while it speaks; its neighbour's text stays as it was."""
     patches = {
         "read": "from frameshard.engine import request; owner = request.RequestReader; name = 'read'"
-        "; of = lambda message: message['prompt']",
-        "start": "owner = process.Batcher; name = '_start'; of = lambda job: job.params.stop[0]",
-        "speak": "owner = process.Batcher; name = '_speak'; of = lambda job: job.params.stop[0]",
+        "; of = lambda request: request.prompt",
+        "start": "owner = process.Batcher; name = '_start'; of = lambda job: job.sampling.stop[0]",
+        "speak": "owner = process.Batcher; name = '_speak'; of = lambda job: job.sampling.stop[0]",
     }
     patch = f"""
 {patches[place]}

@@ -1,4 +1,7 @@
-"""The broker's side of the channel, for tests: a real engine process on a socket pair."""
+"""The broker's side of the stream, for tests: a real engine process on a socket pair.
+
+Messages are plain maps here, as they are on the stream (frameshard.wire.engine).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class EngineProcess:
             if not data:
                 raise EOFError
             events = self._reader.feed(data)
-            self._events += [e for e in events if e["ev"] != "watch" and e.get("phase") != "lease"]
+            self._events += [event for event in events if event["ev"] not in ("watch", "granted")]
         return self._events.pop(0)
 
     def wait_for(self, *names: str, job: int | None = None, seconds: float = PATIENCE_S) -> Event:
@@ -67,7 +70,7 @@ class EngineProcess:
         job = next(self._numbers)
         params = {"temperature": 0.0, "max_tokens": 24, **fields.pop("params", {})}
         kind, field = ("completion", "prompt") if isinstance(prompt, str) else ("chat", "messages")
-        self.send(op="submit", job=job, kind=kind, params=params, **{field: prompt}, **fields)
+        self.send(op="submit", job=job, kind=kind, sampling=params, **{field: prompt}, **fields)
         return job
 
     def finish(self, *jobs: int) -> dict[int, list[Event]]:
@@ -98,7 +101,7 @@ class EngineProcess:
     def budget(self, n_bytes: int, timeout_s: float = 10.0) -> int:
         """Asks for a VRAM budget; returns the request's number."""
         seq = next(self._numbers)
-        self.send(op="budget", seq=seq, bytes=n_bytes, timeout_s=timeout_s)
+        self.send(op="budget", seq=seq, vram_budget_bytes=n_bytes, timeout_s=timeout_s)
         return seq
 
     def close(self) -> None:

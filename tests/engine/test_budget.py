@@ -30,8 +30,8 @@ def full(streamer: EngineProcess) -> EngineProcess:
 def settle(child: EngineProcess, n_bytes: int) -> Event:
     """Sets a budget on an idle engine; with no limit (0) it also waits until all weights are resident."""
     child.budget(n_bytes)
-    assert child.wait_for("budget")["phase"] == "released"
-    assert child.wait_for("budget")["phase"] == "observed"
+    child.wait_for("released")
+    child.wait_for("observed")
     deadline = time.monotonic() + 60
     while (stats := child.stats())["streamed_shards"] and not n_bytes:
         assert time.monotonic() < deadline
@@ -44,9 +44,10 @@ def settle(child: EngineProcess, n_bytes: int) -> Event:
 def test_ready_names_floor_and_full(model_path: Path) -> None:
     child = EngineProcess()
     try:
-        info = child.load(model_path, device="emulated", n_ctx=512, n_parallel=1, n_threads=1)["info"]
+        ready = child.load(model_path, device="emulated", n_ctx=512, n_parallel=1, n_threads=1)
+        info = ready["model"]
         assert 0 < info["floor_bytes"] < info["full_bytes"]
-        assert info["budget_bytes"] == 0
+        assert ready["vram_budget_bytes"] == 0
         assert info["plan"]["ring_bytes"] == 0
         stats = child.stats()
         assert stats["used_bytes"] <= info["full_bytes"]
@@ -96,17 +97,17 @@ def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
     released: list[Event] = []
     while not events or events[-1]["ev"] != "done":
         event = full.next_event()
-        if event["ev"] == "budget":
-            released += [event] if event["phase"] == "released" else []
+        if event["ev"] == "released":
+            released.append(event)
         elif event.get("job") == job:
             events.append(event)
             if event["ev"] == "token" and event["n"] in budgets:
                 full.budget(budgets[event["n"]])
     assert ids(events) == ids(alone)
     assert text(events) == text(alone)
-    assert [event["budget_bytes"] for event in released] == list(budgets.values())
+    assert [event["vram_budget_bytes"] for event in released] == list(budgets.values())
     for event in released:
-        assert event["used_bytes"] <= (event["budget_bytes"] or everything)
+        assert event["used_bytes"] <= (event["vram_budget_bytes"] or everything)
         assert event["seconds"] < 5
 
 
@@ -117,8 +118,8 @@ def test_shrinks_in_the_middle_of_a_prompt(full: EngineProcess) -> None:
     job = full.submit(prompt, params={"max_tokens": 8})
     full.wait_for("started", job=job)
     seq = full.budget(floor)
-    event = full.wait_for("budget", "token")
-    assert (event["ev"], event["seq"], event["phase"]) == ("budget", seq, "released")
+    event = full.wait_for("released", "token")
+    assert (event["ev"], event["seq"]) == ("released", seq)
     assert event["used_bytes"] <= floor
     assert text(full.finish(job)[job]) == alone
 
@@ -128,20 +129,23 @@ def test_below_the_floor_is_refused_and_nothing_changes(full: EngineProcess) -> 
     full.wait_for("token", job=job)
     floor = full.stats()["floor_bytes"]
     seq = full.budget(floor - 1)
-    event = full.wait_for("budget")
-    assert (event["seq"], event["phase"]) == (seq, "refused")
+    event = full.wait_for("released", "refused")
+    assert (event["ev"], event["seq"]) == ("refused", seq)
     assert event["error"]["name"] == "budget_below_floor"
     assert event["error"]["detail"] == {"budget_bytes": floor - 1, "floor_bytes": floor}
     assert full.stats()["budget_bytes"] == 0
     assert full.finish(job)[job][-1]["ev"] == "done"
 
 
-@pytest.mark.parametrize("fields", [{"bytes": -1}, {"bytes": "all"}, {}, {"bytes": MIB, "timeout_s": "long"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"vram_budget_bytes": -1}, {"vram_budget_bytes": "all"}, {}, {"vram_budget_bytes": MIB, "timeout_s": "long"}],
+)
 def test_bad_budgets(full: EngineProcess, fields: dict[str, object]) -> None:
     full.send(op="budget", seq=3, **fields)
-    event = full.wait_for("budget")
-    assert (event["seq"], event["phase"]) == (3, "refused")
-    assert event["error"]["name"] in ("bad_message", "bad_argument")
+    event = full.wait_for("released", "refused")
+    assert (event["ev"], event["seq"]) == ("refused", 3)
+    assert event["error"]["name"] == "bad_argument"
 
 
 def test_grows_again_while_idle_and_while_it_speaks(full: EngineProcess) -> None:

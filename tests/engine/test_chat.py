@@ -111,7 +111,7 @@ def test_a_model_whose_template_cannot_be_used_has_no_chat(tmp_path: Path) -> No
     child = EngineProcess()
     try:
         ready = child.load(tmp_path / "large.gguf", device="cpu", n_ctx=512, n_parallel=2, n_threads=1)
-        assert ready["info"]["chat"] is False
+        assert ready["model"]["chat"] is False
         error = child.run(user("Hello"))[-1]["error"]
         assert error["name"] == "unsupported"
         assert "256 MiB of memory" in error["message"]

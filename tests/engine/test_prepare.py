@@ -97,13 +97,13 @@ def test_a_job_that_is_being_read_can_be_cancelled(child: EngineProcess, talker:
     assert [event["ev"] for event in events[job]] == ["cancelled"]
     assert [event["ev"] for event in events[behind]] == ["started", "token", "done"]
     # Nothing more is said of it, and its number is free.
-    child.send(op="submit", job=job, kind="completion", prompt="abc", params={"max_tokens": 2})
+    child.send(op="submit", job=job, kind="completion", prompt="abc", sampling={"max_tokens": 2})
     assert [event["ev"] for event in child.finish(job)[job]] == ["started", "token", "token", "done"]
 
 
 def test_a_number_that_is_being_read_is_in_use(child: EngineProcess) -> None:
     job = child.submit(LONG)
-    child.send(op="submit", job=job, kind="completion", prompt="x", params={})
+    child.send(op="submit", job=job, kind="completion", prompt="x", sampling={})
     assert [child.wait_for("failed", job=job)["error"]["name"] for _ in range(2)] == [
         "bad_argument",
         "context_overflow",
@@ -178,7 +178,7 @@ def test_the_bound_refuses_what_is_far_too_long(runtime: Runtime, text: str) -> 
 
 def test_a_prompt_that_cannot_fit_is_refused_unread(model_path: Path) -> None:
     with engine(model_path, n_ctx=2048, n_parallel=1) as child:
-        for prompt in ("The wind blew. " * 60_000, user("The wind blew. " * 60_000)):
+        for prompt in ("The wind blew. " * 60_000, user("The wind blew. " * 4_000) * 15):
             (failed,) = child.run(prompt)
             assert failed["error"]["name"] == "context_overflow"
             assert "a prompt of at least" in failed["error"]["message"]

@@ -297,15 +297,16 @@ def test_cancels_at_once_after_submit_are_never_lost(cpu: EngineProcess) -> None
     ("fields", "name"),
     [
         ({"prompt": LONG * 200}, "context_overflow"),
-        ({"params": {"max_tokens": 5000}}, "context_overflow"),
-        ({"params": {"temperature": -1}}, "bad_argument"),
-        ({"params": {"top_p": "all"}}, "bad_argument"),
-        ({"params": {"magic": 1}}, "bad_argument"),
+        ({"sampling": {"max_tokens": 5000}}, "context_overflow"),
+        ({"sampling": {"temperature": -1}}, "bad_argument"),
+        ({"sampling": {"top_p": "all"}}, "bad_argument"),
+        ({"sampling": {"magic": 1}}, "bad_argument"),
         ({"resume": [-1]}, "bad_argument"),
         ({"resume": [10**9]}, "bad_argument"),
         ({"resume": [1] * 30}, "bad_argument"),
-        ({"history": [[0, 1]]}, "bad_argument"),
-        ({"history": [[1, 100000]]}, "bad_argument"),
+        ({"history": [[0, 1, 1]]}, "bad_argument"),
+        ({"history": [[1, 100000, 1]]}, "bad_argument"),
+        ({"history": [[1, 1]]}, "bad_argument"),
         ({"history": 7}, "bad_argument"),
         ({"conversation": ""}, "bad_argument"),
         ({"prompt": 7}, "bad_argument"),
@@ -318,7 +319,7 @@ def test_cancels_at_once_after_submit_are_never_lost(cpu: EngineProcess) -> None
 )
 def test_bad_jobs_fail_alone(cpu: EngineProcess, fields: dict[str, object], name: str) -> None:
     neighbour = cpu.submit("Once upon a time", params={"max_tokens": 8})
-    message = {"op": "submit", "kind": "completion", "prompt": "Hello", "params": {"max_tokens": 20}, **fields}
+    message = {"op": "submit", "kind": "completion", "prompt": "Hello", "sampling": {"max_tokens": 20}, **fields}
     cpu.send(**message, job=900_000)
     events = cpu.finish(900_000, neighbour)
     assert [event["ev"] for event in events[900_000]] == ["failed"]
@@ -334,7 +335,7 @@ def test_bad_jobs_fail_alone(cpu: EngineProcess, fields: dict[str, object], name
 def test_a_number_in_use_is_refused(cpu: EngineProcess) -> None:
     job = cpu.submit(CASTLE, params={"max_tokens": 50})
     cpu.wait_for("started", job=job)
-    cpu.send(op="submit", job=job, kind="completion", prompt="x", params={})
+    cpu.send(op="submit", job=job, kind="completion", prompt="x", sampling={})
     assert cpu.wait_for("failed", job=job)["error"]["name"] == "bad_argument"
     assert last(cpu.finish(job)[job])["ev"] == "done"
 
@@ -391,7 +392,7 @@ def test_ready_tells_what_was_loaded(model_path: Path) -> None:
     child = EngineProcess()
     try:
         ready = child.load(model_path, device="cpu", n_ctx=512, n_parallel=2, n_threads=1)
-        info = ready["info"]
+        info = ready["model"]
         assert (info["arch"], info["device"], info["n_ctx"], info["n_layer"]) == ("llama", "cpu", 512, 30)
         assert info["n_vocab"] == 49152
         assert info["chat"] is True
@@ -402,10 +403,10 @@ def test_ready_tells_what_was_loaded(model_path: Path) -> None:
         assert stats["stats"]["nvml"] is False
         child.send(op="ping", seq=5)
         assert child.wait_for("pong") == {"ev": "pong", "seq": 5}
-        child.send(op="budget", seq=6, bytes=1 << 20, timeout_s=1.0)
+        child.send(op="budget", seq=6, vram_budget_bytes=1 << 20, timeout_s=1.0)
         released, observed = child.next_event(), child.next_event()
-        assert (released["seq"], released["phase"], released["used_bytes"]) == (6, "released", 0)
-        assert (observed["seq"], observed["phase"], observed["observed_bytes"]) == (6, "observed", None)
+        assert (released["ev"], released["seq"], released["used_bytes"]) == ("released", 6, 0)
+        assert (observed["ev"], observed["seq"], observed["observed_bytes"]) == ("observed", 6, None)
         child.send(op="stop")
         assert child.process.wait(30) == 0
     finally:

@@ -131,8 +131,8 @@ def test_same_text_at_any_budget(speculating: EngineProcess) -> None:
     assert ids(events) == alone
     assert ids(speculating.run(LONG, params=params)) == alone
     speculating.budget(0)
-    speculating.wait_for("budget")
-    speculating.wait_for("budget")
+    speculating.wait_for("released", "observed")
+    speculating.wait_for("released", "observed")
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
@@ -183,8 +183,10 @@ def test_a_conversation_goes_on_from_what_was_kept(speculating: EngineProcess) -
 
 def test_up_to_the_end_of_the_context(model_path: Path) -> None:
     with engine(model_path, **STREAMING, n_ctx=256, n_parallel=1) as child:
-        events = child.run("Count: 1 2 3 1 2 3 1 2 3", params={"max_tokens": None})
-        assert (events[-1]["reason"], events[-1]["n_generated"]) == ("length", 256 - events[0]["n_prompt"])
+        prompt = "Count: 1 2 3 1 2 3 1 2 3"
+        room = 256 - child.run(prompt, params={"max_tokens": 1})[0]["n_prompt"]
+        events = child.run(prompt, params={"max_tokens": room})
+        assert (events[-1]["reason"], events[-1]["n_generated"]) == ("length", room)
         assert drafted(child)[1] > 50
 
 

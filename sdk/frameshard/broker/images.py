@@ -1,8 +1,8 @@
-"""Images of jobs that have not ended: what a client leaves in shared memory is kept until its job needs it no more.
+"""Images of jobs that have not ended: what a client leaves in shared memory is kept until the job has ended.
 
-On Linux that is a memory file which the client can neither change nor shrink any more. The broker holds it open and
-looks at nothing but its seals and size: bytes of strangers are read in the engine. Elsewhere it is a file, which the
-client leaves as it is until the job has ended.
+On Linux that is a sealed memory file, which the client can neither change nor shrink any more. The broker holds it open
+and checks its seals and size alone: the engine reads the bytes. Elsewhere it is a file, which the client must not
+change before the job has ended.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from frameshard.errors import BadArgument, Overloaded
 from frameshard.wire import messages as m
@@ -31,9 +30,9 @@ _CHANNELS = {"rgb": 3, "rgba": 4}
 
 @dataclass(eq=False)
 class HeldImages:
-    """The images of one job as the engine is told of them. To be closed when it has ended."""
+    """The images of one job as the engine is told of them. To be closed when the job has ended."""
 
-    specs: Sequence[dict[str, Any]] = ()
+    images: tuple[m.Image, ...] = ()
     n_bytes: int = 0
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
@@ -47,37 +46,35 @@ NO_IMAGES = HeldImages()
 
 
 class Images:
-    """All of them."""
+    """The images of all jobs."""
 
     def __init__(self) -> None:
         self._held_bytes = 0
 
     def hold(self, images: Sequence[m.Image]) -> HeldImages:
-        """Raises :class:`BadArgument`, naming the image, and :class:`Overloaded` when too much is held already."""
-        held = HeldImages([])
+        """Keeps the images of a job.
+
+        :raises BadArgument: an image is not what its fields say; detail has ``index``.
+        :raises Overloaded: too many bytes of images are held already.
+        """
+        held = HeldImages()
         with contextlib.ExitStack() as undo:
             undo.callback(held.close)
-            held.specs = [self._take(index, image, held) for index, image in enumerate(images)]
+            held.images = tuple(self._take(index, image, held) for index, image in enumerate(images))
             undo.pop_all()
         return held
 
-    def _take(self, index: int, image: m.Image, held: HeldImages) -> dict[str, Any]:
+    def _take(self, index: int, image: m.Image, held: HeldImages) -> m.Image:
         n_bytes = image.size if image.path else len(image.data)
         _check(index, image, n_bytes)
-        spec: dict[str, Any] = {
-            "format": image.format,
-            "width": image.width,
-            "height": image.height,
-            "stride": image.stride,
-        }
         if not image.path:
-            return {**spec, "data": image.data}
+            return image
         if self._held_bytes + n_bytes > MAX_HELD_BYTES:
             raise Overloaded("too many images wait", max_bytes=MAX_HELD_BYTES)
         path = _hold(index, image, held)
         self._held_bytes += n_bytes
         held.on_close.append(lambda: self._forget(n_bytes))
-        return {**spec, "path": path, "size": n_bytes}
+        return replace(image, path=path)
 
     def _forget(self, n_bytes: int) -> None:
         self._held_bytes -= n_bytes

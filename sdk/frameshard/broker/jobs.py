@@ -1,6 +1,6 @@
 """Jobs of all clients: who waits, who runs, and how they go on after an engine's death.
 
-Decides and does no I/O: what the engine shall do is left in :attr:`Jobs.ops`, what clients shall hear goes to their
+Decides and does no I/O: commands for the engine are left in :attr:`Jobs.commands`, events go to the clients'
 connections. A job is replayed from its prompt, its seed and the tokens that it has produced, so its client sees one
 stream without a gap. In stream-only mode the text is that of an undisturbed run: the engine draws token i from
 (seed, i) alone and repeats the batch shapes of the first run, which it names in ``history``.
@@ -19,17 +19,16 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
 
 from frameshard.broker.images import NO_IMAGES, HeldImages, Images
-from frameshard.errors import BadArgument, BadMessage, EngineDied, FrameshardError, Overloaded, UnknownJob, from_wire
+from frameshard.errors import BadMessage, EngineDied, FrameshardError, Overloaded, UnknownJob
+from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
 
-Op = dict[str, Any]
-
 MAX_DEATHS = 2
+_TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
 
 @dataclass(eq=False)
@@ -47,7 +46,8 @@ class Job:
     unsaid: int = 0
     """Tokens since the last delta: some have no text of their own."""
     n_prompt: int = 0
-    history: Any = None
+    history: em.Shapes = ()
+    """How the engine has cut the prompt into graphs, in mode ``stream_only``."""
     deaths: int = 0
     """Of engines that it was in, since its last new token."""
     speaking: bool = False
@@ -62,28 +62,19 @@ class Job:
         name = self.request.conversation
         return None if name is None else f"{self.connection.session}/{name}"
 
-    def op(self) -> Op:
+    def command(self) -> em.Submit:
         """What the engine needs to run it, from the start or from where it was."""
-        request = self.request
-        op: Op = {
-            "op": "submit",
-            "job": self.number,
-            "kind": request.kind,
-            "params": {**dataclasses.asdict(request.sampling), "seed": self.seed, "stop": list(request.sampling.stop)},
-        }
-        if request.kind == "chat":
-            op["messages"] = [dataclasses.asdict(message) for message in request.messages]
-        else:
-            op["prompt"] = request.prompt
-        if self.images.specs:
-            op["images"] = list(self.images.specs)
-        if self.talk is not None:
-            op["conversation"] = self.talk
-        if self.tokens:
-            op["resume"] = list(self.tokens)
-        if self.history is not None:
-            op["history"] = self.history
-        return op
+        return em.Submit(
+            job=self.number,
+            kind=self.request.kind,
+            sampling=dataclasses.replace(self.request.sampling, seed=self.seed),
+            messages=self.request.messages,
+            prompt=self.request.prompt,
+            images=self.images.images,
+            conversation=self.talk,
+            resume=tuple(self.tokens),
+            history=self.history,
+        )
 
 
 class Jobs:
@@ -100,7 +91,7 @@ class Jobs:
         self._turns: dict[ServerConnection, int] = {}  # each client's last one
         self._engine_ready = False
         self._images = Images()
-        self.ops: list[Op] = []
+        self.commands: list[em.Command] = []
         """For the engine, in order; the caller takes them out."""
 
     @property
@@ -165,67 +156,79 @@ class Jobs:
         to blame. `death` says why it died, None that its end was asked for."""
         self._engine_ready = False
         self._leaving.clear()
-        self.ops.clear()
+        self.commands.clear()
         for job in list(self._jobs.values()):
             job.deaths += job.at_engine and death is not None
             job.at_engine = False
             if job.cancelling:
-                self._end(job, "cancelled")
+                self._cancelled(job)
             elif death is not None and job.deaths >= MAX_DEATHS:
                 blame = f"the engine died {job.deaths} times over this job, the last time because: {death.message}"
-                self._end(job, "failed", EngineDied(blame, **{**death.detail, "reason": death.name}))
+                self._fail(job, EngineDied(blame, **{**death.detail, "reason": death.name}))
 
     def fail_all(self, error: FrameshardError) -> None:
         """There will be no engine."""
         for job in list(self._jobs.values()):
-            self._end(job, "failed", error)
+            self._fail(job, error)
 
-    def engine_event(self, event: dict[str, Any]) -> bool:
-        """Takes a job's event; true for a new token. Raises :class:`BadMessage` when the engine makes no sense."""
-        kind, number = event.get("ev"), event.get("job")
-        if number in self._leaving:
-            if kind in ("done", "failed", "cancelled"):
-                del self._leaving[number]
+    def engine_event(self, event: em.JobEvent) -> bool:
+        """Takes a job's event.
+
+        :returns: true for a new token.
+        :raises BadMessage: the event is impossible in the job's state.
+        """
+        if event.job in self._leaving:
+            if isinstance(event, _TERMINAL):
+                del self._leaving[event.job]
                 self._fill_slots()
             return False
-        job = self._jobs.get(number) if type(number) is int else None
+        job = self._jobs.get(event.job)
         if job is None:
             return False  # its cancel crossed with its end
-        if type(kind) is not str or kind not in states.JOB[job.state]:
-            raise BadMessage(f"the engine says {kind!r} of a job that is {job.state.value}")
-        try:
-            self._take(job, kind, event)
-        except (KeyError, TypeError, ValueError, BadArgument) as error:
-            raise BadMessage(f"the engine's {kind!r} is wrong: {error!r}") from None
-        return kind == "token"
+        kind = em.NAMES[type(event)]
+        if kind not in states.JOB[job.state]:
+            raise BadMessage(f"the engine sent {kind!r} for a job that is {job.state.value}")
+        self._take(job, event)
+        return isinstance(event, em.Token)
 
-    def _take(self, job: Job, kind: str, event: dict[str, Any]) -> None:
-        if kind == "started":
+    def _take(self, job: Job, event: em.JobEvent) -> None:
+        connection, job_id = job.connection, job.request.job
+        if isinstance(event, em.Started):
             if job.state is states.Job.QUEUED:
-                job.n_prompt = event["n_prompt"]
-                job.connection.started(job.request.job, job.n_prompt)
-            if job.history is None:
-                job.history = event.get("history")
-            job.state = states.JOB[job.state][kind]
-        elif kind == "progress":
-            job.connection.progress(job.request.job, event["phase"], event["done"], event["total"])
-        elif kind == "token":
-            if event["n"] != len(job.tokens):
-                raise ValueError(f"token {event['n']} after {len(job.tokens)} tokens")
-            job.tokens.append(event["id"])
-            job.unsaid += 1
-            job.deaths = 0
-            if event["text"]:
-                self._say(job, event["text"])
-            if not job.speaking:
-                job.speaking = True
-                self._fill_slots()
-        elif kind == "done":
-            self._end(job, kind, event=event)
-        elif kind == "failed":
-            self._end(job, kind, from_wire(event["error"]))
+                job.n_prompt = event.n_prompt
+                connection.started(job_id, job.n_prompt)
+            job.history = job.history or event.history
+            job.state = states.JOB[job.state]["started"]
+        elif isinstance(event, em.Progress):
+            connection.progress(job_id, event.phase, event.done, event.total)
+        elif isinstance(event, em.Token):
+            self._take_token(job, event)
+        elif isinstance(event, em.Done):
+            connection.done(
+                job_id,
+                reason=event.reason,
+                n_prompt=job.n_prompt,
+                n_generated=len(job.tokens),
+                prefill_s=event.prefill_s,
+                decode_s=event.decode_s,
+            )
+            self._end(job, "done")
+        elif isinstance(event, em.Failed):
+            self._fail(job, event.error.exception())
         else:
-            self._end(job, kind)
+            self._cancelled(job)
+
+    def _take_token(self, job: Job, token: em.Token) -> None:
+        if token.n != len(job.tokens):
+            raise BadMessage(f"the engine sent token {token.n} after {len(job.tokens)} tokens")
+        job.tokens.append(token.id)
+        job.unsaid += 1
+        job.deaths = 0
+        if token.text:
+            self._say(job, token.text)
+        if not job.speaking:
+            job.speaking = True
+            self._fill_slots()
 
     def _say(self, job: Job, text: str) -> None:
         tokens, job.unsaid = job.unsaid, 0
@@ -246,7 +249,7 @@ class Jobs:
                 self._turn += 1
                 job.turn = self._turns[job.connection] = self._turn
             job.at_engine, job.speaking = True, False
-            self.ops.append(job.op())
+            self.commands.append(job.command())
             free -= 1
 
     def _next(self) -> Job | None:
@@ -273,10 +276,10 @@ class Jobs:
 
     def _cancel(self, job: Job) -> None:
         if not job.at_engine:
-            self._end(job, "cancelled")
+            self._cancelled(job)
         elif not job.cancelling:
             job.cancelling = True
-            self.ops.append({"op": "cancel", "job": job.number})
+            self.commands.append(em.Cancel(job.number))
 
     def _leave(self, job: Job) -> None:
         """The job is over for its client; the engine may have to be told."""
@@ -284,26 +287,19 @@ class Jobs:
         if job.at_engine:
             self._leaving[job.number] = job.talk
             if not job.cancelling:
-                self.ops.append({"op": "cancel", "job": job.number})
+                self.commands.append(em.Cancel(job.number))
 
-    def _end(
-        self, job: Job, kind: str, error: FrameshardError | None = None, event: dict[str, Any] | None = None
-    ) -> None:
-        connection, job_id = job.connection, job.request.job
-        if event is not None:
-            connection.done(
-                job_id,
-                reason=event["reason"],
-                n_prompt=job.n_prompt,
-                n_generated=len(job.tokens),
-                prefill_s=event["prefill_s"],
-                decode_s=event["decode_s"],
-            )
-        elif error is not None:
-            connection.failed(job_id, error)
-        else:
-            connection.cancelled(job_id)
-        job.state = states.JOB[job.state][kind]
+    def _fail(self, job: Job, error: FrameshardError) -> None:
+        job.connection.failed(job.request.job, error)
+        self._end(job, "failed")
+
+    def _cancelled(self, job: Job) -> None:
+        job.connection.cancelled(job.request.job)
+        self._end(job, "cancelled")
+
+    def _end(self, job: Job, event: str) -> None:
+        """The client has its last event."""
+        job.state = states.JOB[job.state][event]
         self._forget(job)
         self._fill_slots()
 

@@ -1,7 +1,7 @@
 """The VRAM lease: what host and sidecar agreed on, who waits for which answer, and what the sidecar says on its own.
 
 The last word counts, whoever says it, except that a version which is not above the one in force is refused. Decides and
-does no I/O, and time is a parameter: what the engine shall do is left in :attr:`Lease.ops`, what hosts shall hear in
+does no I/O, and time is a parameter: commands for the engine are left in :attr:`Lease.commands`, notices for hosts in
 :attr:`Lease.notices`. bindings/PROTOCOL.md, "The lease", says what hosts may rely on.
 """
 
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from frameshard.errors import (
     BadArgument,
-    BadMessage,
     BudgetBelowFloor,
     DeadlineMissed,
     FrameshardError,
     Overloaded,
     StaleLease,
-    from_wire,
 )
+from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
 
@@ -83,7 +81,7 @@ class Lease:
         self.free_bytes: int | None = None
         self.load_s = 0.0
         """From the last start of an engine to when it was ready."""
-        self.ops: list[dict[str, Any]] = []
+        self.commands: list[em.Command] = []
         """For the engine, in order; the caller takes them out."""
         self.notices: list[m.Notice] = []
         """For sessions that want them; the caller takes them out."""
@@ -211,7 +209,7 @@ class Lease:
     def _ask_own(self, kind: m.NoticeKind, detail: str) -> None:
         self._numbers += 1
         bound = self._bound()
-        self.ops.append(self._op(self._numbers, bound, "active", OWN_TIMEOUT_S))
+        self.commands.append(em.SetBudget(self._numbers, bound, OWN_TIMEOUT_S))
         self._notify(kind, bound or self.full_bytes, detail=detail)
 
     def _notify(self, kind: m.NoticeKind, n_bytes: int, seconds: float = 0.0, detail: str = "") -> None:
@@ -242,7 +240,7 @@ class Lease:
                 self._ask(number)
 
     def engine_lost(self) -> None:
-        self.ops.clear()
+        self.commands.clear()
 
     def engine_hibernated(self, now: float) -> None:
         """The engine process has ended, and no other comes before an active lease is asked for."""
@@ -267,53 +265,43 @@ class Lease:
         for number in list(self._changes):
             self._refused(number, error)
 
-    def engine_event(self, event: dict[str, Any], now: float) -> None:
-        """Takes an answer or a look at the device. Raises :class:`BadMessage` when the engine makes no sense."""
-        try:
-            if event["ev"] == "watch":
-                self._look(event, now)
-            else:
-                self._take(event)
-        except (KeyError, TypeError, ValueError, BadArgument) as error:
-            raise BadMessage(f"the engine's {event['ev']} event is wrong: {error!r}") from None
-
-    def _take(self, event: dict[str, Any]) -> None:
-        phase, number = event["phase"], event["seq"]
-        change = self._changes.get(number)
-        if phase == "released":
-            self.used_bytes = event["used_bytes"]
-            if change is not None or number == 0:  # 0: a budget in the frame block
-                self.budget_bytes = event["budget_bytes"]
+    def engine_event(self, event: em.BudgetEvent | em.Watch, now: float) -> None:
+        """Takes an answer or a look at the device."""
+        if isinstance(event, em.Watch):
+            self._look(event, now)
+            return
+        change = self._changes.get(event.seq)
+        if isinstance(event, em.BudgetReleased):
+            self.used_bytes = event.used_bytes
+            if change is not None or event.seq == 0:  # 0: a budget in the frame block
+                self.budget_bytes = event.vram_budget_bytes
                 self._given_back, self._pressed_bytes, self._idle_since = False, 0, None
-        if phase == "late":
-            self._notify("late", event["budget_bytes"], float(event["seconds"]), "the release lags behind")
+        elif isinstance(event, em.BudgetLate):
+            self._notify("late", event.vram_budget_bytes, event.seconds, "the release lags behind")
         if change is None:
             return
-        request = change.request
-        if phase == "lease":
-            self._grant(change, float(event["seconds"]), event["budget_bytes"])
-        elif phase == "released":
-            self._keep_bytes = request.floor_bytes
-            seconds = change.waited_s + float(event["seconds"])
+        if isinstance(event, em.BudgetGranted):
+            self._grant(change, event.seconds, event.vram_budget_bytes)
+        elif isinstance(event, em.BudgetReleased):
+            self._keep_bytes = change.request.floor_bytes
+            seconds = change.waited_s + event.seconds
             self._released(change, seconds)
-            self._reach(request.state, seconds)
-        elif phase == "observed":
-            self._observed(number, event["observed_bytes"], change.waited_s + float(event["seconds"]))
-        elif phase == "refused":
-            self._refused(number, from_wire(event["error"]))
-        elif phase != "late":
-            raise ValueError(phase)
+            self._reach(change.request.state, seconds)
+        elif isinstance(event, em.BudgetObserved):
+            self._observed(event.seq, event.observed_bytes, change.waited_s + event.seconds)
+        elif isinstance(event, em.BudgetRefused):
+            self._refused(event.seq, event.error.exception())
 
-    def _look(self, event: dict[str, Any], now: float) -> None:
+    def _look(self, event: em.Watch, now: float) -> None:
         if self.state == "hibernated":
             return  # an engine that frees its model
-        self.used_bytes, self.floor_bytes = event["used_bytes"], event["floor_bytes"]
-        self.full_bytes = event["full_bytes"]
-        self.total_bytes, self.free_bytes = event["total_bytes"], event["free_bytes"]
-        for pid, n_bytes in event["appeared"]:
+        self.used_bytes, self.floor_bytes = event.used_bytes, event.floor_bytes
+        self.full_bytes = event.full_bytes
+        self.total_bytes, self.free_bytes = event.total_bytes, event.free_bytes
+        for pid, n_bytes in event.appeared:
             self._notify("other_process", n_bytes, detail=f"process {pid}" if pid else "")
-        if event["excess_bytes"]:
-            held = f"the driver counts {event['excess_bytes'] >> 20} MiB more than the lease"
+        if event.excess_bytes:
+            held = f"the driver counts {event.excess_bytes >> 20} MiB more than the lease"
             self._notify("pressure", self._bound(), detail=held)
         free = self.free_bytes
         if free is None or free >= LOW_BYTES or now < self._pressure_at or self._busy():
@@ -360,7 +348,6 @@ class Lease:
 
     def _ask(self, number: int) -> None:
         request = self._changes[number].request
-        self.ops.append(self._op(number, request.vram_budget_bytes, request.state, request.timeout_s))
-
-    def _op(self, number: int, n_bytes: int, state: m.LeaseState, timeout_s: float) -> dict[str, Any]:
-        return {"op": "budget", "seq": number, "bytes": n_bytes, "state": state, "timeout_s": timeout_s}
+        self.commands.append(
+            em.SetBudget(number, request.vram_budget_bytes, request.timeout_s, request.state == "parked")
+        )

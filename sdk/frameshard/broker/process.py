@@ -59,17 +59,18 @@ def serve(
         publish = stack.enter_context(places.private_file(connect_file))
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
+        epoch = new_number()
+        server = Server(config, epoch)
         listener = Listener(wanted, server_secret, client_public)
         info = ConnectInfo(
             protocol=m.VERSION,
             endpoint=listener.endpoint,
-            epoch=new_number(),
+            epoch=epoch,
             pid=os.getpid(),
             server_key=server_public.decode(),
             client_key=client_public.decode(),
             client_secret=client_secret.decode(),
         )
-        server = Server(config, info.epoch)
 
         def announce() -> None:
             publish(launch.info_line(info))

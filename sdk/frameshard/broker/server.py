@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -21,11 +21,11 @@ from frameshard.broker.leases import Lease
 from frameshard.broker.page import Page
 from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
-from frameshard.errors import BadMessage, ConnectionLost, EngineDied, FrameshardError, Overloaded, from_wire
+from frameshard.errors import ConnectionLost, EngineDied, FrameshardError, Overloaded, internal
 from frameshard.transport import Flooded, Socket, Unreachable
-from frameshard.wire import checks, states
+from frameshard.wire import engine as em
 from frameshard.wire import messages as m
-from frameshard.wire.engine import EngineConfig
+from frameshard.wire import states
 from frameshard.wire.launch import ServeConfig
 
 logger = logging.getLogger("frameshard.broker")
@@ -38,28 +38,17 @@ NEGOTIATE_S = 0.25
 MAX_ASKED = 64
 """Requests for statistics and plans that wait for the engine."""
 
-_PASSED_ON = {field.name for field in fields(ServeConfig)} & {field.name for field in fields(EngineConfig)}
+_PASSED_ON = {field.name for field in fields(ServeConfig)} & {field.name for field in fields(em.EngineConfig)}
 """Options of a launch that are the engine's."""
-
-_KNOWN_INFO = (
-    "name",
-    "arch",
-    "device",
-    "n_ctx",
-    "n_parallel",
-    "n_vocab",
-    "n_layer",
-    "chat",
-    "floor_bytes",
-    "full_bytes",
-    "vision",
-)
 
 
 class Server:
     """All parts of one launch, and the traffic between them."""
 
     def __init__(self, config: ServeConfig, epoch: int) -> None:
+        """
+        :raises BadArgument: options of the launch contradict each other.
+        """
         self.error: FrameshardError | None = None
         self._config = config
         self._socket: Socket | None = None
@@ -74,17 +63,18 @@ class Server:
         )
         self._jobs = Jobs(slots=config.n_parallel, max_jobs=config.max_jobs, max_client_jobs=config.max_client_jobs)
         self._lease = Lease(config.vram_budget_bytes, epoch)
-        self._supervisor = Supervisor(config, self, self._load_op)
+        self._supervisor = Supervisor(config, self, self._engine_config)
         self._model: m.ModelInfo | None = None
         self._n_ubatch = config.n_ubatch
         self._asked: dict[int, tuple[Session, m.StatsGet | m.PlanGet]] = {}
         self._page = Page()
-        self._settings: dict[str, dict[str, Any]] = {}  # what an engine is told when it is ready, by op
+        self._settings: dict[type, em.Command] = {}  # what an engine is told when it is ready
         self._numbers = 0
         self._started_at = time.monotonic()
         self._announce: Callable[[], None] | None = None
         self._stop = trio.Event()
         self._blocked = trio.Event()
+        self._engine_config()  # refuses options that no engine could be started with
 
     async def run(self, announce: Callable[[], None]) -> None:
         """Until :meth:`stop`, or a first load that fails (:attr:`error`)."""
@@ -144,7 +134,7 @@ class Server:
         while True:
             await trio.sleep(NEGOTIATE_S)
             self._negotiate()
-            if self._lease.ops or self._lease.notices:
+            if self._lease.commands or self._lease.notices:
                 self._flush()
 
     def _negotiate(self) -> None:
@@ -184,13 +174,9 @@ class Server:
         """Carries out a request. What goes wrong with it is the request's failure alone, also a defect of ours."""
         try:
             self._handle(session, request)
-            return
-        except FrameshardError as refused:
-            error = refused
-        except Exception as defect:
-            logger.exception("a request could not be carried out")
-            error = FrameshardError(f"the sidecar cannot do this: {type(defect).__name__}: {defect}")
-        session.connection.refuse(None if isinstance(request, m.Credit) else request.id, error)
+        except Exception as error:
+            why = internal(logger, f"the request {type(request).__name__}", error)
+            session.connection.refuse(None if isinstance(request, m.Credit) else request.id, why)
 
     def _handle(self, session: Session, request: m.Request) -> None:
         connection = session.connection
@@ -213,21 +199,20 @@ class Server:
         elif isinstance(request, m.CapsGet):
             connection.reply(self._caps(request.id))
         elif isinstance(request, m.PlanGet):
-            asked = {"op": "plan", "budgets": list(request.budgets), "prompt_tokens": request.prompt_tokens}
-            self._ask(session, request, asked)
+            self._ask(session, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
         elif isinstance(request, m.FrameBlockGet):
             path = self._page.path()
-            if "frame_block" not in self._settings:  # an engine maps it each time it is told
-                self._set({"op": "frame_block", "path": path})
+            if em.OpenFrameBlock not in self._settings:  # an engine maps it each time it is told
+                self._set(em.OpenFrameBlock(path))
             connection.reply(m.FrameBlock(request.id, self._epoch, path))
         elif isinstance(request, m.Pacing):
-            self._set({"op": "pacing", "mode": request.scheduling_mode, "target": request.target_tokens_per_second})
+            self._set(em.SetPacing(request.scheduling_mode, request.target_tokens_per_second))
             connection.ok(request.id)
         elif isinstance(request, m.ModelInfoGet):
             assert self._model is not None  # nobody can connect before the first load
             connection.reply(m.Model(request.id, self._epoch, self._model))
         elif isinstance(request, m.StatsGet):
-            self._ask(session, request, {"op": "stats"})
+            self._ask(session, request, em.GetStats)
         elif isinstance(request, m.Bye):
             connection.ok(request.id)
             self._flush()
@@ -236,17 +221,17 @@ class Server:
             connection.ok(request.id)
             self.stop()
 
-    def _set(self, op: dict[str, Any]) -> None:
-        self._settings[op["op"]] = op
+    def _set(self, command: em.Command) -> None:
+        self._settings[type(command)] = command
         if self._supervisor.state is states.Engine.READY:
-            self._supervisor.send(op)
+            self._supervisor.send(command)
 
     def _demand_engine(self) -> None:
         if self._supervisor.state is states.Engine.OFF:
             self._supervisor.wake()
             raise self._supervisor.off()
 
-    def _ask(self, session: Session, request: m.StatsGet | m.PlanGet, op: dict[str, Any]) -> None:
+    def _ask(self, session: Session, request: m.StatsGet | m.PlanGet, command: Callable[[int], em.Command]) -> None:
         if self._supervisor.state is not states.Engine.READY:
             self._answer(session, request, None)
         elif len(self._asked) >= MAX_ASKED:
@@ -254,24 +239,20 @@ class Server:
         else:
             self._numbers += 1
             self._asked[self._numbers] = session, request
-            self._supervisor.send({**op, "seq": self._numbers})
+            self._supervisor.send(command(self._numbers))
 
-    def _answer(self, session: Session, request: m.StatsGet | m.PlanGet, event: dict[str, Any] | None) -> None:
+    def _answer(self, session: Session, request: m.StatsGet | m.PlanGet, event: em.Stats | em.Plans | None) -> None:
         """`event` is None when there is no engine to answer."""
         if isinstance(request, m.StatsGet):
-            self._answer_stats(session, request.id, None if event is None else event.get("stats"))
-        elif event is None:
+            self._answer_stats(session, request.id, event.stats if isinstance(event, em.Stats) else None)
+        elif not isinstance(event, em.Plans):
             off = self._supervisor.state is states.Engine.OFF
             why = self._supervisor.off() if off else EngineDied("no engine runs now that could make a plan")
             session.connection.refuse(request.id, why)
-        elif "error" in event:
-            session.connection.refuse(request.id, from_wire(event["error"]))
+        elif event.error is not None:
+            session.connection.refuse(request.id, event.error.exception())
         else:
-            try:
-                rows = tuple(checks.convert(m.PlanRow, row) for row in event["rows"])
-            except (KeyError, TypeError, checks.Refused) as error:
-                raise BadMessage(f"the engine's plan is wrong: {error!r}") from None
-            session.connection.reply(m.PlanAnswer(request.id, self._epoch, rows))
+            session.connection.reply(m.PlanAnswer(request.id, self._epoch, event.rows))
 
     def _caps(self, request_id: int) -> m.Caps:
         assert self._model is not None
@@ -288,7 +269,7 @@ class Server:
             mode="stream_only" if self._config.mode == "stream_only" else "planned",
         )
 
-    def _answer_stats(self, session: Session, request_id: int, engine: dict[str, Any] | None) -> None:
+    def _answer_stats(self, session: Session, request_id: int, engine: Mapping[str, Any] | None) -> None:
         supervisor = self._supervisor
         broker = m.BrokerStats(
             pid=os.getpid(),
@@ -313,21 +294,16 @@ class Server:
 
     # ---- engine (called by the supervisor) --------------------------------------------------------------------------
 
-    def engine_ready(self, info: dict[str, Any]) -> None:
-        try:
-            self._model = checks.convert(
-                m.ModelInfo, {**{name: info.get(name) for name in _KNOWN_INFO}, "plan": info.get("plan", {})}
-            )
-        except checks.Refused as refused:
-            raise BadMessage(f"the engine's info is wrong: {refused}") from None
+    def engine_ready(self, ready: em.Ready) -> None:
+        self._model = ready.model
         # What the first engine chose is the next one's too: conversations are read again in the same steps.
-        self._n_ubatch = self._n_ubatch or int(info.get("n_ubatch", 0))
-        budget_bytes = info.get("budget_bytes")
-        in_force = budget_bytes if type(budget_bytes) is int else self._lease.engine_load_bytes()
+        self._n_ubatch = self._n_ubatch or ready.n_ubatch
         self._lease.load_s = self._supervisor.load_s
-        self._lease.engine_ready(self._model.floor_bytes, self._model.full_bytes, in_force, trio.current_time())
-        for op in self._settings.values():
-            self._supervisor.send(op)
+        self._lease.engine_ready(
+            ready.model.floor_bytes, ready.model.full_bytes, ready.vram_budget_bytes, trio.current_time()
+        )
+        for command in self._settings.values():
+            self._supervisor.send(command)
         self._jobs.engine_ready()
         self._tell_all()
         if self._lease.state == "hibernated":
@@ -340,15 +316,14 @@ class Server:
                 self.stop()
             self._announce = None
 
-    def engine_event(self, event: dict[str, Any]) -> bool:
-        kind = event.get("ev")
-        if kind in ("budget", "watch"):
+    def engine_event(self, event: em.Event) -> bool:
+        if isinstance(event, em.BudgetEvent | em.Watch):
             self._lease.engine_event(event, trio.current_time())
-        elif kind in ("stats", "plan"):
-            asked = self._asked.pop(event.get("seq", 0), None)
+        elif isinstance(event, em.Stats | em.Plans):
+            asked = self._asked.pop(event.seq, None)
             if asked is not None:
                 self._answer(*asked, event)
-        else:
+        elif isinstance(event, em.JobEvent):
             return self._jobs.engine_event(event)
         return False
 
@@ -382,12 +357,14 @@ class Server:
     def engine_changed(self) -> None:
         self._flush()
 
-    def _load_op(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self._config, name) for name in _PASSED_ON},
-            "vram_budget_bytes": self._lease.engine_load_bytes(),
-            "n_ubatch": self._n_ubatch,
-        }
+    def _engine_config(self) -> em.EngineConfig:
+        return em.EngineConfig(
+            **{
+                **{name: getattr(self._config, name) for name in _PASSED_ON},
+                "vram_budget_bytes": self._lease.engine_load_bytes(),
+                "n_ubatch": self._n_ubatch,
+            }
+        )
 
     def _tell_all(self) -> None:
         supervisor = self._supervisor
@@ -399,10 +376,10 @@ class Server:
 
     def _flush(self) -> None:
         """Sends all that can be sent now: to the engine, to strangers, to sessions."""
-        for ops in (self._lease.ops, self._jobs.ops):
-            for op in ops:
-                self._supervisor.send(op)
-            ops.clear()
+        for commands in (self._lease.commands, self._jobs.commands):
+            for command in commands:
+                self._supervisor.send(command)
+            commands.clear()
         for notice in self._lease.notices:
             for session in self._sessions:
                 if session.notices:

@@ -16,13 +16,14 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from subprocess import DEVNULL, PIPE, STDOUT
-from typing import Any, Protocol
+from typing import Protocol
 
 import trio
 
 from frameshard.broker.lastwords import LastWords
-from frameshard.errors import BadMessage, BadModel, EngineDied, FrameshardError, from_wire
+from frameshard.errors import BadArgument, BadMessage, BadModel, EngineDied, FrameshardError
 from frameshard.wire import channel, states
+from frameshard.wire import engine as em
 from frameshard.wire.launch import ServeConfig
 
 logger = logging.getLogger("frameshard.broker")
@@ -62,15 +63,15 @@ _FILE_STATUSES = tuple(
     if hasattr(signal, name)
 )
 
-_ASIDE = ("alive", "budget", "stats", "plan", "watch")
+_ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.Watch)
 """Events that do not come from the engine's main loop and so do not prove that it turns."""
 
 
 class Owner(Protocol):
     """Whom the supervisor serves. Called in the supervisor's task; must not wait."""
 
-    def engine_ready(self, info: dict[str, Any]) -> None: ...
-    def engine_event(self, event: dict[str, Any]) -> bool:
+    def engine_ready(self, ready: em.Ready) -> None: ...
+    def engine_event(self, event: em.Event) -> bool:
         """True for progress. Raises :class:`BadMessage` when the engine makes no sense."""
 
     def engine_lost(self, death: FrameshardError | None) -> None:
@@ -125,7 +126,7 @@ class RestartPolicy:
 class Supervisor:
     """One engine at a time."""
 
-    def __init__(self, config: ServeConfig, owner: Owner, load: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, config: ServeConfig, owner: Owner, config_of_engine: Callable[[], em.EngineConfig]) -> None:
         self.state = states.Engine.LOADING
         self.pid: int | None = None
         self.restarts = 0
@@ -135,8 +136,8 @@ class Supervisor:
         """Why the engine is off, or why the first one could not be loaded."""
         self._config = config
         self._owner = owner
-        self._load = load
-        self._send: trio.MemorySendChannel[dict[str, Any]] | None = None
+        self._engine_config = config_of_engine
+        self._send: trio.MemorySendChannel[em.Command] | None = None
         self._silent = 0  # looks since the engine's main loop was heard
         self._still = 0  # looks since anything of the engine was heard
         self._ping_open = False
@@ -179,14 +180,14 @@ class Supervisor:
                 continue
             self.restarts += 1
 
-    def send(self, op: dict[str, Any]) -> None:
+    def send(self, command: em.Command) -> None:
         """Queues a message for the engine; without an engine it is dropped, since a new one is told everything."""
         if self._send is None:
             return
         if self._send.statistics().current_buffer_used >= MAX_BACKLOG:
             self.kill("it does not read")
             return
-        self._send.send_nowait(op)
+        self._send.send_nowait(command)
 
     def kill(self, why: str) -> None:
         """Ends the engine at once. It is started again."""
@@ -240,14 +241,14 @@ class Supervisor:
         """Ends the engine; the next one comes with :meth:`wake`. Such an end never counts as a death."""
         if self.pid is not None and not self._ending:
             self._ending = True
-            self.send({"op": "stop"})
+            self.send(em.Stop())
 
     async def stop(self) -> None:
         """Ends the engine for good, and at once while it loads: it has nothing to put in order yet."""
         self._stopping = True
         if self.state is states.Engine.LOADING and self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
-        self.send({"op": "stop"})
+        self.send(em.Stop())
         with trio.move_on_after(STOP_S):
             while self.pid is not None:
                 await trio.sleep(0.01)
@@ -267,7 +268,7 @@ class Supervisor:
     def _load_failure(self, status: str) -> FrameshardError:
         """Why the first engine never was ready. It does nothing before that but load: what ends it with one of these
         signals is a file that llama.cpp cannot use."""
-        model = self._load().get("model")
+        model = self._config.model
         if self._fatal is None and status in _FILE_STATUSES:
             said = str(self._words)
             how = f"llama.cpp ended with {status} while it loaded {model}"
@@ -291,8 +292,8 @@ class Supervisor:
         self.pid, self._fatal, self._words, self._killed_for = process.pid, None, LastWords(), ""
         self._silent, self._still, self._ping_open, self._progress = 0, 0, False, False
         self._started_at = trio.current_time()
-        self._send, receive = trio.open_memory_channel[dict[str, Any]](math.inf)
-        self.send({"op": "load", **self._load()})
+        self._send, receive = trio.open_memory_channel[em.Command](math.inf)
+        self.send(self._engine_config())
         assert process.stdout is not None
         async with trio.open_nursery() as listening:
             listening.start_soon(self._words.listen, process.stdout)
@@ -316,10 +317,10 @@ class Supervisor:
         assert code is not None
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    async def _write(self, stream: trio.SocketStream, ops: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
+    async def _write(self, stream: trio.SocketStream, commands: trio.MemoryReceiveChannel[em.Command]) -> None:
         try:
-            async for op in ops:
-                await stream.send_all(channel.pack(op))
+            async for command in commands:
+                await stream.send_all(em.pack(command))
         except trio.BrokenResourceError:
             pass  # the reader sees the end too
 
@@ -327,29 +328,29 @@ class Supervisor:
         reader = channel.Reader()
         try:
             while data := await stream.receive_some(1 << 16):
-                for event in reader.feed(data):
-                    self._take(event)
+                for fields in reader.feed(data):
+                    self._take(em.read_event(fields))
                 self._owner.engine_changed()
         except trio.BrokenResourceError:
             pass
-        except BadMessage as error:
-            # Its memory may be damaged: nothing that it says can be used.
-            logger.error("the engine talks nonsense: %s", error)
+        except (BadMessage, BadArgument) as error:  # a BadArgument: it cannot be passed on to a client
+            # The engine's memory may be damaged: nothing that it sends can be used.
+            logger.error("the engine sends what is no message: %s", error)
 
-    def _take(self, event: dict[str, Any]) -> None:
-        kind = event.get("ev")
+    def _take(self, event: em.Event) -> None:
         self._still = 0
-        if kind not in _ASIDE:
+        if not isinstance(event, _ASIDE):
             self._silent = 0
-        if kind == "pong":
+        if isinstance(event, em.Pong):
             self._ping_open = False
-        elif kind == "ready":
+        elif isinstance(event, em.Ready):
+            if "ready" not in states.ENGINE[self.state]:
+                raise BadMessage(f"ready from an engine that is {self.state.value}")
             self._move("ready")
             self.load_s = trio.current_time() - self._started_at
-            self._owner.engine_ready(event.get("info", {}))
-        elif kind == "fatal":
-            error = event.get("error")
-            self._fatal = from_wire(error) if isinstance(error, dict) else EngineDied("the engine gave no reason")
+            self._owner.engine_ready(event)
+        elif isinstance(event, em.Fatal):
+            self._fatal = event.error.exception()
             if self.state is not states.Engine.LOADING:
                 logger.error("the engine reports: %s", self._fatal)
         elif self._owner.engine_event(event):
@@ -371,7 +372,7 @@ class Supervisor:
             else:
                 bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
                 if self._still == 1:
-                    self.send({"op": "alive"})
+                    self.send(em.AskAlive())
             if self._still * WATCH_S > self._config.hang_still_s:
                 self.kill(f"nothing of it has answered for {self._config.hang_still_s:g} s: it is stopped")
                 return
@@ -380,7 +381,7 @@ class Supervisor:
                 return
             if not self._ping_open:
                 self._ping_open = True
-                self.send({"op": "ping", "seq": 0})
+                self.send(em.Ping(0))
 
 
 def _is_stopped(pid: int | None) -> bool:

@@ -31,17 +31,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from frameshard.engine.draft import DraftModel, DraftState, common_prefix
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
-from frameshard.engine.sampling import Sampler, SamplingParams
+from frameshard.engine.sampling import Sampler
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture, Vision
 from frameshard.errors import (
@@ -51,11 +51,13 @@ from frameshard.errors import (
     ContextOverflow,
     FrameshardError,
     Overloaded,
+    internal,
 )
+from frameshard.wire import engine as em
+from frameshard.wire import messages as m
 
 logger = logging.getLogger("frameshard.engine")
 
-Event = dict[str, Any]
 Shape = tuple[int, int]
 """Tokens of a sequence that were decoded together: how many of them it kept, and how many they were."""
 
@@ -74,9 +76,8 @@ class Job:
 
     id: int
     prompt: list[int]
-    params: SamplingParams
+    sampling: m.Sampling
     seed: int
-    max_new: int
     conversation: str | None
     resume: list[int]
     history: list[Shape]
@@ -229,7 +230,7 @@ class Batcher:
             raise Overloaded(f"{MAX_QUEUED} jobs wait already")
         self._queued.append(job)
 
-    def cancel(self, job_id: int) -> list[Event]:
+    def cancel(self, job_id: int) -> list[em.JobEvent]:
         """Ends the job; its conversation keeps what was decoded. No event where no such job is known (it has ended)."""
         with self._lock:
             self._interrupted.discard(job_id)
@@ -237,7 +238,7 @@ class Batcher:
             if job.id == job_id:
                 if job.slot is None:
                     self._queued.remove(job)
-                return [self._end(job, {"ev": "cancelled", "job": job.id})]
+                return [self._end(job, em.Cancelled(job.id))]
         return []
 
     def interrupt(self, job_id: int) -> None:
@@ -248,7 +249,7 @@ class Batcher:
             if self._in_flight and self._in_flight <= self._interrupted:
                 self._runtime.abort()
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[em.JobEvent]:
         """Starts what can start, or else runs one decode, and returns what happened.
 
         :raises FrameshardError: the device failed; the runtime must not be used any more.
@@ -295,29 +296,31 @@ class Batcher:
                     slot.cut(0)
                 # An aborted job is about to be cancelled.
                 if isinstance(failure, FrameshardError):
-                    events.append(self._end(job, {"ev": "failed", "job": job.id, "error": failure.to_wire()}))
+                    events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
             return events
         if encoded:
             done = sum(each.embedding is not None for each in reading.pictures.values())
-            return [_progress(reading, "encode", done, len(reading.pictures))]
+            return [em.Progress(reading.id, "encode", done, len(reading.pictures))]
         now = time.monotonic()
         if reading.reading:
             kept, _ = reading.shapes.popleft()
             self._keep(job_slot(reading), part, kept)
             self._prompt_tokens += kept
             if reading.pictures:
-                events.append(_progress(reading, "prefill", len(job_slot(reading).tokens), len(reading.to_read)))
+                events.append(em.Progress(reading.id, "prefill", len(job_slot(reading).tokens), len(reading.to_read)))
             if not reading.reading:
                 events += self._speak_all([(reading, [])], outputs, now)
             return events
         return events + self._speak_all(batch, outputs, now)
 
-    def _speak_all(self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float) -> list[Event]:
+    def _speak_all(
+        self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float
+    ) -> list[em.JobEvent]:
         """What comes of a decode: as many rows of ``outputs`` for each job.
 
         :raises FrameshardError: the device computes no numbers any more.
         """
-        events: list[Event] = []
+        events: list[em.JobEvent] = []
         failed: list[Job] = []
         each = len(outputs) // len(batch)
         for i, (job, tokens) in enumerate(batch):
@@ -333,7 +336,7 @@ class Batcher:
             slot = job_slot(job)
             slot.conversation = None  # its keys and values may be no numbers either
             error = BadModel("the model computes NaN or infinity for this prompt: some of its weights are damaged")
-            events.append(self._end(job, {"ev": "failed", "job": job.id, "error": error.to_wire()}))
+            events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(error))))
             with contextlib.suppress(DecodeAborted):
                 if not self._runtime.computes(slot.seq):
                     raise FrameshardError("the device computes NaN or infinity where it computed numbers before")
@@ -414,7 +417,7 @@ class Batcher:
         }
         texts = {seq: job_slot(job).tokens + job.produced[-1:] for seq, job in drafting.items()}
         unread = {seq: draft.unread(seq, text) for seq, text in texts.items()}
-        n_left = min((job.max_new - len(job.produced) for job in drafting.values()), default=0)
+        n_left = min((job.sampling.max_tokens - len(job.produced) for job in drafting.values()), default=0)
 
         def expected(n_drafted: int) -> float:
             return sum(job.expected(n_drafted, with_draft=True) for job in speaking)
@@ -446,8 +449,8 @@ class Batcher:
             known[shape] = self._runtime.verify_seconds(n_seq, n_each)
         return known[shape] + (self._runtime.rebuild_seconds if shape != self._stepped else 0.0)
 
-    def _start_queued(self) -> list[Event]:
-        events: list[Event] = []
+    def _start_queued(self) -> list[em.JobEvent]:
+        events: list[em.JobEvent] = []
         waiting: set[str] = set()
         for job in list(self._queued):
             # Jobs of one conversation run in the order they came.
@@ -465,13 +468,12 @@ class Batcher:
                 events.append(self._defect(job, error))
         return events
 
-    def _defect(self, job: Job, error: Exception) -> Event:
-        """Ends a job in whose sampler, matcher or text something is broken: a defect of ours, and no other job's."""
-        logger.error("job %d has failed", job.id, exc_info=error)
+    def _defect(self, job: Job, error: Exception) -> em.JobEvent:
+        """Ends a job whose sampler, matcher or text raised an unforeseen exception. Other jobs go on."""
         if job.slot is not None:
             job.slot.conversation = None  # what its sequence holds is not known
-        defect = FrameshardError(f"the engine cannot go on with this job: {type(error).__name__}: {error}")
-        return self._end(job, {"ev": "failed", "job": job.id, "error": defect.to_wire()})
+        defect = internal(logger, f"job {job.id}", error)
+        return self._end(job, em.Failed(job.id, m.ErrorInfo.of(defect)))
 
     def _slot_for(self, job: Job) -> Slot | None:
         if job.conversation is not None:
@@ -482,7 +484,7 @@ class Batcher:
         # An empty one first; else the conversation that was silent longest is forgotten and read again when it goes on.
         return min(idle, key=lambda slot: (slot.conversation is not None, slot.used_at, slot.seq), default=None)
 
-    def _start(self, job: Job, slot: Slot) -> list[Event]:
+    def _start(self, job: Job, slot: Slot) -> list[em.JobEvent]:
         self._runtime.check_file()
         exact = self._runtime.mode == "stream_only"
         job.to_read = job.prompt if exact else job.prompt + job.resume
@@ -507,18 +509,10 @@ class Batcher:
                 self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
         matcher = self._runtime.schemas.matcher(job.grammar) if job.grammar else None
         seen = [token for token in job.prompt if token >= 0]
-        job.sampler = Sampler(job.params, job.seed, self._runtime.n_vocab, seen, matcher)
-        started: Event = {
-            "ev": "started",
-            "job": job.id,
-            "n_prompt": len(job.prompt),
-            "n_reused": kept,
-            "seed": job.seed,
-        }
-        if exact:
-            started["history"] = _pack_shapes(slot.shapes + list(job.shapes))
-            return [started]
-        return [started, *self._take_up(job)]
+        job.sampler = Sampler(job.sampling, job.seed, self._runtime.n_vocab, seen, matcher)
+        shapes = _pack_shapes([*slot.shapes, *job.shapes]) if exact else ()
+        started = em.Started(job.id, len(job.prompt), kept, job.seed, shapes)
+        return [started] if exact else [started, *self._take_up(job)]
 
     def _cut_into_chunks(self, job: Job, at: int) -> None:
         """How to read the rest of what a job has to read, from ``at``."""
@@ -531,7 +525,7 @@ class Batcher:
             job.shapes.append((shape, shape))
             at += shape
 
-    def _take_up(self, job: Job) -> list[Event]:
+    def _take_up(self, job: Job) -> list[em.JobEvent]:
         """Brings a job to where it was when it had produced ``resume``, all but its sequence. Its answer may have been
         whole already, when the engine died before it could say so."""
         assert job.sampler is not None
@@ -539,7 +533,7 @@ class Batcher:
             try:
                 job.sampler.accept(token)
             except BadArgument as error:  # its schema is too complex after all
-                return [self._end(job, {"ev": "failed", "job": job.id, "error": error.to_wire()})]
+                return [self._end(job, em.Failed(job.id, m.ErrorInfo.of(error)))]
             _, reason = self._add(job, token)
             if reason is not None:
                 return [self._done(job, reason, job.started_at)]
@@ -554,9 +548,9 @@ class Batcher:
         if kept < len(tokens):
             self._runtime.trim(slot.seq, self._runtime.length(slot.seq) - (len(tokens) - kept))
 
-    def _speak(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[Event]:
+    def _speak(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[em.JobEvent]:
         """A token from each row, as long as it is the one that was decoded for the next row."""
-        events: list[Event] = []
+        events: list[em.JobEvent] = []
         by_model = job.draft_state is not None and bool(job.draft_state.next)
         refusal: BadArgument | None = None
         for kept, row in enumerate(rows, 1):
@@ -575,12 +569,12 @@ class Batcher:
                 self._model_drafted += len(tokens) - 1
                 self._model_accepted += kept - 1
         if refusal is not None:
-            events.append(self._end(job, {"ev": "failed", "job": job.id, "error": refusal.to_wire()}))
+            events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(refusal))))
         if reason is not None:
             events.append(self._done(job, reason, now))
         return events
 
-    def _next_token(self, job: Job, row: int, now: float, events: list[Event]) -> str | None:
+    def _next_token(self, job: Job, row: int, now: float, events: list[em.JobEvent]) -> m.Reason | None:
         """Draws a token and adds its event; returns why it is the last, if it is."""
         assert job.sampler is not None
         if not self._runtime.is_finite(row):
@@ -596,10 +590,10 @@ class Batcher:
         self._count(now)
         text, reason = self._add(job, token)
         if not resumed:
-            events.append({"ev": "token", "job": job.id, "n": index, "id": token, "text": text})
+            events.append(em.Token(job.id, index, token, text))
         return reason
 
-    def _add(self, job: Job, token: int) -> tuple[str, str | None]:
+    def _add(self, job: Job, token: int) -> tuple[str, m.Reason | None]:
         """The answer goes on with ``token``: the text that this sets free, and why it is the last, if it is."""
         job.produced.append(token)
         if job.lookup is not None:
@@ -613,21 +607,20 @@ class Batcher:
             return text, "stop"
         if job.sampler is not None and job.sampler.complete:
             return text + job.text.finish(), "stop"
-        if len(job.produced) == job.max_new:
+        if len(job.produced) == job.sampling.max_tokens:
             return text + job.text.finish(), "length"
         return text, None
 
-    def _done(self, job: Job, reason: str, now: float) -> Event:
+    def _done(self, job: Job, reason: m.Reason, now: float) -> em.JobEvent:
         first_token_at = job.first_token_at or now
-        done: Event = {
-            "ev": "done",
-            "job": job.id,
-            "reason": reason,
-            "n_prompt": len(job.prompt),
-            "n_generated": len(job.produced),
-            "prefill_s": first_token_at - job.started_at,
-            "decode_s": now - first_token_at,
-        }
+        done = em.Done(
+            job.id,
+            reason,
+            n_prompt=len(job.prompt),
+            n_generated=len(job.produced),
+            prefill_s=first_token_at - job.started_at,
+            decode_s=now - first_token_at,
+        )
         return self._end(job, done)
 
     def _count(self, now: float) -> None:
@@ -638,7 +631,7 @@ class Batcher:
         while self._rate[0][0] < now - RATE_WINDOW_S:
             self._rate.popleft()
 
-    def _end(self, job: Job, event: Event) -> Event:
+    def _end(self, job: Job, event: em.JobEvent) -> em.JobEvent:
         if job.sampler is not None:
             job.sampler.close()
         if job.slot is not None:
@@ -660,16 +653,6 @@ def job_slot(job: Job) -> Slot:
     return job.slot
 
 
-def _progress(job: Job, phase: str, done: int, total: int) -> Event:
-    return {"ev": "progress", "job": job.id, "phase": phase, "done": done, "total": total}
-
-
-def _pack_shapes(shapes: Iterable[Shape]) -> list[list[int]]:
-    """[(3, 8), (1, 1), (1, 1)] -> [[3, 8, 1], [1, 1, 2]]: tokens kept, tokens decoded and how often in a row."""
-    packed: list[list[int]] = []
-    for kept, decoded in shapes:
-        if packed and packed[-1][:2] == [kept, decoded]:
-            packed[-1][2] += 1
-        else:
-            packed.append([kept, decoded, 1])
-    return packed
+def _pack_shapes(shapes: Iterable[Shape]) -> em.Shapes:
+    """[(3, 8), (1, 1), (1, 1)] -> ((3, 8, 1), (1, 1, 2)): tokens kept, tokens decoded and how often in a row."""
+    return tuple((*shape, len(list(run))) for shape, run in itertools.groupby(shapes))

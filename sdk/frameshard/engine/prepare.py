@@ -13,43 +13,40 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from frameshard.engine.batch import MAX_QUEUED, Job
-from frameshard.errors import BadArgument, FrameshardError, Overloaded
+from frameshard.errors import BadArgument, FrameshardError, Overloaded, internal
+from frameshard.wire.engine import Submit
 
 logger = logging.getLogger("frameshard.engine")
 
 SHORT_CHARS = 1 << 14
 """A request with more text, or with an image, is prepared behind others like it."""
 
-Message = Mapping[str, object]
-
 
 @dataclass(eq=False)
 class _Entry:
     """A request on its way. ``outcome`` is there when it is prepared."""
 
-    message: Message
-    key: object
-    """Its job number."""
+    request: Submit
     line: object
     """Its conversation."""
     outcome: Job | FrameshardError | None = None
 
 
 class Preparation:
-    """``read`` makes a job of a message, in a thread of its own. ``deliver`` gets the message's job number with the
-    job, or with why there is none; it is called in any thread and must not wait."""
+    """
+    :param read: makes a job of a request; called in a thread of its own.
+    :param deliver: gets the job's number, and the job or the error; called in any thread, must not wait.
+    """
 
-    def __init__(
-        self, read: Callable[[Message], Job], deliver: Callable[[object, Job | FrameshardError], None]
-    ) -> None:
+    def __init__(self, read: Callable[[Submit], Job], deliver: Callable[[int, Job | FrameshardError], None]) -> None:
         self._read = read
         self._deliver = deliver
         self._lock = threading.Lock()
-        self._open: dict[object, _Entry] = {}  # by job number
+        self._open: dict[int, _Entry] = {}  # by job number
         self._lines: dict[object, collections.deque[_Entry]] = {}  # by conversation
         self._short: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -60,22 +57,20 @@ class Preparation:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, message: Message) -> None:
-        """Takes a submit message. What becomes of it is delivered, a refusal too."""
-        number, conversation = message.get("job"), message.get("conversation")
-        # A number or a name of another type is refused when it is read.
-        key = number if type(number) is int else object()
-        entry = _Entry(message, key, conversation if isinstance(conversation, str) else object())
+    def submit(self, request: Submit) -> None:
+        """Takes a request. Its job or its error is delivered."""
+        number = request.job
+        entry = _Entry(request, object() if request.conversation is None else request.conversation)
         with self._lock:
-            if key in self._open:
+            if number in self._open:
                 self._deliver(number, BadArgument(f"job {number} exists", field="job"))
                 return
             if len(self._open) >= MAX_QUEUED:
                 self._deliver(number, Overloaded(f"{MAX_QUEUED} jobs wait already"))
                 return
-            self._open[key] = entry
+            self._open[number] = entry
             self._lines.setdefault(entry.line, collections.deque()).append(entry)
-        (self._short if _is_short(message) else self._long).put(entry)
+        (self._short if _is_short(request) else self._long).put(entry)
 
     def cancel(self, number: int) -> bool:
         """Nothing will be delivered of this job any more. False where none is on its way."""
@@ -104,37 +99,27 @@ class Preparation:
             with self._lock:
                 if entry not in self._lines.get(entry.line, ()):
                     continue
-            outcome = self._outcome(entry.message)
+            outcome = self._outcome(entry.request)
             with self._lock:
                 entry.outcome = outcome
                 self._deliver_ready(entry.line)
 
-    def _outcome(self, message: Message) -> Job | FrameshardError:
+    def _outcome(self, request: Submit) -> Job | FrameshardError:
         try:
-            return self._read(message)
-        except FrameshardError as error:
-            return error
-        except Exception as error:  # a defect of ours, of which only this job is known to suffer
-            logger.exception("a job could not be taken")
-            return FrameshardError(f"the engine cannot take this job: {type(error).__name__}: {error}")
+            return self._read(request)
+        except Exception as error:
+            return internal(logger, f"job {request.job}", error)
 
     def _deliver_ready(self, line: object) -> None:
         waiting = self._lines.get(line, collections.deque())
         while waiting and (outcome := waiting[0].outcome) is not None:
             entry = waiting.popleft()
-            del self._open[entry.key]
-            self._deliver(entry.message.get("job"), outcome)
+            del self._open[entry.request.job]
+            self._deliver(entry.request.job, outcome)
         if not waiting:
             self._lines.pop(line, None)  # an empty one, or none
 
 
-def _is_short(message: Message) -> bool:
-    if message.get("images"):
-        return False
-    messages, params = message.get("messages"), message.get("params")
-    texts = [message.get("prompt")]
-    if isinstance(messages, list):
-        texts += [each.get("content") for each in messages if isinstance(each, Mapping)]
-    if isinstance(params, Mapping):
-        texts.append(params.get("json_schema"))
-    return sum(len(text) for text in texts if isinstance(text, str)) <= SHORT_CHARS
+def _is_short(request: Submit) -> bool:
+    texts = [request.prompt, request.sampling.json_schema, *(message.content for message in request.messages)]
+    return not request.images and sum(map(len, texts)) <= SHORT_CHARS

@@ -7,93 +7,21 @@ generator state to go on with the same text: the logits and the tokens before it
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
 import numpy as np
 
 from frameshard.engine.schema import Matcher
-from frameshard.errors import BadArgument
+from frameshard.wire.messages import Sampling
 
-MAX_STOPS = 16
-MAX_STOP_BYTES = 1024
 PENALTY_WINDOW = 64
 """Tokens (prompt and answer) that ``repeat_penalty`` looks back on."""
 
 GREEDY_BELOW = 0.001  # dividing logits by less leaves the range of a float
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
-
-_SEED_LIMIT = 2**53  # what every protocol peer can hold exactly
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to pick tokens and when to stop.
-
-    ``temperature`` below 0.001 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repeat_penalty`` 1 switch that
-    step off. With a ``json_schema`` the answer is JSON of that form. ``max_tokens`` ``None`` means what the context
-    has left; ``seed`` ``None`` means a random one.
-
-    :raises BadArgument: a value is not finite or out of range.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    json_schema: str = ""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if self.seed is not None:
-            _whole("seed", self.seed, 0, _SEED_LIMIT - 1)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
-            raise BadArgument("stop must be a list of strings", field="stop")
-        if not isinstance(self.json_schema, str):
-            raise BadArgument("json_schema must be a string", field="json_schema")
-        if len(self.stop) > MAX_STOPS:
-            raise BadArgument(f"at most {MAX_STOPS} stop strings", field="stop")
-        if not all(0 < len(s.encode("utf-8", "surrogatepass")) <= MAX_STOP_BYTES for s in self.stop):
-            raise BadArgument(f"a stop string must have 1 to {MAX_STOP_BYTES} bytes", field="stop")
-
-    @classmethod
-    def from_wire(cls, fields: Mapping[str, object]) -> SamplingParams:
-        """From a message's map; absent fields take the defaults.
-
-        :raises BadArgument: an unknown field, or a value of the wrong type or range.
-        """
-        known: dict[str, Any] = {}
-        for name, value in fields.items():
-            if name not in cls.__dataclass_fields__:
-                raise BadArgument(f"unknown sampling parameter {name!r}", field=name)
-            known[name] = tuple(value) if name == "stop" and isinstance(value, list) else value
-        return cls(**known)
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadArgument(f"{name} must be a whole number from {low} to {high}", field=name)
-
-
-def _real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise BadArgument(f"{name} must be a finite number", field=name)
-    if not low <= value <= high:
-        raise BadArgument(f"{name} must be from {low:g} to {high:g}", field=name)
 
 
 def token_seed(seed: int, index: int) -> int:
@@ -114,7 +42,7 @@ class Sampler:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: Sampling,
         seed: int,
         n_vocab: int,
         context_tokens: Sequence[int],

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from frameshard.errors import (
 )
 from frameshard.native import LLAMA_CPP_PYTHON
 from frameshard.plan.tower import read_tower
+from frameshard.wire import messages as m
 
 try:
     from llama_cpp import mtmd_cpp as mtmd
@@ -83,18 +84,18 @@ class Image:
         return hashlib.sha256(size + self.pixels).digest()
 
     @classmethod
-    def from_wire(cls, spec: Mapping[str, Any]) -> Image:
-        """[any thread] The image of a submit message. Alpha is dropped.
+    def read(cls, image: m.Image) -> Image:
+        """[any thread] The pixels of an image of a request. Alpha is dropped.
 
         :raises BadArgument: it cannot be read, is no PNG or JPEG, is cut off or too large.
         :raises Unsupported: an encoded image, and Pillow is not installed.
         """
-        data = spec["data"] if "data" in spec else _read(spec["path"], spec["size"])
-        if spec["format"] == "encoded":
+        data = _read(image.path, image.size) if image.path else image.data
+        if image.format == "encoded":
             return _decode(data)
-        width, height, channels = spec["width"], spec["height"], _CHANNELS[spec["format"]]
+        width, height, channels = image.width, image.height, _CHANNELS[image.format]
         row = width * channels
-        stride = spec["stride"] or row
+        stride = image.stride or row
         if width * height > MAX_PIXELS:
             raise BadArgument(f"an image has at most {MAX_PIXELS} pixels", field="images")
         if len(data) < stride * (height - 1) + row:

@@ -7,10 +7,10 @@ says so. Elsewhere nobody tells, which is said once, and the host's word is what
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from frameshard.engine.runtime import Runtime
 from frameshard.native import EMULATED
+from frameshard.wire import engine as em
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -33,23 +33,25 @@ class Watcher:
         if runtime.device is not None and runtime.device_name != EMULATED and self._totals() is None:
             logger.warning("nothing tells how full this GPU is or who else uses it: the host's word is what counts")
 
-    def look(self, *, parked: bool) -> dict[str, Any]:
+    def look(self, *, parked: bool) -> em.Watch:
         """The event for the broker. A process counts as appeared once, those there at the first look never."""
         runtime = self._runtime
         if runtime.device is None:
-            return _event(0, 0, 0, None, [], 0)
+            return em.Watch(0, 0, 0, None, None, (), 0)
         stats = runtime.device.stats()
         totals, others = self._totals(), self._others(stats.used_bytes)
         known = self._known if self._known is not None else set(others)
-        appeared = [[pid, n_bytes] for pid, n_bytes in others.items() if pid not in known]
+        appeared = tuple((pid, n_bytes) for pid, n_bytes in others.items() if pid not in known)
         self._known = known | others.keys()
-        return _event(
-            stats.used_bytes,
-            stats.floor_bytes,
-            stats.full_bytes,
-            totals,
-            appeared,
-            0 if parked else self._excess(stats.used_bytes),
+        free, total = (None, None) if totals is None else totals
+        return em.Watch(
+            used_bytes=stats.used_bytes,
+            floor_bytes=stats.floor_bytes,
+            full_bytes=stats.full_bytes,
+            total_bytes=total,
+            free_bytes=None if free is None else free // UNIT * UNIT,
+            appeared=appeared,
+            excess_bytes=0 if parked else self._excess(stats.used_bytes),
         )
 
     def _totals(self) -> tuple[int, int] | None:
@@ -81,19 +83,3 @@ class Watcher:
             return 0
         self._above += 1
         return 0 if self._above % EXCESS_LOOKS else observed - budget
-
-
-def _event(
-    used: int, floor: int, full: int, totals: tuple[int, int] | None, appeared: list[list[int]], excess: int
-) -> dict[str, Any]:
-    free, total = (None, None) if totals is None else totals
-    return {
-        "ev": "watch",
-        "used_bytes": used,
-        "floor_bytes": floor,
-        "full_bytes": full,
-        "total_bytes": total,
-        "free_bytes": None if free is None else free // UNIT * UNIT,
-        "appeared": appeared,
-        "excess_bytes": excess,
-    }

@@ -154,13 +154,14 @@ def _array(inner: Check, limit: int) -> Check:
     return Check({"type": "array", "max": limit, "items": inner.description}, take)
 
 
-def _pair(first: Check, second: Check) -> Check:
-    def take(value: Any, strict: bool) -> tuple[Any, Any]:
-        if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise Refused("must be an array of two")
-        return first.take(value[0], strict), second.take(value[1], strict)
+def _tuple(*inner: Check) -> Check:
+    def take(value: Any, strict: bool) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or len(value) != len(inner):
+            raise Refused(f"must be an array of {len(inner)}")
+        return tuple(check.take(item, strict) for check, item in zip(inner, value, strict=True))
 
-    return Check({"type": "pair", "items": [first.description, second.description]}, take)
+    kind = "pair" if len(inner) == 2 else "tuple"
+    return Check({"type": kind, "items": [check.description for check in inner]}, take)
 
 
 def _record(cls: type[Any]) -> Check:
@@ -195,7 +196,7 @@ def _check_for(hint: Any) -> Check:
     if origin is tuple:
         if args[1] is Ellipsis:
             return _array(_check_for(args[0]), codec.CLIENT.array)
-        return _pair(_check_for(args[0]), _check_for(args[1]))
+        return _tuple(*map(_check_for, args))
     if origin is Mapping:
         return _map()
     return _boolean() if hint is bool else _record(hint)

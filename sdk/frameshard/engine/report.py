@@ -1,0 +1,56 @@
+"""What the engine tells of itself: the model at its start, and figures while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from frameshard.engine.batch import Batcher
+from frameshard.engine.runtime import Runtime
+from frameshard.engine.vision import Vision
+from frameshard.wire import engine as em
+from frameshard.wire import messages as m
+
+
+def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
+    """What was loaded.
+
+    :param load_s: how long that took.
+    """
+    model = runtime.model_info
+    device = runtime.device.stats() if runtime.device is not None else None
+    return em.Ready(
+        model=m.ModelInfo(
+            name=os.path.basename(runtime.config.model),
+            arch=model.arch,
+            device=runtime.device_name,
+            n_ctx=runtime.n_ctx_seq,
+            n_parallel=runtime.config.n_parallel,
+            n_vocab=runtime.n_vocab,
+            n_layer=model.n_layer,
+            chat=runtime.chat is not None,
+            floor_bytes=device.floor_bytes if device else 0,
+            full_bytes=device.full_bytes if device else 0,
+            plan=runtime.plan.summary() if runtime.plan else {},
+            vision=vision.name if vision is not None else "",
+        ),
+        vram_budget_bytes=runtime.budget_bytes,
+        n_ubatch=runtime.n_ubatch,
+        n_threads=runtime.n_threads,
+        load_s=load_s,
+    )
+
+
+def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> dict[str, object]:
+    """[any thread] Figures for people, as the ``stats`` answer of the protocol passes them on."""
+    stats: dict[str, object] = batcher.statistics()
+    stats["nvml"] = runtime.observer is not None and runtime.observer.available
+    if runtime.device is not None:
+        stats.update(dataclasses.asdict(runtime.device.stats()))
+        stats["budget_bytes"] = runtime.budget_bytes
+        stats["placement"] = runtime.placement()
+        if has_frame_block:
+            stats["pacing"] = dataclasses.asdict(runtime.device.pacing())
+    if runtime.observer is not None:
+        stats["observed_bytes"] = runtime.observer.used()
+    return stats
