@@ -48,3 +48,8 @@ def test_the_map_names_modules_that_exist() -> None:
         assert modules, name
         for module in modules:
             assert list((REPO / FOLDERS[name]).glob(module)), f"the map of {name} has {module}"
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) < 180
+    assert (REPO / ".assets" / "film.gif").stat().st_size <= 3 << 20
