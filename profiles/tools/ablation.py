@@ -22,7 +22,7 @@ from frameshard.cli import common
 from frameshard.cli.passage import PASSAGE
 from frameshard.engine.runtime import Rows, Runtime
 from frameshard.native import CPU, STREAMED
-from frameshard.plan.layout import lay_out, vram_unit
+from frameshard.plan.layout import lay_out
 from frameshard.plan.plans import Plan
 from frameshard.wire.engine import EngineConfig
 
@@ -55,8 +55,8 @@ def arrange(runtime: Runtime, row: Row) -> Plan:
     plan = runtime.plan
     assert plan is not None
     if row.variant == "ring of one step":
-        layout = lay_out(runtime.model_info, unit_bytes=vram_unit(runtime.device_name))
-        plan = replace(plan, ring_bytes=layout.min_ring)
+        layout = lay_out(runtime.model_info, runtime.device_name)
+        plan = replace(plan, ring_bytes=layout.min_ring_bytes)
     if row.variant in PLACED:
         placement, most = PLACED[row.variant]
         tiers = [

@@ -36,7 +36,6 @@ from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Rows, Runtime
 from frameshard.models import resolve
 from frameshard.plan.context import DRIVER_BYTES, estimate_fixed
-from frameshard.plan.layout import vram_unit
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.profile import Profile
@@ -96,13 +95,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     """The gain that a profile predicts: over all answers of a set, and for the answer that gains least."""
     dialogue = json.loads(DIALOGUE.read_text())
     model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
-    fixed = estimate_fixed(
-        model,
-        1024,
-        args.ubatch,
-        overhead_bytes=DRIVER_BYTES,
-        unit_bytes=vram_unit(str(profile.fingerprint["device"])),
-    )
+    fixed = estimate_fixed(model, profile.device, 1024, args.ubatch, overhead_bytes=DRIVER_BYTES)
     budgets = []
     for budget in args.vram_budget:
         plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, n_ubatch=args.ubatch)

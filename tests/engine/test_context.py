@@ -52,7 +52,8 @@ with Runtime.load(config) as runtime:
     runtime.decode_tokens(0, [1])
     runtime.replan()
     made = runtime.plan.ring_bytes
-    adopted = dataclasses.replace(runtime.plan, ring_bytes=lay_out(runtime.model_info).min_ring)
+    least = lay_out(runtime.model_info, "emulated").min_ring_bytes
+    adopted = dataclasses.replace(runtime.plan, ring_bytes=least)
     runtime.adopt(adopted)
     runtime.decode_tokens(0, list(range(100, 400)))  # a second page of keys and values
     print(json.dumps([runtime.plan is adopted, made, adopted.ring_bytes, device.stats().ring_bytes]))

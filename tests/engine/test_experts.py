@@ -18,7 +18,7 @@ from frameshard.plan.model import read_model
 
 path = sys.argv[1]
 model = read_model(path)
-budget = estimate_fixed(model, 256, 64, 1) + 3 * lay_out(model).min_ring + (12 << 20)
+budget = estimate_fixed(model, "emulated", 256, 64, 1) + 3 * lay_out(model, "emulated").min_ring_bytes + (12 << 20)
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget,
     mode="stream_only",

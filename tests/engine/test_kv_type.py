@@ -94,7 +94,9 @@ def test_what_llama_cpp_would_refuse_is_said_beforehand(model_path: Path) -> Non
 
 def test_plans_count_what_they_take(model_path: Path) -> None:
     model = read_model(model_path)
-    f16, q8_0, q4_0 = (estimate_context(model, 4096, 1000, kv_type=kv_type) for kv_type in ("f16", "q8_0", "q4_0"))
+    f16, q8_0, q4_0 = (
+        estimate_context(model, "emulated", 4096, 1000, kv_type=kv_type) for kv_type in ("f16", "q8_0", "q4_0")
+    )
     for size in ("used", "whole", "window"):
         assert getattr(q8_0, size) == pytest.approx(getattr(f16, size) * 8.5 / 16, rel=0.01)
         assert getattr(q4_0, size) == pytest.approx(getattr(f16, size) * 4.5 / 16, rel=0.01)

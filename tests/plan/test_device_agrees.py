@@ -77,26 +77,27 @@ from frameshard.plan.layout import lay_out
 
 path, share = sys.argv[1], float(sys.argv[2])
 model = read_model(path)
-layout = lay_out(model)
-fixed, context = estimate_fixed(model, 512, 64, 1), estimate_context(model, 512, 512, 1)
-budget = fixed + context.used + min(layout.min_ring, layout.total) + int(share * layout.total)
+layout = lay_out(model, "emulated")
+fixed, context = estimate_fixed(model, "emulated", 512, 64, 1), estimate_context(model, "emulated", 512, 512, 1)
+budget = fixed + context.used + layout.least_bytes + int(share * layout.arena_bytes)
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget
 )
 with Runtime.load(config) as runtime:
     stats, plan = runtime.device.stats(), runtime.plan
     held = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
-    whole = stats.full_bytes - held - layout.total
+    whole = stats.full_bytes - held - layout.arena_bytes
+    pairs = set(zip(layout.sizes.piece_shards.tolist(), layout.sizes.piece_slabs.tolist()))
     print(json.dumps({
         "fixed": held,
         "estimated": fixed,
-        "floor": stats.floor_bytes - held - min(layout.min_ring, layout.total),
+        "floor": stats.floor_bytes - held - layout.least_bytes,
         "whole": whole,
         "estimated_floor": context.window,
         "estimated_whole": context.whole,
         "kv": stats.kv_bytes,
-        "slab": max(layout.slabs),
-        "shards_of_a_slab": max(Counter(slab for _, slab in {piece[:2] for piece in layout.pieces}).values()),
+        "slab": int(layout.sizes.slabs.max()),
+        "shards_of_a_slab": max(Counter(slab for _, slab in pairs).values()),
         "resident_shards": stats.resident_shards,
         "resident_bytes": stats.resident_bytes,
         "planned_shards": plan.resident,
@@ -105,7 +106,7 @@ with Runtime.load(config) as runtime:
         "used": stats.used_bytes,
         "budget": budget,
         "device_floor": stats.floor_bytes,
-        "planned_floor": fixed + context.window + min(layout.min_ring, layout.total),
+        "planned_floor": fixed + context.window + layout.least_bytes,
     }))
 """
 

@@ -11,7 +11,7 @@ from test_planner import H100, model_of, shard
 from frameshard.native import CPU
 from frameshard.plan import profile
 from frameshard.plan.costs import Costs
-from frameshard.plan.layout import lay_out, vram_unit
+from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, TierPlan, make_plan
 from frameshard.plan.weights import Mask
@@ -41,8 +41,8 @@ def experts(n_layer: int) -> Model:
 
 
 def plan_of(model: Model, name: str, share: float) -> Plan:
-    layout = lay_out(model, unit_bytes=vram_unit("CUDA0"))
-    budget = FIXED + layout.min_ring + int(share * layout.total)
+    layout = lay_out(model, "CUDA0")
+    budget = FIXED + layout.min_ring_bytes + int(share * layout.arena_bytes)
     return make_plan(model, MACHINES[name], budget_bytes=budget, fixed_bytes=FIXED, n_ubatch=512)
 
 

@@ -18,7 +18,7 @@ from frameshard.plan.bounds import least_seconds
 from frameshard.plan.context import Context, estimate_context, estimate_fixed
 from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.layout import Layout, lay_out, vram_unit
+from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.model import Model, Shard, read_model
 from frameshard.plan.plans import Mode, Plan, make_plan
 from frameshard.plan.profile import Profile
@@ -91,20 +91,20 @@ fixed_sizes = st.integers(0, 1 << 26)
 
 
 def layout_for(model: Model, profile: Profile) -> Layout:
-    return lay_out(model, unit_bytes=vram_unit(str(profile.fingerprint["device"])))
+    return lay_out(model, profile.device)
 
 
 def budgets_of(model: Model, profile: Profile, fixed: int) -> st.SearchStrategy[int]:
     layout = layout_for(model, profile)
-    return st.integers(fixed + min(layout.min_ring, layout.total), fixed + layout.total + (1 << 20))
+    return st.integers(fixed + layout.least_bytes, fixed + layout.arena_bytes + (1 << 20))
 
 
 def vram(plan: Plan, model: Model, profile: Profile) -> int:
     """Bytes that the device takes for a plan, slab by slab."""
     layout = layout_for(model, profile)
-    ring, n_slabs = layout.residency(plan.budget_bytes - plan.fixed_bytes, plan.ring_bytes)
+    ring, n_slabs = layout.sizes.fit(plan.budget_bytes - plan.fixed_bytes, plan.ring_bytes)
     assert ring == plan.ring_bytes
-    return plan.fixed_bytes + ring + sum(layout.slabs[:n_slabs])
+    return plan.fixed_bytes + ring + sum(layout.sizes.slabs[:n_slabs])
 
 
 @patient
@@ -139,7 +139,7 @@ def test_a_smaller_budget_keeps_a_part_of_what_a_larger_one_keeps(
     for small, large in itertools.pairwise(plans):
         assert small.resident <= large.resident  # prefixes of one ladder
         assert small.tiers[0].resident_bytes <= large.tiers[0].resident_bytes
-    held = [layout.residency(budget - fixed, 3 * layout.min_ring)[1] for budget in budgets]
+    held = [layout.sizes.fit(budget - fixed, 3 * layout.min_ring_bytes)[1] for budget in budgets]
     assert held == sorted(held)
 
 
@@ -259,11 +259,16 @@ def test_a_ring_of_one_step_hides_no_copies() -> None:
 
     def ttft(n_steps: int) -> float:
         plan = make_plan(
-            model, H100, budget_bytes=n_steps * layout.min_ring, fixed_bytes=0, mode="stream_only", n_ubatch=n_tokens
+            model,
+            H100,
+            budget_bytes=n_steps * layout.min_ring_bytes,
+            fixed_bytes=0,
+            mode="stream_only",
+            n_ubatch=n_tokens,
         )
         return plan.predicted_ttft(n_tokens)
 
-    assert ttft(4) == pytest.approx(layout.total / H100.h2d, rel=0.15)
+    assert ttft(4) == pytest.approx(layout.arena_bytes / H100.h2d, rel=0.15)
     assert ttft(1) > 1.7 * ttft(4)
 
 
@@ -325,7 +330,10 @@ def test_at_launch_the_floor_stays_below_half_of_the_budget() -> None:
 
     def launched(budget_bytes: int, n_ctx: int = 16384) -> tuple[int, int]:
         n_ubatch = choose_launch_ubatch(model, H100, budget_bytes, n_ctx=n_ctx, n_seq=1)
-        fixed, context = estimate_fixed(model, n_ctx, n_ubatch), estimate_context(model, n_ctx, 512)
+        fixed, context = (
+            estimate_fixed(model, "emulated", n_ctx, n_ubatch),
+            estimate_context(model, "emulated", n_ctx, 512),
+        )
         return n_ubatch, make_plan(model, H100, budget_bytes=0, fixed_bytes=fixed, context=context).floor_bytes
 
     assert launched(0)[0] == 512
@@ -356,7 +364,7 @@ def test_a_plan_is_little_work() -> None:
 
 def test_summary_is_plain(model_path: Path) -> None:
     model = read_model(model_path)
-    fixed = estimate_fixed(model, 512, 256, 2)
+    fixed = estimate_fixed(model, "emulated", 512, 256, 2)
     summary = make_plan(model, H100, budget_bytes=80 << 20, fixed_bytes=fixed).summary(256)
     assert summary["budget_bytes"] == 80 << 20
     tiers = summary["tiers"]
@@ -369,12 +377,12 @@ def test_summary_is_plain(model_path: Path) -> None:
 def test_a_context_without_room_waits_on_the_host() -> None:
     """A budget smaller than keys and values do: those of most layers are copied for each graph."""
     model = dense()
-    whole = estimate_context(model, 1 << 15, 1 << 15)
+    whole = estimate_context(model, "emulated", 1 << 15, 1 << 15)
     assert whole.used == whole.whole > 1 << 30
     assert whole.window * model.n_layer == whole.whole
 
     def plan(budget_bytes: int, n_used: int) -> Plan:
-        context = estimate_context(model, 1 << 15, n_used)
+        context = estimate_context(model, "emulated", 1 << 15, n_used)
         fixed = {"fixed_bytes": 900 << 20, "context": context}
         return make_plan(model, H100, budget_bytes=budget_bytes, n_ctx_used=n_used, n_ubatch=2048, **fixed)
 
@@ -397,22 +405,22 @@ def test_a_context_without_room_waits_on_the_host() -> None:
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)
-        sizes = [estimate_fixed(model, n_ctx, 256, 4) for n_ctx in (256, 512, 1024)]
+        sizes = [estimate_fixed(model, "emulated", n_ctx, 256, 4) for n_ctx in (256, 512, 1024)]
         assert sizes == sorted(sizes if model.arch == "mamba2" else set(sizes))  # a recurrent state has one size
-        contexts = [estimate_context(model, n_ctx, 100, 4) for n_ctx in (256, 512, 1024)]
+        contexts = [estimate_context(model, "emulated", n_ctx, 100, 4) for n_ctx in (256, 512, 1024)]
         assert len({context.used for context in contexts}) == 1
         for less, more in itertools.pairwise([Context(), *contexts]):
             assert (less.whole, less.window) <= (more.whole, more.window)
             assert more.window <= more.whole
-        assert estimate_fixed(model, 256, 256, 4, overhead_bytes=7) == sizes[0] + 7
+        assert estimate_fixed(model, "emulated", 256, 256, 4, overhead_bytes=7) == sizes[0] + 7
 
 
 def test_verifying_drafts_costs_little_without_experts_and_much_with_cold_ones() -> None:
     """Eight tokens of one sequence in one step read weights outside VRAM once, but each token experts of its own."""
 
     def eight(model: Model) -> float:
-        layout = lay_out(model, unit_bytes=vram_unit("CUDA0"))
-        budget = min(layout.min_ring, layout.total) + layout.total // 16
+        layout = lay_out(model, "CUDA0")
+        budget = layout.least_bytes + layout.arena_bytes // 16
         plan = make_plan(model, H100, budget_bytes=budget, fixed_bytes=0)
         return plan.predicted_decode_s(1, 8) / plan.predicted_decode_s(1, 1)
 

@@ -105,11 +105,10 @@ class _Forecast:
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
         from frameshard.plan import context, plans, routing, ubatch
-        from frameshard.plan.layout import vram_unit
 
         context.check_kv_type(model, args.kv_type)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
-        self.device = str(profile.fingerprint.get("device", ""))
+        self.device = profile.device
         self.where = str(profile.fingerprint.get("gpus", self.device))
         if profile.sources and not profile.products:
             self.where += ", by its spec sheet (not measured)"
@@ -119,11 +118,10 @@ class _Forecast:
         choose = partial(ubatch.choose_ubatch, model, profile, n_ctx=args.ctx, n_prompt=args.prompt)
         choose = partial(choose, n_seq=args.parallel, routing=shares, **sizes)
         self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
-        unit = vram_unit(self.device)
-        self.fixed = context.estimate_fixed(model, args.ctx, self.n_ubatch, args.parallel, unit_bytes=unit, **sizes)
+        self.fixed = context.estimate_fixed(model, self.device, args.ctx, self.n_ubatch, args.parallel, **sizes)
         self.n_used = min(args.prompt, args.ctx)
         self.context = context.estimate_context(
-            model, args.ctx, self.n_used, args.parallel, kv_type=args.kv_type, unit_bytes=unit
+            model, self.device, args.ctx, self.n_used, args.parallel, kv_type=args.kv_type
         )
         self._plan = partial(
             plans.make_plan,

@@ -24,7 +24,7 @@ import pynvml
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
 from frameshard.native import EMULATED, ShardDevice, parse_device
-from frameshard.plan.header import GGML_TYPES
+from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.model import Model
 from frameshard.plan.profile import (
     Attention,
@@ -116,7 +116,6 @@ def _measure(
 ) -> Profile:
     """``kept`` with what this model needs and is not in it; ``kept`` itself if nothing is missing."""
     known = kept.products if kept else {}
-    numbers = {name: number for number, (name, _, _) in GGML_TYPES.items()}
     products = {}
     kinds = kinds_of(model)
     if not kinds:
@@ -127,7 +126,7 @@ def _measure(
         logger.info("measuring this machine for %s, about %.0f s; the result is kept", model.path.name, seconds)
     for kind in kinds:
         if kind in new:
-            rates = device.probe_product(numbers[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
+            rates = device.probe_product(GGML_NUMBERS[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
             # The largest products of a small budget find no room.
             found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]
             products[kind_name(kind)] = Product(
@@ -139,7 +138,7 @@ def _measure(
             )
     attention = {}
     heads = heads_of(model)
-    name, number = heads_name(heads, kv_type), numbers[kv_type.upper()]
+    name, number = heads_name(heads, kv_type), GGML_NUMBERS[kv_type.upper()]
     if all(heads) and heads[1] % heads[2] == 0 and (kept is None or name not in kept.attention):
         each = {n: device.probe_attention(*heads, number, n, 0.1 * seconds / len(_CELLS)) for n in _CELLS}
         each = {n: rates for n, rates in each.items() if min(rates.kv_bytes, rates.flops) > 0}

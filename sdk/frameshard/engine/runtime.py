@@ -50,7 +50,7 @@ from frameshard.native import CPU, EMULATED, default_threads, parse_device
 from frameshard.plan import routing
 from frameshard.plan.context import DRIVER_BYTES, Context, check_kv_type, estimate_context, logits_rows
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.layout import lay_out, vram_unit
+from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile
@@ -823,18 +823,18 @@ class Runtime:
         """
         assert self.device is not None
         assert self.profile is not None
-        stats, unit = self.device.stats(), vram_unit(self.device_name)
-        model, layout = self.model_info, lay_out(self.model_info, unit_bytes=unit)
+        stats, model = self.device.stats(), self.model_info
+        layout = lay_out(model, self.device_name)
         fixed = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
             kv_type = self.config.kv_type
-            held = estimate_context(model, self.n_ctx_seq, n_ctx_used, n_parallel, kv_type=kv_type, unit_bytes=unit)
+            held = estimate_context(model, self.device_name, self.n_ctx_seq, n_ctx_used, n_parallel, kv_type=kv_type)
             used = max(used, held.used)
         context = Context(
             used=used,
-            whole=stats.full_bytes - fixed - layout.total,
-            window=stats.floor_bytes - fixed - min(layout.min_ring, layout.total),
+            whole=stats.full_bytes - fixed - layout.arena_bytes,
+            window=stats.floor_bytes - fixed - layout.least_bytes,
             kv_type=self.config.kv_type,
         )
         return make_plan(

@@ -1,25 +1,33 @@
-"""VRAM beside the weights: the KV cache, and what estimates of compute buffers add. Sizes are bytes."""
+"""VRAM beside the weights: the KV cache by the shapes in a GGUF header, and an estimate of the compute buffers.
+
+Sizes are bytes. How much VRAM a shape takes is the shard device's to say (:func:`frameshard.native.lay_out`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frameshard import native
 from frameshard.errors import Unsupported
-from frameshard.plan.layout import _padded, _rounded, lay_out
+from frameshard.plan.header import GGML_NUMBERS
+from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model
 from frameshard.plan.profile import KvType, kv_value_bytes
 
+_PAGE = 256  # cells in which llama.cpp makes its cache
 _KV_BLOCK = 32  # values that share a scale in both quantised types
 _VERIFIED = 32  # most rows in which drafted tokens are verified, of all sequences together
-# What of the tensors in a layer's graph is live at once and lies apart, as the compute buffers of 11 models of 10
-# architectures have it with 64 to 1,024 tokens: 1.0 to 1.25 of the sum in estimate_fixed().
+# Compute buffer of a layer relative to the sum of tensors in estimate_fixed(): 1.0 to 1.25 for 11 models of 10
+# architectures with 64 to 1,024 tokens.
 _LIVE = 1.3
 DRIVER_BYTES = 512 << 20
-"""What a GPU's driver context and libraries hold of a budget, about; exact once an engine runs."""
+"""VRAM of a GPU's driver context and libraries, about; exact once an engine runs."""
 
 
 def check_kv_type(model: Model, kv_type: KvType) -> None:
-    """:raises Unsupported: llama.cpp cannot keep this model's keys and values so."""
+    """
+    :raises Unsupported: llama.cpp has no KV cache of this type for the model.
+    """
     if kv_type == "f16":
         return
     n_head, sizes = model.integer("attention.head_count"), []
@@ -43,14 +51,15 @@ def check_kv_type(model: Model, kv_type: KvType) -> None:
 
 
 def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
-    """KV cache for ``n_tokens`` of all sequences together, and recurrent state of ``n_seq``. An upper bound: sliding
-    windows and layers that share a cache count in full."""
-    cells = -(-n_tokens // 256) * 256
-    return int(sum(_kv_values(model)) * cells * kv_value_bytes(kv_type)) + 4 * _recurrent_values(model) * n_seq
+    """What graphs read of the KV cache for ``n_tokens`` of all sequences together, and of the recurrent state of
+    ``n_seq``. An upper bound: sliding windows and layers that share a cache count in full."""
+    values = sum(keys + values for keys, values in _kv_values(model))
+    cells = -(-n_tokens // _PAGE) * _PAGE
+    return int(values * cells * kv_value_bytes(kv_type)) + 4 * _recurrent_values(model) * n_seq
 
 
-def _kv_values(model: Model) -> list[int]:
-    """Keys and values of a token, by layer."""
+def _kv_values(model: Model) -> list[tuple[int, int]]:
+    """Values of a token's keys and values in the KV cache, by layer."""
     heads = model.by_layer("attention.head_count")
     kv_heads = model.by_layer("attention.head_count_kv", -1)
     kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
@@ -59,7 +68,7 @@ def _kv_values(model: Model) -> list[int]:
     values = max(model.integer(f"attention.value_length{suffix}", head_dim) for suffix in ("", "_swa"))
     if model.integer("attention.key_length_mla"):
         values = 0  # latent attention reads its values out of the keys
-    return [heads * (keys + values) for heads in kv_heads]
+    return [(heads * keys, heads * values) for heads in kv_heads]
 
 
 def _recurrent_values(model: Model) -> int:
@@ -78,18 +87,22 @@ def _recurrent_values(model: Model) -> int:
 
 def estimate_fixed(
     model: Model,
+    device: str,
     n_ctx: int,
     n_ubatch: int = 512,
     n_seq: int = 1,
     *,
     kv_type: KvType = "f16",
     overhead_bytes: int = 0,
-    unit_bytes: int = 1,
 ) -> int:
     """VRAM that depends neither on placement nor on the context in use, for planning without loading: core, scratch,
-    compute buffer and ``overhead_bytes`` (driver context), each in units of ``unit_bytes``. Each of ``n_seq`` sequences
-    has a context of ``n_ctx`` tokens. Once a model is loaded, the device's statistics give the exact figure."""
-    cells = -(-n_ctx // 256) * 256
+    compute buffer and ``overhead_bytes`` (driver context). Once a model is loaded, the shard device's statistics give
+    the exact figure.
+
+    :param device: name of the inner device.
+    :param n_ctx: context of each of ``n_seq`` sequences in tokens.
+    """
+    cells = -(-n_ctx // _PAGE) * _PAGE
     n_ff = model.integer("feed_forward_length")
     if model.n_expert_used:
         dense = any(tensor.name.endswith(".ffn_up.weight") for tensor in model.tensors)
@@ -100,23 +113,23 @@ def estimate_fixed(
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     activations = _LIVE * 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
     # Of attention, in 16 bits; with sliding windows there is a second one.
-    n_masks = 0 if not any(_kv_values(model)) else 2 if model.integer("attention.sliding_window") else 1
+    largest_kv = max(map(sum, _kv_values(model)), default=0)
+    n_masks = 0 if not largest_kv else 2 if model.integer("attention.sliding_window") else 1
     mask = 2 * n_tokens * cells * n_masks
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, can_speculate=not _recurrent_values(model))
-    # The head comes last and takes the place of the layers' activations, but for the last layer's.
+    # The head comes last and reuses the memory of all layers' activations but the last layer's.
     graph = mask + max(round(activations), logits + 12 * n_tokens * model.n_embd) + 64 * n_tokens
-    core = sum(_padded(tensor, tensor.n_bytes) for tensor in model.core.tensors) if model.core else 0
-    # For prompts ggml-cuda writes out a layer's quantised keys and values in 16 bits.
-    written_out = 2 * max(_kv_values(model), default=0) * cells * n_seq if kv_type != "f16" and unit_bytes > 1 else 0
-    parts = (core, lay_out(model).scratch, graph + written_out)
-    return overhead_bytes + sum(_rounded(part, unit_bytes) for part in parts)
+    # For prefill ggml-cuda converts a layer's quantised KV cache to 16 bits.
+    converted = 2 * largest_kv * cells * n_seq if kv_type != "f16" and device != native.EMULATED else 0
+    beside = native.lay_out(device, (), buffers=[graph + converted], overhead_bytes=overhead_bytes)
+    return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
 
 
 @dataclass(frozen=True)
 class Context:
-    """Bytes of keys and values (and recurrent states): those ``used``, all that there may ever be, and the largest
-    layer's share of these (``window``). What is used is in VRAM as far as it fits beside the ring; the rest waits in
-    host memory and passes through the window in every graph."""
+    """Bytes of the KV cache (and of recurrent states): those ``used``, all that there may ever be (``whole``), and the
+    largest layer's share of these (``window``). What is used is in VRAM as far as it fits beside the ring; the rest
+    waits in host memory and passes through the window in every graph."""
 
     used: int = 0
     whole: int = 0
@@ -125,22 +138,23 @@ class Context:
 
 
 def estimate_context(
-    model: Model, n_ctx: int, n_used: int, n_seq: int = 1, *, kv_type: KvType = "f16", unit_bytes: int = 1
+    model: Model, device: str, n_ctx: int, n_used: int, n_seq: int = 1, *, kv_type: KvType = "f16"
 ) -> Context:
     """The context of ``n_seq`` sequences that have room for ``n_ctx`` tokens each and hold ``n_used``."""
-    each = -(-n_ctx // 256) * 256
-    step = 256
-    while 16 * step <= n_used:  # as cells_to_hold of the shard device
-        step *= 2
-    held = min(-(-n_used // step) * step, each)
-    layers = max(model.n_layer, 1)
-    used, whole = (
-        layers * _rounded(-(-kv_bytes(model, cells * n_seq, n_seq, kv_type) // layers), unit_bytes)
-        for cells in (held, each)
-    )
-    keys_and_values = int(max(_kv_values(model), default=0) * each * kv_value_bytes(kv_type))
-    largest = max(keys_and_values, 4 * _recurrent_values(model) // layers) * n_seq
-    return Context(used, whole, _rounded(largest, unit_bytes), kv_type)
+    cells = -(-n_ctx // _PAGE) * _PAGE
+    used = min(n_used, cells)
+    number = GGML_NUMBERS[kv_type.upper()]
+    kv = [
+        native.KvShape(layer, number, row, cells, n_seq, used)
+        for layer, rows in enumerate(_kv_values(model))
+        for row in rows
+        if row
+    ]
+    state = -(-_recurrent_values(model) // max(model.n_layer, 1))
+    if state:
+        kv += [native.KvShape(i, GGML_NUMBERS["F32"], state, n_seq, 1, n_seq) for i in range(model.n_layer)]
+    sizes = native.lay_out(device, (), kv=kv)
+    return Context(sizes.kv_used_bytes, sizes.kv_bytes, sizes.kv_window_bytes, kv_type)
 
 
 def logits_rows(n_parallel: int, n_ubatch: int, *, can_speculate: bool) -> int:

@@ -23,7 +23,6 @@ from frameshard.plan.weights import Experts, Mask, Shards
 
 Floats = NDArray[np.float64]
 
-_WHOLE_TENSORS = 32  # kPrefillTokens of the shard device: graphs of fewer tokens take experts one at a time
 # Kernels that are launched for a shard beside the products, whose launches are in their measured rates.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
 # How often a token's activations pass the device's memory between products (norms, rotations, sums, conversions; those
@@ -76,8 +75,8 @@ class Costs:
         self.meetings_s = shards.by_kind(_MEETINGS_S)
         self.copy_s = shards.n_bytes * (1 - share) / profile.h2d
         # Copies run ahead by what the ring holds beside the step in use; by a step at least while none is in use.
-        self.beside_s = max(ring - layout.min_ring, 0) / profile.h2d
-        self.ahead_s = max(self.beside_s, layout.min_ring / profile.h2d)
+        self.beside_s = max(ring - layout.min_ring_bytes, 0) / profile.h2d
+        self.ahead_s = max(self.beside_s, layout.min_ring_bytes / profile.h2d)
 
     def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
         """Least time of graphs of (tokens, tokens before, sequences), of which each does all the work anew. Experts
@@ -135,7 +134,7 @@ class Graph:
 
     def __init__(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int) -> None:
         profile, shards, experts = costs.profile, costs.shards, costs.experts
-        one_at_a_time = n_tokens < _WHOLE_TENSORS
+        one_at_a_time = n_tokens < costs.layout.sizes.prefill_tokens
         # Of a layer's experts the share that at least one of the tokens uses.
         used = 1 - (1 - experts.likely) ** n_tokens
         n_cached = experts.n_cached if one_at_a_time else experts.n_cached_in_prompts

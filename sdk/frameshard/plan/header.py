@@ -55,6 +55,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     41: ("Q1_0", 128, 18),
     42: ("Q2_0", 64, 18),
 }
+GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS; longer arrays are no numbers by layer, and are not kept."""

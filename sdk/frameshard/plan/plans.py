@@ -26,7 +26,7 @@ from frameshard.errors import BudgetBelowFloor
 from frameshard.native import CPU, STREAMED
 from frameshard.plan.context import Context
 from frameshard.plan.costs import Conditions, Costs, Graph
-from frameshard.plan.layout import Layout, lay_out, vram_unit
+from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
 from frameshard.plan.weights import Mask
@@ -44,7 +44,6 @@ _WORTH_A_CACHE = 0.98  # of the time without: what it holds is read from elsewhe
 # Largest steps that the ring has room for: one in use, the others so that copies go on while the CPU works. Of experts
 # only those that are used are copied, so there more room gains little.
 _RING, _RING_OF_EXPERTS = 4, 3
-_RING_BESIDE_CACHES = 3  # kRingBesideCaches of the shard device
 _SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
@@ -194,10 +193,9 @@ def make_plan(
     is chosen most, of the next, and so on (descending, sum 1); by default all are chosen alike. ``layout`` is needed
     only for a device not configured by default. Raises :class:`BudgetBelowFloor`.
     """
-    layout = layout or lay_out(model, unit_bytes=vram_unit(str(profile.fingerprint.get("device"))))
-    least = min(layout.min_ring, layout.total)
-    floor = fixed_bytes + context.window + least
-    full = fixed_bytes + context.whole + layout.total
+    layout = layout or lay_out(model, profile.device)
+    floor = fixed_bytes + context.window + layout.least_bytes
+    full = fixed_bytes + context.whole + layout.arena_bytes
     budget = budget_bytes or full
     if budget < floor:
         floor_mib = -(-floor // _MiB)
@@ -207,7 +205,7 @@ def make_plan(
             floor_bytes=floor,
         )
     # What of the context fits beside a ring of some steps. The others pass through a window, which has room there too.
-    room = max(budget - fixed_bytes - min(_RING_BESIDE_CACHES * layout.min_ring, layout.total), 0)
+    room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
     if context.used <= room:
         kv_room = float("inf")
         fixed_bytes += context.used
@@ -217,11 +215,11 @@ def make_plan(
     # Beside a game copies go on while the device is not ours, as far as the ring holds them.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
-    least_ring = n_steps * layout.min_ring + min(round(gpu_busy_s * profile.h2d), room // 8)
+    least_ring = n_steps * layout.min_ring_bytes + min(round(gpu_busy_s * profile.h2d), room // 8)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
     found: list[tuple[float, Costs]] = []
     for wanted_ring in _rings(layout, room, least_ring, routing):
-        ring, n_slabs = layout.residency(room, wanted_ring)
+        ring, n_slabs = layout.sizes.fit(room, wanted_ring)
         share = layout.resident_share(n_slabs)
         conditions = Conditions(ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type)
         costs = Costs(layout, profile, share, conditions)
@@ -252,7 +250,7 @@ def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> I
     yield least
     experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
     others = sum(shard.n_bytes for shard in layout.ladder) - experts
-    spare = room - least - others - max(layout.slabs, default=0)
+    spare = room - least - others - int(layout.sizes.slabs.max(initial=0))
     if routing:
         yield from (least + experts * n // 64 for n in _CACHES if experts * n // 64 <= spare)
 

@@ -120,6 +120,11 @@ class Profile:
             _check_curve("copies", sizes, tuple(self.copies.get("h2d_pinned", ())))
 
     @property
+    def device(self) -> str:
+        """The inner device's name."""
+        return str(self.fingerprint.get("device"))
+
+    @property
     def memory(self) -> float:
         """Bytes/s that CPU and copies read from host memory together."""
         together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ

@@ -8,7 +8,6 @@ import numpy as np
 
 from frameshard.errors import BudgetBelowFloor
 from frameshard.plan.context import estimate_context, estimate_fixed
-from frameshard.plan.layout import vram_unit
 from frameshard.plan.model import Model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.profile import KvType, Profile
@@ -40,15 +39,14 @@ def choose_ubatch(
     their answers take least, in the geometric mean over ``budgets``, with ``n_seq`` contexts of ``n_ctx`` tokens. Of
     sizes within 1 % of that it is the one with which prompts take least. ``routing`` as for :func:`make_plan`.
     Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
-    unit = vram_unit(str(profile.fingerprint.get("device")))
     found: list[tuple[float, float, int]] = []
     for n_ubatch in _UBATCHES:
         if found and n_ubatch >= 2 * n_prompt * n_together:
             break
         fixed = estimate_fixed(
-            model, n_ctx, n_ubatch, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes, unit_bytes=unit
+            model, profile.device, n_ctx, n_ubatch, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes
         )
-        context = estimate_context(model, n_ctx, n_prompt, n_seq, kv_type=kv_type, unit_bytes=unit)
+        context = estimate_context(model, profile.device, n_ctx, n_prompt, n_seq, kv_type=kv_type)
         try:
             plans = [
                 make_plan(
@@ -90,11 +88,11 @@ def choose_launch_ubatch(
     and the floor stays at or below that, or is that of :data:`PLAIN_UBATCH`. Without a budget (0) it is that size."""
     if not budget_bytes:
         return PLAIN_UBATCH
-    unit, n_prompt = vram_unit(str(profile.fingerprint.get("device"))), min(n_ctx, _LONG_PROMPT)
+    n_prompt = min(n_ctx, _LONG_PROMPT)
     fixed = estimate_fixed(
-        model, n_ctx, PLAIN_UBATCH, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes, unit_bytes=unit
+        model, profile.device, n_ctx, PLAIN_UBATCH, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes
     )
-    context = estimate_context(model, n_ctx, n_prompt, n_seq, kv_type=kv_type, unit_bytes=unit)
+    context = estimate_context(model, profile.device, n_ctx, n_prompt, n_seq, kv_type=kv_type)
     plain = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed, context=context, n_ubatch=PLAIN_UBATCH)
     lowest = max(budget_bytes // 2, plain.floor_bytes)
     return choose_ubatch(

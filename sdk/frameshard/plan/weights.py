@@ -13,8 +13,6 @@ from frameshard.plan.profile import Kind, kind_of
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-_PASSING = 32  # kPassing of the shard device: slots of the cache that keep nothing
-
 
 class Shards:
     """What the model's shards consist of."""
@@ -60,12 +58,13 @@ class Experts:
         # While decoding the ring holds little beside the expert cache. What streams whole has three slots there, or
         # fewer where the experts of a token would have none.
         others = (share < 1.0) & ~self.missing
-        self.largest_other = max((size for shard, _, size in layout.pieces if others[shard]), default=0)
+        sizes = layout.sizes.piece_padded_bytes[others[layout.sizes.piece_shards]]
+        self.largest_other = int(sizes.max(initial=0))
         layers = max(float((1 - share)[self.missing].sum()), 1.0)
         each = float(shards.n_bytes[experts].mean()) / n_expert if n_expert else 1.0
         self.matrix_bytes = each / float(shards.n_tensors[experts].mean()) if n_expert else 1.0
         slots = [max(ring - n * self.largest_other, 0) / each for n in (3, 2, 1)]
         n_slots = next((n for n in slots if n >= model.n_expert_used), slots[-1])
-        self.n_cached = (n_slots - min(_PASSING, n_slots / 4)) / layers
+        self.n_cached = (n_slots - min(layout.sizes.expert_slots_passing, n_slots / 4)) / layers
         """Experts of a layer in the cache, on average."""
-        self.n_cached_in_prompts = max(ring - 3 * layout.min_ring, 0) / each / layers
+        self.n_cached_in_prompts = max(ring - 3 * layout.min_ring_bytes, 0) / each / layers
