@@ -74,7 +74,7 @@ fsd_status fsd_configure(const fsd_config *config) {
         return fail(FSD_BAD_ARGUMENT, "fsd_config: a size, name or number is missing or out of range");
     }
     if (d.configured.load()) {
-        return fail(FSD_BAD_STATE, "the shard device is configured once per process");
+        return fail(FSD_BAD_STATE, "fsd_configure can be called once per process");
     }
     if (!same_ggml()) {
         return fail(FSD_VERSION, std::string("built for ggml ") + FSD_BUILD_GGML_VERSION + " (" +
@@ -107,7 +107,7 @@ fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uin
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (d.committed) {
-        return fail(FSD_BAD_STATE, "shards are set before fsd_commit");
+        return fail(FSD_BAD_STATE, "fsd_set_shards comes before fsd_commit");
     }
     std::map<std::string, LadderPlace> ladder;
     for (size_t i = 0; i < n_tensors; i++) {
@@ -155,7 +155,7 @@ fsd_status fsd_unpark(void) {
     fsd_status status = d.inner.open_streams() ? d.commit(why) : FSD_OUT_OF_MEMORY;
     if (status != FSD_OK) {
         if (d.inner.compute && d.inner.copy) {
-            d.park(); // what was taken goes back
+            d.park(); // frees what was allocated
         }
         return fail(status, why);
     }
@@ -275,7 +275,7 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
                         double expert_stream_share, int exact) {
     Device &d = device();
     if (!(expert_stream_share >= 0 && expert_stream_share <= 1)) {
-        return fail(FSD_BAD_ARGUMENT, "expert_stream_share is in [0, 1]");
+        return fail(FSD_BAD_ARGUMENT, "expert_stream_share must be in [0, 1]");
     }
     if (n_tiers > FSD_MAX_TIERS || (n_tiers > 0 && !tiers)) {
         return fail(FSD_BAD_ARGUMENT, "too many tiers");
@@ -286,7 +286,7 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     for (size_t i = 0; i < n_tiers; i++) {
         if (!tiers[i].placement ||
             (i == 0 ? tiers[i].min_tokens != 0 : tiers[i].min_tokens <= tiers[i - 1].min_tokens)) {
-            return fail(FSD_BAD_ARGUMENT, "tiers ascend by min_tokens, the first with 0, each with placements");
+            return fail(FSD_BAD_ARGUMENT, "tiers must ascend by min_tokens from 0, and each needs placements");
         }
         Tier t;
         t.min_tokens = tiers[i].min_tokens;
@@ -340,7 +340,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
         mine = d.requested_generation.fetch_add(1) + 1;
     }
     if (d.used() > wanted) {
-        interrupt_tower(); // what it borrowed is given back, and the encode is begun again within the new budget
+        interrupt_tower(); // the encode frees its VRAM; the caller encodes again within the new budget
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
     while (d.applied_generation.load() < mine) {
@@ -373,9 +373,9 @@ fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells) {
     }
     d.use_cells(sequence, cells);
     if (!d.settle_caches(false)) {
-        return fail(FSD_OUT_OF_MEMORY, "no memory for so long a context");
+        return fail(FSD_OUT_OF_MEMORY, "no memory for a KV cache of this length");
     }
-    d.update_placements(); // slabs may have made room
+    d.update_placements(); // slabs may have been evicted
     return FSD_OK;
 }
 
@@ -426,7 +426,7 @@ fsd_status fsd_set_overhead(uint64_t bytes) {
         d.update_floor();
     }
     if (bytes > before && !d.make_room(0)) {
-        return fail(FSD_BELOW_FLOOR, "what the driver holds leaves less than the model's floor");
+        return fail(FSD_BELOW_FLOOR, "the overhead leaves less VRAM than the model's floor");
     }
     {
         const uint64_t used = d.used();
@@ -494,7 +494,7 @@ fsd_status fsd_trace_start(void) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.configured.load() || d.inner.trace) {
-        return fail(FSD_BAD_STATE, "one recording at a time, after fsd_configure");
+        return fail(FSD_BAD_STATE, "fsd_trace_start comes after fsd_configure, and once before each fsd_trace_stop");
     }
     d.inner.trace = std::make_unique<Trace>(d.inner.dev);
     return FSD_OK;
@@ -503,7 +503,7 @@ fsd_status fsd_trace_start(void) {
 fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n) {
     Device &d = device();
     if (!n || (n_max > 0 && !spans)) {
-        return fail(FSD_BAD_ARGUMENT, "fsd_trace_stop: nowhere to put the spans");
+        return fail(FSD_BAD_ARGUMENT, "fsd_trace_stop: a pointer is missing");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.inner.trace) {

@@ -124,8 +124,8 @@ struct Device {
     InnerBuffer scratch;
     char *scratch_base = nullptr;
     Plan plan;
-    ExpertCache experts;               // in the ring, behind what is streamed
-    uint64_t residency_generation = 1; // changes when compiled programs are no longer right
+    ExpertCache experts;               // in the ring, behind the streamed steps
+    uint64_t residency_generation = 1; // changes when compiled programs are no longer valid
     ProgramCache programs;
 
     // any thread
@@ -170,7 +170,7 @@ struct Device {
     void park();
     bool parked = false;
     bool apply_budget_if_idle();
-    void read_frame_budget();   // [any thread] what the frame block asks for becomes the requested budget
+    void read_frame_budget();   // [any thread] a budget in the frame block becomes the requested budget
     void answer_frame_budget(); // [any thread]
 
     // --- cache.cpp; all need graph_mutex

@@ -22,10 +22,10 @@ static void buffer_free(ggml_backend_buffer_t b) {
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
     d.inner.synchronize();
-    d.programs.clear(); // their shadows may point into it
+    d.programs.clear(); // their shadow nodes may point into the buffer
     if (c->weights && d.inner.copy) {
         d.reset_ring();
-        ggml_backend_synchronize(d.inner.copy); // copies for the next graph may still be reading the file
+        ggml_backend_synchronize(d.inner.copy); // copies ahead of the next graph may still read the model file
     }
     if (c->inner) {
         InnerBuffer inner(c->inner);
@@ -58,14 +58,14 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (c->weights) {
         d.add_weight(t);
-    } else if (!c->inner) { // a cache; of a context made after commit, all of it is in VRAM
+    } else if (!c->inner) { // a KV cache. One of a context that is made after commit has its VRAM already.
         c->cache = c->cache ? std::move(c->cache) : std::make_unique<Cache>();
         c->cache->add(t, (size_t)((char *)t->data - c->base));
     }
     return GGML_STATUS_SUCCESS;
 }
 
-// each_inner for a part of a tensor, for which room is made first. Weights are read-only windows on the file.
+// each_inner() for a part of a tensor, after memory for it is allocated. Weights are read-only.
 template <typename F>
 static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, bool writes, F use) {
     Device &d = device();
@@ -78,7 +78,7 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     const size_t begin = (size_t)((char *)t->data - c->base) + offset;
     if (c->cache) {
         if (writes && !d.hold_range(c, begin, size)) {
-            GGML_ABORT("frameshard: no memory for %zu bytes of a cache", size);
+            GGML_ABORT("frameshard: no memory for %zu bytes of the KV cache", size);
         }
     } else if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
@@ -99,7 +99,7 @@ static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data
     with_inner(b, t, offset, size, true, [&](ggml_tensor *raw, size_t from, size_t n) {
         device().inner.upload(nullptr, raw->buffer, raw->data, (const char *)data + from, n);
     });
-    if (t->type == GGML_TYPE_I64) { // numbers of a cache's rows: the device gets others, the host goes by these
+    if (t->type == GGML_TYPE_I64) { // numbers of KV rows: the device may get others, host memory keeps these
         memcpy((char *)t->data + offset, data, size);
     }
 }
@@ -125,7 +125,7 @@ static void buffer_clear(ggml_backend_buffer_t b, uint8_t value) {
     if (c->cache) {
         d.clear_caches(c, value);
     }
-    if (c->inner) { // otherwise it is cleared when it gets its memory
+    if (c->inner) { // otherwise it is cleared when it is allocated
         d.inner.synchronize();
         ggml_backend_buffer_clear(c->inner, value);
     }
@@ -156,7 +156,7 @@ static ggml_backend_buffer_type_t buffer_type();
 
 static const char *buft_name(ggml_backend_buffer_type_t) { return "FRAMESHARD"; }
 
-// Before commit a buffer is addresses only, so that the floor of a budget is known exactly before VRAM is taken.
+// Before commit a buffer is only addresses, so that the floor is known exactly before VRAM is allocated.
 static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
@@ -172,7 +172,7 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     }
     if (d.committed) {
         d.update_floor();
-        d.update_placements(); // slabs may have made room
+        d.update_placements(); // slabs may have been evicted
     }
     d.buffers.push_back(c.get());
     return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
@@ -249,7 +249,7 @@ static const char *dev_description(ggml_backend_dev_t) {
     return d.inner.dev ? ggml_backend_dev_description(d.inner.dev) : "frameshard, not configured";
 }
 
-// llama.cpp's fit logic asks: weights that are not resident live in host memory, so that counts too.
+// llama.cpp asks this to fit a model. Weights that are not resident are in host memory, so that counts, too.
 static void dev_memory(ggml_backend_dev_t, size_t *free, size_t *total) {
     size_t host_free = 0, host_total = 0;
     if (ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)) {
@@ -262,7 +262,7 @@ static void dev_memory(ggml_backend_dev_t, size_t *free, size_t *total) {
 
 static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
-// Pinned, where the inner device has such memory: inputs and results cross the link at its rate.
+// Pinned if the inner device has such memory, so that inputs and results are copied at the link's full rate.
 static ggml_backend_buffer_type_t dev_host_buffer_type(ggml_backend_dev_t) {
     Inner &inner = device().inner;
     return inner.dev ? inner.host_buffer_type() : nullptr;
@@ -274,7 +274,7 @@ static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props *props) {
     props->description = dev_description(dev);
     props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
     dev_memory(dev, &props->memory_free, &props->memory_total);
-    props->caps.buffer_from_host_ptr = true; // the model file's mapping is used as it is
+    props->caps.buffer_from_host_ptr = true; // weights stay in the mapped model file
 }
 
 static ggml_backend_buffer_type_t dev_buffer_type(ggml_backend_dev_t) { return buffer_type(); }
@@ -288,7 +288,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->base = (char *)ptr;
     c->size = size;
     c->weights = true;
-    // Registered with the driver, the page cache itself is the source of full-speed asynchronous copies.
+    // Once the mapping is registered with the driver, copies from it are asynchronous and run at full rate.
     c->pinned = d.inner.pin(ptr, size);
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.buffers.push_back(c.get());
@@ -296,7 +296,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
         std::lock_guard<std::mutex> state(d.state_mutex);
         d.counters.host_weights_pinned = c->pinned;
     }
-    // ggml checks that a tensor's padding, which the file does not have, lies in the buffer; nothing ever reads it here.
+    // ggml checks that the padding of the last tensor lies in the buffer. The file has none, and nothing reads it here.
     constexpr size_t padding = 64 * 1024;
     return ggml_backend_buffer_init(buffer_type(), buffer_vtable, c.release(), size + padding);
 }

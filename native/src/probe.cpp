@@ -1,4 +1,4 @@
-// Measures this machine: copies, host memory, and what a model of given shapes computes, on both processors.
+// Measures the machine: copies, host memory, and products and attention of given shapes on the inner device and the CPU.
 #include "device.h"
 
 #include "ggml-alloc.h"
@@ -16,9 +16,9 @@ static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Median seconds of one call, repeated for about `budget_s`, at least once.
+// Median seconds of a call, repeated for about `budget_s`, at least once.
 static double timed(double budget_s, const std::function<void()> &call) {
-    call(); // warm-up: first use allocates and pages in
+    call(); // warm-up: the first call allocates memory and faults pages in
     std::vector<double> runs;
     const double start_s = now();
     while (runs.empty() || (runs.size() < 200 && now() - start_s < (runs.size() < 3 ? 3 : 1) * budget_s)) {
@@ -33,8 +33,7 @@ static double timed(double budget_s, const std::function<void()> &call) {
 static constexpr size_t kCopyTarget = (size_t)32 << 20;
 static constexpr int64_t kRandomRows = 64; // repeated to fill a matrix
 
-// Products of rows x cols weight matrices with n columns each, in memory of one buffer type: as many matrices as make up
-// `total` bytes, at least one.
+// Products of weight matrices of rows x cols with n columns each: as many matrices as make up `total` bytes, at least one.
 struct Products {
     Device *ledger = nullptr;
     ggml_context *ctx = nullptr;
@@ -44,7 +43,7 @@ struct Products {
     double flops = 0;
     int count = 0;
 
-    // `device`, if given, has the memory in its ledger.
+    // On the inner device, counted in its ledger, or on the CPU if `device` is null.
     Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total) : ledger(device) {
         const size_t each = ggml_row_size(type, cols) * (size_t)rows;
         count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);
@@ -75,7 +74,7 @@ struct Products {
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             ggml_tallocr_alloc(&place, t);
         }
-        // Quantised from small random numbers: zeros can run faster than real data.
+        // Quantised from small random numbers, because zeros may compute faster than real data.
         const int64_t n_rows = std::min(rows, kRandomRows);
         std::vector<float> values((size_t)std::max(n_rows, n) * cols);
         uint32_t state = 1;
@@ -89,7 +88,7 @@ struct Products {
         if (type == GGML_TYPE_F32) {
             memcpy(bytes.data(), values.data(), random);
         } else if (ggml_quantize_requires_imatrix(type)) {
-            memset(bytes.data(), 0x11, random); // such types cannot be quantised without one; any bits will do
+            memset(bytes.data(), 0x11, random); // such types cannot be quantised without a matrix; any bits will do
         } else {
             ggml_quantize_chunk(type, values.data(), bytes.data(), 0, n_rows, cols, nullptr);
         }
@@ -122,7 +121,7 @@ static double seconds_of(ggml_backend_t backend, Products &p, double budget_s) {
     return timed(budget_s, [&] { ggml_backend_graph_compute(backend, p.graph); });
 }
 
-// Host memory that threads read, each its own block.
+// Host memory in blocks, one for each thread that reads it.
 struct HostMemory {
     static constexpr size_t kEach = (size_t)64 << 20;
     std::vector<std::vector<uint64_t>> blocks;
@@ -155,13 +154,13 @@ struct HostMemory {
     }
 };
 
-// What is left for measurements of the device's memory.
+// Half of the unused budget, for measurements on the device.
 static size_t room_of(Device &d) {
     const uint64_t held = d.used(), limit = d.budget.load();
     return limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
 }
 
-// Copies between host and device in pieces, from place to place so that no cache serves them.
+// Copies between host and device. Each starts at another place in host memory, so that no processor cache serves it.
 struct Copies {
     Device &d;
     InnerBuffer target, pinned;
@@ -193,17 +192,17 @@ struct Copies {
         return pageable.data();
     }
 
-    // Bytes per second of copies of `piece` bytes.
-    double rate(bool to_device, bool want_pinned, size_t piece, double budget_s) {
-        piece = std::min(piece, target_bytes);
+    // Bytes per second of copies of `copy_bytes`.
+    double rate(bool to_device, bool want_pinned, size_t copy_bytes, double budget_s) {
+        copy_bytes = std::min(copy_bytes, target_bytes);
         char *from = host(want_pinned);
-        return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, piece); });
+        return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, copy_bytes); });
     }
-    void once(bool to_device, char *from, size_t piece) {
+    void once(bool to_device, char *from, size_t copy_bytes) {
         char *base = (char *)ggml_backend_buffer_get_base(target.get());
         ggml_tensor t = raw_tensor(target.get(), base, target_bytes);
-        for (size_t done = 0; done < target_bytes; done += piece) {
-            const size_t n = std::min(piece, target_bytes - done);
+        for (size_t done = 0; done < target_bytes; done += copy_bytes) {
+            const size_t n = std::min(copy_bytes, target_bytes - done);
             if (to_device) {
                 d.inner.upload(d.inner.copy, target.get(), base + done, from + at + done, n);
             } else {
@@ -215,21 +214,21 @@ struct Copies {
     }
 };
 
-// Copies that run in a thread of their own until this goes away.
+// Runs copies in a thread of its own while it exists.
 struct Copying {
     Copies &copies;
-    size_t piece;
+    size_t copy_bytes;
     std::atomic<bool> stop{false};
     std::atomic<uint64_t> bytes{0};
     double start = 0;
     std::thread thread;
 
-    Copying(Copies &c, size_t piece_bytes) : copies(c), piece(std::min(piece_bytes, c.target_bytes)) {
+    Copying(Copies &c, size_t most_bytes) : copies(c), copy_bytes(std::min(most_bytes, c.target_bytes)) {
         char *from = copies.host(true);
         start = now();
         thread = std::thread([this, from] {
             while (!stop.load()) {
-                copies.once(true, from, piece);
+                copies.once(true, from, copy_bytes);
                 bytes += copies.target_bytes;
             }
         });
@@ -241,7 +240,7 @@ struct Copying {
     double rate() const { return (double)bytes.load() / (now() - start); }
 };
 
-// Attention of n_q queries over one of several caches, so that they are read from memory.
+// Seconds of the attention of n_q queries over one of `count` KV caches. With several, no processor cache holds them.
 static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int64_t n_head, int64_t n_head_kv,
                                 int64_t n_kv, int64_t n_q, int count, double budget_s) {
     const int n_tensors = 5 * count + 8;
@@ -301,12 +300,12 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
             return FSD_OUT_OF_MEMORY;
         }
         for (int i = 0; i < FSD_PROBE_PIECES; i++) {
-            const size_t piece = (size_t)256 << 10 << 2 * i;
-            r->piece_bytes[i] = piece;
-            r->h2d_pinned[i] = copies.rate(true, true, piece, each);
-            r->h2d_pageable[i] = copies.rate(true, false, piece, each);
-            r->d2h_pinned[i] = copies.rate(false, true, piece, each);
-            r->d2h_pageable[i] = copies.rate(false, false, piece, each);
+            const size_t copy_bytes = (size_t)256 << 10 << 2 * i;
+            r->piece_bytes[i] = copy_bytes;
+            r->h2d_pinned[i] = copies.rate(true, true, copy_bytes, each);
+            r->h2d_pageable[i] = copies.rate(true, false, copy_bytes, each);
+            r->d2h_pinned[i] = copies.rate(false, true, copy_bytes, each);
+            r->d2h_pageable[i] = copies.rate(false, false, copy_bytes, each);
         }
         const uint32_t threads[FSD_PROBE_THREADS] = {1, std::max(1u, d.n_threads / 2), d.n_threads};
         HostMemory memory(d.n_threads);
@@ -317,7 +316,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
             r->dram_beside_copies[i] = memory.rate(threads[i], each);
         }
     }
-    // A hand-off: the end of a GPU segment, its activations to the host, and what the CPU made of them back.
+    // A hand-off: the end of a GPU segment, its activations to the host, and the CPU's results back.
     r->handoff_s = 0;
     Products tiny(&d, GGML_TYPE_F32, 2048, 32, 1, 0);
     if (tiny.ok()) {
@@ -354,7 +353,7 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
     const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512};
     const double each = seconds / (2 * FSD_PROBE_BATCHES + 1);
     const size_t row = ggml_row_size((ggml_type)type, cols);
-    // Rates are per row: of a matrix that has no room, or that takes a slow processor all day, some rows are measured.
+    // Rates do not depend on the number of rows, so of a matrix that is too large, or too slow, only some are measured.
     auto make = [&](Device *ledger, size_t most, double most_flops, uint32_t n) {
         const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_flops / 2 / (double)cols / n);
         const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));

@@ -1,5 +1,5 @@
-// Scenarios in child processes of their own: there is one shard device per process. The parent never touches ggml: a child
-// forked from a process with threads would inherit locks that nobody releases.
+// Runs scenarios in child processes, because there is one shard device per process. The parent never calls ggml: a child of
+// a process with threads could inherit locks that are never released.
 #pragma once
 
 #include "check.h"

@@ -1,4 +1,4 @@
-// The least test harness that does: TEST(name) { CHECK(...); } and one main per program, which runs all or those named.
+// A small test harness: TEST(name) { CHECK(...); }, and one main per program, which runs all tests or the named ones.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// The emulated inner device, through ggml's public API as the executor uses it.
+// The emulated device through ggml's public API, as the shard device uses it.
 #include "check.h"
 #include "emulated.h"
 
@@ -45,7 +45,7 @@ struct Event {
     ggml_backend_event_t e;
 };
 
-// A ggml context without data, and the buffer that its tensors are put in.
+// A ggml context without data, and a buffer for its tensors.
 struct Tensors {
     Tensors() : ctx(ggml_init({ggml_tensor_overhead() * 64 + ggml_graph_overhead(), nullptr, true})) {}
     ~Tensors() {
@@ -79,7 +79,7 @@ std::vector<float> random_floats(size_t n, unsigned seed) {
     return values;
 }
 
-// Norm, scale and a quantised matrix: a fused pair of ops and the op that matters. Returns the result's bytes.
+// Computes a norm, a scale (which may be fused) and a product with a quantised matrix. Returns the bytes of the result.
 std::vector<char> small_model(ggml_backend_dev_t dev, ggml_backend_t backend) {
     const int64_t n_in = 576, n_out = 192, n_tokens = 3;
     Tensors t;
@@ -167,7 +167,7 @@ TEST(data_arrives_by_every_way_of_copying) {
     ggml_backend_synchronize(two);
     CHECK(out == in);
 
-    // Every second row, both ways; the rows between keep what they were.
+    // Every second row, in both directions; the rows between stay as they are.
     ggml_backend_buffer_clear(t.buffer, 0);
     std::vector<float> expected(in.size());
     for (size_t r = 0; r < 48; r += 2) {
@@ -193,7 +193,7 @@ TEST(a_copy_overlaps_an_independent_compute) {
     config.link_gbps = 0.016;
     Device d(config);
     Tensors big, small;
-    const size_t size = 32 << 20; // 2 s on this link
+    const size_t size = 32 << 20; // takes 2 s on this link
     ggml_tensor *dst = ggml_new_tensor_1d(big.ctx, GGML_TYPE_I8, size);
     big.allocate(d.dev);
     ggml_tensor *x = ggml_new_tensor_1d(small.ctx, GGML_TYPE_F32, 256);
@@ -209,7 +209,7 @@ TEST(a_copy_overlaps_an_independent_compute) {
     CHECK(ggml_backend_graph_compute_async(compute, graph) == GGML_STATUS_SUCCESS);
     ggml_backend_event_record(computed, compute);
     ggml_backend_event_synchronize(computed);
-    CHECK(fs_emulated_get_stats(d.dev).h2d_bytes < size); // the copy that was enqueued first is still under way
+    CHECK(fs_emulated_get_stats(d.dev).h2d_bytes < size); // the copy that was queued first is still running
     ggml_backend_event_synchronize(copied);
     CHECK(fs_emulated_get_stats(d.dev).h2d_bytes == size);
 }
@@ -219,14 +219,14 @@ TEST(copies_keep_to_the_links_rate) {
     config.link_gbps = 0.4;
     Device d(config);
     Tensors t;
-    const size_t piece = 64 << 10, n = 1024; // 0.17 s in all
+    const size_t piece = 64 << 10, n = 1024; // takes 0.17 s
     ggml_tensor *dst[] = {ggml_new_tensor_1d(t.ctx, GGML_TYPE_I8, piece),
                           ggml_new_tensor_1d(t.ctx, GGML_TYPE_I8, piece)};
     t.allocate(d.dev);
     const std::vector<char> src(piece, 1);
     Backend one(d.dev), two(d.dev);
     const double start = now();
-    for (size_t i = 0; i < n; i++) { // two streams share the one link
+    for (size_t i = 0; i < n; i++) { // two streams share the link
         ggml_backend_tensor_set_async(i % 2 == 0 ? one : two, dst[i % 2], src.data(), 0, piece);
     }
     ggml_backend_synchronize(one);
@@ -240,8 +240,8 @@ TEST(copies_keep_to_the_links_rate) {
     std::printf("1024 paced copies: %.4f s for %.4f s of link\n", took, expected);
 }
 
-// The ring in small: one slot, filled by one stream and used by another, each waiting for the other's event. A wait that
-// took a later record than the one before it, or none, would give another sum or a deadlock.
+// Like the ring: one slot that one stream fills and another uses, each waiting for the other's event. If a wait used a record
+// that is later than the wait, or none, the sum would be wrong or the streams would deadlock.
 TEST(events_order_streams) {
     const int n_rounds = 500;
     Device d;
@@ -257,7 +257,7 @@ TEST(events_order_streams) {
     for (int i = 0; i < n_rounds; i++) {
         sources.emplace_back(1000, static_cast<float>(i));
     }
-    ggml_backend_event_synchronize(full); // never recorded: complete
+    ggml_backend_event_synchronize(full); // an event that was never recorded counts as complete
     for (int i = 0; i < n_rounds; i++) {
         ggml_backend_event_wait(copies, empty);
         ggml_backend_tensor_set_async(copies, slot, sources[i].data(), 0, ggml_nbytes(slot));
@@ -369,7 +369,7 @@ TEST(a_failed_compute_loses_the_device) {
 
 TEST(a_stuck_compute_holds_up_its_own_stream_only) {
     fs_emulated_config config;
-    config.faults.compute_stuck = 1; // for a minute, which ending the stream cuts short
+    config.faults.compute_stuck = 1; // for a minute, but freeing the stream ends it
     Device d(config);
     Tensors t;
     ggml_tensor *x = ggml_new_tensor_1d(t.ctx, GGML_TYPE_F32, 16);

@@ -1,4 +1,4 @@
-// The shard device through ggml's public API, as llama.cpp drives it, against ggml-cpu bit for bit.
+// Runs graphs on the shard device through ggml's public API, as llama.cpp does, and compares the bits with ggml-cpu's.
 #include "apart.h"
 #include "check.h"
 #include "device.h"
@@ -20,21 +20,21 @@
 
 namespace {
 
-// What a child says beside 0 (passed) and 1 (CHECK failed).
+// Exit code of a child, beside 0 (passed) and 1 (CHECK failed).
 constexpr int kFaultNotReached = 3;
 
 // ---------------------------------------------------------------------------------------------------------------- model
 
-constexpr int64_t kEmbd = 384; // no multiple of 512, so quantised rows need padding
+constexpr int64_t kEmbd = 384; // not a multiple of 512, so quantised rows need padding
 constexpr int64_t kFfn = 640, kVocab = 3008;
 constexpr int kLayers = 4;
-constexpr int kExperts = 12, kChosen = 3, kExpertLayers = 2; // the last layers'
+constexpr int kExperts = 12, kChosen = 3, kExpertLayers = 2; // of the last layers
 constexpr int64_t kExpertFfn = 96;
-// No whole blocks of rows: 736 of the head fit and 384 of blk.1.ffn_up.
+// Not a multiple of a block of rows: 736 rows of the head fit and 384 of blk.1.ffn_up.
 constexpr size_t kPieceBytes = 301 * 1024;
-constexpr int kThreads = 1; // the scenarios have threads of their own, and ggml's spin when cores are short
+constexpr int kThreads = 1; // scenarios have their own threads, and ggml's threads spin
 
-// A model file as llama.cpp maps it. It ends where readable memory ends, as a file's last page may.
+// A mapped model file. It ends where readable memory ends, as a file may.
 class HostFile {
   public:
     explicit HostFile(size_t bytes) {
@@ -69,7 +69,7 @@ struct Layer {
     ggml_tensor *attn_norm, *q, *k, *v, *o, *ffn_norm, *router, *gate, *up, *down;
 };
 
-// The weights' tensors, not yet anywhere.
+// The tensors of the weights, without data.
 struct Weights {
     Weights() : ctx(ggml_init({ggml_tensor_overhead() * 128, nullptr, true})) {
         auto add = [&](const std::string &name, ggml_type type, int64_t cols, int64_t rows, int64_t experts = 1) {
@@ -99,7 +99,7 @@ struct Weights {
                 continue;
             }
             l.gate = add(blk + "ffn_gate.weight", GGML_TYPE_Q8_0, kEmbd, kFfn);
-            // One layer's is larger than a piece, in two unequal pieces.
+            // That of layer 1 is larger than a piece: two pieces of different sizes.
             l.up = add(blk + "ffn_up.weight", i == 1 ? GGML_TYPE_F16 : GGML_TYPE_Q4_1, kEmbd, kFfn);
             l.down = add(blk + "ffn_down.weight", GGML_TYPE_Q4_1, kFfn, kEmbd);
             layers.push_back(l);
@@ -142,12 +142,12 @@ struct Weights {
     ggml_tensor *output_norm, *head;
 };
 
-// One decode: n tokens whose keys and values go to the cache from `pos` on.
+// One decode of n tokens, whose KV cells start at `pos`.
 struct Batch {
     int n, pos;
 };
 
-// A model and its caches on one backend.
+// A model and its KV cache on one backend.
 class Net {
   public:
     Net(ggml_backend_t backend, char *file, int n_ctx) : backend(backend), n_ctx(n_ctx) {
@@ -178,7 +178,7 @@ class Net {
     Net(const Net &) = delete;
     Net &operator=(const Net &) = delete;
 
-    // As llama.cpp does before it decodes: the compute buffer is as large as it will ever be.
+    // As llama.cpp does before it decodes: the compute buffer gets its final size.
     void reserve(int n) {
         build({n, 0});
         CHECK(ggml_gallocr_reserve(allocator, graph));
@@ -191,7 +191,7 @@ class Net {
         CHECK(ggml_gallocr_alloc_graph(allocator, graph));
     }
 
-    // The prepared graph; again gives the same again, since it writes the same rows of the caches.
+    // Computes the prepared graph. Computing it again has the same result, because it writes the same cells.
     ggml_status compute(std::vector<float> &result) {
         std::vector<int32_t> ids(batch.n);
         std::vector<int64_t> at(batch.n);
@@ -214,7 +214,7 @@ class Net {
         return compute(result);
     }
 
-    // 0: as ggml makes it, a graph unknown at every call
+    // 0, as ggml sets it: the graph is not known again
     void set_uid(uint64_t uid) { graph->uid = uid; }
 
     Weights weights;
@@ -256,7 +256,8 @@ class Net {
         ggml_set_input(tokens);
         ggml_set_input(rows);
         ggml_tensor *x = ggml_get_rows(c, weights.head, tokens);
-        // Rows of a matrix in pieces go into a strided part of a buffer that lasts: only the CPU can, on a copy of that part.
+        // Reads rows of a matrix in row pieces as a view, and writes them to a strided part of a persistent buffer: only the CPU
+        // can do that.
         ggml_tensor *split = weights.layers[1].up;
         const int64_t n_rows = std::min<int64_t>(b.n, split->ne[1]);
         ggml_build_forward_expand(graph,
@@ -267,12 +268,12 @@ class Net {
             ggml_tensor *a = ggml_mul(c, ggml_rms_norm(c, x, 1e-5f), l.attn_norm);
             ggml_tensor *q = ggml_mul_mat(c, l.q, a);
             ggml_build_forward_expand(graph, q);
-            // This norm is read beside its scaled form, inside one step: it must not be fused away, wherever its readers run.
+            // The norm and its scaled form are both read inside one step: the norm must not be fused away.
             ggml_tensor *norm = ggml_rms_norm(c, x, 1e-4f), *scaled = ggml_mul(c, norm, l.attn_norm);
             ggml_build_forward_expand(graph, scaled);
             ggml_tensor *k = ggml_mul_mat(c, l.k, norm), *v = ggml_mul_mat(c, l.v, scaled);
             ggml_build_forward_expand(graph, ggml_set_rows(c, k_cache[i], k, rows));
-            // Values lie transposed: the write is strided.
+            // The cache of values is transposed, so the write is strided.
             ggml_tensor *v_at =
                 ggml_view_2d(c, v_cache[i], b.n, kEmbd, v_cache[i]->nb[1], b.pos * ggml_element_size(v_cache[i]));
             ggml_build_forward_expand(graph, ggml_cpy(c, ggml_transpose(c, v), v_at));
@@ -355,7 +356,7 @@ fsd_stats stats() {
     return s;
 }
 
-// The ladder: attention of all layers, FFNs, the head; what is left out is a shard more, at the tail.
+// The ladder: attention of all layers, then feed-forward weights, then the head. Other weights form the last shard.
 uint32_t set_shards(const Weights &weights) {
     const uint32_t n_shards = 2 * kLayers + 1;
     std::vector<fsd_shard_tensor> list;
@@ -375,7 +376,7 @@ uint32_t set_shards(const Weights &weights) {
     return n_shards + 1;
 }
 
-// Model and context on the shard device, up to where fsd_commit comes.
+// Model and context on the shard device, ready for fsd_commit.
 struct Session {
     explicit Session(const fsd_config &config, const std::vector<Batch> &conversation = kConversation,
                      int n_ctx = kContext, int largest = kLargestBatch)
@@ -409,7 +410,7 @@ struct Session {
         CHECK(logits == expected[i]);
     }
 
-    // Every batch, some of them as graphs that the executor sees again.
+    // Decodes every batch, some of them twice with the same graph.
     void check_conversation(std::mt19937 *random = nullptr, const std::function<void()> &between = {}) {
         net->forget();
         for (size_t i = 0; i < conversation.size(); i++) {
@@ -436,7 +437,7 @@ struct Session {
         CHECK(s.floor_bytes == floor && s.full_bytes == full);
     }
 
-    // A budget from floor to full, its ends more often than chance would have it.
+    // A budget between floor and full, often one of them.
     uint64_t random_budget(std::mt19937 &random) const {
         switch (random() % 8) {
         case 0:
@@ -448,7 +449,7 @@ struct Session {
         }
     }
 
-    // Every shard streamed or on the CPU by chance, for single tokens and for batches apart.
+    // Random placements, different ones for single tokens and for batches.
     void set_random_plan(std::mt19937 &random) {
         std::vector<uint8_t> decode(n_shards), batches(n_shards);
         for (uint32_t i = 0; i < n_shards; i++) {
@@ -488,7 +489,7 @@ SCENARIO(stream_only_is_the_cpu_backends_result_at_any_budget) {
         CHECK(fsd_set_budget(budget, 0) == FSD_OK);
         CHECK(stats().used_bytes <= budget);
         CHECK(fsd_reset_peak() == FSD_OK);
-        s.check_conversation(&random); // with what the shrink left
+        s.check_conversation(&random); // with the slabs that the smaller budget has left
         s.check_ledger();
         CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
         s.check_ledger();
@@ -500,7 +501,7 @@ SCENARIO(stream_only_is_the_cpu_backends_result_at_any_budget) {
         st = stats();
         CHECK(st.peak_bytes <= budget);
         CHECK(st.resident_bytes + st.streamed_bytes + st.core_bytes >= s.net->weights.bytes);
-        CHECK(st.cpu_segments > computed_before); // the embedding only: a split matrix read by rows
+        CHECK(st.cpu_segments > computed_before); // only the embedding: rows of a matrix that is in row pieces
     }
 }
 
@@ -549,7 +550,7 @@ SCENARIO(the_ring_streams_on_between_graphs) {
     }
     const fsd_stats after = stats();
     CHECK(after.recompiles == before.recompiles);
-    // Every streamed byte once a graph, but for experts that are not used: nothing copied ahead is thrown away.
+    // Every streamed byte is copied once per graph, but for experts that are not used: no copy is wasted.
     uint64_t experts = 0;
     for (const ggml_tensor *t : s.net->weights.all) {
         experts += ggml_n_dims(t) == 3 ? ggml_nbytes(t) : 0;
@@ -575,7 +576,7 @@ SCENARIO(placements_do_not_change_the_result) {
     CHECK(stats().cpu_segments > 0 && stats().copies > 0);
 }
 
-// Copies of a few kilobytes would queue behind those of weights, so kernels fetch them where they can.
+// Copies of a few KiB would wait behind copies of weights, so kernels fetch them if they can.
 SCENARIO(what_the_cpu_has_computed_takes_no_turn_on_the_link) {
     Session s(config_of(0));
     s.commit();
@@ -596,7 +597,7 @@ SCENARIO(what_the_cpu_has_computed_takes_no_turn_on_the_link) {
 }
 
 SCENARIO(row_pieces_of_many_tokens) {
-    // More tokens than scratch holds results of: they pass in parts.
+    // Scratch does not hold the results of so many tokens: they are computed in parts.
     Session s(config_of(0), {{900, 0}, {1, 900}}, 1024, 900);
     s.commit();
     CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
@@ -616,14 +617,14 @@ void change_budgets_while_graphs_run(bool placements, unsigned seed) {
     std::thread changer([&] {
         std::mt19937 random(seed);
         for (int i = 0; i < 250; i++) {
-            // Most changes fall into the middle of a graph.
+            // Most changes come in the middle of a graph.
             const uint64_t steps = stats().steps + random() % 40;
             while (stats().steps < steps) {
                 std::this_thread::yield();
             }
             const uint64_t budget = s.random_budget(random);
             if (random() % 8 == 0) {
-                // Out of time at once if a graph runs, and in force all the same: the next one sees to it.
+                // Times out at once if a graph runs, and stays in force: that graph applies it.
                 const fsd_status status = fsd_set_budget(budget, 0);
                 CHECK(status == FSD_OK || status == FSD_TIMEOUT);
             } else {
@@ -666,7 +667,7 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
     CHECK(std::strstr(fsd_last_error(), "below the floor") != nullptr);
     fsd_stats st = stats();
     CHECK(st.used_bytes == 0 && st.floor_bytes > 1 << 20);
-    // The engine may ask for more and try again.
+    // The engine may request more and commit again.
     CHECK(fsd_set_budget(st.floor_bytes - 1, 0) == FSD_BELOW_FLOOR);
     CHECK(fsd_set_budget(st.floor_bytes, 0) == FSD_OK);
     s.commit();
@@ -683,7 +684,7 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
     s.check_ledger();
 }
 
-// A second context, say: its buffers come out of the arena, but never out of the floor.
+// A buffer of a second context, for example, takes VRAM from the arena, never from the floor.
 SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
     Session s(config_of(0));
     s.commit();
@@ -692,7 +693,7 @@ SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(fsd::plugin_device());
     const uint64_t spare = s.full - s.floor;
     CHECK(ggml_backend_buft_alloc_buffer(buft, spare + 1) == nullptr);
-    CHECK(stats().streamed_bytes == 0); // a refusal costs nothing
+    CHECK(stats().streamed_bytes == 0); // a refusal evicts nothing
     for (uint64_t size : {uint64_t{1} << 20, spare}) {
         ggml_backend_buffer_t more = ggml_backend_buft_alloc_buffer(buft, size);
         CHECK(more != nullptr);
@@ -731,7 +732,7 @@ SCENARIO(overhead_counts) {
     s.check_ledger();
 }
 
-// The budget allows what the card does not have, as when another program took the memory.
+// The budget is larger than the device's VRAM, as when another program uses the rest.
 SCENARIO(a_card_smaller_than_the_budget) {
     fsd_config config = config_of(0);
     config.emulated_vram_bytes = 5 << 20;
@@ -749,7 +750,7 @@ SCENARIO(a_card_smaller_than_the_budget) {
 
 SCENARIO(abort_stops_a_graph_in_the_middle) {
     fsd_config config = config_of(0);
-    config.emulated_link_gbps = 0.05; // a graph takes a tenth of a second
+    config.emulated_link_gbps = 0.05; // a graph takes 0.1 s
     Session s(config);
     s.commit();
     CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
@@ -777,7 +778,7 @@ SCENARIO(abort_stops_a_graph_in_the_middle) {
     s.check_ledger();
 }
 
-// Copies run ahead into the next graph. When the model goes, they must not read on from a file that is unmapped.
+// Copies run ahead of the next graph. When the model is freed they must not go on reading from the unmapped file.
 SCENARIO(a_model_can_go_while_copies_are_under_way) {
     fsd_config config = config_of(0);
     config.emulated_link_gbps = 0.02;
@@ -795,7 +796,7 @@ SCENARIO(a_model_can_go_while_the_arena_fills) {
     config.emulated_link_gbps = 0.02;
     Session s(config);
     s.commit();
-    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // no graph follows that would wait for it
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // no graph follows that would wait for the copies
     s.net.reset();
     s.file.unmap();
     ggml_backend_synchronize(fsd::device().inner.copy);
@@ -830,7 +831,7 @@ SCENARIO(calls_out_of_order) {
     config = config_of(0);
     CHECK(fsd_configure(&config) == FSD_BAD_ARGUMENT);
     CHECK(unsetenv("FRAMESHARD_FAULTS") == 0);
-    CHECK(stats().used_bytes == 0); // a failed fsd_configure leaves nothing behind that could be asked
+    CHECK(stats().used_bytes == 0); // a failed fsd_configure leaves no state
 
     Session s(config);
     CHECK(fsd_configure(&config) == FSD_BAD_STATE);
@@ -857,7 +858,7 @@ void set_fault(const char *kind, uint64_t number) {
     CHECK(setenv("FRAMESHARD_FAULTS", (std::string(kind) + "=" + std::to_string(number)).c_str(), 1) == 0);
 }
 
-// The k-th allocation is refused, once: what failed says so, and works when tried again.
+// The k-th allocation is refused, once: the call that needs it fails with an error and succeeds the second time.
 int with_refused_allocation(uint64_t k) {
     set_fault("alloc", k);
     fsd_config config = config_of(0);
@@ -899,7 +900,7 @@ int with_refused_allocation(uint64_t k) {
                 CHECK(status == FSD_OUT_OF_MEMORY);
                 failures++;
             }
-            CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // what is refused goes on streaming
+            CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK); // refused slabs are streamed
             s.net->forget();
             decode();
         }
@@ -918,7 +919,7 @@ TEST(every_allocation_may_be_refused) {
     CHECK(k > 10); // there were allocations to refuse
 }
 
-// The k-th computation fails and the device is lost: every graph fails from then on, and nothing else happens.
+// The k-th computation fails and the device is lost: every later graph fails with an error, and nothing else happens.
 int with_failed_compute(uint64_t k) {
     set_fault("compute_fail", k);
     Session s(config_of(0));

@@ -1,4 +1,4 @@
-// What a mask leaves to be seen, and how it is cut into tiles.
+// How masks are cut into tiles.
 #include "check.h"
 #include "tiling.h"
 
@@ -19,7 +19,7 @@ struct Mask {
     std::vector<float> values;
 };
 
-// The tiles follow each other over all rows, and nothing that a row sees is outside its tile.
+// The tiles cover all rows in order, and every key that a row sees is inside its tile.
 void check_tiles(const Mask &m) {
     const std::vector<QueryTile> tiles = m.tiles();
     CHECK(!tiles.empty());
@@ -81,7 +81,7 @@ TEST(a_row_that_sees_nothing_is_not_for_tiles) {
     check_tiles(m);
     m.values[600 * m.keys + 600] = -INFINITY;
     CHECK(m.tiles().empty());
-    m.values[600 * m.keys + 600] = std::numeric_limits<float>::lowest(); // is minus infinity as F16 as well
+    m.values[600 * m.keys + 600] = std::numeric_limits<float>::lowest(); // becomes minus infinity in F16, too
     CHECK(m.tiles(1).empty());
 }
 
