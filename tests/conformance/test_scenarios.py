@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import newer
 import pytest
 import runners
 import trio
@@ -126,18 +127,18 @@ class Play:
         self.place = place
         self.names: dict[str, Any] = {}
         self.sidecars: list[subprocess.Popen[bytes]] = []
-        self.strangers: list[Stranger] = []
+        self.strangers: list[Stranger | newer.Newer] = []
         self.files = 0
 
     def close(self) -> None:
+        for stranger in self.strangers:
+            stranger.close()
         for sidecar in self.sidecars:
             assert sidecar.stdin is not None
             assert sidecar.stdout is not None
             sidecar.stdin.close()
             sidecar.stdout.close()
             sidecar.wait(DEADLINE_S)
-        for stranger in self.strangers:
-            stranger.close()
 
     def run(self, steps: list[dict[str, Any]]) -> None:
         for step in steps:
@@ -301,6 +302,14 @@ class Play:
         self.strangers.append(stranger)
         file = self._file()
         file.write_text(json.dumps(stranger.info))
+        self._keep(step, str(file))
+
+    def _newer(self, step: dict[str, Any]) -> None:
+        """A newer sidecar, made of one that runs; named is its connect file."""
+        made = newer.Newer(Path(step["newer"]), self.place)
+        self.strangers.append(made)
+        file = self._file()
+        file.write_text(json.dumps(made.info))
         self._keep(step, str(file))
 
     def _page(self, step: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ namespace frameshard_core {
 
 using json = nlohmann::json;
 
-constexpr uint32_t kProtocol = 1; // the least that the broker must speak
+constexpr uint32_t kProtocol = 1;              // the least that the broker must speak
+constexpr const char *kFeatures[] = {nullptr}; // what of PROTOCOL.md, "Features", this library knows
 constexpr int64_t kMaxInteger = (int64_t(1) << 53) - 1;
 constexpr size_t kMaxFrame = 1 << 20;
 constexpr size_t kMaxString = 1 << 16;

@@ -201,6 +201,12 @@ void Session::hello() {
     hello_ = ++ids_;
     json fields = {{"t", "hello"},    {"id", hello_},    {"protocol", kProtocol},
                    {"client", name_}, {"epoch", epoch_}, {"notices", true}};
+    if (kFeatures[0] != nullptr) {
+        fields["features"] = json::array();
+        for (const char *const *name = kFeatures; *name != nullptr; ++name) {
+            fields["features"].push_back(*name);
+        }
+    }
     if (session_ != 0) {
         fields["session"] = session_;
     }
