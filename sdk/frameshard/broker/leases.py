@@ -1,83 +1,114 @@
-"""The VRAM lease: what host and sidecar agreed on, who waits for which answer, and what the sidecar says on its own.
+"""The VRAM lease: what host and sidecar agreed on, who waits for which answer, and what the sidecar does on its own.
 
-The last word counts, whoever says it, except that a version which is not above the one in force is refused. Decides and
-does no I/O, and time is a parameter: commands for the engine are left in :attr:`Lease.commands`, notices for hosts in
-:attr:`Lease.notices`. bindings/PROTOCOL.md, "The lease", says what hosts may rely on.
+States and transitions are tables in :mod:`frameshard.wire.states` (`LEASE`, `CHANGE`); here is what each step does. A
+new state is a row of `LEASE`, a new thing to do a member of `Do` and a method of :class:`Lease`.
+
+The last word counts, whichever host it is from, except that a version which is not above the one in force is refused.
+Decides and does no I/O, and time is a parameter, in seconds: commands for the engine are left in
+:attr:`Lease.commands`, notices for hosts in :attr:`Lease.notices`. bindings/PROTOCOL.md, "The lease", says what hosts
+may rely on.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from frameshard.errors import (
     BadArgument,
-    BudgetBelowFloor,
+    BadMessage,
     DeadlineMissed,
     FrameshardError,
     Overloaded,
     StaleLease,
+    below_floor,
 )
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
+from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
+from frameshard.wire.states import Do
 
 MAX_PENDING = 64
 """Changes that wait for an acknowledgement; also how many that are over can be asked for again."""
 
 IDLE_S = 5.0
-"""Without a job, before what is above the host's floor is given back."""
+"""Without a job, before VRAM above the host's floor is given back."""
 
 WANTS_EVERY_S = 10.0
 
 LOW_BYTES = 128 << 20
-"""Less than this free on the device is a near-miss of running out: the sidecar shrinks until `ENOUGH_BYTES` are."""
+"""With less than this free on the device, the sidecar shrinks until `ENOUGH_BYTES` are free."""
 
 ENOUGH_BYTES = 256 << 20
 PRESSURE_EVERY_S = 1.0
 OWN_TIMEOUT_S = 5.0
 
+_WORDS: dict[states.Lease, m.LeaseState] = {
+    states.Lease.ACTIVE: "active",
+    states.Lease.PARKED: "parked",
+    states.Lease.HIBERNATING: "hibernated",
+    states.Lease.HIBERNATED: "hibernated",
+    states.Lease.WAKING: "active",
+}
+"""How the protocol names a state."""
+
+_WITHOUT_ENGINE = (states.Lease.HIBERNATING, states.Lease.HIBERNATED, states.Lease.WAKING)
+
 
 @dataclass(eq=False)
 class _Change:
+    """A host's change of the lease."""
+
+    number: int
+    """Its name at the engine."""
     connection: ServerConnection
     request: m.BudgetSet
     asked_at: float
     before: tuple[int, m.LeaseState]
     """Version and state that a refusal brings back."""
+    state: states.Change = states.Change.ASKED
     waited_s: float = 0.0
-    """For an engine, before it was asked."""
-    said: list[m.Reply] = field(default_factory=list)
-
-    @property
-    def granted(self) -> bool:
-        return bool(self.said)
+    """For an engine, before it was told."""
+    answers: list[m.Reply] = field(default_factory=list)
 
     @property
     def released(self) -> bool:
-        return len(self.said) > 1
+        return self.state in (states.Change.RELEASED, states.Change.OVER)
 
-    def say(self, answer: m.Reply) -> None:
-        self.said.append(answer)
+    def step(self, event: str) -> None:
+        """
+        :raises BadMessage: the engine cannot say this now.
+        """
+        if event not in states.CHANGE[self.state]:
+            raise BadMessage(f"the engine sent {event!r} for a change that is {self.state.value}")
+        self.state = states.CHANGE[self.state][event]
+
+    def answer(self, answer: m.Reply) -> None:
+        self.answers.append(answer)
         self.connection.reply(answer)
 
 
 class Lease:
-    """What host and sidecar agreed on."""
+    """The lease of one sidecar.
+
+    :param budget_bytes: the VRAM budget of the launch; 0 is no limit.
+    :param epoch: number of the launch, for answers.
+    """
 
     def __init__(self, budget_bytes: int, epoch: int) -> None:
         self.budget_bytes = budget_bytes
-        """The host's word; 0 is no limit."""
-        self.state: m.LeaseState = "active"
-        """The last that was asked for."""
+        """In force by the host's word; 0 is no limit."""
         self.version = 0
         self.floor_bytes = 0
-        """The model's; no budget below it is possible."""
+        """Of the model; no budget below it is possible."""
         self.full_bytes = 0
+        """With this budget all weights are resident."""
         self.used_bytes = 0
-        """Held by the sidecar, by its own count."""
+        """Held by the engine, by its ledger."""
         self.total_bytes: int | None = None
-        """Of the device; None where nothing tells, and so `free_bytes`."""
+        """Of the device; None where the driver does not tell, and so `free_bytes`."""
         self.free_bytes: int | None = None
         self.load_s = 0.0
         """From the last start of an engine to when it was ready."""
@@ -85,35 +116,63 @@ class Lease:
         """For the engine, in order; the caller takes them out."""
         self.notices: list[m.Notice] = []
         """For sessions that want them; the caller takes them out."""
+        self._state = states.Lease.ACTIVE
         self._epoch = epoch
         self._changes: dict[int, _Change] = {}
+        """That are not over, by number."""
         self._over: deque[_Change] = deque(maxlen=MAX_PENDING)
         self._newest: dict[ServerConnection, int] = {}
         self._numbers = 0
-        self._reached: m.LeaseState = "active"
-        self._asleep = False
-        """There is no engine, and none is to come before the state is active again."""
-        self._ending = False
-        """The engine has been told to end, and no other is ready yet."""
+        self._announced: m.LeaseState = "active"
         self._keep_bytes = 0
+        """What the host lets an idle sidecar keep; 0 is all."""
         self._idle_since: float | None = None
-        self._given_back = False
+        self._idle_bytes = 0
+        """Bound while there are no jobs; 0 is none."""
         self._pressed_bytes = 0
+        """Bound since too little of the device was free; 0 is none."""
         self._wants_at = 0.0
         self._pressure_at = 0.0
+        self._actions: dict[Do, Callable[[_Change | None, float], None]] = {
+            Do.GRANT: self._grant_now,
+            Do.TELL: self._tell,
+            Do.TELL_ALL: self._tell_all,
+            Do.SETTLE: self._settle,
+            Do.DROP: lambda _change, _now: self.commands.clear(),
+            Do.GIVE_BACK: self._give_back,
+            Do.TAKE_AGAIN: self._take_again,
+            Do.SHRINK: self._shrink,
+        }
+
+    @property
+    def state(self) -> m.LeaseState:
+        """The last that was asked for."""
+        return _WORDS[self._state]
+
+    @property
+    def ends_engine(self) -> bool:
+        """The engine has to end, where one runs."""
+        return self._state is states.Lease.HIBERNATING
+
+    def _step(self, event: str, now: float, change: _Change | None = None) -> None:
+        self._state, actions = states.LEASE[self._state][event]
+        for action in actions:
+            self._actions[action](change, now)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def set(self, connection: ServerConnection, request: m.BudgetSet, now: float) -> None:
-        """Asks for a change.
+        """Asks for a change. The same request again (after a resumption) changes nothing: it gets the same answers.
 
-        The same request again (after a resumption) changes nothing, however long ago it was: what was answered is
-        answered again. Raises :class:`Overloaded`, :class:`StaleLease`, :class:`BudgetBelowFloor`,
-        :class:`BadArgument`.
+        :raises Overloaded: too many changes wait.
+        :raises StaleLease: the version is not above the one in force, or this client has asked for a later change.
+        :raises BudgetBelowFloor: the model cannot run in this budget. An engine checks this itself; the broker does
+            where none will be asked.
+        :raises BadArgument: this state cannot be reached from the present one.
         """
         for change in (*self._changes.values(), *self._over):
             if change.connection is connection and change.request.id == request.id:
-                for answer in change.said:
+                for answer in change.answers:
                     connection.reply(answer)
                 return
         if request.id < self._newest.get(connection, 0):
@@ -124,31 +183,23 @@ class Lease:
             )
         if len(self._changes) >= MAX_PENDING:
             raise Overloaded(f"{MAX_PENDING} budget changes wait already")
-        if request.state == "parked" and self.state == "hibernated":
-            raise BadArgument("a hibernated sidecar has to become active before it can be parked", field="state")
-        if (request.state != "active" or self._ending) and 0 < request.vram_budget_bytes < self.floor_bytes:
-            raise BudgetBelowFloor(
-                f"a VRAM budget of {request.vram_budget_bytes >> 20} MiB is below the floor",
-                budget_bytes=request.vram_budget_bytes,
-                floor_bytes=self.floor_bytes,
-            )
+        if (self._state, request.state) in states.LEASE_REFUSED:
+            raise BadArgument(states.LEASE_REFUSED[self._state, request.state], field="state")
+        unchecked = request.state != "active" or self._state in _WITHOUT_ENGINE
+        if unchecked and 0 < request.vram_budget_bytes < self.floor_bytes:
+            raise below_floor(request.vram_budget_bytes, self.floor_bytes)
         self._newest[connection] = request.id
         self._numbers += 1
-        change = self._changes[self._numbers] = _Change(connection, request, now, (self.version, self.state))
+        change = _Change(self._numbers, connection, request, now, (self.version, self.state))
+        self._changes[change.number] = change
         self.version = request.version or self.version
-        self.state = request.state
-        if request.state == "hibernated":
-            self._ending = True
-            self._grant(change, 0.0)
-            if self._asleep:
-                self.engine_hibernated(now)
-        elif self._ending:
-            self._grant(change, self.load_s)  # an engine is started, and told when it is ready
-        else:
-            self._ask(self._numbers)
+        self._step(request.state, now, change)
 
     def describe(self, request_id: int, jobs: int) -> m.Budget:
-        """The answer to budget_get, with so many jobs open."""
+        """The answer to budget_get.
+
+        :param jobs: how many are open.
+        """
         return m.Budget(
             request_id,
             self._epoch,
@@ -162,7 +213,7 @@ class Lease:
         )
 
     def drop(self, connection: ServerConnection) -> None:
-        """The client is gone and will not ask again; what it asked for comes into force."""
+        """The client is gone and will not ask again. What it asked for comes into force."""
         for change in [change for change in self._over if change.connection is connection]:
             self._over.remove(change)
         self._newest.pop(connection, None)
@@ -170,41 +221,58 @@ class Lease:
     # ---- on its own -------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, jobs: int) -> None:
-        """What is due: to be called when a job comes, and a few times a second; `jobs` are open."""
+        """Does what is due. To be called when a job comes, and a few times a second.
+
+        :param jobs: how many are open.
+        """
         if jobs and now >= self._wants_at and self._short():
             self._wants_at = now + WANTS_EVERY_S
             wanted = self.full_bytes if self.state == "active" else self.budget_bytes or self.full_bytes
             self._notify("wants", wanted, detail=f"{jobs} jobs are open")
         if jobs:
             self._idle_since = None
-            if self._given_back:
-                self._given_back = False
-                self._ask_own("gives_back", "a job takes up the lease")
+            if self._idle_bytes and not self._busy():
+                self._step("jobs", now)
         elif self._idle_since is None:
             self._idle_since = now
         elif (
             self._keep_bytes
-            and not self._given_back
+            and not self._idle_bytes
             and now - self._idle_since >= IDLE_S
             and not self._busy()
             and self.used_bytes > max(self._keep_bytes, self.floor_bytes)
         ):
-            self._given_back = True
-            self._ask_own("gives_back", "there are no jobs")
+            self._step("idle", now)
 
     def _short(self) -> bool:
         return self.state != "active" or 0 < self.budget_bytes < self.full_bytes
 
     def _busy(self) -> bool:
-        """The engine is not there, or is being told something that may change all."""
-        return self._ending or self.state != "active" or any(not change.released for change in self._changes.values())
+        """No engine runs an active lease, or a change is under way that may overtake what the sidecar does."""
+        return self._state is not states.Lease.ACTIVE or any(not change.released for change in self._changes.values())
 
     def _bound(self) -> int:
-        """What the engine is told: the host's word, or less where the sidecar holds back by itself; 0: no limit."""
-        bounds = [self.budget_bytes, self._pressed_bytes]
-        if self._given_back:
-            bounds.append(max(self._keep_bytes, self.floor_bytes))
-        return min((bound for bound in bounds if bound), default=0)
+        """The budget for the engine: the host's, or less where the sidecar holds back on its own; 0 is no limit."""
+        idle_bytes = max(self._idle_bytes, self.floor_bytes) if self._idle_bytes else 0
+        return min((bound for bound in (self.budget_bytes, self._pressed_bytes, idle_bytes) if bound), default=0)
+
+    def _give_back(self, _change: _Change | None, _now: float) -> None:
+        self._idle_bytes = self._keep_bytes
+        self._ask_own("gives_back", "there are no jobs")
+
+    def _take_again(self, _change: _Change | None, _now: float) -> None:
+        self._idle_bytes = 0
+        self._ask_own("gives_back", "a job takes up the lease")
+
+    def _shrink(self, _change: _Change | None, now: float) -> None:
+        assert self.free_bytes is not None
+        self._pressure_at = now + PRESSURE_EVERY_S
+        self._pressed_bytes = self._pressure_bound()
+        self._ask_own("pressure", f"{self.free_bytes >> 20} MiB of the device are free")
+
+    def _pressure_bound(self) -> int:
+        """The budget that leaves `ENOUGH_BYTES` free on the device."""
+        return max(self.floor_bytes, self.used_bytes - (ENOUGH_BYTES - (self.free_bytes or 0)))
 
     def _ask_own(self, kind: m.NoticeKind, detail: str) -> None:
         self._numbers += 1
@@ -225,48 +293,30 @@ class Lease:
         return self._bound()
 
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
-        """An engine runs with `budget_bytes`; it is told all changes that its predecessor had not made."""
-        self._asleep, self._ending = False, self.state == "hibernated"
+        """An engine runs with `budget_bytes`."""
         self.floor_bytes, self.full_bytes = floor_bytes, full_bytes
-        if not self._given_back and not self._pressed_bytes:
+        if not self._idle_bytes and not self._pressed_bytes:
             self.budget_bytes = budget_bytes
-        for number, change in list(self._changes.items()):
-            if self._ending:
-                break  # this one is told to end, and what waits is answered then
-            if change.released:
-                self._observed(number, None, 0.0)  # the process that was to be observed is gone
-            else:
-                change.waited_s = now - change.asked_at
-                self._ask(number)
+        self._step("ready", now)
 
-    def engine_lost(self) -> None:
-        self.commands.clear()
+    def engine_lost(self, now: float) -> None:
+        """The engine has ended."""
+        self._step("lost", now)
 
     def engine_hibernated(self, now: float) -> None:
-        """The engine process has ended, and no other comes before an active lease is asked for."""
-        self._asleep = self._ending = True
-        self.used_bytes = 0
-        asked_at = now
-        pending = list(self._changes.items())
-        last = max((at for at, (_, change) in enumerate(pending) if change.request.state != "active"), default=-1)
-        for number, change in pending[: last + 1]:
-            self.budget_bytes = change.request.vram_budget_bytes
-            asked_at = change.asked_at
-            self._grant(change, 0.0)
-            if not change.released:
-                self._released(change, now - change.asked_at)
-            self._observed(number, 0, now - change.asked_at)
-        if self.state == "parked":
-            self.state = "hibernated"
-        self._reach("hibernated", now - asked_at)
+        """The engine has ended, and no other is started before the lease is active."""
+        self._step("gone", now)
 
     def fail_all(self, error: FrameshardError) -> None:
-        """There will be no engine."""
-        for number in list(self._changes):
-            self._refused(number, error)
+        """No engine can be started now."""
+        for change in list(self._changes.values()):
+            self._refused(change, error)
 
     def engine_event(self, event: em.BudgetEvent | em.Watch, now: float) -> None:
-        """Takes an answer or a look at the device."""
+        """Takes an answer or a look at the device.
+
+        :raises BadMessage: the engine cannot answer this now.
+        """
         if isinstance(event, em.Watch):
             self._look(event, now)
             return
@@ -275,7 +325,7 @@ class Lease:
             self.used_bytes = event.used_bytes
             if change is not None or event.seq == 0:  # 0: a budget in the frame block
                 self.budget_bytes = event.vram_budget_bytes
-                self._given_back, self._pressed_bytes, self._idle_since = False, 0, None
+                self._idle_bytes, self._pressed_bytes, self._idle_since = 0, 0, None
         elif isinstance(event, em.BudgetLate):
             self._notify("late", event.vram_budget_bytes, event.seconds, "the release lags behind")
         if change is None:
@@ -286,11 +336,13 @@ class Lease:
             self._keep_bytes = change.request.floor_bytes
             seconds = change.waited_s + event.seconds
             self._released(change, seconds)
-            self._reach(change.request.state, seconds)
+            self._announce(change.request.state, seconds)
         elif isinstance(event, em.BudgetObserved):
-            self._observed(event.seq, event.observed_bytes, change.waited_s + event.seconds)
+            self._observed(change, event.observed_bytes, change.waited_s + event.seconds)
         elif isinstance(event, em.BudgetRefused):
-            self._refused(event.seq, event.error.exception())
+            self._refused(change, event.error.exception())
+        else:
+            change.step("late")
 
     def _look(self, event: em.Watch, now: float) -> None:
         if self.state == "hibernated":
@@ -301,53 +353,84 @@ class Lease:
         for pid, n_bytes in event.appeared:
             self._notify("other_process", n_bytes, detail=f"process {pid}" if pid else "")
         if event.excess_bytes:
-            held = f"the driver counts {event.excess_bytes >> 20} MiB more than the lease"
-            self._notify("pressure", self._bound(), detail=held)
-        free = self.free_bytes
-        if free is None or free >= LOW_BYTES or now < self._pressure_at or self._busy():
+            detail = f"the driver counts {event.excess_bytes >> 20} MiB more than the lease"
+            self._notify("pressure", self._bound(), detail=detail)
+        if self.free_bytes is None or self.free_bytes >= LOW_BYTES or now < self._pressure_at or self._busy():
             return
-        bound = max(self.floor_bytes, self.used_bytes - (ENOUGH_BYTES - free))
-        if bound < self.used_bytes:
-            self._pressure_at = now + PRESSURE_EVERY_S
-            self._pressed_bytes = bound
-            self._ask_own("pressure", f"{free >> 20} MiB of the device are free")
+        if self._pressure_bound() < self.used_bytes:
+            self._step("pressure", now)
 
-    def _grant(self, change: _Change, seconds: float, reached_bytes: int | None = None) -> None:
-        if change.granted:
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, change: _Change | None, _now: float) -> None:
+        assert change is not None
+        request = change.request
+        parked = request.state == "parked"
+        self.commands.append(em.SetBudget(change.number, request.vram_budget_bytes, request.timeout_s, parked))
+
+    def _tell_all(self, _change: _Change | None, now: float) -> None:
+        for change in list(self._changes.values()):
+            if change.released:
+                self._observed(change, None, 0.0)  # the process that was to be observed is gone
+            else:
+                change.waited_s = now - change.asked_at
+                self._tell(change, now)
+
+    def _grant_now(self, change: _Change | None, _now: float) -> None:
+        assert change is not None
+        self._grant(change, self.load_s if change.request.state == "active" else 0.0, change.request.vram_budget_bytes)
+
+    def _settle(self, _change: _Change | None, now: float) -> None:
+        self.used_bytes = 0
+        asked_at = now
+        waiting = list(self._changes.values())
+        last = max((at for at, change in enumerate(waiting) if change.request.state != "active"), default=-1)
+        for change in waiting[: last + 1]:
+            self.budget_bytes = change.request.vram_budget_bytes
+            asked_at = change.asked_at
+            if not change.released:
+                self._grant(change, 0.0, change.request.vram_budget_bytes)
+                self._released(change, now - change.asked_at)
+            self._observed(change, 0, now - change.asked_at)
+        self._announce("hibernated", now - asked_at)
+
+    def _grant(self, change: _Change, seconds: float, reached_bytes: int) -> None:
+        first = change.state is states.Change.ASKED
+        change.step("granted")
+        if not first:
             return
         request = change.request
-        reached = request.vram_budget_bytes if reached_bytes is None else reached_bytes
-        late = reached != request.vram_budget_bytes or seconds > request.timeout_s
-        change.say(m.Lease(request.id, self._epoch, "partial" if late else "granted", reached, seconds, self.version))
+        late = reached_bytes != request.vram_budget_bytes or seconds > request.timeout_s
+        decision: m.Decision = "partial" if late else "granted"
+        change.answer(m.Lease(request.id, self._epoch, decision, reached_bytes, seconds, self.version))
         if late:
-            self._notify("late", reached, seconds, "the deadline is too short")
+            self._notify("late", reached_bytes, seconds, "the deadline is too short")
 
     def _released(self, change: _Change, seconds: float) -> None:
-        change.say(m.Released(change.request.id, self._epoch, self.budget_bytes, self.used_bytes, seconds))
+        change.step("released")
+        change.answer(m.Released(change.request.id, self._epoch, self.budget_bytes, self.used_bytes, seconds))
 
-    def _observed(self, number: int, observed_bytes: int | None, seconds: float) -> None:
-        change = self._changes.pop(number)
-        change.say(m.Observed(change.request.id, self._epoch, observed_bytes, seconds))
-        self._over.append(change)
+    def _observed(self, change: _Change, observed_bytes: int | None, seconds: float) -> None:
+        change.step("observed")
+        self._end(change, m.Observed(change.request.id, self._epoch, observed_bytes, seconds))
 
-    def _refused(self, number: int, error: FrameshardError) -> None:
-        change = self._changes.pop(number)
+    def _refused(self, change: _Change, error: FrameshardError) -> None:
+        change.step("refused")
         request = change.request
         if isinstance(error, DeadlineMissed):
             self.budget_bytes = request.vram_budget_bytes  # stays in force, only late
             self._keep_bytes = request.floor_bytes
-        elif not any(later > number for later in self._changes):
-            self.version, self.state = change.before
-        change.say(m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
+        elif change.number == max(self._changes):
+            self.version, state = change.before
+            self._step(f"undo {state}", 0.0)
+        self._end(change, m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
+
+    def _end(self, change: _Change, answer: m.Reply) -> None:
+        del self._changes[change.number]
+        change.answer(answer)
         self._over.append(change)
 
-    def _reach(self, state: m.LeaseState, seconds: float) -> None:
-        if state != self._reached:
-            self._reached = state
+    def _announce(self, state: m.LeaseState, seconds: float) -> None:
+        if state != self._announced:
+            self._announced = state
             self._notify("state", self.budget_bytes or self.full_bytes, seconds, state)
-
-    def _ask(self, number: int) -> None:
-        request = self._changes[number].request
-        self.commands.append(
-            em.SetBudget(number, request.vram_budget_bytes, request.timeout_s, request.state == "parked")
-        )

@@ -139,6 +139,11 @@ class Server:
 
     def _negotiate(self) -> None:
         self._lease.tick(trio.current_time(), self._jobs.open)
+        self._end_engine_if_asked()
+
+    def _end_engine_if_asked(self) -> None:
+        if self._lease.ends_engine and not self._supervisor.hibernate():
+            self._lease.engine_hibernated(trio.current_time())
 
     async def _watch_silence(self) -> None:
         """Silence is counted in looks at which all that clients had sent was read, so a broker that was stopped blames
@@ -190,8 +195,7 @@ class Server:
             connection.ok(request.id)
         elif isinstance(request, m.BudgetSet):
             self._lease.set(connection, request, trio.current_time())
-            if self._lease.state == "hibernated":
-                self._supervisor.hibernate()
+            self._end_engine_if_asked()
             if self._lease.state == "active" or self._supervisor.state is states.Engine.OFF:
                 self._supervisor.wake()
         elif isinstance(request, m.BudgetGet):
@@ -306,8 +310,7 @@ class Server:
             self._supervisor.send(command)
         self._jobs.engine_ready()
         self._tell_all()
-        if self._lease.state == "hibernated":
-            self._supervisor.hibernate()  # it was asked for while the process was being made
+        self._end_engine_if_asked()  # the process was being made when it was asked for
         if self._announce is not None:
             try:
                 self._announce()
@@ -329,7 +332,7 @@ class Server:
 
     def engine_lost(self, death: FrameshardError | None) -> None:
         self._jobs.engine_lost(death)
-        self._lease.engine_lost()
+        self._lease.engine_lost(trio.current_time())
         waiting, self._asked = self._asked, {}
         for session, request in waiting.values():
             self._answer(session, request, None)

@@ -144,6 +144,8 @@ class Supervisor:
         self._progress = False
         self._stopping = False
         self._ending = False
+        self._living = False
+        """A process is there or being made."""
         self._woken = trio.Event()
         self._fatal: FrameshardError | None = None
         self._killed_for = ""
@@ -154,7 +156,11 @@ class Supervisor:
         """Until :meth:`stop`, or a first load that fails; :attr:`error` says why."""
         policy = RestartPolicy(self._config)
         while True:
-            status = await self._live()
+            self._living = True
+            try:
+                status = await self._live()
+            finally:
+                self._living = False
             if self._stopping:
                 return
             was = self.state
@@ -237,11 +243,15 @@ class Supervisor:
         """An engine is wanted again."""
         self._woken.set()
 
-    def hibernate(self) -> None:
-        """Ends the engine; the next one comes with :meth:`wake`. Such an end never counts as a death."""
+    def hibernate(self) -> bool:
+        """Ends the engine; the next one comes with :meth:`wake`. Such an end never counts as a death.
+
+        :returns: false where there is no process, and none is being made.
+        """
         if self.pid is not None and not self._ending:
             self._ending = True
             self.send(em.Stop())
+        return self._living
 
     async def stop(self) -> None:
         """Ends the engine for good, and at once while it loads: it has nothing to put in order yet."""

@@ -1,4 +1,4 @@
-"""What may happen when. The code asks these tables; it has no second opinion."""
+"""State tables: what may happen in each state, and what follows. The code looks it up here and nowhere else."""
 
 from __future__ import annotations
 
@@ -106,4 +106,130 @@ ENGINE: dict[Engine, dict[str, Engine]] = {
     },
     Engine.HIBERNATED: {"woken": Engine.RESTARTING},
     Engine.OFF: {"tried again": Engine.RESTARTING},
+}
+
+
+class Lease(Enum):
+    """Where the VRAM lease stands at the broker."""
+
+    ACTIVE = "active"
+    PARKED = "parked"
+    HIBERNATING = "hibernating"
+    """The engine has been told to end."""
+    HIBERNATED = "hibernated"
+    """No engine process."""
+    WAKING = "waking"
+    """Active again, and no engine is ready yet: the last one may still end, the next one may load."""
+
+
+class Do(Enum):
+    """What the broker does at a step of the lease; :class:`frameshard.broker.leases.Lease` has a method for each."""
+
+    GRANT = "grant the change at once: no engine has to be asked"
+    TELL = "tell the engine the change"
+    TELL_ALL = "tell the engine all changes that have not been released"
+    SETTLE = "answer the changes that the end of the engine has fulfilled"
+    DROP = "drop commands that no engine has got"
+    GIVE_BACK = "shrink to what the host lets an idle sidecar keep"
+    TAKE_AGAIN = "grow to the host's budget again"
+    SHRINK = "shrink below the host's budget until enough of the device is free"
+
+
+# Rules:
+# - "active", "parked", "hibernated": a host asks for it (budget_set). The last word counts, whichever host it is from.
+# - To park, an engine has to run. Where one is on its way, parking is hibernating; where none is wanted, it is refused.
+# - "ready": an engine is ready. "lost": it has ended. "gone": it has ended, and none is started before the lease is
+#   active.
+# - "undo ...": the newest change is refused, by the engine or because none can be started now (Engine.OFF); the lease
+#   goes back to the state before that change.
+# - "jobs", "idle", "pressure": what the sidecar does on its own. They are raised only while no change is under way.
+# - A budget in the frame block, and one of a host in the same state, change figures and not the state.
+LEASE: dict[Lease, dict[str, tuple[Lease, tuple[Do, ...]]]] = {
+    Lease.ACTIVE: {
+        "active": (Lease.ACTIVE, (Do.TELL,)),
+        "parked": (Lease.PARKED, (Do.TELL,)),
+        "hibernated": (Lease.HIBERNATING, (Do.GRANT,)),
+        "ready": (Lease.ACTIVE, (Do.TELL_ALL,)),
+        "lost": (Lease.ACTIVE, (Do.DROP,)),
+        "gone": (Lease.WAKING, (Do.SETTLE,)),
+        "undo active": (Lease.ACTIVE, ()),
+        "undo parked": (Lease.PARKED, ()),
+        "undo hibernated": (Lease.HIBERNATING, ()),
+        "idle": (Lease.ACTIVE, (Do.GIVE_BACK,)),
+        "jobs": (Lease.ACTIVE, (Do.TAKE_AGAIN,)),
+        "pressure": (Lease.ACTIVE, (Do.SHRINK,)),
+    },
+    Lease.PARKED: {
+        "active": (Lease.ACTIVE, (Do.TELL,)),
+        "parked": (Lease.PARKED, (Do.TELL,)),
+        "hibernated": (Lease.HIBERNATING, (Do.GRANT,)),
+        "ready": (Lease.PARKED, (Do.TELL_ALL,)),
+        "lost": (Lease.PARKED, (Do.DROP,)),
+        "gone": (Lease.HIBERNATED, (Do.SETTLE,)),
+        "undo active": (Lease.ACTIVE, ()),
+        "undo parked": (Lease.PARKED, ()),
+        "undo hibernated": (Lease.HIBERNATING, ()),
+    },
+    Lease.HIBERNATING: {
+        "active": (Lease.WAKING, (Do.GRANT,)),
+        "hibernated": (Lease.HIBERNATING, (Do.GRANT,)),
+        "ready": (Lease.HIBERNATING, ()),
+        "lost": (Lease.HIBERNATING, (Do.DROP,)),
+        "gone": (Lease.HIBERNATED, (Do.SETTLE,)),
+        "undo active": (Lease.WAKING, ()),
+        "undo parked": (Lease.HIBERNATING, ()),
+        "undo hibernated": (Lease.HIBERNATING, ()),
+    },
+    Lease.HIBERNATED: {
+        "active": (Lease.WAKING, (Do.GRANT,)),
+        "hibernated": (Lease.HIBERNATED, (Do.GRANT, Do.SETTLE)),
+        "ready": (Lease.HIBERNATING, ()),
+        "lost": (Lease.HIBERNATED, (Do.DROP,)),
+        "gone": (Lease.HIBERNATED, (Do.SETTLE,)),
+        "undo active": (Lease.WAKING, ()),
+        "undo parked": (Lease.HIBERNATED, ()),
+        "undo hibernated": (Lease.HIBERNATED, ()),
+    },
+    Lease.WAKING: {
+        "active": (Lease.WAKING, (Do.GRANT,)),
+        "parked": (Lease.HIBERNATING, (Do.GRANT,)),
+        "hibernated": (Lease.HIBERNATING, (Do.GRANT,)),
+        "ready": (Lease.ACTIVE, (Do.TELL_ALL,)),
+        "lost": (Lease.WAKING, (Do.DROP,)),
+        "gone": (Lease.WAKING, (Do.SETTLE,)),
+        "undo active": (Lease.WAKING, ()),
+        "undo parked": (Lease.HIBERNATING, ()),
+        "undo hibernated": (Lease.HIBERNATING, ()),
+    },
+}
+LEASE_REFUSED: dict[tuple[Lease, str], str] = {
+    (Lease.HIBERNATING, "parked"): "a hibernated sidecar has to become active before it can be parked",
+    (Lease.HIBERNATED, "parked"): "a hibernated sidecar has to become active before it can be parked",
+}
+"""What a host is refused, and why. Events of the sidecar's own are not raised in other states than `LEASE` has."""
+
+
+class Change(Enum):
+    """Where a host's change of the lease stands: between two of these its VRAM shrinks, is parked or grows."""
+
+    ASKED = "asked"
+    GRANTED = "granted"
+    RELEASED = "released"
+    OVER = "over"
+
+
+# Rules:
+# - Each step answers the host once: lease, released, observed, or an error. "refused" after "granted" is an error.
+# - "granted" again: the engine grants what the broker has granted already, while there was no engine.
+# - "late": the engine sees half-way to the deadline that it will be missed. A release may overtake it.
+CHANGE: dict[Change, dict[str, Change]] = {
+    Change.ASKED: {"granted": Change.GRANTED, "refused": Change.OVER},
+    Change.GRANTED: {
+        "granted": Change.GRANTED,
+        "late": Change.GRANTED,
+        "released": Change.RELEASED,
+        "refused": Change.OVER,
+    },
+    Change.RELEASED: {"late": Change.RELEASED, "observed": Change.OVER, "refused": Change.OVER},
+    Change.OVER: {},
 }
