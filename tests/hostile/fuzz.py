@@ -9,20 +9,18 @@ broker has to answer a ping after each message, no engine may die, and the good 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import random
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import commandline
 import msgpack
 import trio
 
@@ -263,16 +261,5 @@ async def fuzz(model: Path, *, seconds: float, seed: int) -> Report:
     return report
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    args = parser.parse_args()
-    report = trio.run(lambda: fuzz(args.model, seconds=args.seconds, seed=args.seed))
-    print(json.dumps(dataclasses.asdict(report), indent=2))
-    return bool(report.problems or report.changed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(commandline.main(__doc__, fuzz))

@@ -1,4 +1,4 @@
-"""A storm of faults around a running sidecar: what must hold is that every answer arrives, unchanged.
+"""Random faults around a running sidecar: every answer must arrive, unchanged.
 
     python tests/hostile/storm.py MODEL.gguf --seconds 600 --seed 1
 
@@ -10,20 +10,17 @@ with several, which of them share a decode changes the last bits of the logits, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import commandline
 import trio
 
 import frameshard
@@ -297,8 +294,12 @@ def look(pid: int) -> tuple[float, int]:
     return int(status["RssAnon"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-async def storm(model: Path, *, seconds: float, seed: int, pause_s: float = 1.0, parallel: int = 1) -> Report:
-    """Launches a sidecar on the emulated device and lets the storm loose on it."""
+async def storm(model: Path, *, seconds: float, seed: int, pause: float = 1.0, parallel: int = 1) -> Report:
+    """Launches a sidecar on the emulated device and runs the storm on it.
+
+    :param pause: seconds between two faults on average.
+    :param parallel: conversations at once.
+    """
     with tempfile.TemporaryDirectory() as directory:
         connect_file = os.path.join(directory, "connect.json")
         async with frameshard.launch(
@@ -311,22 +312,9 @@ async def storm(model: Path, *, seconds: float, seed: int, pause_s: float = 1.0,
             connect_file=connect_file,
             log=subprocess.DEVNULL,
         ) as client:
-            return await Storm(client, connect_file, seed, same_texts=parallel == 1).run(seconds, pause_s)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--pause", type=float, default=1.0, metavar="S", help="between two faults on average (1)")
-    parser.add_argument("--parallel", type=int, default=1, help="conversations at once (1)")
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    args = parser.parse_args()
-    options = {"seconds": args.seconds, "seed": args.seed, "pause_s": args.pause, "parallel": args.parallel}
-    report = trio.run(lambda: storm(args.model, **options))
-    print(json.dumps(dataclasses.asdict(report), indent=2))
-    return bool(report.problems)
+            return await Storm(client, connect_file, seed, same_texts=parallel == 1).run(seconds, pause)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    pause = (1.0, "seconds between two faults on average")
+    sys.exit(commandline.main(__doc__, storm, pause=pause, parallel=(1, "conversations at once")))

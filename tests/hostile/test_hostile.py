@@ -35,7 +35,7 @@ def show(report: fuzz.Report | storm.Report) -> None:
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], parallel: int) -> None:
     report = trio.run(
-        lambda: storm.storm(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED, pause_s=0.5, parallel=parallel)
+        lambda: storm.storm(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED, pause=0.5, parallel=parallel)
     )
     show(report)
     assert report.problems == []

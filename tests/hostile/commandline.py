@@ -1,0 +1,38 @@
+"""The command line that storm.py and fuzz.py share."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+
+def main(description: str | None, attack: Callable[..., Awaitable[Any]], **options: tuple[float, str]) -> int:
+    """Runs `attack` on a model and prints its report.
+
+    :param attack: gets the model's path, ``seconds``, ``seed`` and `options`; returns a report with ``problems`` (what
+        must not happen) and ``changed`` (texts that were not the expected ones).
+    :param options: of this attack alone: default and help.
+    :returns: the exit code; 1 where the report has a problem.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    for name, (default, text) in options.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} ({default:g})")
+    values = vars(parser.parse_args())
+    model = values.pop("model")
+
+    async def run() -> Any:
+        return await attack(model, **values)
+
+    report = trio.run(run)
+    print(json.dumps(dataclasses.asdict(report), indent=2))
+    return bool(report.problems or report.changed)
