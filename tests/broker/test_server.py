@@ -279,7 +279,7 @@ async def test_a_message_of_very_many_parts_ends_its_sender_only() -> None:
 
 @in_trio
 async def test_idle_connections_do_not_use_up_the_files() -> None:
-    """Those who are in go on; the doors are open again when the flood is over."""
+    """Connected clients go on; new ones can connect again when the flood is over."""
     async with launch(engine=fake_engine(delay_s=0.01)) as client:
         path = client.info.endpoint.removeprefix("ipc://")
         resource.prlimit((await client.stats()).broker.pid, resource.RLIMIT_NOFILE, (1024, 1024))
@@ -295,7 +295,7 @@ async def test_idle_connections_do_not_use_up_the_files() -> None:
                     caller.setblocking(False)
                     try:
                         caller.connect(path)
-                    except OSError:  # the doors are closed, or many wait there
+                    except OSError:  # no connections are accepted, or many wait
                         refused += 1
                         caller.close()
                 assert (await stream.completed()).text == WORDS

@@ -20,11 +20,11 @@ QUESTIONS = ("Any rooms left?", "And what is there for breakfast?", "Thank you. 
 
 
 def play(model: Path, main: Callable[[frameshard.Client], Awaitable[None]], **options: Any) -> None:
-    options = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "mode": "stream_only", **options}
+    options = {"device": "emulated", "n_ctx": 512, "n_parallel": 2, "n_threads": 1, "mode": "stream_only", **options}
 
     async def bounded() -> None:
         with trio.fail_after(120):
-            async with frameshard.launch(model, device="emulated", log=subprocess.DEVNULL, **options) as client:
+            async with frameshard.launch(model, log=subprocess.DEVNULL, **options) as client:
                 await main(client)
 
     trio.run(bounded)

@@ -17,7 +17,7 @@ from PIL import Image
 
 import frameshard
 import mutants
-from frameshard.broker.page import Page
+from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.errors import BadModel
 from frameshard.frame import FrameBlock
 
@@ -293,7 +293,7 @@ def test_shrinks_and_cancels_in_the_middle_of_encodes(
             released = [event for event in events if event["ev"] == "released"]
             assert [event["vram_budget_bytes"] for event in released] == [budget]
             assert released[0]["used_bytes"] <= budget
-        path = Page().path()  # a budget from the frame block, while the host draws
+        path = FrameBlockMemory().path()  # a budget from the frame block, while the host draws
         child.send(op="frame_block", path=path)
         with FrameBlock(path) as frames:
             job = child.submit(QUESTION, images=[picture(20)], params=SEEN)

@@ -1,12 +1,12 @@
 """``python -m frameshard.broker``: how a host starts a sidecar. See bindings/PROTOCOL.md, "Starting a sidecar".
 
-One JSON line in, on standard input, which the host then keeps open; one JSON line out. No key and no path of a model
-appears in the arguments, where every user of the machine could read it. Exit codes: 0 in good order, 3 after an error
-that the line names.
+One JSON line comes in on standard input, which the host then keeps open; one JSON line goes out. The arguments have no
+key and no path of a model, since every user of the machine can read them. Exit codes: 0 after an orderly end, 3 after
+an error that the line names.
 
-With ``--log-fd N`` the log goes to that inherited descriptor. A host can then give a pipe as standard error, and read
-from it what was written before this program ran: why Python did not start, or what it could not import. The pipe ends
-when this program begins, so nobody has to read it later.
+With ``--log-fd N`` the log goes to that inherited descriptor. A host can then pass a pipe as standard error and read
+from it what was written before this program ran: why Python did not start, or what it could not import. This program
+closes the pipe when it begins, so the host need not read it later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from frameshard.broker.process import serve
-from frameshard.errors import BadArgument, FrameshardError
+from frameshard.errors import BadArgument, FrameshardError, internal
 from frameshard.wire import launch
 
 MAX_LINE = 1 << 16
@@ -37,14 +37,14 @@ def main() -> int:
         os.dup2(log_fd, 2)
         os.close(log_fd)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sidecar: %(levelname)s: %(message)s")
-    # The line's place is taken from standard output, so that nothing else can ever be written there.
+    # Standard output is moved away, so that nothing but the one line can be written there.
     out = os.dup(1)
     os.dup2(2, 1)
 
     def say(line: bytes) -> None:
         nonlocal out
         if out >= 0:
-            with contextlib.suppress(OSError):  # the host is gone, which standard input says as well
+            with contextlib.suppress(OSError):  # the host has ended, which standard input shows as well
                 os.write(out, line)
                 os.close(out)
             out = -1
@@ -58,8 +58,7 @@ def main() -> int:
         say(launch.error_line(error))
         return EXIT_ERROR
     except Exception as defect:
-        logger.exception("the sidecar ends by a defect of its own")
-        say(launch.error_line(FrameshardError(f"a defect of the sidecar: {defect!r}; its log has more")))
+        say(launch.error_line(internal(logger, "the sidecar", defect)))
         return EXIT_ERROR
     return 0
 
@@ -67,7 +66,7 @@ def main() -> int:
 def _read_line(fd: int) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
-        # Byte by byte: what follows the line is the pipe that the host's life is read from.
+        # Byte by byte: after the line, the end of this pipe means that the host has ended.
         byte = os.read(fd, 1)
         if not byte or len(line) >= MAX_LINE:
             raise BadArgument("standard input must begin with one line of JSON")

@@ -1,9 +1,9 @@
-"""Where to listen.
+"""Where a sidecar listens, and its files.
 
-Every launch has a fresh directory that only this user can enter, with its connect file, and its socket where the
-transport has one. A lock file says that its server lives; the system drops the lock with the process, however that
-ends, so what a killed server left is recognised and swept by the next one. A second bind of an ipc path would steal it
-without an error, hence the lock for paths that the user gives as well.
+Each launch has a fresh directory that only this user can enter, with its connect file, and its socket where the
+transport has one. A lock file shows that its sidecar lives; the system releases the lock with the process, however that
+ends, so the next launch recognises and removes what a killed one has left. A second bind of an ipc path would take it
+over without an error, so a path that the user gives is locked as well.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ MAX_SOCKET_PATH = 100
 
 @contextmanager
 def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
-    """Directory of this launch and the endpoint to bind, ours until the end of the block, when both are removed.
+    """Directory of this launch and the endpoint to bind. Both are ours until the end of the block, which removes them.
 
-    Raises :class:`EndpointInUse`, :class:`BadArgument` for a path that cannot be used.
+    :raises EndpointInUse: another sidecar has the path.
+    :raises BadArgument: a path cannot be used.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(_fresh_directory())
@@ -46,12 +47,12 @@ def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
 
 
 def closed_name(path: Path) -> Path:
-    """What a socket's file is called while nobody shall connect."""
+    """The name of a socket's file while no client can connect."""
     return path.with_name(path.name + ".closed")
 
 
 def running() -> list[Path]:
-    """Connect files of this user's sidecars that serve, but for those that were told to leave theirs elsewhere."""
+    """Connect files of this user's running sidecars, without those whose `connect_file` option names another place."""
     root = _root()
     _sweep(root)
     return sorted(root.glob(f"run-*/{CONNECT_FILE}"))
@@ -59,10 +60,10 @@ def running() -> list[Path]:
 
 @contextmanager
 def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
-    """Yields what writes the file at `path`: readable by this user only, and whole or not there at all. The end of the
-    block removes it.
+    """Yields a function that writes the file at `path`, readable by this user only, whole or not at all. The end of the
+    block removes the file.
 
-    Raises :class:`BadArgument` at once where it cannot be written, and from the call when it cannot be written then.
+    :raises BadArgument: the file cannot be written; at once, or from the call.
     """
     published = False
 
@@ -86,7 +87,7 @@ def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except (OSError, ValueError) as error:  # a ValueError: the path is none at all
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise refusal(error) from None
     try:
         yield publish
@@ -105,7 +106,7 @@ def _fresh_directory() -> Iterator[Path]:
             directory = Path(tempfile.mkdtemp(dir=root, prefix="run-"))
             lock = _lock(directory / "lock")
             if lock is not None:
-                break  # else a sweep came between the two
+                break  # else another launch has swept it in between
     except OSError as error:
         raise _no_root(root, error) from None
     try:
@@ -175,10 +176,10 @@ def _no_root(root: Path, error: OSError) -> BadArgument:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what servers that were killed have left."""
+    """Removes what killed sidecars have left."""
     for directory in root.glob("run-*"):
         if sys.platform == "win32" or not (directory / "lock").exists():
-            continue  # just being made
+            continue  # still being made
         lock = _lock(directory / "lock")
         if lock is not None:
             shutil.rmtree(directory, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The standard error and output of an engine process: passed on; the last of it is kept as the reason of its death.
+"""Standard output and error of an engine process: passed on, and the end of it kept as the reason of its death.
 
-llama.cpp, ggml and the C++ runtime say there why they abort, and nowhere else.
+llama.cpp, ggml and the C++ runtime write only there why they abort.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ MAX_LINES = 4
 MAX_CHARACTERS = 600
 
 _NOISE = ("engine: INFO:", "engine: DEBUG:")
-"""Lines of the engine's own log that are no reason for anything."""
+"""Lines of the engine's own log that explain no death."""
 
 
 class LastWords:
-    """Of one process."""
+    """The last lines of one process."""
 
     def __init__(self) -> None:
         self.ended = trio.Event()
-        """All has been read: the process, and whoever inherited its pipe, has closed it."""
+        """Everything has been read: the process and all that inherited its pipe have closed it."""
         self._tail = b""
 
     def __str__(self) -> str:
-        """The last lines as one, "" if nothing was said."""
+        """The last lines as one; "" where there are none."""
         lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines()]
-        said = [line for line in lines if line and not line.startswith(_NOISE)]
-        return "; ".join(said[-MAX_LINES:])[-MAX_CHARACTERS:]
+        kept = [line for line in lines if line and not line.startswith(_NOISE)]
+        return "; ".join(kept[-MAX_LINES:])[-MAX_CHARACTERS:]
 
     async def listen(self, pipe: trio.abc.ReceiveStream) -> None:
         """Reads `pipe` to its end, and passes all of it on to this process's standard error."""
@@ -39,12 +39,12 @@ class LastWords:
                 self._tail += data
                 if len(self._tail) > TAIL_BYTES:
                     self._tail = self._tail[-TAIL_BYTES:].partition(b"\n")[2] or self._tail[-TAIL_BYTES:]
-                # A thread: whoever reads our standard error may be slow.
+                # In a thread: the reader of our standard error may be slow.
                 await trio.to_thread.run_sync(_pass_on, bytes(data), abandon_on_cancel=True)
         self.ended.set()
 
 
 def _pass_on(data: bytes) -> None:
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # it is closed
         while data:
             data = data[os.write(2, data) :]

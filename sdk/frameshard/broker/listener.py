@@ -1,14 +1,14 @@
-"""The broker's sockets: one that clients connect to, one that answers who may, and a bound on what they can cost.
+"""The broker's sockets: one that clients connect to, one that authenticates them, and limits on their memory and files.
 
-ZeroMQ bounds the parts of a message but not their number, and shows a message only when its last part is there. So a
-peer that sends parts without end fills memory unseen, at hundreds of MiB a second, and cannot be told from the others.
-Hence memory is watched: when it has grown too far, all connections are dropped with what was under way on them. Honest
-clients connect again by themselves, resume their sessions and miss nothing. The same is done when a message has too
-many parts, since ZeroMQ cannot skip them and shows no other peer's message before they are read.
+ZeroMQ bounds the size of a message's parts but not their number, and delivers a message only when its last part has
+arrived. So a peer that sends parts without end fills memory unseen, at hundreds of MiB/s, and cannot be identified.
+Therefore memory is watched: when it has grown too far, all connections are closed and what was in transit is lost.
+Honest clients connect again by themselves, resume their sessions and miss nothing. The same is done when a message has
+too many parts, since ZeroMQ cannot skip them and delivers no other peer's message before they are read.
 
-libzmq 4.3.5 aborts the process when an ipc socket accepts a connection and no file descriptor is left. So the doors
-are closed while half of the descriptors are in use: the socket's file has another name then, so those who are in go on,
-and those who wait try again by themselves. Rejected: unbinding, which ends the connections too.
+libzmq 4.3.5 aborts the process when an ipc socket accepts a connection and no file descriptor is left. So no new
+connections are accepted while half of the descriptors are in use: the socket's file is renamed, existing connections
+go on, and new clients try again by themselves. Rejected: unbinding, which closes the existing connections too.
 """
 
 from __future__ import annotations
@@ -35,63 +35,66 @@ logger = logging.getLogger("frameshard.broker")
 
 LINGER_MS = 200
 GROWTH_BYTES = 256 << 20
-"""More than all that may be kept for clients, in ordinary use."""
+"""More than ordinary clients can make the broker keep."""
 
 MEMORY_CHECK_S = 0.1
 PAUSE_S = 0.5
-"""Without a listening socket, once half of the file descriptors are in use; again and again until they are not."""
+"""How long no connection is accepted, again and again while half of the file descriptors are in use."""
 
 MAX_PAUSE_S = 5.0
-"""Connections that do not begin a handshake are gone by then; the others are dropped."""
+"""Connections without a handshake have timed out by then; the others are closed."""
 
 BACKLOG = 32
-"""Connections that libzmq may still accept when the doors are closed."""
+"""Connections that libzmq may still accept after the renaming."""
 
 ACCEPTS_PER_S = 50_000
-"""More than libzmq can accept: how often the descriptors must be looked at."""
+"""More than libzmq can accept; bounds the time between two looks at the descriptors."""
 
 _STATM = Path("/proc/self/statm")
 
 
 class Listener:
-    """Bound from its making on."""
+    """Bound when it is made."""
 
     def __init__(self, wanted: str, server_secret: bytes, client_public: bytes) -> None:
-        """Raises :class:`EndpointInUse`, :class:`BadArgument` for an endpoint that cannot be had."""
+        """
+        :raises EndpointInUse: another server listens there.
+        :raises BadArgument: the endpoint cannot be bound.
+        """
         self._server_secret = server_secret
         self._client_key = z85.decode(client_public)
         self.endpoint = self._open(wanted)
 
     async def run(self, server: Server) -> None:
-        """Brings clients and `server` together until it is cancelled."""
+        """Passes traffic between clients and `server` until it is cancelled."""
         while True:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._authenticate, Socket(self._zap, max_parts=7))
                 for end in (partial(server.receive, Socket(self._router)), _memory_has_grown, self._files_stay_in_use):
                     nursery.start_soon(_until, end, nursery.cancel_scope)
-            logger.warning("all connections are dropped")
+            logger.warning("all connections are closed")
             server.disconnected()
             self._context.destroy(linger=0)
             while True:
                 try:
                     self._open(self.endpoint)
                     break
-                except FrameshardError as error:  # somebody was faster
+                except FrameshardError as error:  # another process has taken the endpoint
                     logger.warning("%s", error)
                     await trio.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """What has been sent still gets a moment to arrive."""
+        """Closes the sockets; messages that were sent get `LINGER_MS` to arrive."""
         self._context.destroy(linger=LINGER_MS)
 
     async def _files_stay_in_use(self) -> None:
-        """Closes the doors while half of the descriptors are in use, until that does not help."""
+        """Accepts no connections while half of the descriptors are in use; returns when that does not help."""
         while True:
             most = _max_files() // 2
             await trio.sleep(min(MEMORY_CHECK_S, most / ACCEPTS_PER_S))
             if _files_in_use() >= most:
-                logger.warning("too many connections: no more for a while")
-                with self._doors_closed(), trio.move_on_after(MAX_PAUSE_S) as pause:
+                logger.warning("too many connections: no new ones are accepted for now")
+                with self._not_accepting(), trio.move_on_after(MAX_PAUSE_S) as pause:
                     await trio.sleep(PAUSE_S)
                     while _files_in_use() >= most:
                         await trio.sleep(PAUSE_S)
@@ -99,8 +102,8 @@ class Listener:
                     return
 
     @contextmanager
-    def _doors_closed(self) -> Iterator[None]:
-        """Nobody can connect. A port stays open: there, libzmq bears it that no descriptor is left."""
+    def _not_accepting(self) -> Iterator[None]:
+        """No client can connect. A TCP port stays open: there, libzmq survives without descriptors."""
         if not self.endpoint.startswith("ipc://"):
             yield
             return
@@ -142,7 +145,7 @@ class Listener:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def _authenticate(self, zap: Socket) -> None:
-        """Answers ZeroMQ's question for each connection (ZAP, rfc.zeromq.org/spec/27): only one key may come in."""
+        """Answers ZeroMQ's request for each connection (ZAP, rfc.zeromq.org/spec/27): one key is accepted."""
         while True:
             parts = await zap.receive()
             known = len(parts) == 7 and parts[2] == ZAP_DOMAIN and parts[5:] == [b"CURVE", self._client_key]
@@ -167,15 +170,15 @@ async def _until(end: Callable[[], Awaitable[None]], scope: trio.CancelScope) ->
 async def _memory_has_grown() -> None:
     if not _STATM.exists():
         await trio.sleep_forever()
-    with _STATM.open("rb", buffering=0) as statm:  # once: later there may be no descriptor left
+    with _STATM.open("rb", buffering=0) as statm:  # opened once: later there may be no descriptor left
         most = _memory(statm) + GROWTH_BYTES
         while _memory(statm) < most:
             await trio.sleep(MEMORY_CHECK_S)
-    logger.warning("a peer fills this process's memory")
+    logger.warning("a client fills this process's memory")
 
 
 def _memory(statm: FileIO) -> int:
-    """Bytes of memory that this process uses."""
+    """Resident bytes of this process."""
     statm.seek(0)
     return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -190,7 +193,7 @@ def _max_files() -> int:
 
 
 def _files_in_use() -> int:
-    """All descriptors below this one are in use: each new one is the lowest that is free."""
+    """The number of the lowest free descriptor: all below it are in use."""
     try:
         fd = os.dup(2)
     except OSError:

@@ -1,7 +1,7 @@
 """The sidecar's process: its keys, its limits, and what ends it.
 
-It ends with its host, on a signal, on a client's shutdown, or when its first engine cannot be loaded, and leaves
-nothing behind: no process, no socket, no directory.
+It ends with its host, on a signal, on a client's `shutdown`, or when its first engine cannot be loaded. It leaves no
+process, no socket and no directory behind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from frameshard.wire.launch import ConnectInfo, ServeConfig
 PARENT_CHECK_S = 0.25
 MAX_FILES = 65536
 MIN_FILES = 1024
-"""libzmq ends the process when it has no descriptor left. The sidecar and 32 clients take 70; the rest is for the time
-that it takes to notice a flood of connections."""
+"""libzmq aborts the process when no descriptor is left. The sidecar and 32 clients take 70; the rest covers the time to
+notice a flood of connections."""
 
 OOM_SCORE_ADJ = 500
 
@@ -40,17 +40,20 @@ def serve(
     on_ready: Callable[[ConnectInfo, Path], None] | None = None,
     host_pipe: int | None = None,
 ) -> int:
-    """Runs a sidecar until it is told to stop. Returns the number of the signal that did, else 0.
+    """Runs a sidecar until it is stopped.
 
-    `on_ready` is called once when the model is loaded, with what a client needs and the file that says the same to
-    others. `host_pipe` is a file descriptor whose end of file means that the host is gone; without one, only a signal
-    or a client ends the server.
-
-    Raises what the model, the device or the budget is refused with (:class:`ModelNotFound`, :class:`BadModel`,
-    :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...), :class:`EndpointInUse`, :class:`BadArgument` where a file
-    or a socket cannot be made, :class:`Unsupported` where this process may have too few files open, or
-    :class:`EngineDied` when the engine does not survive loading. Not raised: an engine's later death, which clients
-    learn by event.
+    :param on_ready: called once when the model is loaded, with what a client needs to connect and the connect file.
+    :param host_pipe: file descriptor whose end of file means that the host has ended; without it, only a signal or a
+        client ends the sidecar.
+    :returns: the number of the signal that ended it, else 0.
+    :raises ModelNotFound: no such file.
+    :raises BadModel: not a model that can be served.
+    :raises UnknownDevice: no such device.
+    :raises BudgetBelowFloor: the model cannot run in the budget.
+    :raises EndpointInUse: another sidecar has the endpoint.
+    :raises BadArgument: options contradict each other, or a file or a socket cannot be made.
+    :raises Unsupported: the model is of a kind that cannot be served, or this process may open too few files.
+    :raises EngineDied: the engine did not survive loading. Its later deaths are not raised: clients get an event.
     """
     _prepare_process()
     with ExitStack() as stack:
@@ -99,7 +102,10 @@ async def _serve(server: Server, listener: Listener, announce: Callable[[], None
 
 
 def _prepare_process() -> None:
-    """As many open files as may be, and the first to go when memory runs out. Raises :class:`Unsupported`."""
+    """Allows as many open files as possible, and makes this process the first to be ended when memory runs out.
+
+    :raises Unsupported: too few files may be open.
+    """
     if sys.platform == "win32":
         return
     import resource
@@ -127,10 +133,10 @@ async def _watch_signals(server: Server, received: list[int]) -> None:
 
 
 async def _watch_host(pipe: int, scope: trio.CancelScope) -> None:
-    """Ends all at once when the host is gone.
+    """Ends everything at once when the host has ended.
 
-    That shows at the pipe's end or, should another child of the host have inherited the pipe, by a new parent process.
-    Rejected: a parent-death signal, which fires when the thread that launched us ends.
+    The pipe's end of file shows that, or a new parent process where another child of the host has inherited the pipe.
+    Rejected: a parent-death signal, which is sent when the thread that launched us ends.
     """
     parent = os.getppid()
 

@@ -1,7 +1,7 @@
-"""The one task group that owns the socket: takes frames, lets sessions, jobs, lease and engine decide, and sends.
+"""The traffic between clients and engine: takes frames, lets sessions, jobs, lease and supervisor decide, and sends.
 
-Guarantees: nothing here waits for the GPU or for one client; what is kept for a client is bounded; a frame of any
-content is answered or dropped.
+Guarantees: nothing here waits for the GPU or for one client; memory per client is bounded; a frame of any content is
+answered or dropped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import trio
 
+from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
-from frameshard.broker.page import Page
 from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import ConnectionLost, EngineDied, FrameshardError, Overloaded, internal
@@ -31,24 +31,24 @@ from frameshard.wire.launch import ServeConfig
 logger = logging.getLogger("frameshard.broker")
 
 RETRY_S = 0.02
-"""Until a client whose queue was full is tried again."""
+"""Between two tries to send to a client whose queue is full."""
 
 SILENCE_CHECK_S = 0.5
 NEGOTIATE_S = 0.25
 MAX_ASKED = 64
-"""Requests for statistics and plans that wait for the engine."""
+"""Requests for statistics and plans that may wait for the engine."""
 
 _PASSED_ON = {field.name for field in fields(ServeConfig)} & {field.name for field in fields(em.EngineConfig)}
-"""Options of a launch that are the engine's."""
+"""Options of a launch that the engine has too."""
 
 
 class Server:
-    """All parts of one launch, and the traffic between them."""
+    """All parts of one launch.
+
+    :param epoch: number of the launch.
+    """
 
     def __init__(self, config: ServeConfig, epoch: int) -> None:
-        """
-        :raises BadArgument: options of the launch contradict each other.
-        """
         self.error: FrameshardError | None = None
         self._config = config
         self._socket: Socket | None = None
@@ -67,8 +67,8 @@ class Server:
         self._model: m.ModelInfo | None = None
         self._n_ubatch = config.n_ubatch
         self._asked: dict[int, tuple[Session, m.StatsGet | m.PlanGet]] = {}
-        self._page = Page()
-        self._settings: dict[type, em.Command] = {}  # what an engine is told when it is ready
+        self._frame_block = FrameBlockMemory()
+        self._settings: dict[type, em.Command] = {}  # sent to each engine when it is ready
         self._numbers = 0
         self._started_at = time.monotonic()
         self._announce: Callable[[], None] | None = None
@@ -77,7 +77,10 @@ class Server:
         self._engine_config()  # refuses options that no engine could be started with
 
     async def run(self, announce: Callable[[], None]) -> None:
-        """Until :meth:`stop`, or a first load that fails (:attr:`error`)."""
+        """Returns after :meth:`stop`, or after a first load that fails; :attr:`error` says why.
+
+        :param announce: called once when the model is loaded.
+        """
         self._announce = announce
         async with trio.open_nursery() as nursery:
             for task in (self._retry, self._watch_silence, self._supervise, self._keep_negotiating):
@@ -90,11 +93,11 @@ class Server:
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
-        """Ends :meth:`run` in good order."""
+        """Ends :meth:`run` in an orderly way."""
         self._stop.set()
 
     def disconnected(self) -> None:
-        """The socket is gone with all its connections; another follows."""
+        """The socket has been closed with all its connections; another one follows."""
         self._socket = None
         self._sessions.disconnected()
 
@@ -107,7 +110,7 @@ class Server:
             self.stop()
 
     async def receive(self, socket: Socket) -> None:
-        """Takes what comes on `socket`, and sends on it, until a peer floods it: then `socket` has to be replaced."""
+        """Receives and sends on `socket`. Returns when a peer has flooded it: then it must be replaced."""
         self._socket = socket
         while True:
             try:
@@ -146,8 +149,8 @@ class Server:
             self._lease.engine_hibernated(trio.current_time())
 
     async def _watch_silence(self) -> None:
-        """Silence is counted in looks at which all that clients had sent was read, so a broker that was stopped blames
-        nobody when it goes on."""
+        """Ends the jobs of clients that are gone. Silence is counted in looks at which everything received had been
+        read, so that a broker that was itself stopped does not blame its clients."""
         while True:
             await trio.sleep(SILENCE_CHECK_S)
             if self._socket is None or not self._socket.drained():
@@ -164,8 +167,8 @@ class Server:
             self._flush()
 
     def _is_connected(self, session: Session) -> bool:
-        """Whether the client's process lives (a debugger, a long load): the system closes a dead one's connection. Only
-        something sent tells; a pong harms nobody."""
+        """Whether the client's process lives: the system closes the connection of a dead one. Only a send shows that,
+        so a pong is sent."""
         if session.reachable and self._socket is not None:
             try:
                 self._socket.try_send([session.peer, m.encode(session.connection.pong(1))])
@@ -176,7 +179,7 @@ class Server:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def _serve(self, session: Session, request: m.Request) -> None:
-        """Carries out a request. What goes wrong with it is the request's failure alone, also a defect of ours."""
+        """Carries out a request. Any exception is answered as the failure of this request alone."""
         try:
             self._handle(session, request)
         except Exception as error:
@@ -205,7 +208,7 @@ class Server:
         elif isinstance(request, m.PlanGet):
             self._ask(session, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
         elif isinstance(request, m.FrameBlockGet):
-            path = self._page.path()
+            path = self._frame_block.path()
             if em.OpenFrameBlock not in self._settings:  # an engine maps it each time it is told
                 self._set(em.OpenFrameBlock(path))
             connection.reply(m.FrameBlock(request.id, self._epoch, path))
@@ -213,7 +216,7 @@ class Server:
             self._set(em.SetPacing(request.scheduling_mode, request.target_tokens_per_second))
             connection.ok(request.id)
         elif isinstance(request, m.ModelInfoGet):
-            assert self._model is not None  # nobody can connect before the first load
+            assert self._model is not None  # no client can connect before the first load
             connection.reply(m.Model(request.id, self._epoch, self._model))
         elif isinstance(request, m.StatsGet):
             self._ask(session, request, em.GetStats)
@@ -300,7 +303,7 @@ class Server:
 
     def engine_ready(self, ready: em.Ready) -> None:
         self._model = ready.model
-        # What the first engine chose is the next one's too: conversations are read again in the same steps.
+        # Later engines use what the first one has chosen: conversations must be read again in the same steps.
         self._n_ubatch = self._n_ubatch or ready.n_ubatch
         self._lease.load_s = self._supervisor.load_s
         self._lease.engine_ready(
@@ -378,7 +381,7 @@ class Server:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Sends all that can be sent now: to the engine, to strangers, to sessions."""
+        """Sends all that can be sent now: to the engine, to peers without a session, to sessions."""
         for commands in (self._lease.commands, self._jobs.commands):
             for command in commands:
                 self._supervisor.send(command)
@@ -396,7 +399,7 @@ class Server:
         for session in self._sessions:
             self._flush_session(session, self._socket)
             if session.connection.overrun:
-                logger.warning("%r does not read its answers: dropped", session)
+                logger.warning("%r does not read its answers: its session ends", session)
                 self._forget(session)
 
     def _flush_session(self, session: Session, socket: Socket) -> None:

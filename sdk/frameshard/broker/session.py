@@ -1,7 +1,7 @@
-"""Which connection belongs to which session.
+"""Sessions, and the connection that each of them is reached by.
 
 A session outlives its connection: a client that was frozen (breakpoint, suspended machine) comes back under another
-ZeroMQ address and resumes by number. Nothing is kept for a stranger who has not said hello.
+ZeroMQ address and resumes its session by number. Nothing is kept for a peer that has not sent hello (a *stranger*).
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ RESUME_S = 5.0
 """For clients to connect again after all connections were dropped."""
 
 MAX_STRANGERS = 64
-"""Answers waiting for peers without a session; more are dropped."""
+"""Answers that wait for strangers; more are dropped."""
 
 
 class Session:
-    """A client's session and where it is reached."""
+    """One client's session.
+
+    :param peer: ZeroMQ address.
+    """
 
     def __init__(self, peer: bytes, client: str, connection: ServerConnection) -> None:
         self.peer = peer
         self.client = client
         self.connection = connection
         self.reachable = True
-        """False from a send that found nobody until the client is heard again."""
+        """False from a send that found no connection until something is received."""
         self.dropped = False
-        """The broker ended its connection itself, with all others; it has not been heard since."""
+        """The broker has closed all connections itself, and nothing has been received since."""
         self.notices = False
-        """It wants to hear of the sidecar's side of the negotiation."""
+        """The client has asked for notices."""
 
     def __repr__(self) -> str:
         return f"<Session {self.connection.session} of {self.client!r}>"
@@ -68,9 +71,9 @@ class Sessions:
         self._by_peer: dict[bytes, Session] = {}
         self._by_number: dict[int, Session] = {}
         self.strangers: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_STRANGERS)
-        """Address and frame of answers to peers without a session."""
+        """Address and frame of answers to strangers."""
         self.evicted: deque[Session] = deque()
-        """Sessions that have ended here; their jobs are to be dropped."""
+        """Sessions that have ended here; the caller drops their jobs."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_number.values()))
@@ -79,7 +82,7 @@ class Sessions:
         return len(self._by_number)
 
     def receive(self, peer: bytes, parts: list[bytes], now: float) -> tuple[Session, m.Request] | None:
-        """A request to act on, with its session; None when it was dealt with here."""
+        """A request to carry out, with its session; None where it was dealt with here."""
         session = self._by_peer.get(peer)
         if len(parts) != 1:
             error = BadMessage(f"a message has one part, this one has {len(parts)} or more")
@@ -96,7 +99,7 @@ class Sessions:
             hello = m.decode_request(parts[0])
             if not isinstance(hello, m.Hello):
                 request_id = None if isinstance(hello, m.Credit) else hello.id
-                raise ConnectionLost("no session on this connection: say hello first", id=request_id)
+                raise ConnectionLost("no session on this connection: send hello first", id=request_id)
         except FrameshardError as error:
             self._answer_stranger(peer, error.detail.pop("id", None), error)
         else:
@@ -104,19 +107,19 @@ class Sessions:
         return None
 
     def disconnected(self) -> None:
-        """No connection is left; who comes back resumes."""
+        """All connections are closed. Clients that come back resume."""
         self._by_peer.clear()
         self.strangers.clear()
         for session in self:
             session.reachable, session.dropped = False, True
 
     def drop(self, peer: bytes) -> None:
-        """Evicts the session of a peer that does not keep the protocol."""
+        """Ends the session of a peer that violates the protocol."""
         if peer in self._by_peer:
             self.evicted.append(self._by_peer[peer])
 
     def end(self, session: Session) -> None:
-        """Forgets a session."""
+        """Removes a session."""
         self._by_number.pop(session.connection.session, None)
         self._by_peer.pop(session.peer, None)
 
@@ -162,8 +165,11 @@ class Sessions:
         )
 
     def _make_room(self, now: float) -> None:
-        """Ends the session that has been silent the longest of those whose clients are not connected. They may want to
-        resume: so only where there is no room, and not just after the broker has ended their connections itself."""
+        """Ends the session that has been silent longest among those without a connection. Its client may want to
+        resume, so only where there is no room, and not just after the broker has closed all connections itself.
+
+        :raises Overloaded: all sessions are connected.
+        """
         if len(self._by_number) < MAX_SESSIONS:
             return
         for session in sorted(self, key=lambda session: session.connection.heard_at):

@@ -1,7 +1,7 @@
-"""The page of the frame block: made when it is first asked for, and gone with this process.
+"""The shared memory of the frame block: made when it is first asked for, removed with this process.
 
-On Linux it is a memory file that nobody can shrink under its readers, reached through this process's descriptor; so a
-sidecar that is killed leaves nothing behind. Elsewhere it is a file of this user's in a fresh directory.
+On Linux it is a memory file that is sealed against shrinking, opened through this process's descriptor, so a sidecar
+that is killed leaves nothing behind. Elsewhere it is a file in a fresh directory of this user.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if sys.platform != "win32":
     import fcntl
 
 
-class Page:
-    """One page."""
+class FrameBlockMemory:
+    """The frame block of one launch."""
 
     def __init__(self) -> None:
         self._path: str | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def path(self) -> str:
-        """Where any process of this user can open it."""
+        """Path under which any process of this user can open it."""
         if self._path is None:
             self._path = self._make()
         return self._path
