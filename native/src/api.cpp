@@ -1,5 +1,6 @@
 // The C interface, frameshard_device.h: checks arguments and the order of calls, takes the locks.
 #include "device.h"
+#include "emulated.h"
 #include "kv_layout.h"
 #include "plugin.h"
 #include "tower.h"

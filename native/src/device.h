@@ -10,7 +10,6 @@
 #pragma once
 
 #include "cache.h"
-#include "emulated.h"
 #include "expert_cache.h"
 #include "frameshard_device.h"
 #include "inner.h"

@@ -24,6 +24,16 @@ const Quirks &quirks_of(const char *name) {
                          [&](const Quirks &q) { return strncmp(name, q.registry, strlen(q.registry)) == 0; });
 }
 
+ggml_tensor *GraphKeys::key(bool one_token, size_t index) {
+    auto &keys = keys_[one_token];
+    while (keys.size() <= index) {
+        keys.push_back(std::make_unique<ggml_tensor>());
+        *keys.back() = {};
+        std::fill_n(keys.back()->ne, GGML_MAX_DIMS, 1);
+    }
+    return keys[index].get();
+}
+
 bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     dev = device;
     quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));

@@ -2,7 +2,7 @@
 // other devices, and the one way for bytes from the host to it.
 #pragma once
 
-#include "program.h"
+#include "tensors.h"
 #include "trace.h"
 
 #include "ggml-backend.h"
@@ -18,6 +18,27 @@ struct BufferDeleter {
     void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
 };
 using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
+
+// An operation that writes rows from staging memory into a tensor of the inner device. It must outlive the queued work.
+struct HostRows {
+    ggml_tensor to = {}, from = {}, places = {}, set = {};
+    ggml_tensor *nodes[2] = {};
+};
+
+// First nodes of segments: nodes that do nothing and outlive programs. Inner devices that capture graphs identify a graph
+// by its first node and hold memory for each that they know.
+class GraphKeys {
+  public:
+    // For a segment that may be captured, by its place in a graph of one token or of several; it is captured again when
+    // the program changes.
+    ggml_tensor *at_place(bool one_token, size_t place) { return key(one_token, place + 1); }
+    // For all segments that should not be captured. Its graph changes all the time, so none is.
+    ggml_tensor *uncaptured(bool one_token) { return key(one_token, 0); }
+
+  private:
+    ggml_tensor *key(bool one_token, size_t index);
+    std::vector<std::unique_ptr<ggml_tensor>> keys_[2];
+};
 
 enum class HostReads { never, pinned, always };
 

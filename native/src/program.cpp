@@ -30,14 +30,4 @@ Program *ProgramCache::add(std::unique_ptr<Program> program) {
     return programs_.back().get();
 }
 
-ggml_tensor *GraphKeys::key(bool one_token, size_t index) {
-    auto &keys = keys_[one_token];
-    while (keys.size() <= index) {
-        keys.push_back(std::make_unique<ggml_tensor>());
-        *keys.back() = {};
-        std::fill_n(keys.back()->ne, GGML_MAX_DIMS, 1);
-    }
-    return keys[index].get();
-}
-
 } // namespace fsd

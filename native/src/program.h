@@ -2,8 +2,8 @@
 #pragma once
 
 #include "expert_cache.h"
+#include "inner.h"
 #include "plan.h"
-#include "tensors.h"
 
 #include <memory>
 #include <vector>
@@ -18,12 +18,6 @@ constexpr size_t kMaxPrograms = 6;
 struct Span {
     Buffer *buffer;
     size_t offset, bytes;
-};
-
-// An operation that writes rows from staging memory into a tensor of the inner device. It must outlive the queued work.
-struct HostRows {
-    ggml_tensor to = {}, from = {}, places = {}, set = {};
-    ggml_tensor *nodes[2] = {};
 };
 
 // One streamed step: the pieces that are copied into the ring together.
@@ -115,21 +109,6 @@ class ProgramCache {
   private:
     std::vector<std::unique_ptr<Program>> programs_;
     uint64_t clock_ = 0;
-};
-
-// First nodes of segments: nodes that do nothing and outlive programs. Inner devices that capture graphs identify a graph
-// by its first node and hold memory for each that they know.
-class GraphKeys {
-  public:
-    // For a segment that may be captured, by its place in a graph of one token or of several; it is captured again when
-    // the program changes.
-    ggml_tensor *at_place(bool one_token, size_t place) { return key(one_token, place + 1); }
-    // For all segments that should not be captured. Its graph changes all the time, so none is.
-    ggml_tensor *uncaptured(bool one_token) { return key(one_token, 0); }
-
-  private:
-    ggml_tensor *key(bool one_token, size_t index);
-    std::vector<std::unique_ptr<ggml_tensor>> keys_[2];
 };
 
 } // namespace fsd

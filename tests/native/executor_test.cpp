@@ -2,6 +2,7 @@
 #include "apart.h"
 #include "check.h"
 #include "device.h"
+#include "emulated.h"
 #include "plugin.h"
 
 #include "ggml-alloc.h"
