@@ -98,8 +98,8 @@ fsd_status fsd_configure(const fsd_config *config) {
     d.n_threads = config->n_threads;
     d.sizes =
         d.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes, d.inner.quirks.vram_unit_bytes};
-    d.budget.store(limit_of(config->budget_bytes));
-    d.requested_budget.store(d.budget.load());
+    d.ledger.set_budget(limit_of(config->budget_bytes));
+    d.requested_budget.store(d.ledger.budget());
     d.configured.store(true);
     return FSD_OK;
 }
@@ -309,8 +309,8 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     if (ring_bytes > 0) {
         d.wanted_ring = ring_bytes;
     }
-    const Residency r = residency(d.budget.load(), d.fixed(), d.layout.min_ring, d.wanted_ring, d.layout.slab_sizes,
-                                  d.sizes.unit_bytes);
+    const Residency r = residency(d.ledger.budget(), d.ledger.fixed(), d.layout.min_ring, d.wanted_ring,
+                                  d.layout.slab_sizes, d.sizes.unit_bytes);
     if (d.ring.capacity > 0 && r.ring > 0 && d.ring.capacity != r.ring) {
         while (d.slabs.size() > r.slabs) {
             d.pop_slab();
@@ -340,7 +340,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
         d.requested_budget.store(wanted);
         mine = d.requested_generation.fetch_add(1) + 1;
     }
-    if (d.used() > wanted) {
+    if (d.ledger.used() > wanted) {
         interrupt_tower(); // the encode frees its VRAM; the caller encodes again within the new budget
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
@@ -357,7 +357,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
         }
         d.applied.wait_for(lock, std::chrono::milliseconds(1));
     }
-    if (d.used() > wanted) {
+    if (d.ledger.used() > wanted) {
         return fail(FSD_TIMEOUT, "more is in use than the budget allows; it stays in force");
     }
     return FSD_OK;
@@ -422,18 +422,15 @@ fsd_status fsd_clear_expert_cache(void) {
 fsd_status fsd_set_overhead(uint64_t bytes) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    const uint64_t before = d.overhead.exchange(bytes);
+    const uint64_t before = d.ledger.overhead();
+    d.ledger.set_overhead(bytes);
     if (d.committed) {
         d.update_floor();
     }
-    if (bytes > before && !d.make_room(0)) {
+    if (bytes > before && !d.ledger.make_room(0)) {
         return fail(FSD_BELOW_FLOOR, "the overhead leaves less VRAM than the model's floor");
     }
-    {
-        const uint64_t used = d.used();
-        std::lock_guard<std::mutex> state(d.state_mutex);
-        d.peak = std::max(d.peak, used);
-    }
+    d.ledger.note_peak();
     if (d.committed) {
         d.update_placements();
     }
@@ -526,20 +523,21 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
         std::lock_guard<std::mutex> lock(d.state_mutex);
         *stats = d.counters;
         stats->struct_size = sizeof(fsd_stats);
-        stats->overhead_bytes = d.overhead.load();
-        stats->buffers_bytes = d.used_by[(int)Use::buffers] + d.used_by[(int)Use::cache];
-        stats->kv_bytes = d.used_by[(int)Use::cache];
         stats->kv_host_bytes = d.cache_on_host.load();
-        stats->core_bytes = d.used_by[(int)Use::core];
-        stats->arena_bytes = d.used_by[(int)Use::arena];
-        stats->ring_bytes = d.used_by[(int)Use::ring];
-        stats->scratch_bytes = d.used_by[(int)Use::scratch];
-        stats->used_bytes = stats->overhead_bytes + stats->buffers_bytes + stats->core_bytes + stats->arena_bytes +
-                            stats->ring_bytes + stats->scratch_bytes;
-        stats->peak_bytes = d.peak;
     }
+    const Ledger::Figures f = d.ledger.figures();
+    const auto used_by = [&](Use use) { return f.used_by[(int)use]; };
+    stats->overhead_bytes = f.overhead;
+    stats->buffers_bytes = used_by(Use::buffers) + used_by(Use::kv) + used_by(Use::image);
+    stats->kv_bytes = used_by(Use::kv);
+    stats->core_bytes = used_by(Use::core);
+    stats->arena_bytes = used_by(Use::arena);
+    stats->ring_bytes = used_by(Use::ring);
+    stats->scratch_bytes = used_by(Use::scratch);
+    stats->used_bytes = f.used;
+    stats->peak_bytes = f.peak;
     add_tower_counters(*stats);
-    stats->budget_bytes = d.budget.load();
+    stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.floor.load();
     stats->full_bytes = d.full.load();
     if (d.configured.load() && d.inner.quirks.emulated) {
@@ -549,10 +547,7 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
 }
 
 fsd_status fsd_reset_peak(void) {
-    Device &d = device();
-    const uint64_t used = d.used();
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.peak = used;
+    device().ledger.reset_peak();
     return FSD_OK;
 }
 

@@ -139,7 +139,7 @@ void Device::release_block(CacheBlock &b) {
         b.storage.reset();
         cache_on_host -= b.bytes;
     } else {
-        release(Use::cache, b.storage);
+        ledger.release(Use::kv, b.storage);
     }
     b.base = nullptr;
     b.bytes = 0;
@@ -163,7 +163,7 @@ bool Device::relocate(CacheBlock &b, int64_t cells, int64_t streams, bool to_hos
             ggml_backend_buffer_type_t buft = parked ? nullptr : inner.host_buffer_type();
             storage.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), bytes));
         } else {
-            storage = allocate(Use::cache, bytes, false);
+            storage = ledger.allocate(Use::kv, bytes, Ledger::kForKv);
         }
         if (!storage) {
             return false;
@@ -211,7 +211,7 @@ size_t Device::window_lacks() {
 // A ring must have room beside the caches, also while everything is resident and there is none: one in which copies run
 // ahead, since a token waits longer for all the weights that stream than for a part of its context.
 bool Device::cache_fits(int64_t more) {
-    return (int64_t)(fixed() + layout.weights_beside_kv()) + more <= (int64_t)budget.load();
+    return (int64_t)(ledger.fixed() + layout.weights_beside_kv()) + more <= (int64_t)ledger.budget();
 }
 
 // To the host with one more block, a layer's near the output first: those that stay have their copies hidden longest.
@@ -234,7 +234,7 @@ bool Device::ensure_window() {
         }
         if (n > 0 && !window) {
             for (n_panes = two ? 2 : 1; n_panes > 0 && !window; n_panes -= window ? 0 : 1) {
-                window = allocate(Use::cache, n_panes * largest, false);
+                window = ledger.allocate(Use::kv, n_panes * largest, Ledger::kForKv);
             }
             if (!window) {
                 if (!spill_block()) {
@@ -256,7 +256,7 @@ bool Device::ensure_window() {
 void Device::release_window() {
     inner.synchronize();
     ggml_backend_synchronize(inner.copy);
-    release(Use::cache, window);
+    ledger.release(Use::kv, window);
     window_base = nullptr;
     n_panes = pane_bytes = 0;
     residency_generation++;

@@ -61,7 +61,7 @@ void Device::read_frame_budget() {
     }
     const uint64_t wanted = limit_of(bytes);
     if (wanted < floor.load()) {
-        pacing.refuse(generation, budget.load(), used(), floor.load());
+        pacing.refuse(generation, ledger.budget(), ledger.used(), floor.load());
         return;
     }
     std::lock_guard<std::mutex> lock(state_mutex);
@@ -85,7 +85,7 @@ bool Device::apply_budget_if_idle() {
 // Tells the host through the frame block that its budget is in force.
 void Device::answer_frame_budget() {
     if (pacing.has_accepted() && !budget_is_pending()) {
-        pacing.answer_accepted(budget.load(), used(), floor.load());
+        pacing.answer_accepted(ledger.budget(), ledger.used(), floor.load());
     }
 }
 

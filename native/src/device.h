@@ -14,6 +14,7 @@
 #include "frameshard_device.h"
 #include "inner.h"
 #include "layout.h"
+#include "ledger.h"
 #include "pacing.h"
 #include "plan.h"
 #include "program.h"
@@ -58,8 +59,6 @@ struct Buffer {
     char *inner_base = nullptr;
 };
 
-enum class Use { buffers, cache, core, arena, ring, scratch, count };
-
 struct LadderPlace {
     uint32_t shard = 0;
     size_t position = 0; // in the whole ladder
@@ -85,7 +84,7 @@ struct Ring {
 };
 
 struct Device {
-    Device(Inner &inner, Pacing &pacing) : inner(inner), pacing(pacing) {}
+    Device(Inner &inner, Pacing &pacing);
     Device(const Device &) = delete;
     Device &operator=(const Device &) = delete;
 
@@ -128,28 +127,19 @@ struct Device {
     ProgramCache programs;
 
     // any thread
-    std::atomic<uint64_t> budget{0};           // in force for allocations
+    Ledger ledger;
     std::atomic<uint64_t> requested_budget{0}; // asked for; applied at a step boundary
     std::atomic<uint64_t> requested_generation{0}, applied_generation{0};
-    std::atomic<uint64_t> overhead{0};
     std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
     Device *host = this; // of a vision tower the language model's device, to whose budget it belongs
     std::mutex state_mutex;
     std::condition_variable applied;
     std::atomic<uint64_t> cache_on_host{0};
-    size_t used_by[(int)Use::count] = {};
-    uint64_t peak = 0;
     fsd_stats counters = {};
 
     // --- memory (memory.cpp); all need graph_mutex
-    // Null when it cannot fit the budget or the inner device refuses. Caches go to the host only if they may.
-    InnerBuffer allocate(Use use, size_t bytes, bool may_spill = true);
-    void release(Use use, InnerBuffer &buffer);
-    bool make_room(size_t bytes, bool may_spill = true);
     bool materialise(Buffer *b);
-    uint64_t used();
-    uint64_t fixed(); // overhead, buffers, caches, core, scratch
     void apply_budget();
     bool budget_is_pending() const { return requested_generation.load() != applied_generation.load(); }
     void pop_slab();

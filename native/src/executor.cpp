@@ -281,7 +281,7 @@ void Executor::adopt_expert_cache() {
 bool Executor::wait_for_frame(bool &timed) {
     const auto hurry = [this] {
         d.host->read_frame_budget();
-        if (d.host != &d && d.host->budget_is_pending() && d.host->requested_budget.load() < d.host->used()) {
+        if (d.host != &d && d.host->budget_is_pending() && d.host->requested_budget.load() < d.host->ledger.used()) {
             d.abort.store(true); // borrowed memory is given back first
         }
         return d.abort.load() || d.budget_is_pending();
@@ -337,7 +337,7 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
 // Does what other threads have asked for since the last segment; false when the graph is to be aborted.
 bool Executor::apply_requests() {
     if (d.host != &d && d.host->budget_is_pending()) {
-        if (d.host->requested_budget.load() < d.host->used()) {
+        if (d.host->requested_budget.load() < d.host->ledger.used()) {
             d.abort.store(true); // borrowed memory is given back first
         } else {
             d.host->apply_budget();

@@ -7,78 +7,29 @@ namespace fsd {
 
 static constexpr ggml_backend_buffer_usage kWeights = GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 
-uint64_t Device::used() {
-    std::lock_guard<std::mutex> lock(state_mutex);
-    uint64_t sum = overhead.load();
-    for (size_t u : used_by) {
-        sum += u;
-    }
-    return sum;
-}
-
-uint64_t Device::fixed() {
-    std::lock_guard<std::mutex> lock(state_mutex);
-    return overhead.load() + used_by[(int)Use::buffers] + used_by[(int)Use::cache] + used_by[(int)Use::core] +
-           used_by[(int)Use::scratch];
-}
-
-InnerBuffer Device::allocate(Use use, size_t bytes, bool may_spill) {
-    bytes = layout.granular(bytes);
-    if (!make_room(bytes, may_spill)) {
-        return nullptr;
-    }
-    InnerBuffer b(ggml_backend_buft_alloc_buffer(inner.buffer_type(), bytes));
-    if (!b) {
-        return nullptr;
-    }
-    std::lock_guard<std::mutex> lock(state_mutex);
-    used_by[(int)use] += ggml_backend_buffer_get_size(b.get());
-    uint64_t sum = overhead.load();
-    for (size_t u : used_by) {
-        sum += u;
-    }
-    peak = std::max<uint64_t>(peak, sum);
-    return b;
-}
-
-void Device::release(Use use, InnerBuffer &buffer) {
-    if (!buffer) {
-        return;
-    }
-    const size_t size = ggml_backend_buffer_get_size(buffer.get());
-    buffer.reset();
-    std::lock_guard<std::mutex> lock(state_mutex);
-    used_by[(int)use] -= size;
-}
-
-// Gives up residency from the ladder's tail, then the ring's surplus, then the caches', until `bytes` more fit the budget.
-bool Device::make_room(size_t bytes, bool may_spill) {
-    const uint64_t limit = budget.load();
-    while (used() + bytes > limit) {
-        if (!slabs.empty()) {
-            pop_slab();
-        } else if (ring.capacity > layout.min_ring) {
-            if (!resize_ring(layout.min_ring)) {
-                return false;
-            }
-        } else if (!may_spill) {
-            return false;
-        } else if (!spill_block()) {
-            if (n_panes < 2) {
-                return false;
-            }
-            release_window(); // with one pane it does too
-        }
-    }
-    return true;
-}
+// Who gives VRAM back, first to last.
+Device::Device(Inner &inner, Pacing &pacing)
+    : inner(inner), pacing(pacing),
+      ledger(inner,
+             {
+                 // The last slab of the arena: weights from the end of the ladder, which are streamed from then on.
+                 {Ledger::kWeights, [this] { return !slabs.empty() && (pop_slab(), true); }},
+                 {Ledger::kRingSurplus,
+                  [this] { return ring.capacity > layout.min_ring && (resize_ring(layout.min_ring), true); }},
+                 // All of the ring; the next graph of the language model takes it again.
+                 {Ledger::kRing, [this] { return ring.capacity > 0 && resize_ring(0); }},
+                 // A KV block moves to host memory.
+                 {Ledger::kKv, [this] { return spill_block(); }},
+                 // The second pane of the KV window: with one pane, copies and computing take turns.
+                 {Ledger::kKv, [this] { return n_panes == 2 && (release_window(), true); }},
+             }) {}
 
 void Device::pop_slab() {
     inner.synchronize(); // queued work may still read the slab
     Slab &s = slabs.back();
     ggml_backend_event_synchronize(s.filled); // and its copies may still be under way
     ggml_backend_event_free(s.filled);
-    release(Use::arena, s.buffer);
+    ledger.release(Use::arena, s.buffer);
     slabs.pop_back();
     residency_generation++;
     std::lock_guard<std::mutex> lock(state_mutex);
@@ -93,14 +44,14 @@ bool Device::resize_ring(size_t bytes) {
     inner.synchronize();
     reset_ring();
     experts.clear();
-    release(Use::ring, ring.buffer);
+    ledger.release(Use::ring, ring.buffer);
     ring.base = nullptr;
     ring.capacity = 0;
     residency_generation++;
     if (bytes == 0) {
         return true;
     }
-    ring.buffer = allocate(Use::ring, bytes);
+    ring.buffer = ledger.allocate(Use::ring, bytes);
     if (!ring.buffer) {
         return false;
     }
@@ -115,7 +66,7 @@ bool Device::ensure_ring() {
     if (ring.capacity > 0 || slabs.size() == layout.slab_sizes.size()) {
         return true;
     }
-    const uint64_t limit = budget.load(), held = used();
+    const uint64_t limit = ledger.budget(), held = ledger.used();
     const uint64_t room = std::max<uint64_t>(layout.min_ring, limit > held ? limit - held : 0);
     if (resize_ring(std::min<uint64_t>(room, std::max(wanted_ring, layout.min_ring)))) {
         return true;
@@ -134,10 +85,10 @@ bool Device::materialise(Buffer *b) {
     if (b->inner || b->weights || b->cache || b->size == 0) {
         return true;
     }
-    if (committed && floor.load() + layout.granular(b->size) > budget.load()) {
+    if (committed && floor.load() + layout.granular(b->size) > ledger.budget()) {
         return false; // the ring's smallest size stays free, even while everything is resident and there is no ring
     }
-    InnerBuffer inner_buffer = allocate(Use::buffers, b->size);
+    InnerBuffer inner_buffer = ledger.allocate(Use::buffers, b->size);
     if (!inner_buffer) {
         return false;
     }
@@ -172,14 +123,14 @@ void Device::park() {
             ggml_tensor raw = raw_tensor(b->inner, b->inner_base, b->size);
             ggml_backend_tensor_get(&raw, b->base, 0, b->size);
             InnerBuffer given(b->inner);
-            release(Use::buffers, given);
+            ledger.release(Use::buffers, given);
             b->inner = nullptr;
             b->inner_base = nullptr;
             b->parked = true;
         }
     }
-    release(Use::core, core);
-    release(Use::scratch, scratch);
+    ledger.release(Use::core, core);
+    ledger.release(Use::scratch, scratch);
     core_base = scratch_base = nullptr;
     inner.close_streams();
     committed = false;
@@ -187,11 +138,7 @@ void Device::park() {
 }
 
 void Device::update_floor() {
-    uint64_t rest = fixed();
-    {
-        std::lock_guard<std::mutex> lock(state_mutex);
-        rest -= used_by[(int)Use::cache];
-    }
+    const uint64_t rest = ledger.fixed() - ledger.used(Use::kv);
     const KvNeed kv = kv_need();
     floor.store(floor_bytes(layout, rest, kv));
     full.store(full_bytes(layout, rest, kv));
@@ -201,20 +148,20 @@ void Device::update_floor() {
 void Device::apply_budget() {
     const uint64_t generation = requested_generation.load();
     const uint64_t bytes = requested_budget.load();
-    budget.store(bytes);
+    ledger.set_budget(bytes);
     if (committed) {
         spill_surplus();
-        const Residency r = residency(bytes, fixed() + window_lacks(), layout.min_ring, wanted_ring, layout.slab_sizes,
-                                      sizes.unit_bytes);
+        const Residency r = residency(bytes, ledger.fixed() + window_lacks(), layout.min_ring, wanted_ring,
+                                      layout.slab_sizes, sizes.unit_bytes);
         while (slabs.size() > r.slabs) {
             pop_slab();
         }
         // A ring that is already there stays as it is if it still fits: its addresses are in compiled programs.
-        if (r.ring > 0 && (ring.capacity == 0 || used() > bytes)) {
-            make_room(0);
+        if (r.ring > 0 && (ring.capacity == 0 || ledger.used() > bytes)) {
+            ledger.make_room(0);
             resize_ring(r.ring);
         }
-        make_room(0);
+        ledger.make_room(0);
         ensure_window();
         update_placements();
     }
@@ -241,18 +188,18 @@ size_t Device::fill(size_t max_bytes) {
     settle_caches(true);
     size_t done = fetch_blocks();
     const Residency want =
-        residency(budget.load(), fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
+        residency(ledger.budget(), ledger.fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
     if (want.fits && want.ring == 0 && ring.capacity > 0) {
         inner.synchronize();
         resize_ring(0);
     }
     while (slabs.size() < want.slabs && done < max_bytes) {
         const size_t i = slabs.size();
-        if (used() + layout.slab_sizes[i] > budget.load()) {
+        if (ledger.used() + layout.slab_sizes[i] > ledger.budget()) {
             break;
         }
         Slab slab;
-        slab.buffer = allocate(Use::arena, layout.slab_sizes[i]);
+        slab.buffer = ledger.allocate(Use::arena, layout.slab_sizes[i]);
         if (!slab.buffer) {
             break; // another program holds the memory: go on with what we have
         }
@@ -365,7 +312,7 @@ bool Device::take_core() {
     if (layout.core_bytes == 0) {
         return true;
     }
-    core = allocate(Use::core, layout.core_bytes);
+    core = ledger.allocate(Use::core, layout.core_bytes);
     if (!core) {
         return false;
     }
@@ -387,8 +334,8 @@ fsd_status Device::commit(std::string &why) {
         return FSD_BAD_STATE;
     }
     // An attempt that was refused is made again with another budget: nothing of it may count twice.
-    release(Use::core, core);
-    release(Use::scratch, scratch);
+    ledger.release(Use::core, core);
+    ledger.release(Use::scratch, scratch);
     if (!lay_out_weights(why)) {
         return FSD_BAD_STATE;
     }
@@ -401,12 +348,12 @@ fsd_status Device::commit(std::string &why) {
             asked.push_back(b->size);
         }
     }
-    const uint64_t rest = fixed_bytes(layout, overhead.load(), asked);
+    const uint64_t rest = fixed_bytes(layout, ledger.overhead(), asked);
     const KvNeed kv = kv_need();
     floor.store(floor_bytes(layout, rest, kv));
     full.store(full_bytes(layout, rest, kv));
-    if (floor.load() > budget.load()) {
-        why = "a VRAM budget of " + std::to_string(budget.load() >> 20) +
+    if (floor.load() > ledger.budget()) {
+        why = "a VRAM budget of " + std::to_string(ledger.budget() >> 20) +
               " MiB is below the floor: this model and context need at least " +
               std::to_string((floor.load() + (1 << 20) - 1) >> 20) + " MiB";
         return FSD_BELOW_FLOOR;
@@ -422,7 +369,7 @@ fsd_status Device::commit(std::string &why) {
         return FSD_OUT_OF_MEMORY;
     }
     if (layout.scratch_bytes > 0) {
-        scratch = allocate(Use::scratch, layout.scratch_bytes);
+        scratch = ledger.allocate(Use::scratch, layout.scratch_bytes);
         if (!scratch) {
             why = "the device refused memory for scratch";
             return FSD_OUT_OF_MEMORY;
@@ -432,7 +379,7 @@ fsd_status Device::commit(std::string &why) {
     fetch_blocks();
     committed = true;
     const Residency r =
-        residency(budget.load(), fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
+        residency(ledger.budget(), ledger.fixed(), layout.min_ring, wanted_ring, layout.slab_sizes, sizes.unit_bytes);
     if (!r.fits || !resize_ring(r.ring)) {
         committed = false;
         why = "the device refused memory for the ring";

@@ -29,7 +29,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     }
     if (c->inner) {
         InnerBuffer inner(c->inner);
-        d.release(Use::buffers, inner);
+        d.ledger.release(Use::buffers, inner);
     }
     if (c->cache) {
         d.release_caches(c);
@@ -255,7 +255,7 @@ static void dev_memory(ggml_backend_dev_t, size_t *free, size_t *total) {
     if (ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)) {
         ggml_backend_dev_memory(cpu, &host_free, &host_total);
     }
-    const size_t budget = std::min<uint64_t>(device().budget.load(), SIZE_MAX / 4);
+    const size_t budget = std::min<uint64_t>(device().ledger.budget(), SIZE_MAX / 4);
     *free = budget + host_free;
     *total = budget + host_total;
 }

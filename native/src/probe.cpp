@@ -65,8 +65,8 @@ struct Products {
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
         }
-        memory =
-            ledger ? ledger->allocate(Use::scratch, size) : InnerBuffer(ggml_backend_buft_alloc_buffer(buft, size));
+        memory = ledger ? ledger->ledger.allocate(Use::scratch, size)
+                        : InnerBuffer(ggml_backend_buft_alloc_buffer(buft, size));
         if (!memory) {
             return;
         }
@@ -101,7 +101,7 @@ struct Products {
     }
     ~Products() {
         if (ledger) {
-            ledger->release(Use::scratch, memory);
+            ledger->ledger.release(Use::scratch, memory);
         }
         memory.reset();
         ggml_free(ctx);
@@ -156,7 +156,7 @@ struct HostMemory {
 
 // Half of the unused budget, for measurements on the device.
 static size_t room_of(Device &d) {
-    const uint64_t held = d.used(), limit = d.budget.load();
+    const uint64_t held = d.ledger.used(), limit = d.ledger.budget();
     return limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
 }
 
@@ -173,7 +173,7 @@ struct Copies {
         if (target_bytes == 0) {
             return;
         }
-        target = d.allocate(Use::scratch, target_bytes);
+        target = d.ledger.allocate(Use::scratch, target_bytes);
         ggml_backend_buffer_type_t host = d.inner.host_buffer_type();
         if (host) {
             pinned.reset(ggml_backend_buft_alloc_buffer(host, source_bytes));
@@ -182,7 +182,7 @@ struct Copies {
             memset(ggml_backend_buffer_get_base(pinned.get()), 1, source_bytes);
         }
     }
-    ~Copies() { d.release(Use::scratch, target); }
+    ~Copies() { d.ledger.release(Use::scratch, target); }
     bool ok() const { return target != nullptr; }
     char *host(bool want_pinned) {
         if (want_pinned && pinned) {
@@ -265,7 +265,7 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
     for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
     }
-    InnerBuffer memory = supported && size <= room_of(d) ? d.allocate(Use::scratch, size) : nullptr;
+    InnerBuffer memory = supported && size <= room_of(d) ? d.ledger.allocate(Use::scratch, size) : nullptr;
     if (memory) {
         ggml_backend_buffer_clear(memory.get(), 0);
         ggml_tallocr place = ggml_tallocr_new(memory.get());
@@ -273,7 +273,7 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
             ggml_tallocr_alloc(&place, t);
         }
         seconds = timed(budget_s, [&] { ggml_backend_graph_compute(d.inner.compute, graph); }) / count;
-        d.release(Use::scratch, memory);
+        d.ledger.release(Use::scratch, memory);
     }
     ggml_free(ctx);
     return seconds;

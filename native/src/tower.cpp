@@ -222,73 +222,48 @@ static void stop_tower(Device &t) {
     for (Buffer *b : activations()) {
         if (b->inner) {
             InnerBuffer inner(b->inner);
-            t.release(Use::buffers, inner);
+            t.ledger.release(Use::buffers, inner);
             b->inner = nullptr;
             b->inner_base = nullptr;
         }
     }
-    t.release(Use::ring, t.ring.buffer);
+    t.ledger.release(Use::ring, t.ring.buffer);
     t.ring.base = nullptr;
     t.ring.capacity = 0;
-    t.release(Use::core, t.core);
-    t.release(Use::scratch, t.scratch);
+    t.ledger.release(Use::core, t.core);
+    t.ledger.release(Use::scratch, t.scratch);
     t.residency_generation++;
     t.committed = false;
 }
 
-// Takes from the language model's budget: the ladder's tail first, then its ring, which comes back with its next graph, at
-// last keys and values, which wait on the host.
-static uint64_t borrow(Device &d, uint64_t least, uint64_t wanted) {
-    if (!d.make_room(least, false)) {
-        d.resize_ring(0);
-        if (!d.make_room(least)) {
-            return 0;
-        }
-    }
-    const uint64_t limit = d.budget.load(), held = d.used();
-    const uint64_t taken = std::max(least, std::min(wanted, limit - held));
-    {
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.used_by[(int)Use::buffers] += taken;
-        d.peak = std::max(d.peak, held + taken);
-    }
-    d.update_placements();
-    return taken;
-}
-
-static void give_back(Device &d, uint64_t bytes) {
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.used_by[(int)Use::buffers] -= bytes;
-}
-
-static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffic &traffic, uint64_t &borrowed) {
+static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffic &traffic) {
     std::string why;
-    t.overhead.store(0);
-    t.wanted_ring = 0;
-    t.budget.store(0);
-    t.commit(why); // refused, but it has cut the weights into pieces and knows the floor
-    uint64_t least = t.floor.load();
+    if (!t.lay_out_weights(why)) {
+        GGML_LOG_ERROR("frameshard: %s\n", why.c_str());
+        return GGML_STATUS_FAILED;
+    }
+    std::vector<size_t> extents;
     for (const auto &[buffer, bytes] : traffic.extent) {
-        least += t.layout.granular(bytes);
+        extents.push_back(bytes);
     }
+    const uint64_t least = floor_bytes(t.layout, fixed_bytes(t.layout, 0, extents), {});
     {
-        const uint64_t fixed = d.fixed();
+        const uint64_t blocks = d.ledger.used(Use::kv) - d.window_bytes(); // can go to host memory
         std::lock_guard<std::mutex> lock(d.state_mutex);
-        const uint64_t blocks = d.used_by[(int)Use::cache] - d.window_bytes(); // can go to the host
-        d.counters.image_floor_bytes = std::max(d.floor.load(), fixed - blocks + least);
+        d.counters.image_floor_bytes = std::max(d.floor.load(), d.ledger.fixed() - blocks + least);
     }
-    borrowed = borrow(d, least, least + 2 * t.layout.min_ring);
-    if (borrowed == 0) {
+    t.wanted_ring = 0;
+    if (!t.ledger.borrow(d.ledger, least, least + 2 * t.layout.min_ring)) {
         GGML_LOG_ERROR("frameshard: this image needs %llu MiB of VRAM beside the language model's %llu MiB, the budget "
                        "is %llu MiB\n",
-                       (unsigned long long)(least >> 20), (unsigned long long)(d.fixed() >> 20),
-                       (unsigned long long)(d.budget.load() >> 20));
+                       (unsigned long long)(least >> 20), (unsigned long long)(d.ledger.fixed() >> 20),
+                       (unsigned long long)(d.ledger.budget() >> 20));
         return GGML_STATUS_ALLOC_FAILED;
     }
-    t.budget.store(borrowed);
-    t.requested_budget.store(borrowed);
+    d.update_placements();
+    t.requested_budget.store(t.ledger.budget());
     for (const auto &[buffer, bytes] : traffic.extent) {
-        InnerBuffer inner = t.allocate(Use::buffers, bytes);
+        InnerBuffer inner = t.ledger.allocate(Use::buffers, bytes);
         if (!inner) {
             GGML_LOG_ERROR("frameshard: the device refused %zu MiB for an image\n", bytes >> 20);
             return GGML_STATUS_ALLOC_FAILED;
@@ -338,15 +313,14 @@ ggml_status encode_image(ggml_cgraph *graph) {
         d.apply_budget();
     }
     d.inner.synchronize();
-    uint64_t borrowed = 0;
     const size_t ring = d.ring.capacity;
     start_tower(t, d);
-    const ggml_status status = encode(t, d, graph, traffic, borrowed); // run_graph takes the tower's own mutex
+    const ggml_status status = encode(t, d, graph, traffic); // run_graph takes the tower's own mutex
     stop_tower(t);
-    give_back(d, borrowed);
+    t.ledger.give_back(d.ledger);
     if (d.budget_is_pending()) {
         d.apply_budget();
-    } else if (d.ring.capacity < ring && d.used() + ring <= d.budget.load() + d.ring.capacity) {
+    } else if (d.ring.capacity < ring && d.ledger.used() + ring <= d.ledger.budget() + d.ring.capacity) {
         d.resize_ring(ring); // before weights come back into its room
     }
     if (tiling && status == GGML_STATUS_SUCCESS) {
