@@ -1,4 +1,4 @@
-"""Every error a user can meet, named by what went wrong and saying what to do.
+"""All errors that a user can get: named by what went wrong, with a message that says what to do.
 
 An error has a stable integer ``code``, a stable ``name`` for programs, ``retriable`` (the same call may succeed later
 without a change) and a ``detail`` map with figures such as the floor of a budget. The protocol carries the same four;
@@ -45,7 +45,7 @@ class BadArgument(FrameshardError):
 
 
 class BadMessage(FrameshardError):
-    """A message is malformed, too large, of an unknown kind or wrongly typed. The server ignores it and lives on."""
+    """A message is malformed, too large, of an unknown kind or has a field of a wrong type. It has no effect."""
 
     code, name = 11, "bad_message"
 
@@ -88,7 +88,7 @@ class UnknownDevice(FrameshardError):
 
 
 class BudgetBelowFloor(FrameshardError):
-    """The VRAM budget is below what the model cannot go under; detail has ``budget_bytes`` and ``floor_bytes``."""
+    """The VRAM budget is below the floor of the model; detail has ``budget_bytes`` and ``floor_bytes``."""
 
     code, name = 23, "budget_below_floor"
 
@@ -112,7 +112,7 @@ class StaleLease(FrameshardError):
 
 
 class EndpointInUse(FrameshardError):
-    """Another server answers on this endpoint."""
+    """Another sidecar listens on this endpoint."""
 
     code, name = 30, "endpoint_in_use"
 

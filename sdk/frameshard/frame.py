@@ -1,4 +1,4 @@
-"""The frame block: a shared page in which the host says each frame when it draws (bindings/PROTOCOL.md).
+"""The frame block: shared memory in which the host writes each frame when it draws (bindings/PROTOCOL.md).
 
     frames = FrameBlock(path, target_frame_ms=16.7)
     while playing:
@@ -6,7 +6,7 @@
         ...                                     # update and draw
         frames.end(gpu_busy_ms=12.1)            # where the engine measures it
 
-Writing costs a microsecond and never waits. One process writes a page; any may read it.
+A write takes a microsecond and never waits. One process writes a frame block; any number may read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frameshard.errors import BadArgument
 
 MAGIC, VERSION, PAGE_BYTES = 0x42465346, 1, 4096
 IDLE = 1
-"""Flag: the host draws nothing that matters."""
+"""Flag: the host draws nothing that has to be on time."""
 
 _HOST = struct.Struct("<QQQQQQQ")
 _HOST_AT, _SEQUENCE_AT, _FLAGS_AT, _SIDECAR_AT = 16, 8, 12, 2048
@@ -31,7 +31,7 @@ _SIDECAR = struct.Struct("<QQQQQ")
 
 
 def clock_ns() -> int:
-    """The clock of the page's times."""
+    """The clock of the times in a frame block, in nanoseconds."""
     if sys.platform == "darwin":
         return time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
     return time.perf_counter_ns()  # CLOCK_MONOTONIC on Linux, QueryPerformanceCounter on Windows
@@ -39,8 +39,8 @@ def clock_ns() -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the sidecar says of budgets in the page: the last generation it has applied, the last it has refused, the
-    budget in force, what it holds, and the floor, in bytes."""
+    """The sidecar's answer to budgets in the frame block: the last generation it has applied, the last it has refused,
+    the budget in force, the VRAM it holds, and the floor, in bytes."""
 
     applied_generation: int
     refused_generation: int
@@ -50,12 +50,16 @@ class Answer:
 
 
 def initialise(page: mmap.mmap) -> None:
-    """Makes a zeroed page a frame block in which nothing has been written yet."""
+    """Makes zeroed memory a frame block that no host has written to."""
     struct.pack_into("<II", page, 0, MAGIC, VERSION)
 
 
 class FrameBlock:
-    """The writer of the page at `path`. Not for several threads at once. Raises :class:`BadArgument`."""
+    """The writer of the frame block at `path`, for one thread at a time.
+
+    :param target_frame_ms: time that the host wants a frame to take.
+    :raises BadArgument: there is no frame block at `path`.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, target_frame_ms: float = 1000 / 60) -> None:
         self.path = os.fspath(path)
@@ -83,7 +87,7 @@ class FrameBlock:
         self.close()
 
     def begin(self) -> None:
-        """A frame begins; the time since the last one began is that frame's time."""
+        """A frame begins. The time since the last call is the last frame's time."""
         now = clock_ns()
         if self._start:
             self._time = now - self._start
@@ -93,18 +97,20 @@ class FrameBlock:
         self._write()
 
     def end(self, *, gpu_busy_ms: float) -> None:
-        """So long the frame has kept the GPU busy; the next ones are expected to do the same."""
+        """The frame has kept the GPU busy for `gpu_busy_ms`; the next ones are expected to take as long."""
         self._busy = max(0, int(gpu_busy_ms * 1e6))
 
     def idle(self) -> None:
-        """Nothing is drawn until the next :meth:`begin`: the sidecar may use all of the GPU."""
+        """Nothing is drawn until the next :meth:`begin`: the sidecar may use the whole GPU."""
         self._flags = IDLE
-        self._start = 0  # the pause is no frame
+        self._start = 0  # the pause is not a frame
         self._write()
 
     def set_budget(self, vram_budget_bytes: int) -> int:
-        """Asks for a VRAM budget without a message: it is taken within one step of a running graph. Returns the
-        generation that :attr:`answer` will name."""
+        """Asks for a VRAM budget without a message; it takes effect within one step of a running graph.
+
+        :returns: the generation that :attr:`answer` will have.
+        """
         self._generation += 1
         self._budget = vram_budget_bytes
         self._write()
@@ -115,7 +121,7 @@ class FrameBlock:
         return Answer(*_SIDECAR.unpack_from(self._page, _SIDECAR_AT))
 
     def close(self) -> None:
-        """Safe to call twice. The page stays for its other users."""
+        """Safe to call twice. The frame block stays for its other users."""
         self._page.close()
 
     def _write(self) -> None:

@@ -1,9 +1,9 @@
-"""Runs a module as a program, in a process of its own, with no module taken from the working directory.
+"""Runs a module as a program, in a process of its own, without importing from the working directory.
 
-``python -m`` and ``python -c`` put the working directory first on ``sys.path``, so a ``msgpack.py`` that lies there
-would be run. ``-P`` and ``PYTHONSAFEPATH`` prevent that, but from Python 3.11 on only; ``-I`` takes ``PYTHONPATH`` away
-as well. This file is run by its path instead: then Python puts the file's directory first, and it is taken out again
-before anything else is imported. The environment stays as it is.
+``python -m`` and ``python -c`` put the working directory first on ``sys.path``, so a ``msgpack.py`` in it would be
+imported. ``-P`` and ``PYTHONSAFEPATH`` prevent that from Python 3.11 on only; ``-I`` ignores ``PYTHONPATH`` as well. So
+this file is run by its path: Python puts the file's directory first, and it is removed again before anything else is
+imported. The environment is not changed.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ It is a real process that speaks the messages of :mod:`frameshard.wire.engine`, 
     async with frameshard.launch("any name", engine=fake_engine(delay_s=0.01)) as client:
         assert (await client.ask("one two").completed()).text == "one two"
 
-It answers a chat with the words of its last message, and a completion with those of its prompt, again and again up to
-``max_tokens`` when `endless`. A token is a word with the space before it, so that a replayed stream can be compared.
-The other arguments make it misbehave.
+It answers a chat with the words of its last message, and a completion with the words of its prompt; with `endless`
+again and again up to ``max_tokens``. A token is a word with the space before it, so that a resumed stream can be
+compared. The other arguments make it misbehave.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def fake_engine(
 
     :param delay_s: pause before each token.
     :param endless: repeat the words until ``max_tokens``.
-    :param floor_mb: least VRAM budget, in MiB; `full_mb` is all that it would use.
-    :param n_ctx: words that a conversation's prompt may have; what the launch says by default.
+    :param floor_mb: smallest VRAM budget, in MiB.
+    :param full_mb: what it holds without a limit, in MiB.
+    :param n_ctx: words that a prompt may have; by default the launch option of this name.
     :param fatal: name of an error (``bad_model``) that loading ends with.
     :param crash_at_load: die by a signal while loading.
-    :param crash_at_token: die by a signal before the token of this number of any job, each time again.
+    :param crash_at_token: die by a signal before the token of this number of any job, every time.
     :param crash_when_idle: die as soon as it is ready.
     :param poison: die by a signal before any token of a job that has this word.
     :param sick: path of a file; as long as it exists, die by a signal while loading.
-    :param hang_at_token: stand still before this token, with the process alive.
-    :param nonsense_at_token: send something that is no message instead of this token.
+    :param hang_at_token: hang before this token, with the process alive.
+    :param nonsense_at_token: send bytes that are no message before this token.
     """
     options: dict[str, object] = {
         "delay": delay_s,
@@ -198,7 +199,7 @@ class _FakeEngine:
         history = ((job.n_prompt, job.n_prompt, 1),)
         expected = tuple(self._token(job, index) for index in range(job.produced))
         if request.resume != expected or (request.history or history) != history:
-            error = BadArgument("resumed with tokens that are not mine")
+            error = BadArgument("resumed with tokens that this engine has not produced")
             self._say(em.Failed(job.number, m.ErrorInfo.of(error)))
             return
         self._jobs[job.number] = job

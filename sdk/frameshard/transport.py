@@ -1,10 +1,10 @@
-"""ZeroMQ in trio: the one adapter around a pyzmq socket, and the options that both ends set.
+"""ZeroMQ in trio: an adapter around a pyzmq socket, and the options that both ends set.
 
-pyzmq knows asyncio but not trio, and a ZeroMQ socket's file descriptor is edge-triggered: it signals that the socket's
-state *may* have changed, and any call on the socket (a send as well) can consume the signal. A task that waits for the
-descriptor after another one's send waits for ever. So after every operation the state itself (``EVENTS``) is read, and
-a parked receiver is woken when there is something for it. Rejected: a thread for the socket, which costs two hand-overs
-a message and a second place for state.
+pyzmq supports asyncio but not trio, and a ZeroMQ socket's file descriptor is edge-triggered: it signals that the
+socket's state *may* have changed, and any call on the socket (also a send) can consume the signal. A task that waits
+for the descriptor after another task's send would wait for ever. So after every operation the state itself
+(``EVENTS``) is read, and a waiting receiver is woken when there is something to receive. Rejected: a thread for the
+socket, which costs two hand-overs per message and a second place for state.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from frameshard.wire import codec
 
 HANDSHAKE_MS = 1000
 HIGH_WATER = 256
-"""Messages queued to or from one peer inside ZeroMQ."""
+"""Messages that ZeroMQ queues to or from one peer."""
 
 ZAP_DOMAIN = b"frameshard"
 MAX_PARTS = 3
-"""Of one message, a router's address included."""
+"""Parts of one message, including the address that a router adds."""
 
 STEP_PARTS = 100
-"""Read of a message that is too long before other tasks have their turn; less than a millisecond's work."""
+"""Parts of a message that is too long which are read before other tasks have their turn; less than a millisecond."""
 
 MAX_DROPPED = 10_000
-"""Parts of one message that are read and dropped. Reading a million takes seconds, in which nobody else is heard."""
+"""Parts of one message that are read and dropped. A million takes seconds, during which no other peer is served."""
 
 
 class Unreachable(Exception):
-    """The peer that a router was to send to is not connected now."""
+    """The peer is not connected now."""
 
 
 class Flooded(Exception):
-    """A message has more than :data:`MAX_DROPPED` parts. The socket is of no more use: close it.
+    """A message has more than :data:`MAX_DROPPED` parts. The socket cannot be used any more: close it.
 
-    `first` is the message's first part, for a router the sender's address."""
+    :param first: the message's first part; for a router the sender's address.
+    """
 
     def __init__(self, first: bytes) -> None:
         super().__init__(f"a message of more than {MAX_DROPPED} parts")
@@ -54,13 +55,14 @@ class Socket:
         self._fd = int(socket.getsockopt(zmq.FD))
         self._max_parts = max_parts
         self._parked: trio.CancelScope | None = None
-        self._reading: list[bytes] = []  # the beginning of a message whose end has not been read
+        self._reading: list[bytes] = []  # the parts read so far of the present message
         self._drained = False
 
     async def receive(self) -> list[bytes]:
-        """The next message. One part more than the limit stands for any number: the rest is dropped.
+        """The next message. Of one with more parts than the limit, one part more is kept and the rest dropped.
 
-        Raises :class:`Flooded` when that rest is too long."""
+        :raises Flooded: the rest is too long.
+        """
         await trio.lowlevel.checkpoint()
         while True:
             try:
@@ -74,18 +76,22 @@ class Socket:
                 raise Flooded(self._reading[0])
             except zmq.Again:
                 self._drained = True
-            # A receive that finds nothing has consumed the signals so far; later ones make the descriptor readable.
+            # A receive that finds nothing has consumed earlier signals; later ones make the descriptor readable.
             with trio.CancelScope() as self._parked:
                 await trio.lowlevel.wait_readable(self._fd)
             self._parked = None
 
     def drained(self) -> bool:
-        """Whether all that had come was read at some moment since this was last asked."""
+        """Whether everything received had been read at some moment since the last call."""
         drained, self._drained = self._drained or self._parked is not None, False
         return drained
 
     def try_send(self, parts: list[bytes]) -> bool:
-        """False when the peer's queue is full, or no peer is connected yet. Raises :class:`Unreachable`."""
+        """Sends a message without waiting.
+
+        :returns: false where the peer's queue is full, or no peer is connected yet.
+        :raises Unreachable: the peer is not connected now.
+        """
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
@@ -103,7 +109,7 @@ class Socket:
         self._socket.close()
 
     def _read_on(self) -> bool:
-        """Whether that was the message's last part."""
+        """Reads up to `STEP_PARTS` parts; true where the message is complete."""
         for _ in range(STEP_PARTS):
             if not self._socket.getsockopt(zmq.RCVMORE):
                 return True
@@ -119,11 +125,11 @@ def new_number() -> int:
 
 
 def configure(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
-    """What both ends set.
+    """Sets the options that both ends have.
 
     ZeroMQ's own heartbeats stay off: libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that ended
-    while its receive queue was full (libzmq#4364), so any flooding client could take the broker down, or a dying broker
-    the game. The protocol's pings do their work; peers are on this machine, where the system reports a dead one.
+    while its receive queue was full (libzmq#4364), so a flooding client could end the broker, or a dying broker the
+    game. The protocol has pings of its own, and on one machine the system reports a dead peer.
     """
     options: list[tuple[int, Any]] = [
         (zmq.MAXMSGSIZE, codec.CLIENT.frame),

@@ -1,17 +1,17 @@
-"""Jobs of all clients: who waits, who runs, and how they go on after an engine's death.
+"""Jobs of all clients: which wait, which run, and how they go on after the engine has died.
 
 Decides and does no I/O: commands for the engine are left in :attr:`Jobs.commands`, events go to the clients'
-connections. A job is replayed from its prompt, its seed and the tokens that it has produced, so its client sees one
+connections. A job is resumed from its prompt, its seed and the tokens that it has produced, so its client sees one
 stream without a gap. In stream-only mode the text is that of an undisturbed run: the engine draws token i from
-(seed, i) alone and repeats the batch shapes of the first run, which it names in ``history``.
+(seed, i) alone and repeats the shapes of the first run's graphs (``history``).
 
-Deaths count per job: one that was in the engine at :data:`MAX_DEATHS` deaths without a new token of its own in between
-fails with the engine's reason, and the others go on. So that they do not share its blame, jobs that were in an engine
-when it died go back one at a time: the next one when the one before has said a new token, or has ended. At any death
-after the first, at most one job in the engine has said nothing new, and it is the one to blame.
+Deaths count per job: one that was in the engine at :data:`MAX_DEATHS` deaths without a new token in between fails with
+the engine's reason, and the others go on. To find the job that kills the engine, jobs that were in an engine when it
+died go back one at a time: the next one when the one before has produced a new token or has ended. So at any death
+after the first, at most one job in the engine has produced nothing new: that one is to blame.
 
-A free slot goes to the client whose last turn is the longest ago, so nobody waits behind another one's whole queue. A
-job that runs is not interrupted.
+A free slot goes to the client whose last turn is longest ago, so no client waits behind another one's whole queue.
+Running jobs are not interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
 @dataclass(eq=False)
 class Job:
-    """One job. `number` is its name at the engine, where clients' numbers may collide."""
+    """One job.
+
+    :param number: its number at the engine; clients' own numbers may collide.
+    """
 
     number: int
     connection: ServerConnection
@@ -43,27 +46,27 @@ class Job:
     at_engine: bool = False
     cancelling: bool = False
     tokens: list[int] = field(default_factory=list)
-    unsaid: int = 0
-    """Tokens since the last delta: some have no text of their own."""
+    undelivered: int = 0
+    """Tokens since the last delta: a token may have no text of its own."""
     n_prompt: int = 0
     history: em.Shapes = ()
     """How the engine has cut the prompt into graphs, in mode ``stream_only``."""
     deaths: int = 0
-    """Of engines that it was in, since its last new token."""
-    speaking: bool = False
-    """It has said a new token in the engine where it is now."""
+    """Engines that died while it was in them, since its last new token."""
+    progressed: bool = False
+    """It has produced a new token in the present engine."""
     turn: int = 0
-    """When it was first handed to an engine, counted over all jobs; 0: not yet."""
+    """Position in the order in which jobs were first given to an engine; 0: not yet."""
     images: HeldImages = NO_IMAGES
 
     @property
-    def talk(self) -> str | None:
-        """Its conversation, as the engine knows it: clients do not share conversations, whatever they call them."""
+    def conversation(self) -> str | None:
+        """The engine's name of its conversation: clients do not share conversations of the same name."""
         name = self.request.conversation
         return None if name is None else f"{self.connection.session}/{name}"
 
     def command(self) -> em.Submit:
-        """What the engine needs to run it, from the start or from where it was."""
+        """The command that runs it, from its start or from where it was."""
         return em.Submit(
             job=self.number,
             kind=self.request.kind,
@@ -71,7 +74,7 @@ class Job:
             messages=self.request.messages,
             prompt=self.request.prompt,
             images=self.images.images,
-            conversation=self.talk,
+            conversation=self.conversation,
             resume=tuple(self.tokens),
             history=self.history,
         )
@@ -86,7 +89,9 @@ class Jobs:
         self._max_client_jobs = max_client_jobs
         self._numbers = 0
         self._jobs: dict[int, Job] = {}
-        self._leaving: dict[int, str | None] = {}  # ended for their client, still at the engine; their conversations
+        self._leaving: dict[
+            int, str | None
+        ] = {}  # over for their client, still in the engine; by number, their conversations
         self._turn = 0
         self._turns: dict[ServerConnection, int] = {}  # each client's last one
         self._engine_ready = False
@@ -111,8 +116,11 @@ class Jobs:
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def submit(self, connection: ServerConnection, request: m.Submit) -> None:
-        """Takes a job. The same request again (after a resumption) changes nothing. Raises :class:`Overloaded`, and
-        :class:`BadArgument` for images that are not what the request says."""
+        """Takes a job. The same request again (after a resumption) changes nothing.
+
+        :raises Overloaded: too many jobs are open.
+        :raises BadArgument: an image is not what the request says.
+        """
         if request.job in connection.jobs:
             return
         if len(self._jobs) >= self._max_jobs:
@@ -127,7 +135,10 @@ class Jobs:
         self._fill_slots()
 
     def cancel(self, connection: ServerConnection, job_id: int) -> None:
-        """Ends a job early. Raises :class:`UnknownJob`; a job whose end is on its way to the client is known."""
+        """Ends a job early.
+
+        :raises UnknownJob: no such job; one whose last event is on its way to the client is known.
+        """
         for job in self._jobs.values():
             if job.connection is connection and job.request.job == job_id:
                 self._cancel(job)
@@ -136,7 +147,10 @@ class Jobs:
             raise UnknownJob(f"no job {job_id} is open", job=job_id)
 
     def drop(self, connection: ServerConnection, error: FrameshardError | None = None) -> None:
-        """Ends all jobs of a client: with `error`, or without a word when nobody is there to hear it."""
+        """Ends all jobs of a client.
+
+        :param error: for its jobs' last events; without it no events are sent.
+        """
         self._turns.pop(connection, None)
         for job in list(self._jobs.values()):
             if job.connection is connection:
@@ -147,13 +161,15 @@ class Jobs:
     # ---- engine -----------------------------------------------------------------------------------------------------
 
     def engine_ready(self) -> None:
-        """An engine can take jobs: those of its predecessor first, since they are the oldest."""
+        """An engine can take jobs. Jobs that were in the one before go first, since they are the oldest."""
         self._engine_ready = True
         self._fill_slots()
 
     def engine_lost(self, death: FrameshardError | None) -> None:
-        """The engine is gone; its jobs wait for the next one, except those that were to end anyway and those that are
-        to blame. `death` says why it died, None that its end was asked for."""
+        """The engine has ended. Its jobs wait for the next one, except those being cancelled and those to blame.
+
+        :param death: why it died; None where its end was asked for.
+        """
         self._engine_ready = False
         self._leaving.clear()
         self.commands.clear()
@@ -167,7 +183,7 @@ class Jobs:
                 self._fail(job, EngineDied(blame, **{**death.detail, "reason": death.name}))
 
     def fail_all(self, error: FrameshardError) -> None:
-        """There will be no engine."""
+        """No engine can be started: ends all jobs."""
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
@@ -222,16 +238,16 @@ class Jobs:
         if token.n != len(job.tokens):
             raise BadMessage(f"the engine sent token {token.n} after {len(job.tokens)} tokens")
         job.tokens.append(token.id)
-        job.unsaid += 1
+        job.undelivered += 1
         job.deaths = 0
         if token.text:
-            self._say(job, token.text)
-        if not job.speaking:
-            job.speaking = True
+            self._deliver(job, token.text)
+        if not job.progressed:
+            job.progressed = True
             self._fill_slots()
 
-    def _say(self, job: Job, text: str) -> None:
-        tokens, job.unsaid = job.unsaid, 0
+    def _deliver(self, job: Job, text: str) -> None:
+        tokens, job.undelivered = job.undelivered, 0
         try:
             job.connection.delta(job.request.job, text, tokens)
         except Overloaded as error:
@@ -248,17 +264,17 @@ class Jobs:
             if job.turn == 0:
                 self._turn += 1
                 job.turn = self._turns[job.connection] = self._turn
-            job.at_engine, job.speaking = True, False
+            job.at_engine, job.progressed = True, False
             self.commands.append(job.command())
             free -= 1
 
     def _next(self) -> Job | None:
-        """Who gets a free slot: a job that had one in an engine before; else the oldest of the client whose last turn
-        is the longest ago. A conversation has one slot at a time, in the order of its jobs."""
-        talking = {job.talk for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
+        """The job for a free slot: one that was in an engine before; else the oldest of the client whose last turn is
+        longest ago. A conversation has one slot at a time, in the order of its jobs."""
+        at_work = {job.conversation for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
         waiting = (job for job in self._jobs.values() if not job.at_engine)
         return min(
-            (job for job in waiting if job.talk is None or job.talk not in talking),
+            (job for job in waiting if job.conversation is None or job.conversation not in at_work),
             key=lambda job: (
                 job.deaths == 0,
                 job.turn == 0,
@@ -269,10 +285,10 @@ class Jobs:
         )
 
     def _on_trial(self) -> bool:
-        """While jobs of a dead engine have said nothing new, no job enters beside another that has said nothing."""
+        """No job may enter the engine: one in it has produced nothing new, and one that was in a dead engine waits."""
         jobs = self._jobs.values()
-        silent = bool(self._leaving) or any(job.at_engine and not job.speaking for job in jobs)
-        return silent and any(job.deaths for job in jobs)
+        unproven = bool(self._leaving) or any(job.at_engine and not job.progressed for job in jobs)
+        return unproven and any(job.deaths for job in jobs)
 
     def _cancel(self, job: Job) -> None:
         if not job.at_engine:
@@ -282,10 +298,10 @@ class Jobs:
             self.commands.append(em.Cancel(job.number))
 
     def _leave(self, job: Job) -> None:
-        """The job is over for its client; the engine may have to be told."""
+        """The job is over for its client; in the engine it is cancelled."""
         self._forget(job)
         if job.at_engine:
-            self._leaving[job.number] = job.talk
+            self._leaving[job.number] = job.conversation
             if not job.cancelling:
                 self.commands.append(em.Cancel(job.number))
 

@@ -1,9 +1,10 @@
 """Starts the engine process, watches it, and starts it again.
 
-Guarantees: the engine ends when this process does (its socket closes; on an orderly end it is also killed); an engine
-that stops answering is replaced; a death that was asked for never counts. A death while jobs ran counts against those
-jobs (:mod:`frameshard.broker.jobs`). An engine that dies again and again while nothing runs is off for a pause, and
-then tried again; the pauses grow up to a limit, so the service comes back by itself when what ailed it is gone.
+Guarantees: the engine ends when this process does (its socket closes; after an orderly end it is also killed); an
+engine that stops answering is replaced; an end that was asked for never counts as a death. A death while jobs ran
+counts against those jobs (:mod:`frameshard.broker.jobs`). An engine that dies again and again while no job runs is off
+for a pause, and then tried again; the pauses grow up to a limit, so the sidecar recovers by itself when the cause is
+gone.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from frameshard.wire.launch import ServeConfig
 logger = logging.getLogger("frameshard.broker")
 
 WATCH_S = 0.5
-"""Between two looks at the engine. Silence is counted in looks, so that a machine that slept blames nobody."""
+"""Between two looks at the engine. Silence is counted in looks: time during which the machine slept does not count."""
 
 STOP_S = 1.0
-"""For an orderly end of the engine; then it is killed."""
+"""Time for an orderly end of the engine; then it is killed."""
 
 WORDS_S = 1.0
-"""For what a dead engine has written. Its children, if it has any, may hold the pipe open."""
+"""Time to read what a dead engine has written. Its children, if any, may hold the pipe open."""
 
 BACKOFF_S = 0.25
 MAX_BACKOFF_S = 1.0
 
 WAKE_AFTER = 5
-"""First pauses, before which no client's wish ends a pause: it cannot make the broker do nothing but load models."""
+"""A client's request ends a pause only after so many times `off_pause_s`: else clients could make the broker load
+models all the time."""
 
 MAX_BACKLOG = 4096
-"""Messages waiting for an engine that does not read: it hangs."""
+"""With so many commands waiting, the engine hangs."""
 
 ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",
-    # glibc raises its limit for mappings of their own with each one that is freed. Keys, values and buffers of many MiB
-    # would then come and go within the heap, which keeps them: 75 to 115 MiB more beside a model of 140.
+    # glibc raises the size from which it uses mappings with each one that is freed. KV cache and buffers of many MiB
+    # would then be allocated on the heap, which keeps them: 75 to 115 MiB more beside a model of 140 MiB.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-    # libgomp's threads wait 15 ms for their next work before they sleep. A millisecond is as good for tokens, and takes
-    # 4 to 5 cores of 16 instead of 8 to 9 from a game that plays beside decoding.
+    # libgomp's threads spin for 15 ms before they sleep. One millisecond gives as many tokens per second, and takes 4
+    # to 5 of 16 cores instead of 8 to 9 from a game that runs beside it.
     "GOMP_SPINCOUNT": "20000",
 }
-"""Of the engine's process."""
+"""Added to the environment of the engine process."""
 
 _FILE_STATUSES = tuple(
     f"signal {int(getattr(signal, name))}"
@@ -64,32 +66,37 @@ _FILE_STATUSES = tuple(
 )
 
 _ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.Watch)
-"""Events that do not come from the engine's main loop and so do not prove that it turns."""
+"""Events that other threads of the engine send: they do not prove that its main thread works."""
 
 
 class Owner(Protocol):
-    """Whom the supervisor serves. Called in the supervisor's task; must not wait."""
+    """Receives the supervisor's events. Called in the supervisor's task; must not wait."""
 
     def engine_ready(self, ready: em.Ready) -> None: ...
     def engine_event(self, event: em.Event) -> bool:
-        """True for progress. Raises :class:`BadMessage` when the engine makes no sense."""
+        """
+        :returns: true for progress (a new token).
+        :raises BadMessage: the event is impossible now.
+        """
 
     def engine_lost(self, death: FrameshardError | None) -> None:
-        """`death` is None when the end was asked for."""
+        """
+        :param death: None where the end was asked for.
+        """
 
     def engine_wanted(self) -> bool:
-        """False while no engine shall run."""
+        """False while no engine is to run."""
 
     def engine_hibernated(self) -> None: ...
     def engine_off(self, error: FrameshardError) -> None: ...
     def engine_busy(self) -> bool: ...
     def engine_woken(self) -> None: ...
     def engine_changed(self) -> None:
-        """Something that was said above may have to be sent on."""
+        """The calls above may have left something to send."""
 
 
 class RestartPolicy:
-    """Whether, and after how long, to start again."""
+    """Decides whether, and after how long, to start the engine again."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -98,9 +105,11 @@ class RestartPolicy:
         self._pauses = 0
 
     def died(self, now: float, *, progress: bool, busy: bool) -> float | None:
-        """Seconds to wait before the next start, or None when the engine is off for :meth:`pause`.
+        """An engine has died.
 
-        `progress`: it has said a new token; `busy`: jobs were in it, and the death counts against them.
+        :param progress: it has produced a new token.
+        :param busy: jobs were in it; then the death counts against them.
+        :returns: seconds to wait before the next start; None where the engine is to be off for :meth:`pause`.
         """
         if progress:
             self._deaths.clear()
@@ -116,7 +125,7 @@ class RestartPolicy:
         return min(BACKOFF_S * (self._in_a_row - 1), MAX_BACKOFF_S)
 
     def pause(self) -> float:
-        """Seconds for which the engine is off now."""
+        """The length of this pause, in seconds."""
         first, longest = self._config.off_pause_s, self._config.off_pause_max_s
         pause: float = min(first * 2 ** min(self._pauses, 32), longest)
         self._pauses += 1
@@ -124,7 +133,7 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """One engine at a time."""
+    """Runs one engine at a time."""
 
     def __init__(self, config: ServeConfig, owner: Owner, config_of_engine: Callable[[], em.EngineConfig]) -> None:
         self.state = states.Engine.LOADING
@@ -138,8 +147,8 @@ class Supervisor:
         self._owner = owner
         self._engine_config = config_of_engine
         self._send: trio.MemorySendChannel[em.Command] | None = None
-        self._silent = 0  # looks since the engine's main loop was heard
-        self._still = 0  # looks since anything of the engine was heard
+        self._silent = 0  # looks since an event of the engine's main thread
+        self._still = 0  # looks since any event
         self._ping_open = False
         self._progress = False
         self._stopping = False
@@ -153,7 +162,7 @@ class Supervisor:
         self._started_at = 0.0
 
     async def run(self) -> None:
-        """Until :meth:`stop`, or a first load that fails; :attr:`error` says why."""
+        """Returns after :meth:`stop`, or after a first load that fails; :attr:`error` says why."""
         policy = RestartPolicy(self._config)
         while True:
             self._living = True
@@ -167,7 +176,7 @@ class Supervisor:
             if was is not states.Engine.LOADING and (self._ending or not self._owner.engine_wanted()):
                 await self._hibernated()
                 continue
-            if was is states.Engine.LOADING:  # the host is told, and says so once
+            if was is states.Engine.LOADING:  # reported once, as the launch's error
                 self.error = self._load_failure(status)
                 return
             logger.warning("the engine ended (%s) while %s", status, was.value)
@@ -187,7 +196,7 @@ class Supervisor:
             self.restarts += 1
 
     def send(self, command: em.Command) -> None:
-        """Queues a message for the engine; without an engine it is dropped, since a new one is told everything."""
+        """Queues a command. Without an engine it is dropped: each new one gets all that is in force."""
         if self._send is None:
             return
         if self._send.statistics().current_buffer_used >= MAX_BACKLOG:
@@ -196,14 +205,14 @@ class Supervisor:
         self._send.send_nowait(command)
 
     def kill(self, why: str) -> None:
-        """Ends the engine at once. It is started again."""
+        """Ends the engine at once. Another one is started."""
         if self.pid is not None:
             logger.warning("killing the engine: %s", why)
             self._killed_for = why
             os.kill(self.pid, signal.SIGKILL)
 
     async def _hibernated(self) -> None:
-        """Until an engine is wanted again."""
+        """Waits until an engine is wanted again."""
         self._move("hibernated")
         self._owner.engine_lost(None)
         self._owner.engine_hibernated()
@@ -217,7 +226,7 @@ class Supervisor:
         self._owner.engine_changed()
 
     async def _off(self, death: FrameshardError, pause_s: float) -> None:
-        """Until the pause is over, or an engine is asked for in a late part of it."""
+        """Waits until the pause is over, or :meth:`wake` is called in a late part of it."""
         logger.warning("the engine is off for %g s: %s", pause_s, death)
         self.error = death
         self._move("gave up")
@@ -234,13 +243,13 @@ class Supervisor:
         self._owner.engine_changed()
 
     def off(self) -> FrameshardError:
-        """For who asks for an engine while it is off."""
+        """The error for requests that need an engine while it is off."""
         assert self.error is not None
         message = f"the engine is off and will be tried again: {self.error.message}"
         return EngineDied(message, **{**self.error.detail, "reason": self.error.name})
 
     def wake(self) -> None:
-        """An engine is wanted again."""
+        """An engine is wanted: ends hibernation, and a pause that has lasted long enough."""
         self._woken.set()
 
     def hibernate(self) -> bool:
@@ -254,7 +263,7 @@ class Supervisor:
         return self._living
 
     async def stop(self) -> None:
-        """Ends the engine for good, and at once while it loads: it has nothing to put in order yet."""
+        """Ends the engine and :meth:`run`; at once while it loads."""
         self._stopping = True
         if self.state is states.Engine.LOADING and self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
@@ -268,7 +277,7 @@ class Supervisor:
         self.state = states.ENGINE[self.state][event]
 
     def _reason(self, how: str) -> FrameshardError:
-        """Why the last engine ended: what it reported, or `how` it ended and the last that it wrote."""
+        """Why the last engine ended: the error it reported, or else `how` it ended and the last lines it wrote."""
         if self._fatal is not None:
             return self._fatal
         how += f", killed because {self._killed_for}" if self._killed_for else ""
@@ -276,8 +285,8 @@ class Supervisor:
         return EngineDied(f"{how}: {said}" if said else how, last_words=said)
 
     def _load_failure(self, status: str) -> FrameshardError:
-        """Why the first engine never was ready. It does nothing before that but load: what ends it with one of these
-        signals is a file that llama.cpp cannot use."""
+        """Why the first engine was never ready. Until then it only loads, so a crash means a file that llama.cpp cannot
+        use."""
         model = self._config.model
         if self._fatal is None and status in _FILE_STATUSES:
             said = str(self._words)
@@ -286,7 +295,10 @@ class Supervisor:
         return self._reason(f"the engine ended while it loaded {model} ({status})")
 
     async def _live(self) -> str:
-        """One engine's life; returns how it ended."""
+        """Runs one engine process.
+
+        :returns: how it ended: "signal 9", "exit code 3".
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             process = await trio.lowlevel.open_process(
@@ -295,7 +307,7 @@ class Supervisor:
                 stdin=DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal is the broker's to answer
+                start_new_session=True,  # the broker handles a Ctrl-C in the terminal
                 env={**os.environ, **ENVIRONMENT},
             )
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
@@ -332,7 +344,7 @@ class Supervisor:
             async for command in commands:
                 await stream.send_all(em.pack(command))
         except trio.BrokenResourceError:
-            pass  # the reader sees the end too
+            pass  # _read sees the end too
 
     async def _read(self, stream: trio.SocketStream) -> None:
         reader = channel.Reader()
@@ -377,14 +389,14 @@ class Supervisor:
             self._still += 1
             if self.state is not states.Engine.READY:
                 bound = self._config.hang_load_s
-                if not _is_stopped(self.pid):  # it has nothing to say before it is ready
+                if not _is_stopped(self.pid):  # it sends nothing before it is ready
                     self._still = 0
             else:
                 bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
                 if self._still == 1:
                     self.send(em.AskAlive())
             if self._still * WATCH_S > self._config.hang_still_s:
-                self.kill(f"nothing of it has answered for {self._config.hang_still_s:g} s: it is stopped")
+                self.kill(f"no thread of it has answered for {self._config.hang_still_s:g} s: it is stopped")
                 return
             if self._silent * WATCH_S > bound:
                 self.kill(f"it has not answered for {bound:g} s")
@@ -395,7 +407,7 @@ class Supervisor:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    """A signal such as SIGSTOP holds the process, as far as the system tells."""
+    """Whether a signal such as SIGSTOP has stopped the process; false where the system does not tell."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "T"

@@ -1,4 +1,4 @@
-"""Frames on the stream socket between broker and engine process: 4 bytes of length, little-endian, then one map."""
+"""Frames on the stream between broker and engine: 4 bytes of length, little-endian, then one msgpack map."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ _HEADER = 4
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The bytes of one frame. Raises :class:`BadArgument` for what the codec does not carry."""
+    """The bytes of one frame.
+
+    :raises BadArgument: the codec does not carry the message.
+    """
     body = codec.encode(message, codec.ENGINE)
     return len(body).to_bytes(_HEADER, "little") + body
 
 
 class Reader:
-    """Cuts a stream of bytes into messages."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The messages that `data` completes. Raises :class:`BadMessage` behind the last that can be trusted."""
+        """The messages that `data` completes.
+
+        :raises BadMessage: the stream is damaged, after the messages before the damage.
+        """
         self._buffer += data
         while len(self._buffer) >= _HEADER:
             size = int.from_bytes(self._buffer[:_HEADER], "little")

@@ -1,9 +1,9 @@
-"""One message is one msgpack map, and no larger or deeper than the limits here.
+"""Frames: one message is one msgpack map within the limits here.
 
-msgpack's own defaults turn a frame of 1 MiB into 75 MiB of objects, keep the last of two equal keys (where another
-decoder may keep the first) and let extension types through. So every limit is explicit, and what the library cannot
-bound (total number of elements, depth, integer range, NaN) is checked here. Both directions are checked: what
-:func:`encode` returns, :func:`decode` accepts.
+With msgpack's defaults a frame of 1 MiB can become 75 MiB of objects, the last of two equal keys is kept (another
+decoder may keep the first), and extension types are accepted. So every limit is explicit, and what the library cannot
+bound (number of elements, depth, integer range, NaN) is checked here. Both directions are checked: :func:`decode`
+accepts what :func:`encode` returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgpack  # type: ignore[import-untyped]
 from frameshard.errors import BadArgument, BadMessage
 
 MAX_ID = 2**53 - 1
-"""Largest integer of the protocol: what a double, and so every script language, holds exactly."""
+"""Largest integer of the protocol: a double, and so every script language, holds it exactly."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,27 @@ class Limits:
     array: int
     map: int
     elements: int
-    """Array elements and map entries in the whole frame: without it a frame of empty arrays fans out 60-fold."""
+    """Array elements and map entries in the whole frame: a frame of empty arrays takes 60 times its size in memory."""
     depth: int = 8
     """The outermost map has depth 1."""
 
 
 CLIENT = Limits(frame=1 << 20, string=1 << 16, binary=1 << 20, array=1024, map=64, elements=1 << 14)
-"""Between clients and broker, where the other side may be hostile."""
+"""Between clients and broker; the other side may be hostile."""
 
 ENGINE = Limits(frame=16 << 20, string=1 << 20, binary=1 << 20, array=1 << 20, map=1024, elements=1 << 20)
-"""Between the broker and its own child; token lists are as long as a context."""
+"""Between broker and engine; token lists are as long as a context."""
 
 
 class _Refused(ValueError):
-    """What breaks a limit; translated to the error of the direction at the seam."""
+    """A limit is exceeded. Becomes BadArgument in :func:`encode`, BadMessage in :func:`decode`."""
 
 
 def encode(message: dict[str, Any], limits: Limits = CLIENT) -> bytes:
-    """The frame for `message`. Raises :class:`BadArgument` when it breaks a limit or holds a foreign type."""
+    """The frame for `message`.
+
+    :raises BadArgument: it exceeds a limit or has a value of a foreign type.
+    """
     try:
         if _check(message, limits, 1) > limits.elements:
             raise _Refused(f"more than {limits.elements} elements")
@@ -60,7 +63,10 @@ def encode(message: dict[str, Any], limits: Limits = CLIENT) -> bytes:
 
 
 def decode(frame: bytes, limits: Limits = CLIENT) -> dict[str, Any]:
-    """The map in `frame`. Raises :class:`BadMessage` for everything else, whatever the bytes are."""
+    """The map in `frame`, which may be any bytes.
+
+    :raises BadMessage: it is no map within the limits.
+    """
     if len(frame) > limits.frame:
         raise BadMessage(f"{len(frame)} bytes, the limit is {limits.frame}")
     elements = 0
@@ -111,7 +117,10 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 
 
 def _check(value: object, limits: Limits, depth: int) -> int:
-    """Elements in `value`; raises for what the format allows and the protocol does not."""
+    """The number of elements in `value`.
+
+    :raises _Refused: the format allows the value, and the protocol does not.
+    """
     if isinstance(value, str):
         if len(value) > limits.string // 4 and len(value.encode()) > limits.string:
             raise _Refused(f"a string of more than {limits.string} bytes")

@@ -1,20 +1,18 @@
 """Both sides of a session without I/O: frames and times in, typed messages and frames out.
 
-What the transport may do to us: lose everything in flight when a connection breaks and is made anew (a message that is
-too large, heartbeats of a peer that was frozen). What this module makes of it, for any transport that keeps order while
-it lasts:
+The transport may lose everything in transit when a connection breaks and is made again (a message that is too large, a
+peer that was frozen). For any transport that keeps the order of messages within a connection, this module guarantees:
 
-- Events of a job arrive once, in order and without gaps. The server keeps what the client has not taken; the client
+- Events of a job arrive once, in order and without gaps. The sidecar keeps what the client has not taken; the client
   drops duplicates, asks again after a gap, and learns of a lost tail from the next pong.
-- A client that reads slowly gets fewer and larger deltas; its events under way are bounded by its window, the text held
-  back by `held_bytes`. Beyond that the job fails with Overloaded. No other job waits for it.
-- Answers go ahead of events, so a budget never queues behind tokens.
-- A request is carried out once although it may be sent twice (again after a resumption): jobs have numbers that the
-  client gives, changes of the budget are recognised by their request's id, and all other requests say what shall be,
-  not what to change.
-- Silence is counted in this side's own beats and looks, so a process that was itself stopped (breakpoint, suspended
-  machine) blames nobody when it wakes. A peer that is silent while its connection is open is stopped or busy, not
-  dead: the system closes a dead process's connections.
+- A client that reads slowly gets fewer and larger deltas. Its events in transit are bounded by its window, and the text
+  kept for it by `held_bytes`; beyond that the job fails with Overloaded. No other job waits for it.
+- Answers are sent before events, so a budget never queues behind tokens.
+- A request is carried out once although it may be sent twice (again after a resumption): jobs have numbers chosen by
+  the client, changes of the budget are recognised by their request's id, and all other requests set a state.
+- Silence is counted in this side's own beats and looks: time during which this process was itself stopped (breakpoint,
+  suspended machine) does not count. A peer that is silent while its connection is open is stopped or busy, not dead:
+  the system closes a dead process's connections.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from frameshard.wire import checks, states
 from frameshard.wire import messages as m
 
 MAX_ANSWERS = 256
-"""Answers waiting for a client that sends requests and does not read."""
+"""Answers kept for a client that sends requests and does not read."""
 
 MAX_NOTICES = 64
 """With so many answers waiting, notices are dropped."""
@@ -37,26 +35,26 @@ BEAT_S = 0.5
 """Seconds between two calls of :meth:`ClientConnection.beat`."""
 
 LOST_AFTER_BEATS = 5
-"""Without an answer, when there is no connection that would take a ping."""
+"""Beats without an answer after which the session is lost, where no connection takes a ping."""
 
 STOPPED_BEATS = 40
-"""The same with a connection: the sidecar is stopped (console, debugger, cgroup freezer), or hangs."""
+"""The same where a connection takes pings: the sidecar is stopped (console, debugger, cgroup freezer), or hangs."""
 
 GREETING_BEATS = 10
-"""Longer for the first answer: a connection has to be made, and a launch loads the machine."""
+"""The same for the first answer: a connection has to be made, and the machine is busy during a launch."""
 
 
 _BUDGET_ANSWERS = (m.Lease, m.Released, m.Observed)
 
 
 class _Outbox:
-    """Events of one job on their way to a client."""
+    """Events of one job that a client has not taken."""
 
     def __init__(self, job: int, timeline: int, window: int) -> None:
         self.job = job
         self.timeline = timeline
         self.window = window
-        self.taken = 0  # by the client: events before this number are gone
+        self.taken = 0  # by the client: events before this number are not kept
         self.sent = 0
         self.numbered = 0
         self.kept: deque[bytes] = deque()  # frames of taken..numbered
@@ -98,14 +96,14 @@ class ServerConnection:
         self.silent_looks = 0
         """How often the server looked since it heard the client, having read all that had come."""
         self.overrun = False
-        """The client does not read its answers; the session cannot go on."""
+        """The client does not read its answers; the session must end."""
         self._held_bytes = held_bytes
         self._answers: deque[bytes] = deque()
         self._streams: dict[int, _Outbox] = {}
         self._sending: _Outbox | None = None
 
     def receive(self, frame: bytes, now: float) -> m.Request | None:
-        """A request for the server to act on, or None when it was dealt with here."""
+        """A request to carry out, or None where it was dealt with here."""
         self.heard_at = now
         self.silent_looks = 0
         try:
@@ -126,18 +124,18 @@ class ServerConnection:
         return request
 
     def pong(self, request_id: int) -> m.Pong:
-        """How far each job's events have been sent."""
+        """A pong, which says how far each job's events have been sent."""
         return m.Pong(request_id, self.epoch, tuple((stream.job, stream.sent) for stream in self._streams.values()))
 
     def reply(self, answer: m.Reply | m.Unasked) -> None:
-        """Queues an answer, ahead of all events."""
+        """Queues an answer, before all events."""
         if len(self._answers) >= MAX_ANSWERS:
             self.overrun = True
             return
         self._answers.append(m.encode(answer))
 
     def notify(self, notice: m.Notice) -> None:
-        """Queues a notice like an answer, or drops it when the client does not read."""
+        """Queues a notice like an answer; drops it where many answers wait."""
         if len(self._answers) < MAX_NOTICES:
             self._answers.append(m.encode(notice))
 
@@ -154,11 +152,11 @@ class ServerConnection:
         return self._streams.keys()
 
     def open(self, job: int, timeline: int, window: int) -> None:
-        """A new stream of events."""
+        """Begins the stream of a job's events."""
         self._streams[job] = _Outbox(job, timeline, window)
 
     def resumed(self) -> None:
-        """The client is on another connection: what was sent on the last one may be lost."""
+        """The client is on another connection; what was sent on the last one may be lost."""
         for stream in self._streams.values():
             stream.sent = stream.taken
 
@@ -166,13 +164,16 @@ class ServerConnection:
         self._streams[job].add(m.Started, {"n_prompt": n_prompt}, self.epoch)
 
     def progress(self, job: int, phase: str, done: int, total: int) -> None:
-        """Left out while the client has no room for more events: the next one says more."""
+        """Left out while the window is full: the next one has newer figures."""
         stream = self._streams[job]
         if stream.numbered < stream.taken + stream.window:
             stream.add(m.Progress, {"phase": phase, "done": done, "total": total}, self.epoch)
 
     def delta(self, job: int, text: str, tokens: int) -> None:
-        """More text. Raises :class:`Overloaded` when too much is held back already: the job must be failed."""
+        """More text.
+
+        :raises Overloaded: too much text is kept already; the job must be failed.
+        """
         stream = self._streams[job]
         if stream.waiting and stream.held_bytes() + len(text.encode()) > self._held_bytes:
             raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
@@ -209,13 +210,13 @@ class ServerConnection:
             self._answers.popleft()
         elif self._sending is not None:
             self._sending.sent += 1
-            # The next one to look at is another job's, so that a long burst delays no one.
+            # Another job's turn next, so that a long burst delays no job.
             self._streams[self._sending.job] = self._streams.pop(self._sending.job)
 
     def _credit(self, credit: m.Credit) -> None:
         stream = self._streams.get(credit.job)
         if stream is None:
-            return  # crossed with the end of the job
+            return  # it crossed with the end of the job
         if credit.next > stream.numbered:
             raise BadMessage(f"credit.next: job {credit.job} has no event {credit.next - 1} yet")
         while stream.taken < credit.next:
@@ -249,8 +250,8 @@ class _Inbox:
 class ClientConnection:
     """The client's side of one session.
 
-    :meth:`receive` returns what the program shall see: answers (with the id that the request's method returned), events
-    of jobs in order, and engine states. When :attr:`error` is set, everything that is open has ended with it.
+    :meth:`receive` returns what is for the program: answers (with the id that the request's method returned), events of
+    jobs in order, and engine states. When :attr:`error` is set, all jobs and requests have ended with it.
     """
 
     def __init__(self, client: str, *, epoch: int | None = None, notices: bool = False) -> None:
@@ -264,7 +265,7 @@ class ClientConnection:
         self._jobs = 0
         self._silent_beats = 0
         self.heard_beats = 0
-        """Beats at which something had been heard since the last: time during which both sides were awake."""
+        """Beats before which something had been received: time during which both sides were awake."""
         self._outgoing: deque[bytes] = deque()
         self._unanswered: dict[int, m.Request] = {}
         self._heard: dict[int, int] = {}
@@ -285,7 +286,11 @@ class ClientConnection:
         window: int = 32,
         images: tuple[m.Image, ...] = (),
     ) -> tuple[int, int]:
-        """Asks for a job; returns the request's id and the job's. Raises :class:`BadArgument`, naming the field."""
+        """Asks for a job.
+
+        :returns: the request's id and the job's number.
+        :raises BadArgument: a field has a wrong value; the message names it.
+        """
         job = self._jobs + 1
         request_id = self._request(
             m.Submit,
@@ -307,7 +312,7 @@ class ClientConnection:
         return self._request(m.Cancel, job=job)
 
     def abandon(self, job: int) -> None:
-        """Nobody wants the rest of this job's events: they are taken unseen."""
+        """The program does not want the rest of this job's events: they are taken here."""
         inbox = self._inboxes.get(job)
         if inbox is not None:
             inbox.abandoned = True
@@ -377,7 +382,7 @@ class ClientConnection:
             self._grant(event.job, inbox, event.seq + 1)
 
     def gone(self, error: FrameshardError) -> None:
-        """The program knows by other means that there is nobody any more."""
+        """The program knows by other means that the sidecar has ended."""
         if self.error is None:
             self._lose("gone", error)
 
@@ -394,7 +399,7 @@ class ClientConnection:
         self._outgoing.popleft()
 
     def beat(self) -> None:
-        """To be called every :data:`BEAT_S` seconds: pings, and finds out that nobody is there."""
+        """To be called every :data:`BEAT_S` seconds: sends pings, and finds out that the sidecar does not answer."""
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return
         self.heard_beats += self._silent_beats == 0
@@ -406,7 +411,7 @@ class ClientConnection:
         if self._silent_beats > most:
             self._lose("silence", ConnectionLost("the sidecar does not answer"))
         elif self._outgoing:
-            pass  # the transport takes nothing now; more would not help
+            pass  # the transport takes nothing now
         elif self.state is states.Session.OPEN:
             assert self._epoch is not None
             self._ids += 1
@@ -415,7 +420,7 @@ class ClientConnection:
             self._hello()
 
     def receive(self, frame: bytes) -> list[m.Reply | m.JobEvent | m.Unasked]:
-        """What the program shall see of this frame."""
+        """What in this frame is for the program."""
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return []
         try:
@@ -440,7 +445,7 @@ class ClientConnection:
             return [message]
         request = self._unanswered.get(message.id)
         if request is None:
-            return []  # answered twice after a resumption
+            return []  # a second answer after a resumption
         if isinstance(request, m.BudgetSet):
             # After a resumption all three come again, from the first on.
             heard = self._heard.get(message.id, 0)
@@ -511,7 +516,7 @@ class ClientConnection:
     def _refused(self, refusal: m.Error) -> list[m.Reply | m.JobEvent | m.Unasked]:
         error = refusal.error.exception()
         if self.state in (states.Session.GREETING, states.Session.RESUMING):
-            # What was under way while we say hello again is refused too; only hello's own answer counts.
+            # Requests in transit while we send hello again are refused too; only the answer to hello counts.
             if refusal.id == self._hello_id:
                 self._lose("refused", error)
         elif isinstance(error, ConnectionLost) and refusal.epoch == self._epoch and self.welcome is not None:
@@ -548,19 +553,19 @@ class ClientConnection:
         lost: list[m.Reply | m.JobEvent | m.Unasked] = []
         for job, inbox in list(self._inboxes.items()):
             if sent.get(job, 0) > inbox.expected:
-                inbox.asked_again = False  # what was asked for has been lost as well
+                inbox.asked_again = False  # the events sent again have been lost as well
                 self._ask_again(job, inbox)
             elif inbox.accepted and not inbox.ended and job not in sent:
                 del self._inboxes[job]
                 gone = m.ErrorInfo.of(ConnectionLost("the server has forgotten this job"))
                 lost.append(m.Failed(job, inbox.expected, pong.epoch, inbox.timeline, gone))
         for job in sent.keys() - self._inboxes.keys():
-            # We have taken its last event, and our saying so was lost.
+            # We have taken its last event, and the credit that says so was lost.
             self._send(m.Credit(pong.epoch, job, sent[job]))
         return lost
 
     def _ask_again(self, job: int, inbox: _Inbox) -> None:
-        # One request for a gap: what follows the gap and is still under way must not ask for it again.
+        # One request for a gap: events in transit behind the gap must not cause another one.
         if not inbox.asked_again:
             inbox.asked_again = True
             self._grant(job, inbox, inbox.granted, resend=True)
