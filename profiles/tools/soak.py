@@ -24,7 +24,7 @@ import trio
 
 import frameshard
 from frameshard import models
-from frameshard.native import default_threads
+from frameshard.cpu import default_threads
 from frameshard.simulation import trace as traces
 from frameshard.simulation.player import MIB, play
 

@@ -1,4 +1,4 @@
-"""Whether the installed ggml fits this CPU: what it was compiled for, and what the CPU can do.
+"""The CPU: whether the installed ggml fits it, and how many threads to take.
 
 libggml-cpu is compiled for a fixed set of instructions and does not look at the CPU before it uses them.
 ``make build`` compiles it for Haswell (native/tools/llama_wheel.py); a llama-cpp-python from elsewhere is often
@@ -7,6 +7,7 @@ compiled for the CPU that compiled it. Nothing here executes code of ggml that n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Set
 from pathlib import Path
 
@@ -89,3 +90,10 @@ def must_avoid_amx() -> bool:
     the process. A library does not tell its compiler, so no AMX is trusted. What is not known is taken for yes.
     """
     return all(where is None or AMX in where for where in (compiled_for(), flags()))
+
+
+def default_threads() -> int:
+    """Half of the logical CPUs that this process may use: the game and the copies need the others, copies collapse when
+    every core computes, and SMT siblings add little."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // 2)

@@ -266,13 +266,6 @@ def on_abort(tell: Callable[[str], None]) -> None:
     ggml.ggml_set_abort_callback(_on_abort)
 
 
-def default_threads() -> int:
-    """Half of the logical CPUs that this process may use: the game and the copies need the others, copies collapse when
-    every core computes, and SMT siblings add little."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // 2)
-
-
 _GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
 
 

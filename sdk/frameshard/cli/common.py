@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from frameshard.cpu import default_threads
 from frameshard.errors import BadArgument
-from frameshard.native import default_threads
 from frameshard.wire.launch import KV_TYPES
 
 if TYPE_CHECKING:

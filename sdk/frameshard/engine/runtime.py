@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frameshard import cpu
+from frameshard.cpu import default_threads
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.nvml import DRIVER_MARGIN, Observer, OverheadMeter
 from frameshard.engine.probe import load_or_probe
@@ -46,7 +47,7 @@ from frameshard.errors import (
     OutOfMemory,
     Unsupported,
 )
-from frameshard.native import CPU, EMULATED, default_threads, parse_device
+from frameshard.native import CPU, EMULATED, parse_device
 from frameshard.plan import routing
 from frameshard.plan.context import DRIVER_BYTES, Context, check_kv_type, estimate_context, logits_rows
 from frameshard.plan.ladder import make_ladder

@@ -25,11 +25,15 @@ T = TypeVar("T")
 
 
 class Refused(ValueError):
-    """A field does not take its value. ``str()`` names the field and the reason."""
+    """A field does not take its value. ``str()`` names the field and the reason; of a record inside a message, the
+    fields from the outside in. `field` is the innermost."""
 
-    def __init__(self, reason: str, field: str = "") -> None:
-        super().__init__(f"{field}: {reason}" if field else reason)
-        self.field = field
+    field: str
+
+    def __init__(self, reason: str | Refused, field: str = "") -> None:
+        super().__init__(f"{field}: {reason}" if field else str(reason))
+        inner: str = reason.field if isinstance(reason, Refused) else ""
+        self.field = inner or field
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +248,7 @@ def convert(cls: type[T], fields: Mapping[str, Any], *, strict: bool = True) -> 
             try:
                 values[name] = known[name].check.take(value, strict)
             except Refused as refused:
-                raise Refused(str(refused), name) from None
+                raise Refused(refused, name) from None
         elif strict:
             raise Refused("unknown field", name)
     for name, field in known.items():

@@ -431,7 +431,7 @@ def read_event(fields: Mapping[str, Any]) -> Event:
 def refusal(fields: Mapping[str, Any], error: BadMessage) -> Event | None:
     """The event that answers a command that :func:`read_command` has refused, so that it fails alone; None where no
     event can."""
-    why = m.ErrorInfo.of(BadArgument(error.message))
+    why = m.ErrorInfo.of(BadArgument(error.message, **error.detail))
     name, number = fields.get("op"), fields.get("job", fields.get("seq"))
     if name == "load":
         return Fatal(why)
@@ -461,5 +461,7 @@ def _read(key: str, table: dict[str, type[Any]], fields: Mapping[str, Any]) -> A
         raise BadMessage(f"{key}: unknown message {name!r}")
     try:
         return checks.convert(table[name], rest)
-    except (checks.Refused, BadArgument) as refused:
-        raise BadMessage(f"{name}.{refused}") from None
+    except checks.Refused as refused:
+        raise BadMessage(f"{name}.{refused}", field=refused.field) from None
+    except BadArgument as error:
+        raise BadMessage(f"{name}.{error}", **error.detail) from None

@@ -121,7 +121,7 @@ class ServeConfig:
         " Refused with `bad_argument` where it cannot be written.",
     ] = None
     engine: Annotated[
-        tuple[Annotated[str, checks.text(4096, least=1)], ...],
+        tuple[Annotated[str, checks.text(65536, least=1)], ...],
         256,
         checks.Default("frameshard's own"),
         "Command that starts the engine process.",
