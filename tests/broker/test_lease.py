@@ -139,6 +139,31 @@ async def test_hibernating_and_waking_in_one_breath() -> None:
 
 
 @in_trio
+async def test_parking_before_the_engine_is_back_is_hibernating() -> None:
+    """Each change is answered, and the next one brings the engine back, wherever its start stands."""
+    async with launch(engine=fake_engine(delay_s=0.001)) as client:
+        for pause_s in (0.0, 0.0, 0.05, 0.3):
+            await client.set_budget(64, state="hibernated")
+            results: list[int] = []
+
+            async def change(
+                state: m.LeaseState, n_mb: int, pause_s: float = pause_s, results: list[int] = results
+            ) -> None:
+                await trio.sleep(pause_s if state == "parked" else 0)
+                results.append((await client.set_budget(n_mb, state=state, timeout_s=20)).budget_bytes)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(change, "active", 65)
+                await trio.lowlevel.checkpoint()
+                nursery.start_soon(change, "parked", 66)
+            assert len(results) == 2
+            budget = await client.budget()
+            assert (budget.state in ("parked", "hibernated"), budget.used_bytes) == (True, 0)
+            assert (await client.set_budget(67, timeout_s=20)).used_bytes == 67 * MIB
+            assert (await client.complete("one two").completed()).text == "one two"
+
+
+@in_trio
 async def test_more_is_asked_for_while_jobs_are_open() -> None:
     async with launch(engine=fake_engine(delay_s=0.002), vram_budget_mb=64) as client:
         notices = client.notices()

@@ -401,13 +401,18 @@ def pack(message: Message) -> bytes:
 
     :raises BadArgument: a field has a value that the other side would refuse.
     """
-    cls = type(message)
-    fields = _plain(message)
-    try:
-        checks.convert(cls, fields)
-    except checks.Refused as refused:
-        raise BadArgument(f"{NAMES[cls]}.{refused}") from None
-    return channel.pack({"op" if cls in _COMMAND_TYPES else "ev": NAMES[cls], **fields})
+    cls: Any = type(message)
+    fields = {"op" if cls in _COMMAND_TYPES else "ev": NAMES[cls]}
+    for name, field in checks.fields_of(cls).items():
+        value = getattr(message, name)
+        if value == field.default:
+            continue
+        fields[name] = value = _plain(value)
+        try:
+            field.check.take(value, True)
+        except checks.Refused as refused:
+            raise BadArgument(f"{NAMES[cls]}.{name}: {refused}") from None
+    return channel.pack(fields)
 
 
 def read_command(fields: Mapping[str, Any]) -> Command:
