@@ -44,18 +44,18 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
         assert generation > 10
         await applied(block, block.set_budget(small))
         with trio.fail_after(60):
-            while (await client.budget()).budget_bytes != small:
+            while (await client.budget()).vram_budget_bytes != small:
                 await trio.sleep(0.01)
         generation = block.set_budget(1)
         with trio.fail_after(60):
             while block.answer.refused_generation < generation:
                 await trio.sleep(0.01)
-        assert (await client.budget()).budget_bytes == small
+        assert (await client.budget()).vram_budget_bytes == small
         # Later words come by message: whoever asks for the page again does not bring its last budget back.
         await client.set_budget(bounds.full_bytes / MIB, observe=False)
         (await client.frame_block()).close()
         assert (await client.complete("Once upon a time", sampling=GREEDY).completed()).text == undisturbed
-        assert (await client.budget()).budget_bytes == bounds.full_bytes
+        assert (await client.budget()).vram_budget_bytes == bounds.full_bytes
         maps = Path(f"/proc/{(await client.stats()).broker.engine_pid}/maps")
         if maps.exists():
             assert maps.read_text().count("frameshard-frame-block") == 1

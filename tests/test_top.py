@@ -39,7 +39,7 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
             assert counted[letter] == document["engine"][f"{name}_shards"]
         assert counted["R"] < sum(counted.values())
         assert len(placement["attention"]) == document["model"]["n_layer"]
-        assert document["budget"]["budget_bytes"] == 90 << 20
+        assert document["budget"]["vram_budget_bytes"] == 90 << 20
         assert screen.returncode == 0, screen.stderr
         assert max(map(len, screen.stdout.decode().splitlines())) <= 80
         for word in ("90 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):

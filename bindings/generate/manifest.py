@@ -10,8 +10,8 @@ bindings/manifest.json has
 - ``errors``: ``{"code", "name", "retriable", "about"}`` in the order of their codes.
 
 A field is ``{"name", "type", "text"}`` and, by its type, ``min``, ``max``, ``unit``, ``or_zero``, ``words``, ``items``,
-``record``, ``nullable``; with ``default`` unless it is required. ``max`` of a text or bin is bytes, of an array
-elements. ``default_words`` stand for a default that depends on the machine.
+``record``, ``nullable``, ``path`` (a text that names a file); with ``default`` unless it is required. ``max`` of a text
+or bin is bytes, of an array elements. ``default_words`` stand for a default that depends on the machine.
 """
 
 from __future__ import annotations

@@ -96,11 +96,11 @@ class Run:
         change = Change(time.monotonic(), budget_bytes, shrink, phase)
         self.changes.append(change)
 
-        def released(result: frameshard.BudgetResult) -> None:
+        def released(result: frameshard.Released) -> None:
             change.round_trip_s, change.released_s = time.monotonic() - change.at, result.seconds
 
         result = await self.client.set_budget(budget_bytes / MIB, on_released=released, observe=shrink)
-        if result.observed is not None and result.observed.bytes is not None:
+        if result.observed is not None and result.observed.observed_bytes is not None:
             change.observed_s = result.observed.seconds
 
     def shrunk(self) -> int:

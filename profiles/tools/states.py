@@ -34,8 +34,8 @@ async def turn(client: frameshard.Client, state: str, budget_mb: float, args: ar
         if state != "active":
             down = await client.set_budget(budget_mb, state=state, timeout_s=60)
             figures["down_s"], figures["used_mb"] = down.seconds, down.used_bytes / MIB
-            if down.observed is not None and down.observed.bytes is not None:
-                figures["observed_mb"] = down.observed.bytes / MIB
+            if down.observed is not None and down.observed.observed_bytes is not None:
+                figures["observed_mb"] = down.observed.observed_bytes / MIB
             asked = trio.current_time()
             figures["back_s"] = (await client.set_budget(budget_mb, timeout_s=60)).seconds
             await stream.__anext__()

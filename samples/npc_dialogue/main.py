@@ -89,7 +89,7 @@ class Game:
         moved = f"{abs(after - before) / MIB:.0f} MiB {'taken back' if after < before else 'given'}"
         self._stage.world(
             f"{place}: {moved} in {changed.seconds * 1e3:.1f} ms, "
-            f"the model holds {changed.used_bytes / MIB:.0f} of {changed.budget_bytes / MIB:.0f} MiB"
+            f"the model holds {changed.used_bytes / MIB:.0f} of {changed.vram_budget_bytes / MIB:.0f} MiB"
         )
 
     async def draw(self) -> None:
@@ -152,7 +152,7 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
         budget = await sidecar.budget()
         game = Game(sidecar, stage, budget)
         changed = await sidecar.set_budget(budget.full_bytes / MIB)
-        stage.world(f"{info.name} on {info.device}, which gives it {changed.budget_bytes / MIB:.0f} MiB")
+        stage.world(f"{info.name} on {info.device}, which gives it {changed.vram_budget_bytes / MIB:.0f} MiB")
         await game.draw()
         said = iter(LINES)
         while line := next(said, "") if args.unattended else await player_line(stage):

@@ -223,8 +223,8 @@ class Play:
                 self.prompts = prompts_for(event.model)
                 print(f"{event.model.name} with {event.model.vision}: {self.prompts.about}", flush=True)
             elif isinstance(event, sync.Progressed):
-                doing = "looking" if event.phase == "encode" else "reading"
-                self.room.speech = f"Let me look... ({doing} {event.done}/{event.total})"
+                doing = "looking" if event.progress.phase == "encode" else "reading"
+                self.room.speech = f"Let me look... ({doing} {event.progress.done}/{event.progress.total})"
             elif isinstance(event, sync.Finished):
                 assert self.prompts is not None
                 says = interpret(self.prompts, self._what, event.completion.text, self._words)
@@ -235,7 +235,7 @@ class Play:
             elif isinstance(event, sync.Failed):
                 self.error, self.job = event.error, None
             elif isinstance(event, sync.BudgetReleased):
-                self._in_force = event.budget_bytes / MIB
+                self._in_force = event.released.vram_budget_bytes / MIB
                 self.tally.budgets.append(self._in_force)
             elif isinstance(event, sync.BudgetRefused):
                 self.error = event.error

@@ -1,5 +1,5 @@
 """frameshard: a language model beside a game on one GPU, in a process of its own, under a VRAM budget that can change
-while it talks.
+at any time.
 
 :func:`launch` starts a sidecar and :func:`connect` joins one, for trio; :mod:`frameshard.sync` is the same for programs
 with a frame loop. :mod:`frameshard.testing` has an engine without a model. Errors are in :mod:`frameshard.errors`.
@@ -9,55 +9,57 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from frameshard.client import (
-        Budget,
-        BudgetGrant,
-        BudgetResult,
-        Caps,
-        Client,
-        ClientScope,
-        Completion,
-        EngineChange,
-        Notice,
-        Observation,
-        Stats,
-        Stream,
-        connect,
-        launch,
-    )
+    from frameshard.client import BudgetChange, BudgetResult, Client, ClientScope, Completion, Stream, connect, launch
     from frameshard.errors import FrameshardError
     from frameshard.images import Pixels
     from frameshard.wire.launch import ConnectInfo, ServeConfig
-    from frameshard.wire.messages import BrokerStats, ChatMessage, Delta, ModelInfo, PlanRow, Progress, Sampling
+    from frameshard.wire.messages import (
+        BrokerStats,
+        Budget,
+        Caps,
+        ChatMessage,
+        Delta,
+        Engine,
+        Lease,
+        ModelInfo,
+        Notice,
+        Observed,
+        PlanRow,
+        Progress,
+        Released,
+        Sampling,
+        Stats,
+    )
 
 _HOMES = {
-    "client": (
-        "Budget",
-        "BudgetGrant",
-        "BudgetResult",
-        "Caps",
-        "Client",
-        "ClientScope",
-        "Completion",
-        "EngineChange",
-        "Notice",
-        "Observation",
-        "Stats",
-        "Stream",
-        "connect",
-        "launch",
-    ),
+    "client": ("BudgetChange", "BudgetResult", "Client", "ClientScope", "Completion", "Stream", "connect", "launch"),
     "errors": ("FrameshardError",),
     "images": ("Pixels",),
     "wire.launch": ("ConnectInfo", "ServeConfig"),
-    "wire.messages": ("BrokerStats", "ChatMessage", "Delta", "ModelInfo", "PlanRow", "Progress", "Sampling"),
+    "wire.messages": (
+        "BrokerStats",
+        "Budget",
+        "Caps",
+        "ChatMessage",
+        "Delta",
+        "Engine",
+        "Lease",
+        "ModelInfo",
+        "Notice",
+        "Observed",
+        "PlanRow",
+        "Progress",
+        "Released",
+        "Sampling",
+        "Stats",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BrokerStats",
     "Budget",
-    "BudgetGrant",
+    "BudgetChange",
     "BudgetResult",
     "Caps",
     "ChatMessage",
@@ -66,14 +68,16 @@ __all__ = [
     "Completion",
     "ConnectInfo",
     "Delta",
-    "EngineChange",
+    "Engine",
     "FrameshardError",
+    "Lease",
     "ModelInfo",
     "Notice",
-    "Observation",
+    "Observed",
     "Pixels",
     "PlanRow",
     "Progress",
+    "Released",
     "Sampling",
     "ServeConfig",
     "Stats",

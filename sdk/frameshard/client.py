@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 import zmq
@@ -37,13 +37,18 @@ from frameshard.errors import (
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
+from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.transport import Flooded, Socket, configure
 from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
 from frameshard.wire.connection import BEAT_S, ClientConnection
 from frameshard.wire.launch import ConnectInfo, ServeConfig
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 T = TypeVar("T")
+U = TypeVar("U")
 
 MIB = 1 << 20
 RETRY_S = 0.01
@@ -61,102 +66,21 @@ MAX_WORDS = 1000
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A finished answer. `reason` is ``stop`` or ``length``; times in seconds, without waiting in the queue."""
+class Completion(m.Done):
+    """A finished answer: the job's last event, and the whole text. Times are without waiting in the queue."""
 
     text: str
-    reason: str
-    n_prompt: int
-    n_generated: int
-    prefill_s: float
-    decode_s: float
 
 
 @dataclass(frozen=True)
-class Observation:
-    """What the driver counts for the engine process. `bytes` is None where the system does not tell."""
+class BudgetResult(m.Released):
+    """A change of the VRAM budget that is in force, with the answers before and after it.
 
-    bytes: int | None
-    seconds: float
+    `observed` is what the driver counts; None when it was not waited for.
+    """
 
-
-@dataclass(frozen=True)
-class BudgetGrant:
-    """First answer to a change of the VRAM budget. `decision` is ``granted``, or ``partial`` when only `budget_bytes`
-    can be reached by the deadline; all of it is predicted to take `seconds`. `version` is the one in force."""
-
-    decision: m.Decision
-    budget_bytes: int
-    seconds: float
-    version: int
-
-
-@dataclass(frozen=True)
-class BudgetResult:
-    """A change of the VRAM budget that is in force: `used_bytes` are held, exact by the sidecar's own count, `seconds`
-    after it was asked. `observed` is the driver's word, None when it was not waited for."""
-
-    budget_bytes: int
-    used_bytes: int
-    seconds: float
-    observed: Observation | None
-    grant: BudgetGrant
-
-
-@dataclass(frozen=True)
-class Budget:
-    """`budget_bytes` in force (0: no limit), the least possible, and the one from which on all weights are resident;
-    `state` and `version` of the lease; what the sidecar would like to have now, and what it holds."""
-
-    budget_bytes: int
-    floor_bytes: int
-    full_bytes: int
-    state: m.LeaseState
-    version: int
-    wanted_bytes: int
-    used_bytes: int
-
-
-@dataclass(frozen=True)
-class Caps:
-    """What the device has (None where the system does not tell) and what the model needs. `context` is the tokens of
-    one conversation."""
-
-    device: str
-    total_bytes: int | None
-    free_bytes: int | None
-    floor_bytes: int
-    full_bytes: int
-    context: int
-    mode: m.Mode
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Figures of the broker, and of the engine's device and batches (None while no engine runs)."""
-
-    broker: m.BrokerStats
-    engine: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Notice:
-    """The sidecar's side of the negotiation; nothing has to be done. See bindings/PROTOCOL.md, "notice", for what the
-    figures mean with each `kind`."""
-
-    kind: m.NoticeKind
-    budget_bytes: int
-    seconds: float
-    detail: str
-
-
-@dataclass(frozen=True)
-class EngineChange:
-    """The engine process changed `state`: ``ready``, ``restarting``, ``hibernated`` or, with an `error`, ``off``."""
-
-    state: m.EngineState
-    restarts: int
-    error: FrameshardError | None
+    lease: m.Lease
+    observed: m.Observed | None
 
 
 class Stream:
@@ -198,7 +122,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         if self._job is not None and self._request is None:
             raise BadArgument("a stream is entered once")
-        self._begin()
+        self.begin()
         try:
             await self._accepted()
         except BaseException:
@@ -249,9 +173,7 @@ class Stream:
                 self._end()
                 raise error
             if isinstance(event, m.Done):
-                self.result = Completion(
-                    self.text, event.reason, event.n_prompt, event.n_generated, event.prefill_s, event.decode_s
-                )
+                self.result = Completion(**vars(event), text=self.text)
             self._end()
             if isinstance(event, m.Cancelled):
                 raise JobCancelled("the job was cancelled")
@@ -273,8 +195,11 @@ class Stream:
         if self._job is not None and not self._ended:
             self._client._cancel(self._job)
 
-    def _begin(self) -> None:
-        """Sends the request, unless that is done."""
+    def begin(self) -> None:
+        """Sends the request, unless that is done; entering the stream does so as well.
+
+        :raises FrameshardError: as entering does.
+        """
         if self._job is None:
             if self._turn is not None:
                 self._turn.begin()
@@ -303,6 +228,42 @@ class Stream:
                 self._shared.close()
             if self._turn is not None:
                 self._turn.end(self.text)
+
+
+class BudgetChange:
+    """A change of the VRAM budget under way, made by :meth:`Client.change_budget`. Its answers are awaited in order."""
+
+    def __init__(self, client: Client, request: int, timeout_s: float) -> None:
+        self._client = client
+        self._request = request
+        self._timeout_s = timeout_s
+
+    async def granted(self) -> m.Lease:
+        """First answer: all of it by the deadline, or a part, and how long it is predicted to take.
+
+        :raises FrameshardError: as :meth:`Client.set_budget` does; so do the other two.
+        """
+        lease = await self._client._answer(self._request, self._timeout_s + ANSWER_S, last=False)
+        assert isinstance(lease, m.Lease)
+        if lease.decision == "partial":
+            self._timeout_s = max(PARTIAL_S, lease.seconds)
+        return lease
+
+    async def released(self) -> m.Released:
+        """Second answer: it is in force, and the memory is released."""
+        released = await self._client._answer(self._request, self._timeout_s + ANSWER_S, last=False)
+        assert isinstance(released, m.Released)
+        return released
+
+    async def observed(self) -> m.Observed:
+        """Third answer: what the driver counts. It can lag by seconds."""
+        observed = await self._client._answer(self._request, self._timeout_s + ANSWER_S)
+        assert isinstance(observed, m.Observed)
+        return observed
+
+    def close(self) -> None:
+        """No more answers are awaited. The change goes on."""
+        self._client._drop(self._request)
 
 
 class _Conversation:
@@ -361,88 +322,59 @@ class Client:
         self._answers: dict[int, trio.MemorySendChannel[m.Reply]] = {}
         self._inboxes: dict[int, trio.MemoryReceiveChannel[m.Reply]] = {}
         self._streams: dict[int, trio.MemorySendChannel[m.JobEvent]] = {}
-        self._watchers: list[trio.MemorySendChannel[EngineChange]] = []
-        self._listeners: list[trio.MemorySendChannel[Notice]] = []
+        self._watchers: list[trio.MemorySendChannel[m.Engine]] = []
+        self._listeners: list[trio.MemorySendChannel[m.Notice]] = []
         self._conversations: dict[str, _Conversation] = {}
         self._welcomed = trio.Event()
         self._blocked = trio.Event()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the additions to the protocol that the sidecar has (bindings/PROTOCOL.md, "Features")."""
+        return () if self._core.welcome is None else self._core.welcome.features
 
     def __repr__(self) -> str:
         return f"<Client of {self.info.endpoint}, {self._core.state.value}, {len(self._streams)} jobs>"
 
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        text: str,
-        *,
-        conversation: str | None = None,
-        system: str | None = None,
-        images: Sequence[bytes | Pixels] = (),
-        sampling: m.Sampling = m.DEFAULT_SAMPLING,
-        timeline: int = 0,
-    ) -> Stream:
+    def ask(self, text: str, *, system: str | None = None, **options: Unpack[JobOptions]) -> Stream:
         """Says `text` to the model and streams its answer.
 
         With a `conversation`, what was said in it before belongs to the prompt: answers as far as they were read, also
-        of streams that were left early. Its oldest exchanges are forgotten when the context is full. `system` sets the
-        conversation's persona, and stays. `images`, bytes of PNG or JPEG files or :class:`Pixels`, stand before the
-        text; later questions of the conversation see its answer, not the images. `timeline` comes back in each event,
-        so a game that loads a save can tell tokens that were meant for another past.
+        of streams that were left early. Its oldest exchanges are forgotten when the context is full. `images` stand
+        before the text; later questions of the conversation see its answer, not the images.
+
+        :param system: the conversation's persona from now on.
+        :param options: see :class:`frameshard.options.JobOptions`: `conversation`, `sampling`, `images` (bytes of PNG
+            or JPEG files, or :class:`Pixels`), `timeline` (comes back in each event, so that a game that loads a save
+            can tell tokens that were meant for another past), `window`.
         """
-        turn = _Turn(lambda: self._conversation(conversation), system, text)
+        turn = _Turn(lambda: self._conversation(options.get("conversation")), system, text)
+        return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
+
+    def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Stream:
+        """Like :meth:`ask` for callers that keep the history themselves.
+
+        A `conversation` names the KV cache to keep, so that a prompt which begins as the last one did is read faster.
+        `images` stand before the last message's text.
+        """
+        return self._stream("chat", None, lambda: {"messages": tuple(messages)}, options)
+
+    def complete(self, prompt: str, **options: Unpack[JobOptions]) -> Stream:
+        """Streams what follows `images` and `prompt`, without a chat template."""
+        return self._stream("completion", None, lambda: {"prompt": prompt}, options)
+
+    def _stream(
+        self, kind: m.Kind, turn: _Turn | None, content: Callable[[], dict[str, Any]], options: JobOptions
+    ) -> Stream:
+        fields: dict[str, Any] = {**options}
+        images = fields.pop("images", ())
 
         def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
-            return self._core.submit(
-                "chat",
-                messages=turn.messages(),
-                conversation=conversation,
-                sampling=sampling,
-                timeline=timeline,
-                images=shared,
-            )
+            return self._core.submit(kind, **content(), **fields, images=shared)
 
         return Stream(self, submit, turn, images)
-
-    def chat(
-        self,
-        messages: Sequence[m.ChatMessage],
-        *,
-        conversation: str | None = None,
-        images: Sequence[bytes | Pixels] = (),
-        sampling: m.Sampling = m.DEFAULT_SAMPLING,
-        timeline: int = 0,
-    ) -> Stream:
-        """Like :meth:`ask` for callers that keep the history themselves. A `conversation` names what the engine should
-        keep in its cache, so that a prompt which begins as the last one did is read faster. `images` stand before the
-        last message's text."""
-
-        def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
-            return self._core.submit(
-                "chat",
-                messages=tuple(messages),
-                conversation=conversation,
-                sampling=sampling,
-                timeline=timeline,
-                images=shared,
-            )
-
-        return Stream(self, submit, None, images)
-
-    def complete(
-        self,
-        prompt: str,
-        *,
-        images: Sequence[bytes | Pixels] = (),
-        sampling: m.Sampling = m.DEFAULT_SAMPLING,
-        timeline: int = 0,
-    ) -> Stream:
-        """Streams what follows `images` and `prompt`, without a chat template."""
-
-        def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
-            return self._core.submit("completion", prompt=prompt, sampling=sampling, timeline=timeline, images=shared)
-
-        return Stream(self, submit, None, images)
 
     def _conversation(self, name: str | None) -> _Conversation:
         return _Conversation() if name is None else self._conversations.setdefault(name, _Conversation())
@@ -451,146 +383,111 @@ class Client:
         """Begins a conversation anew."""
         self._conversations.pop(conversation, None)
 
-    # ---- VRAM and figures -------------------------------------------------------------------------------------------
+    # ---- VRAM and figures: a request is sent by the call, and answered when that is awaited --------------------------
 
     async def set_budget(
         self,
         vram_budget_mb: float,
         *,
-        timeout_s: float = 5.0,
         observe: bool = True,
-        on_lease: Callable[[BudgetGrant], None] | None = None,
-        on_released: Callable[[BudgetResult], None] | None = None,
-        **lease: Any,
+        on_lease: Callable[[m.Lease], None] | None = None,
+        on_released: Callable[[m.Released], None] | None = None,
+        **terms: Unpack[LeaseTerms],
     ) -> BudgetResult:
         """All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit.
 
-        Returns when the memory is released and, with `observe`, the driver was asked as well, which can take seconds;
-        `on_lease` and `on_released` are called in between. Jobs go on meanwhile. `lease` has further terms:
+        Jobs go on meanwhile. In another state than ``active`` they wait, and the budget is the one to come back to.
 
-        - ``state``: ``parked`` frees all VRAM but the driver's own and keeps everything else, ``hibernated`` ends the
-          engine process; the budget is then the one to come back to with ``active``. Jobs wait meanwhile.
-        - ``floor_mb``: with no work for 5 s the sidecar gives back all above it, until the next job; 0: it keeps all.
-        - ``version``: a number above all before it; a change that comes late is then refused.
-        - ``reason``: up to 64 bytes for the sidecar's log.
-
-        Raises :class:`BudgetBelowFloor`, :class:`StaleLease` (nothing changes), :class:`DeadlineMissed` (stays in
-        force) or :class:`EngineDied`.
+        :param observe: the driver is asked as well, which can take seconds.
+        :param on_lease: called with the first answer, at once.
+        :param on_released: called with the second answer, before the driver is asked.
+        :param terms: see :class:`frameshard.options.LeaseTerms`: `timeout_s`, `state`, `floor_mb`, `version`, `reason`.
+        :raises BudgetBelowFloor: nothing changes.
+        :raises StaleLease: nothing changes.
+        :raises DeadlineMissed: it stays in force.
+        :raises EngineDied: no engine stays alive.
         """
-        request_id = self._begin_budget(vram_budget_mb, timeout_s, **lease)
-        return await self._end_budget(request_id, timeout_s, observe, on_lease, on_released)
-
-    def _begin_budget(self, vram_budget_mb: float, timeout_s: float, *, floor_mb: float = 0, **terms: Any) -> int:
-        budget_bytes, floor_bytes = mebibytes(vram_budget_mb), mebibytes(floor_mb)
-        return self._ask(lambda: self._core.budget_set(budget_bytes, timeout_s, floor_bytes=floor_bytes, **terms))
-
-    async def _end_budget(
-        self,
-        request_id: int,
-        timeout_s: float,
-        observe: bool,
-        on_lease: Callable[[BudgetGrant], None] | None,
-        on_released: Callable[[BudgetResult], None] | None,
-    ) -> BudgetResult:
-        lease = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
-        assert isinstance(lease, m.Lease)
-        grant = BudgetGrant(lease.decision, lease.vram_budget_bytes, lease.seconds, lease.version)
+        change = self.change_budget(vram_budget_mb, **terms)
+        lease = await change.granted()
         if on_lease is not None:
-            on_lease(grant)
-        if grant.decision == "partial":
-            timeout_s = max(PARTIAL_S, grant.seconds)
-        released = await self._answer(request_id, timeout_s + ANSWER_S, last=False)
-        assert isinstance(released, m.Released)
-        result = BudgetResult(released.vram_budget_bytes, released.used_bytes, released.seconds, None, grant)
+            on_lease(lease)
+        released = await change.released()
         if on_released is not None:
-            on_released(result)
+            on_released(released)
         if not observe:
-            self._drop(request_id)
-            return result
-        observed = await self._answer(request_id, timeout_s + ANSWER_S)
-        assert isinstance(observed, m.Observed)
-        return replace(result, observed=Observation(observed.observed_bytes, observed.seconds))
+            change.close()
+        return BudgetResult(**vars(released), lease=lease, observed=await change.observed() if observe else None)
 
-    async def budget(self) -> Budget:
+    def change_budget(self, vram_budget_mb: float, **terms: Unpack[LeaseTerms]) -> BudgetChange:
+        """Like :meth:`set_budget`, for callers that wait for each answer by themselves. The request is sent at once.
+
+        :raises BadArgument: a term is wrong.
+        """
+        fields: dict[str, Any] = {**terms}
+        if "floor_mb" in fields:
+            fields["floor_bytes"] = mebibytes(fields.pop("floor_mb"))
+        budget_bytes = mebibytes(vram_budget_mb)
+        request_id = self._ask(lambda: self._core.budget_set(budget_bytes, **fields))
+        return BudgetChange(self, request_id, terms.get("timeout_s", m.BudgetSet.timeout_s))
+
+    def budget(self) -> Awaitable[m.Budget]:
         """The budget in force and its bounds."""
-        answer = await self._answer(self._ask(self._core.budget_get))
-        assert isinstance(answer, m.Budget)
-        return Budget(
-            answer.vram_budget_bytes,
-            answer.floor_bytes,
-            answer.full_bytes,
-            answer.state,
-            answer.version,
-            answer.wanted_bytes,
-            answer.used_bytes,
-        )
+        return self._asked(self._core.budget_get, m.Budget)
 
-    async def caps_and_requirements(self) -> Caps:
+    def caps_and_requirements(self) -> Awaitable[m.Caps]:
         """What the device has and what the model needs."""
-        answer = await self._answer(self._ask(self._core.caps_and_requirements))
-        assert isinstance(answer, m.Caps)
-        return Caps(
-            answer.device,
-            answer.total_bytes,
-            answer.free_bytes,
-            answer.floor_bytes,
-            answer.full_bytes,
-            answer.context,
-            answer.mode,
-        )
+        return self._asked(self._core.caps_and_requirements, m.Caps)
 
-    async def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> tuple[m.PlanRow, ...]:
+    def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> Awaitable[tuple[m.PlanRow, ...]]:
         """What would fit into each of at most 32 budgets, and how fast it would run. Changes nothing.
 
-        Raises :class:`EngineDied` while no engine runs, :class:`Unsupported` on the CPU alone.
+        :raises EngineDied: no engine runs.
+        :raises Unsupported: on the CPU alone.
         """
         budgets = tuple(mebibytes(budget) for budget in budgets_mb)
-        answer = await self._answer(self._ask(lambda: self._core.plan(budgets, prompt_tokens)))
-        assert isinstance(answer, m.PlanAnswer)
-        return answer.rows
+        return _then(self._asked(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer), lambda plan: plan.rows)
 
-    def notices(self) -> trio.MemoryReceiveChannel[Notice]:
+    def notices(self) -> trio.MemoryReceiveChannel[m.Notice]:
         """What the sidecar says on its own from now on. Whoever does not read misses what comes after the first 16."""
-        send, receive = trio.open_memory_channel[Notice](16)
+        send, receive = trio.open_memory_channel[m.Notice](16)
         self._listeners.append(send)
         return receive
 
-    async def set_pacing(
+    def set_pacing(
         self, scheduling_mode: m.SchedulingMode = "balance", *, target_tokens_per_second: float = 0.0
-    ) -> None:
-        """How the GPU is shared with the frames of :meth:`frame_block`: ``prioritize_graphics`` uses only what they
-        leave, ``balance`` some more as long as they keep their time, ``prioritize_compute`` takes no notice of them.
-        Tokens come no faster than the target, 0.1 to 10,000 a second for all jobs together, or 0 for as fast as they
-        can."""
-        await self._answer(self._ask(lambda: self._core.pacing(scheduling_mode, target_tokens_per_second)))
+    ) -> Awaitable[None]:
+        """How the GPU is shared with the frames of :meth:`frame_block`.
 
-    async def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> FrameBlock:
-        """The page in which this program says when it draws; one program a sidecar."""
-        answer = await self._answer(self._ask(self._core.frame_block))
-        assert isinstance(answer, m.FrameBlock)
-        return FrameBlock(answer.path, target_frame_ms=target_frame_ms)
+        :param scheduling_mode: ``prioritize_graphics`` uses only what the frames leave, ``balance`` some more as long
+            as they keep their time, ``prioritize_compute`` takes no notice of them.
+        :param target_tokens_per_second: tokens come no faster, 0.1 to 10,000 a second for all jobs together; 0: as fast
+            as they can.
+        """
+        answer = self._asked(lambda: self._core.pacing(scheduling_mode, target_tokens_per_second), m.Ok)
+        return _then(answer, lambda ok: None)
 
-    async def model_info(self) -> m.ModelInfo:
+    def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> Awaitable[FrameBlock]:
+        """The frame block, in which this program writes when it draws; one program a sidecar."""
+        answer = self._asked(self._core.frame_block, m.FrameBlock)
+        return _then(answer, lambda found: FrameBlock(found.path, target_frame_ms=target_frame_ms))
+
+    def model_info(self) -> Awaitable[m.ModelInfo]:
         """The model that is loaded and how."""
-        answer = await self._answer(self._ask(self._core.model_info))
-        assert isinstance(answer, m.Model)
-        return answer.model
+        return _then(self._asked(self._core.model_info, m.Model), lambda answer: answer.model)
 
-    async def stats(self) -> Stats:
+    def stats(self) -> Awaitable[m.Stats]:
         """Figures of this moment."""
-        answer = await self._answer(self._ask(self._core.stats))
-        assert isinstance(answer, m.Stats)
-        return Stats(answer.broker, answer.engine)
+        return self._asked(self._core.stats, m.Stats)
 
-    def engine_changes(self) -> trio.MemoryReceiveChannel[EngineChange]:
+    def engine_changes(self) -> trio.MemoryReceiveChannel[m.Engine]:
         """Changes of the engine's state from now on. Whoever does not read misses what comes after the first 16."""
-        send, receive = trio.open_memory_channel[EngineChange](16)
+        send, receive = trio.open_memory_channel[m.Engine](16)
         self._watchers.append(send)
         return receive
 
-    async def shutdown(self) -> None:
+    def shutdown(self) -> Awaitable[None]:
         """Ends the sidecar, for all its clients."""
-        await self._answer(self._ask(self._core.shutdown))
+        return _then(self._asked(self._core.shutdown, m.Ok), lambda ok: None)
 
     # ---- for streams ------------------------------------------------------------------------------------------------
 
@@ -629,6 +526,17 @@ class Client:
         self._expect(request_id)
         self._flush()
         return request_id
+
+    def _asked(self, request: Callable[[], int], kind: type[T]) -> Awaitable[T]:
+        """Sends a request; its answer is awaited."""
+        request_id = self._ask(request)
+
+        async def answer() -> T:
+            found = await self._answer(request_id)
+            assert isinstance(found, kind)
+            return found
+
+        return answer()
 
     def _expect(self, request_id: int) -> None:
         self._answers[request_id], self._inboxes[request_id] = trio.open_memory_channel[m.Reply](3)
@@ -706,10 +614,9 @@ class Client:
             if message.job in self._streams:
                 self._streams[message.job].send_nowait(message)
         elif isinstance(message, m.Engine):
-            change = EngineChange(message.state, message.restarts, message.error.exception() if message.error else None)
-            _tell(self._watchers, change)
+            _tell(self._watchers, message)
         elif isinstance(message, m.Notice):
-            _tell(self._listeners, Notice(message.kind, message.vram_budget_bytes, message.seconds, message.detail))
+            _tell(self._listeners, message)
         elif isinstance(message, m.Welcome):
             self._welcomed.set()
         elif message.id in self._answers:
@@ -735,6 +642,10 @@ class Client:
         self._streams.clear()
         self._watchers.clear()
         self._listeners.clear()
+
+
+async def _then(answer: Awaitable[T], made: Callable[[T], U]) -> U:
+    return made(await answer)
 
 
 @contextlib.contextmanager
@@ -934,14 +845,9 @@ def launch(
     model: str | os.PathLike[str],
     *,
     vram_budget_mb: float = 0,
-    device: str = "auto",
-    mmproj: str | os.PathLike[str] | None = None,
-    draft_model: str | os.PathLike[str] | None = None,
-    n_ctx: int = 4096,
-    n_parallel: int = 4,
     name: str = "python",
     log: int | None = None,
-    **options: Any,
+    **options: Unpack[LaunchOptions],
 ) -> ClientScope:
     """Starts a sidecar with a model and connects to it: ``async with launch(...) as client``.
 
@@ -949,32 +855,23 @@ def launch(
 
     :param model: path of a GGUF file; :func:`frameshard.models.resolve` finds one by name.
     :param vram_budget_mb: MiB of VRAM for everything that the sidecar does; 0 is no limit.
-    :param device: ``auto`` (the first GPU, else the CPU), ``cpu``, ``emulated``, or a device's name such as ``CUDA0``.
-    :param mmproj: path of the GGUF file that reads images for this model.
-    :param draft_model: path of a GGUF file, a small model with the same vocabulary that drafts for this one.
-    :param n_ctx: tokens of context of each conversation, rounded up to a multiple of 256. `n_parallel` of them run at
-        once.
     :param name: of this client, for the sidecar's log.
     :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
-    :param options: further fields of :class:`frameshard.ServeConfig`.
+    :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the first GPU, else the CPU),
+        `n_ctx`, `n_parallel`, `mmproj`, ...
+    :raises BadArgument: an option is unknown or wrong.
 
     Entering raises what the model or the device is refused with: :class:`ModelNotFound`, :class:`BadModel`,
     :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...
     """
-    try:
-        config = ServeConfig(
-            model=os.path.abspath(model),
-            vram_budget_bytes=mebibytes(vram_budget_mb),
-            device=device,
-            mmproj=os.path.abspath(mmproj) if mmproj else "",
-            draft_model=os.path.abspath(draft_model) if draft_model else "",
-            n_ctx=n_ctx,
-            n_parallel=n_parallel,
-            **options,
-        )
-    except TypeError as error:
-        raise BadArgument(str(error)) from None
-    return ClientScope(name, None, config, log)
+    fields: dict[str, Any] = {**options}
+    for path in ("mmproj", "draft_model"):
+        given = fields.pop(path, None)
+        fields |= {path: os.path.abspath(given)} if given else {}
+    if isinstance(fields.get("connect_file"), os.PathLike):
+        fields["connect_file"] = os.fspath(fields["connect_file"])
+    fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}
+    return ClientScope(name, None, wire_launch.make_config(fields), log)
 
 
 def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python") -> ClientScope:

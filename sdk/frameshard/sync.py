@@ -8,10 +8,11 @@
                 subtitles += event.text
     sidecar.close()
 
-A thread of its own runs the asynchronous client; calls here leave a note for it and return, and notes are acted on in
-their order. What they lead to, errors included, comes as an event. Handles (:class:`Job`) change only inside
-:meth:`Sidecar.poll`, so the program's thread never sees one change under its hands. A program that does not poll loses
-nothing: the sidecar holds back, as for any slow reader.
+A thread of its own runs the asynchronous client. Calls here queue a command for it and return; commands are carried out
+in order, and their outcome, errors included, comes as an event. What an event brings is the protocol's own message
+(:mod:`frameshard.wire.messages`), as from the asynchronous client. Handles (:class:`Job`) change only inside
+:meth:`Sidecar.poll`, so the program's thread never sees one change in between. A program that does not poll loses
+nothing: the sidecar holds events back, as for any slow reader.
 """
 
 from __future__ import annotations
@@ -24,29 +25,23 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
 from frameshard import client as asynchronous
-from frameshard.client import (
-    BudgetGrant,
-    BudgetResult,
-    Caps,
-    Client,
-    ClientScope,
-    Completion,
-    EngineChange,
-    Notice,
-    Stats,
-    Stream,
-)
+from frameshard.client import Client, ClientScope, Completion, Stream
 from frameshard.errors import ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
-from frameshard.images import Pixels
+from frameshard.frame import FrameBlock
+from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
+    "BudgetArrived",
     "BudgetGranted",
     "BudgetObserved",
     "BudgetRefused",
@@ -56,7 +51,9 @@ __all__ = [
     "Event",
     "Failed",
     "Finished",
+    "FrameBlockArrived",
     "Job",
+    "PacingArrived",
     "PlanArrived",
     "Progressed",
     "Ready",
@@ -64,6 +61,8 @@ __all__ = [
     "StatsArrived",
     "TextAdded",
 ]
+
+T = TypeVar("T")
 
 MAX_EVENTS = 1024
 """Events waiting for :meth:`Sidecar.poll`; jobs are held back beyond that."""
@@ -92,29 +91,31 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """The sidecar has loaded its model."""
+    """The sidecar has loaded its model. `features` are those of :attr:`frameshard.Client.features`."""
 
     model: m.ModelInfo
+    features: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class TextAdded:
-    """More of a job's answer; never cut within a character."""
+    """More of a job's answer."""
 
     job: Job
-    text: str
-    timeline: int
+    delta: m.Delta
+
+    @property
+    def text(self) -> str:
+        """Of the delta; never cut within a code point."""
+        return self.delta.text
 
 
 @dataclass(frozen=True)
 class Progressed:
-    """How far a job with images has got: `done` of `total` images are encoded (`encode`), or tokens of the prompt read
-    (`prefill`)."""
+    """How far a job with images has got before its first token."""
 
     job: Job
-    phase: str
-    done: int
-    total: int
+    progress: m.Progress
 
 
 @dataclass(frozen=True)
@@ -135,30 +136,27 @@ class Failed:
 
 @dataclass(frozen=True)
 class BudgetGranted:
-    """First answer to a change of the budget: all of it by the deadline, or a part, and when it is predicted to be in
-    force."""
+    """First answer to a change of the budget: all of it by the deadline, or a part, and how long it is predicted to
+    take."""
 
     request: int
-    grant: BudgetGrant
+    lease: m.Lease
 
 
 @dataclass(frozen=True)
 class BudgetReleased:
-    """A change of the budget is in force: `used_bytes` of VRAM are held, `seconds` after it was asked."""
+    """Second answer: the change is in force, and the memory is released."""
 
     request: int
-    budget_bytes: int
-    used_bytes: int
-    seconds: float
+    released: m.Released
 
 
 @dataclass(frozen=True)
 class BudgetObserved:
-    """What the driver counts after that change; None where the system does not tell."""
+    """Third answer: what the driver counts."""
 
     request: int
-    observed_bytes: int | None
-    seconds: float
+    observed: m.Observed
 
 
 @dataclass(frozen=True)
@@ -170,11 +168,20 @@ class BudgetRefused:
 
 
 @dataclass(frozen=True)
+class BudgetArrived:
+    """Answer to :meth:`Sidecar.budget`; an `error` instead when there was none."""
+
+    request: int
+    budget: m.Budget | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
 class CapsArrived:
     """Answer to :meth:`Sidecar.caps_and_requirements`; an `error` instead when there was none."""
 
     request: int
-    caps: Caps | None
+    caps: m.Caps | None
     error: FrameshardError | None
 
 
@@ -189,10 +196,27 @@ class PlanArrived:
 
 @dataclass(frozen=True)
 class StatsArrived:
-    """Answer to :meth:`Sidecar.stats`; an `error` instead of figures when there were none."""
+    """Answer to :meth:`Sidecar.stats`; an `error` instead when there was none."""
 
     request: int
-    stats: Stats | None
+    stats: m.Stats | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
+class FrameBlockArrived:
+    """Answer to :meth:`Sidecar.frame_block`: the mapped frame block; an `error` instead when there was none."""
+
+    request: int
+    block: FrameBlock | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
+class PacingArrived:
+    """Answer to :meth:`Sidecar.set_pacing`: it is in force, unless there is an `error`."""
+
+    request: int
     error: FrameshardError | None
 
 
@@ -213,16 +237,19 @@ Event = (
     | BudgetReleased
     | BudgetObserved
     | BudgetRefused
-    | StatsArrived
+    | BudgetArrived
     | CapsArrived
     | PlanArrived
-    | Notice
-    | EngineChange
+    | StatsArrived
+    | FrameBlockArrived
+    | PacingArrived
+    | m.Notice
+    | m.Engine
     | Closed
 )
 
 _Command = Callable[[Client], Callable[[], Awaitable[None]] | None]
-"""What is done at once, in order; returns what is done when answers come."""
+"""Carried out at once, in order; returns what waits for the answers."""
 
 
 class Sidecar:
@@ -250,15 +277,27 @@ class Sidecar:
         self._thread.start()
 
     @classmethod
-    def launch(cls, model: str | os.PathLike[str], **options: Any) -> Sidecar:
-        """Starts a sidecar; the arguments are those of :func:`frameshard.launch`. Returns before the model is loaded:
-        :class:`Ready` or :class:`Closed` follows. What is asked before that waits. Raises :class:`BadArgument`."""
-        return cls(asynchronous.launch(model, **options))
+    def launch(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        vram_budget_mb: float = 0,
+        name: str = "python",
+        log: int | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> Sidecar:
+        """Starts a sidecar; the arguments are those of :func:`frameshard.launch`.
+
+        Returns before the model is loaded: :class:`Ready` or :class:`Closed` follows. What is asked before that waits.
+
+        :raises BadArgument: an option is unknown or wrong.
+        """
+        return cls(asynchronous.launch(model, vram_budget_mb=vram_budget_mb, name=name, log=log, **options))
 
     @classmethod
-    def connect(cls, target: str | os.PathLike[str] | ConnectInfo, **options: Any) -> Sidecar:
+    def connect(cls, target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python") -> Sidecar:
         """Joins a sidecar that runs; the arguments are those of :func:`frameshard.connect`."""
-        return cls(asynchronous.connect(target, **options))
+        return cls(asynchronous.connect(target, name=name))
 
     def __enter__(self) -> Sidecar:
         return self
@@ -293,28 +332,18 @@ class Sidecar:
             self._soon(self._make_room)
         return events
 
-    def ask(
-        self,
-        text: str,
-        *,
-        conversation: str | None = None,
-        system: str | None = None,
-        images: Sequence[bytes | Pixels] = (),
-        sampling: m.Sampling = m.DEFAULT_SAMPLING,
-        timeline: int = 0,
-    ) -> Job:
+    def ask(self, text: str, *, system: str | None = None, **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.ask`. Questions of one conversation are answered one after the other."""
-        return self._begin(
-            conversation,
-            timeline,
-            lambda client: client.ask(
-                text, conversation=conversation, system=system, images=images, sampling=sampling, timeline=timeline
-            ),
-        )
+        conversation = options.get("conversation")
+        return self._begin(conversation, lambda client: client.ask(text, system=system, **options))
 
-    def complete(self, prompt: str, *, sampling: m.Sampling = m.DEFAULT_SAMPLING, timeline: int = 0) -> Job:
+    def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Job:
+        """See :meth:`frameshard.Client.chat`."""
+        return self._begin(None, lambda client: client.chat(messages, **options))
+
+    def complete(self, prompt: str, **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.complete`."""
-        return self._begin(None, timeline, lambda client: client.complete(prompt, sampling=sampling, timeline=timeline))
+        return self._begin(None, lambda client: client.complete(prompt, **options))
 
     def cancel(self, job: Job) -> None:
         """Ends a job early; :class:`Failed` with :class:`JobCancelled` follows, unless it has ended."""
@@ -335,29 +364,26 @@ class Sidecar:
 
         self._do(command)
 
-    def set_budget(self, vram_budget_mb: float, *, timeout_s: float = 5.0, **lease: Any) -> int:
-        """See :meth:`frameshard.Client.set_budget`. Returns the number that :class:`BudgetGranted`, then
-        :class:`BudgetReleased`, then :class:`BudgetObserved`, or :class:`BudgetRefused` will have."""
+    def set_budget(self, vram_budget_mb: float, **terms: Unpack[LeaseTerms]) -> int:
+        """See :meth:`frameshard.Client.set_budget`.
+
+        :returns: the number that :class:`BudgetGranted`, then :class:`BudgetReleased`, then :class:`BudgetObserved`, or
+            :class:`BudgetRefused` will have.
+        """
         number = self._number()
-
-        def granted(grant: BudgetGrant) -> None:
-            self._put(BudgetGranted(number, grant))
-
-        def released(result: BudgetResult) -> None:
-            self._put(BudgetReleased(number, result.budget_bytes, result.used_bytes, result.seconds))
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
-                request_id = client._begin_budget(vram_budget_mb, timeout_s, **lease)
+                change = client.change_budget(vram_budget_mb, **terms)
             except FrameshardError as error:
                 self._put(BudgetRefused(number, error))
                 return None
 
             async def answers() -> None:
                 try:
-                    result = await client._end_budget(request_id, timeout_s, True, granted, released)
-                    if result.observed is not None:
-                        self._put(BudgetObserved(number, result.observed.bytes, result.observed.seconds))
+                    self._put(BudgetGranted(number, await change.granted()))
+                    self._put(BudgetReleased(number, await change.released()))
+                    self._put(BudgetObserved(number, await change.observed()))
                 except FrameshardError as error:
                     self._put(BudgetRefused(number, error))
 
@@ -366,54 +392,52 @@ class Sidecar:
         self._do(command)
         return number
 
-    def stats(self) -> int:
-        """Asks for the figures of this moment; returns the number that :class:`StatsArrived` will have."""
-        number = self._number()
-
-        def command(client: Client) -> Callable[[], Awaitable[None]]:
-            async def answer() -> None:
-                try:
-                    self._put(StatsArrived(number, await client.stats(), None))
-                except FrameshardError as error:
-                    self._put(StatsArrived(number, None, error))
-
-            return answer
-
-        self._do(command)
-        return number
+    def budget(self) -> int:
+        """See :meth:`frameshard.Client.budget`. Returns the number of :class:`BudgetArrived`; so do those below."""
+        return self._query(lambda client: client.budget(), BudgetArrived)
 
     def caps_and_requirements(self) -> int:
-        """See :meth:`frameshard.Client.caps_and_requirements`. Returns the number of :class:`CapsArrived`."""
-        number = self._number()
-
-        def command(client: Client) -> Callable[[], Awaitable[None]]:
-            async def answer() -> None:
-                try:
-                    self._put(CapsArrived(number, await client.caps_and_requirements(), None))
-                except FrameshardError as error:
-                    self._put(CapsArrived(number, None, error))
-
-            return answer
-
-        self._do(command)
-        return number
+        """See :meth:`frameshard.Client.caps_and_requirements`; :class:`CapsArrived` follows."""
+        return self._query(lambda client: client.caps_and_requirements(), CapsArrived)
 
     def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> int:
-        """See :meth:`frameshard.Client.plan`. Returns the number of :class:`PlanArrived`."""
-        number = self._number()
+        """See :meth:`frameshard.Client.plan`; :class:`PlanArrived` follows."""
+        return self._query(lambda client: client.plan(budgets_mb, prompt_tokens=prompt_tokens), PlanArrived)
+
+    def stats(self) -> int:
+        """See :meth:`frameshard.Client.stats`; :class:`StatsArrived` follows."""
+        return self._query(lambda client: client.stats(), StatsArrived)
+
+    def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> int:
+        """See :meth:`frameshard.Client.frame_block`; :class:`FrameBlockArrived` follows."""
+        return self._query(lambda client: client.frame_block(target_frame_ms=target_frame_ms), FrameBlockArrived)
+
+    def set_pacing(
+        self, scheduling_mode: m.SchedulingMode = "balance", *, target_tokens_per_second: float = 0.0
+    ) -> int:
+        """See :meth:`frameshard.Client.set_pacing`; :class:`PacingArrived` follows."""
+
+        def arrived(number: int, nothing: None, error: FrameshardError | None) -> Event:
+            return PacingArrived(number, error)
+
+        return self._query(
+            lambda client: client.set_pacing(scheduling_mode, target_tokens_per_second=target_tokens_per_second),
+            arrived,
+        )
+
+    def shutdown(self) -> None:
+        """Ends the sidecar, for all its clients; :class:`Closed` follows."""
 
         def command(client: Client) -> Callable[[], Awaitable[None]]:
-            async def answer() -> None:
-                try:
-                    rows = await client.plan(budgets_mb, prompt_tokens=prompt_tokens)
-                    self._put(PlanArrived(number, rows, None))
-                except FrameshardError as error:
-                    self._put(PlanArrived(number, None, error))
+            answer = client.shutdown()
 
-            return answer
+            async def wait() -> None:
+                with contextlib.suppress(FrameshardError):
+                    await answer
+
+            return wait
 
         self._do(command)
-        return number
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """For programs that have nothing else to do: waits until the model is loaded.
@@ -436,7 +460,33 @@ class Sidecar:
         self._requests += 1
         return self._requests
 
-    def _begin(self, conversation: str | None, timeline: int, open_stream: Callable[[Client], Stream]) -> Job:
+    def _query(
+        self,
+        ask: Callable[[Client], Awaitable[T]],
+        arrived: Callable[[int, T | None, FrameshardError | None], Event],
+    ) -> int:
+        """Asks for something; its answer or the error comes as the event that `arrived` makes."""
+        number = self._number()
+
+        def command(client: Client) -> Callable[[], Awaitable[None]] | None:
+            try:
+                answer = ask(client)
+            except FrameshardError as error:
+                self._put(arrived(number, None, error))
+                return None
+
+            async def wait() -> None:
+                try:
+                    self._put(arrived(number, await answer, None))
+                except FrameshardError as error:
+                    self._put(arrived(number, None, error))
+
+            return wait
+
+        self._do(command)
+        return number
+
+    def _begin(self, conversation: str | None, open_stream: Callable[[Client], Stream]) -> Job:
         job = Job()
 
         def command(client: Client) -> Callable[[], Awaitable[None]]:
@@ -444,14 +494,14 @@ class Sidecar:
             stream = open_stream(client)
             if before.is_set():
                 with contextlib.suppress(FrameshardError):  # comes again when the stream is entered
-                    stream._begin()
+                    stream.begin()
 
             async def answer() -> None:
                 ending: Finished | Failed = Failed(job, JobCancelled("the job was cancelled"))
                 try:
                     with job._scope:
                         await before.wait()
-                        await self._relay(job, stream, timeline)
+                        await self._relay(job, stream)
                         assert stream.result is not None
                         ending = Finished(job, stream.result)
                 except FrameshardError as error:
@@ -508,7 +558,7 @@ class Sidecar:
             with self._all:
                 async with self._scope as client:
                     changes = client.engine_changes()
-                    self._put(Ready(await client.model_info()))
+                    self._put(Ready(await client.model_info(), client.features))
                     self._ready.set()
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(self._take_commands, client, nursery)
@@ -563,10 +613,10 @@ class Sidecar:
         self._conversations[conversation] = after
         return before, after
 
-    async def _relay(self, job: Job, stream: Stream, timeline: int) -> None:
+    async def _relay(self, job: Job, stream: Stream) -> None:
         def progressed(progress: m.Progress) -> None:
             if len(self._events) < MAX_EVENTS:  # the next one says more
-                self._put(Progressed(job, progress.phase, progress.done, progress.total))
+                self._put(Progressed(job, progress))
 
         stream.on_progress = progressed
         async with stream:
@@ -575,4 +625,4 @@ class Sidecar:
                     if self._room is None:
                         self._room = trio.Event()
                     await self._room.wait()
-                self._put(TextAdded(job, delta.text, timeline))
+                self._put(TextAdded(job, delta))

@@ -24,18 +24,18 @@ EPOCH = 7
 @in_trio
 async def test_a_version_that_is_not_above_the_one_in_force_changes_nothing() -> None:
     async with launch() as client, frameshard.connect(client.info) as other:
-        assert (await client.set_budget(64, version=3)).grant.version == 3
+        assert (await client.set_budget(64, version=3)).lease.version == 3
         for late in (client.set_budget(32, version=3), other.set_budget(32, version=2)):
             with pytest.raises(errors.StaleLease) as refused:
                 await late
             assert refused.value.detail["version"] == 3
-        assert (await client.budget()).budget_bytes == 64 * MIB
+        assert (await client.budget()).vram_budget_bytes == 64 * MIB
         # What is refused for another reason leaves its number to be used.
         with pytest.raises(errors.BudgetBelowFloor):
             await client.set_budget(1, version=4)
         assert (await client.budget()).version == 3
-        assert (await other.set_budget(40, version=4)).budget_bytes == 40 * MIB
-        assert (await other.set_budget(48)).grant.version == 4  # without a version the last word counts
+        assert (await other.set_budget(40, version=4)).vram_budget_bytes == 40 * MIB
+        assert (await other.set_budget(48)).lease.version == 4  # without a version the last word counts
 
 
 @in_trio
@@ -60,7 +60,7 @@ async def test_a_change_that_is_said_again_is_not_made_again() -> None:
             assert await peer.hear_of(6) == refused
             await peer.say(m.BudgetSet(4, peer.epoch, 48 * MIB))  # never heard of, but older than what was
             assert (await peer.hear_of(4)).error.name == "stale_lease"
-        assert (await client.budget()).budget_bytes == 32 * MIB
+        assert (await client.budget()).vram_budget_bytes == 32 * MIB
 
 
 @pytest.mark.parametrize("state", ["parked", "hibernated"])
@@ -74,9 +74,9 @@ async def test_jobs_wait_for_an_active_lease(state: m.LeaseState) -> None:
             pid = (await client.stats()).broker.engine_pid
             assert pid is not None
             result = await client.set_budget(100, state=state, version=1)
-            assert (result.budget_bytes, result.used_bytes) == (100 * MIB, 0)
+            assert (result.vram_budget_bytes, result.used_bytes) == (100 * MIB, 0)
             budget = await client.budget()
-            assert (budget.state, budget.budget_bytes, budget.used_bytes) == (state, 100 * MIB, 0)
+            assert (budget.state, budget.vram_budget_bytes, budget.used_bytes) == (state, 100 * MIB, 0)
             assert alive(pid) == (state == "parked")
             async with client.complete("one two") as waiting:
                 broker = (await client.stats()).broker
@@ -90,7 +90,7 @@ async def test_jobs_wait_for_an_active_lease(state: m.LeaseState) -> None:
                 with pytest.raises(errors.BudgetBelowFloor):
                     await client.set_budget(1, state=state)
                 back = await client.set_budget(120, version=2)
-                assert (back.budget_bytes, back.used_bytes) == (120 * MIB, 120 * MIB)
+                assert (back.vram_budget_bytes, back.used_bytes) == (120 * MIB, 120 * MIB)
                 assert (await waiting.completed()).text == "one two"
             assert (await stream.completed()).text == WORDS
         broker = (await client.stats()).broker
@@ -169,7 +169,7 @@ async def test_more_is_asked_for_while_jobs_are_open() -> None:
         notices = client.notices()
         async with client.complete(WORDS):
             notice = await notices.receive()
-            assert (notice.kind, notice.budget_bytes) == ("wants", 256 * MIB)
+            assert (notice.kind, notice.vram_budget_bytes) == ("wants", 256 * MIB)
             budget = await client.budget()
             assert (budget.wanted_bytes, budget.used_bytes) == (256 * MIB, 64 * MIB)
 
@@ -187,13 +187,13 @@ async def test_an_idle_sidecar_gives_back_and_takes_again() -> None:
         notices = client.notices()
         await client.set_budget(256, floor_mb=64)
         notice = await notices.receive()
-        assert (notice.kind, notice.budget_bytes) == ("gives_back", 64 * MIB)
+        assert (notice.kind, notice.vram_budget_bytes) == ("gives_back", 64 * MIB)
         with trio.fail_after(60):
             while (await client.budget()).used_bytes != 64 * MIB:
                 await trio.sleep(0.01)
         async with client.complete(WORDS):
             notice = await notices.receive()
-            assert (notice.kind, notice.budget_bytes) == ("gives_back", 256 * MIB)
+            assert (notice.kind, notice.vram_budget_bytes) == ("gives_back", 256 * MIB)
             with trio.fail_after(60):
                 while (await client.budget()).used_bytes != 256 * MIB:
                     await trio.sleep(0.01)

@@ -182,7 +182,7 @@ async def test_what_is_asked_of_a_stopped_sidecar_is_answered_when_it_goes_on(mo
         async with trio.open_nursery() as nursery:
 
             async def ask() -> None:
-                assert (await client.set_budget(100, timeout_s=0.5)).budget_bytes == 100 << 20
+                assert (await client.set_budget(100, timeout_s=0.5)).vram_budget_bytes == 100 << 20
 
             nursery.start_soon(ask)
             await trio.sleep(4)
@@ -630,15 +630,15 @@ async def test_when_memory_fills_up_all_connections_are_dropped_and_resumed() ->
 async def test_budget() -> None:
     async with launch(vram_budget_mb=64) as client:
         budget = await client.budget()
-        assert (budget.budget_bytes, budget.floor_bytes, budget.full_bytes) == (64 << 20, 16 << 20, 256 << 20)
+        assert (budget.vram_budget_bytes, budget.floor_bytes, budget.full_bytes) == (64 << 20, 16 << 20, 256 << 20)
         result = await client.set_budget(32)
-        assert (result.budget_bytes, result.used_bytes) == (32 << 20, 32 << 20)
+        assert (result.vram_budget_bytes, result.used_bytes) == (32 << 20, 32 << 20)
         assert result.observed is not None
-        assert result.observed.bytes is None
+        assert result.observed.observed_bytes is None
         with pytest.raises(errors.BudgetBelowFloor) as refused:
             await client.set_budget(8)
         assert refused.value.detail == {"budget_bytes": 8 << 20, "floor_bytes": 16 << 20}
-        assert (await client.budget()).budget_bytes == 32 << 20
+        assert (await client.budget()).vram_budget_bytes == 32 << 20
         assert (await client.set_budget(0, observe=False)).used_bytes == 256 << 20
 
 

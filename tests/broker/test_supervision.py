@@ -286,7 +286,7 @@ def test_a_wish_ends_a_long_pause_early(tmp_path: Path, wish: str) -> None:
             await until_off(client)
             sick.unlink()
             if wish == "budget":
-                assert (await client.set_budget(100)).budget_bytes == 100 << 20
+                assert (await client.set_budget(100)).vram_budget_bytes == 100 << 20
             else:
                 with pytest.raises(errors.EngineDied):
                     await client.complete("x").completed()
@@ -306,7 +306,7 @@ async def test_a_budget_for_an_engine_that_does_not_come_back_is_refused(tmp_pat
         await until_off(client)
         with pytest.raises(errors.EngineDied, match="the device is on fire"):
             await client.set_budget(100)
-        assert (await client.budget()).budget_bytes == 0
+        assert (await client.budget()).vram_budget_bytes == 0
 
 
 @in_trio
@@ -491,7 +491,7 @@ broken(process.Budgets, "_grant", lambda command: command.vram_budget_bytes == 7
         assert (await client.plan([100], prompt_tokens=78))[0].fits
         with pytest.raises(frameshard.FrameshardError, match="ZeroDivisionError"):
             await client.set_budget(77)
-        assert (await client.set_budget(78)).budget_bytes == 78 << 20
+        assert (await client.set_budget(78)).vram_budget_bytes == 78 << 20
         assert (await client.stats()).broker.engine_restarts == 0
 
 
@@ -544,12 +544,12 @@ async def test_the_latest_budget_outlives_the_engine() -> None:
         os.kill(await engine_pid(client), signal.SIGKILL)
         # Asked of no engine at all, and answered by the next.
         result = await client.set_budget(40)
-        assert (result.budget_bytes, result.used_bytes) == (40 << 20, 40 << 20)
+        assert (result.vram_budget_bytes, result.used_bytes) == (40 << 20, 40 << 20)
         os.kill(pid := await engine_pid(client), signal.SIGKILL)
         with trio.fail_after(60):
             while await engine_pid(client) == pid:
                 await trio.sleep(0.01)
-        assert (await client.budget()).budget_bytes == 40 << 20
+        assert (await client.budget()).vram_budget_bytes == 40 << 20
         stats = await client.stats()
         assert stats.engine is not None
         assert stats.engine["used_bytes"] == 40 << 20
@@ -562,7 +562,7 @@ async def test_a_refused_budget_does_not_keep_the_next_engine_from_loading() -> 
         with pytest.raises(errors.BudgetBelowFloor):
             await client.set_budget(1)
         assert (await client.stats()).broker.engine == "ready"
-        assert (await client.budget()).budget_bytes == 100 << 20
+        assert (await client.budget()).vram_budget_bytes == 100 << 20
 
 
 def launched(*args: str) -> tuple[subprocess.Popen[str], list[int], Path]:

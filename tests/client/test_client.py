@@ -258,10 +258,10 @@ def test_the_real_engine(model_path: Path) -> None:
             async with client.ask("Who keeps the inn?", conversation="inn", sampling=sampling) as stream:
                 await stream.__anext__()
                 shrunk = await client.set_budget(info.floor_bytes / (1 << 20) + 1)
-                assert shrunk.used_bytes <= shrunk.budget_bytes
+                assert shrunk.used_bytes <= shrunk.vram_budget_bytes
                 await stream.__anext__()
                 grown = await client.set_budget(200)
-                assert grown.budget_bytes == 200 << 20
+                assert grown.vram_budget_bytes == 200 << 20
                 assert len((await stream.completed()).text) > 20
             with pytest.raises(errors.BudgetBelowFloor) as refused:
                 await client.set_budget(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -12,9 +13,11 @@ from typing import TypeVar
 
 import pytest
 
-from frameshard import EngineChange, Sampling, errors
+import frameshard
+from frameshard import ChatMessage, Engine, Notice, Sampling, errors
 from frameshard.sync import (
     MAX_EVENTS,
+    BudgetArrived,
     BudgetObserved,
     BudgetRefused,
     BudgetReleased,
@@ -22,13 +25,16 @@ from frameshard.sync import (
     Event,
     Failed,
     Finished,
+    FrameBlockArrived,
     Job,
+    PacingArrived,
     Ready,
     Sidecar,
     StatsArrived,
     TextAdded,
 )
 from frameshard.testing import fake_engine
+from frameshard.wire.messages import FEATURES
 from sidecars import GREEDY, WORDS, freeze, thaw
 
 T = TypeVar("T")
@@ -61,7 +67,7 @@ def test_a_game_that_asks() -> None:
         events = play(sidecar, lambda: job.ended)
         assert isinstance(events[0], Ready)
         assert events[0].model.arch == "echo"
-        assert {event.timeline for event in of(events, TextAdded)} == {4}
+        assert {event.delta.timeline for event in of(events, TextAdded)} == {4}
         assert "".join(event.text for event in of(events, TextAdded)) == job.text == "one two three"
         assert of(events, Finished) == [Finished(job, events[-1].completion)]  # type: ignore[union-attr]
         assert job.result is not None
@@ -89,7 +95,7 @@ def test_budgets_are_set_in_order() -> None:
             lambda: len(of(seen, BudgetObserved) + of(seen, StatsArrived)) == 4 or seen.extend(sidecar.poll()),
         )
         released = of(seen, BudgetReleased)
-        assert [(event.request, event.budget_bytes >> 20) for event in released] == [
+        assert [(event.request, event.released.vram_budget_bytes >> 20) for event in released] == [
             (numbers[0], 100),
             (numbers[2], 60),
             (numbers[3], 50),
@@ -181,8 +187,58 @@ def test_engine_changes_arrive() -> None:
         assert stats.stats.broker.engine_pid is not None
         os.kill(stats.stats.broker.engine_pid, signal.SIGKILL)
         seen += play(sidecar, lambda: job.ended)
-        assert [change.state for change in of(seen, EngineChange)] == ["restarting", "ready"]
+        assert [change.state for change in of(seen, Engine)] == ["restarting", "ready"]
         assert job.text == WORDS
+
+
+def test_chat_budget_pacing_and_the_frame_block() -> None:
+    with start(engine=fake_engine(delay_s=0.001)) as sidecar:
+        job = sidecar.chat([ChatMessage("system", "be brief"), ChatMessage("user", "one two")])
+        numbers = [sidecar.set_pacing("prioritize_graphics", target_tokens_per_second=5000.0)]
+        numbers += [sidecar.set_pacing("haste"), sidecar.budget(), sidecar.frame_block()]  # type: ignore[arg-type]
+        seen: list[Event] = []
+        play(sidecar, lambda: (job.ended and of(seen, FrameBlockArrived)) or seen.extend(sidecar.poll()))
+        assert job.error is None
+        assert job.text.endswith("one two")
+        fine, wrong = sorted(of(seen, PacingArrived), key=lambda event: event.request)
+        assert (fine.request, fine.error, wrong.request) == (numbers[0], None, numbers[1])
+        assert isinstance(wrong.error, errors.BadArgument)
+        (bounds,) = of(seen, BudgetArrived)
+        assert bounds.budget is not None
+        assert (bounds.request, bounds.budget.state) == (numbers[2], "active")
+        (arrived,) = of(seen, FrameBlockArrived)
+        assert (arrived.request, arrived.error) == (numbers[3], None)
+        assert arrived.block is not None
+        with arrived.block as block:
+            block.begin()
+        sidecar.shutdown()
+        play(sidecar, lambda: sidecar._ended)
+
+
+def test_notices_and_features_are_the_protocols() -> None:
+    with start(engine=fake_engine(endless=True, delay_s=0.001)) as sidecar:
+        sidecar.set_budget(64)
+        job = sidecar.complete("la", sampling=GREEDY)
+        seen: list[Event] = []
+        play(sidecar, lambda: of(seen, Notice) or seen.extend(sidecar.poll()))
+        (ready,) = of(seen, Ready)
+        assert ready.features == FEATURES
+        assert (of(seen, Notice)[0].kind, job.ended) == ("wants", False)
+
+
+def test_both_clients_take_the_same_arguments() -> None:
+    for name in ("ask", "chat", "complete", "set_budget", "plan", "set_pacing", "frame_block", "connect", "launch"):
+        asynchronous = getattr(frameshard, name, None) or getattr(frameshard.Client, name)
+        mine = inspect.signature(getattr(Sidecar, name)).parameters
+        theirs = inspect.signature(asynchronous).parameters
+        only_awaited = {"observe", "on_lease", "on_released", "self", "cls"}  # the events tell of these
+        assert {
+            name: (parameter.kind, parameter.default, parameter.annotation) for name, parameter in mine.items()
+        }.items() >= {
+            name: (parameter.kind, parameter.default, parameter.annotation)
+            for name, parameter in theirs.items()
+            if name not in only_awaited
+        }.items(), name
 
 
 def test_close_while_loading() -> None:

@@ -91,18 +91,18 @@ def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.Monk
         await filled(client)
         low = caps.floor_bytes / MIB + 8
         first = await client.set_budget(low, timeout_s=10)  # nothing was measured before
-        assert (first.grant.decision, first.grant.seconds) == ("granted", 0)
+        assert (first.lease.decision, first.lease.seconds) == ("granted", 0)
         await client.set_budget(0)
         await filled(client)
-        grants: list[frameshard.BudgetGrant] = []
+        grants: list[frameshard.Lease] = []
         second = await client.set_budget(low, timeout_s=0.05, on_lease=grants.append)
         (grant,) = grants
         assert grant.decision == "partial"
-        assert second.budget_bytes < grant.budget_bytes < caps.full_bytes
+        assert second.vram_budget_bytes < grant.vram_budget_bytes < caps.full_bytes
         assert grant.seconds > 0.05
         late = await next_of(notices, "late")
-        assert (late.budget_bytes, late.seconds) == (grant.budget_bytes, grant.seconds)
-        assert second.used_bytes <= second.budget_bytes == int(low * MIB)
+        assert (late.vram_budget_bytes, late.seconds) == (grant.vram_budget_bytes, grant.seconds)
+        assert second.used_bytes <= second.vram_budget_bytes == int(low * MIB)
 
     play(model_path, main)
 
@@ -115,9 +115,9 @@ def test_a_release_that_lags_behind_is_told_half_way(model_path: Path, monkeypat
         caps = await client.caps_and_requirements()
         await filled(client)
         result = await client.set_budget(caps.floor_bytes / MIB + 1, timeout_s=0.2)
-        assert result.grant.decision == "granted"  # nothing was measured before
+        assert result.lease.decision == "granted"  # nothing was measured before
         late = await next_of(notices, "late")
-        assert result.budget_bytes < late.budget_bytes <= caps.full_bytes
+        assert result.vram_budget_bytes < late.vram_budget_bytes <= caps.full_bytes
 
     play(model_path, main)
 
@@ -147,7 +147,7 @@ def test_another_process_on_the_card(model_path: Path, monkeypatch: pytest.Monke
             heard: dict[str, int] = {}
             while not {"other_process", "pressure"} <= heard.keys():
                 notice = await notices.receive()
-                heard.setdefault(notice.kind, notice.budget_bytes)
+                heard.setdefault(notice.kind, notice.vram_budget_bytes)
             nursery.cancel_scope.cancel()
         assert abs(heard["other_process"] - 8000 * MIB) <= MIB
         assert heard["pressure"] < caps.full_bytes

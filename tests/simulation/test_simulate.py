@@ -153,7 +153,7 @@ async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_n
     async with frameshard.launch(model_path, device="emulated", n_ctx=512) as client:
         before = await client.budget()
         recording = await play(client, trace.Trace("greedy", "", 0.3, 8192, events), as_recorded=True)
-        assert (await client.budget()).budget_bytes == before.budget_bytes
+        assert (await client.budget()).vram_budget_bytes == before.vram_budget_bytes
     assert recording.changes == []
     by_message, by_page = recording.problems
     assert "floor" in by_message

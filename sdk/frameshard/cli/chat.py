@@ -206,16 +206,17 @@ class Chat:
         if name == "budget" and argument:
             size = common.parse_size(" ".join([argument, *rest]))
             changed = await self._client.set_budget(size / 2**20)
-            observed = changed.observed.bytes if changed.observed else None
+            observed = changed.observed.observed_bytes if changed.observed else None
             driver = "" if observed is None else f"; the driver counts {common.format_size(observed)}"
             self._note(
-                f"budget {budget_text(changed.budget_bytes)}: {common.format_size(changed.used_bytes)} in use "
+                f"budget {budget_text(changed.vram_budget_bytes)}: {common.format_size(changed.used_bytes)} in use "
                 f"after {changed.seconds * 1e3:.1f} ms{driver}"
             )
         elif name == "budget":
             budget = await self._client.budget()
             self._note(
-                f"budget {budget_text(budget.budget_bytes)}; the floor is {common.format_size(budget.floor_bytes)}, "
+                f"budget {budget_text(budget.vram_budget_bytes)}; "
+                f"the floor is {common.format_size(budget.floor_bytes)}, "
                 f"from {common.format_size(budget.full_bytes)} on everything is resident"
             )
         elif name == "stats":

@@ -160,16 +160,16 @@ def lease(view: View) -> RenderableType:
     budget, engine = view.budget, view.engine
     if not budget.full_bytes:
         return Text("no VRAM: the model runs on the CPU alone")
-    top = max(budget.full_bytes, budget.budget_bytes, engine.get("used_bytes", 0), 1)
+    top = max(budget.full_bytes, budget.vram_budget_bytes, engine.get("used_bytes", 0), 1)
     parts = [(name, sum(engine.get(key, 0) for key in keys), style) for name, keys, style in PARTS]
-    words = f"{size(budget.budget_bytes)} MiB" if budget.budget_bytes else "no limit"
+    words = f"{size(budget.vram_budget_bytes)} MiB" if budget.vram_budget_bytes else "no limit"
     words += "" if budget.state == "active" else f", {budget.state}"
     bounds = f"the floor is {size(budget.floor_bytes)} MiB, all is resident from {size(budget.full_bytes)} MiB on"
     held = f"{size(engine.get('used_bytes', 0))} MiB, at most {size(engine.get('peak_bytes', 0))}"
     if engine.get("observed_bytes") is not None:
         held += f"; the driver counts {size(engine['observed_bytes'])}"
     bars = grid(
-        ("budget", stacked([(budget.budget_bytes or top, "magenta")], top), words),
+        ("budget", stacked([(budget.vram_budget_bytes or top, "magenta")], top), words),
         ("held", stacked([(n, style) for _, n, style in parts], top), held),
     )
     legend = Text("  ").join(Text(f"■ {name} {size(n)}", style) for name, n, style in parts)

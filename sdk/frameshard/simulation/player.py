@@ -152,7 +152,7 @@ class _Player:
         for job in recording.jobs:
             if job.outcome not in ("stop", "length", *(("cancelled",) * job.cancelled)):
                 recording.problems.append(f"the question to {job.who} at {job.at:.2f} s {job.outcome or 'never ended'}")
-        recording.problems += over_the_lease(recording, self._bounds.budget_bytes)
+        recording.problems += over_the_lease(recording, self._bounds.vram_budget_bytes)
         return recording
 
     def _now(self) -> float:

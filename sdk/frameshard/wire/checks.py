@@ -107,6 +107,12 @@ def text(limit: int, least: int = 0) -> Check:
     return Check({"type": "text", "min": least, "max": limit}, take)
 
 
+def path(least: int = 0) -> Check:
+    """The path of a file; empty for none, where `least` is 0."""
+    check = text(4096, least)
+    return Check({**check.description, "path": True}, check.take)
+
+
 def binary(limit: int) -> Check:
     def take(value: Any, strict: bool) -> bytes:
         if type(value) is not bytes or len(value) > limit:

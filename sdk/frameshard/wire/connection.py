@@ -274,36 +274,15 @@ class ClientConnection:
 
     # ---- requests: each returns its id, which the answer carries ----------------------------------------------------
 
-    def submit(
-        self,
-        kind: m.Kind,
-        *,
-        messages: tuple[m.ChatMessage, ...] = (),
-        prompt: str = "",
-        conversation: str | None = None,
-        sampling: m.Sampling = m.DEFAULT_SAMPLING,
-        timeline: int = 0,
-        window: int = 32,
-        images: tuple[m.Image, ...] = (),
-    ) -> tuple[int, int]:
+    def submit(self, kind: m.Kind, *, timeline: int = 0, window: int = 32, **fields: Any) -> tuple[int, int]:
         """Asks for a job.
 
+        :param fields: of :class:`~frameshard.wire.messages.Submit`.
         :returns: the request's id and the job's number.
         :raises BadArgument: a field has a wrong value; the message names it.
         """
         job = self._jobs + 1
-        request_id = self._request(
-            m.Submit,
-            job=job,
-            kind=kind,
-            messages=messages,
-            prompt=prompt,
-            conversation=conversation,
-            sampling=sampling,
-            timeline=timeline,
-            window=window,
-            images=images,
-        )
+        request_id = self._request(m.Submit, job=job, kind=kind, timeline=timeline, window=window, **fields)
         self._jobs = job
         self._inboxes[job] = _Inbox(timeline, window)
         return request_id, job
@@ -320,26 +299,12 @@ class ClientConnection:
             if inbox.ended:
                 del self._inboxes[job]
 
-    def budget_set(
-        self,
-        vram_budget_bytes: int,
-        timeout_s: float = 5.0,
-        *,
-        state: str = "active",
-        floor_bytes: int = 0,
-        version: int = 0,
-        reason: str = "",
-    ) -> int:
-        """Answered three times: lease, released, observed."""
-        return self._request(
-            m.BudgetSet,
-            vram_budget_bytes=vram_budget_bytes,
-            timeout_s=timeout_s,
-            state=state,
-            floor_bytes=floor_bytes,
-            version=version,
-            reason=reason,
-        )
+    def budget_set(self, vram_budget_bytes: int, **terms: Any) -> int:
+        """Answered three times: lease, released, observed.
+
+        :param terms: further fields of :class:`~frameshard.wire.messages.BudgetSet`.
+        """
+        return self._request(m.BudgetSet, vram_budget_bytes=vram_budget_bytes, **terms)
 
     def budget_get(self) -> int:
         return self._request(m.BudgetGet)

@@ -46,7 +46,7 @@ def check_endpoint(endpoint: str, *, bind: bool) -> None:
         )
 
 
-Path = Annotated[str, checks.text(4096)]
+Path = Annotated[str, checks.path()]
 Duration = Annotated[float, checks.number(0, 1e6, "s")]
 
 
@@ -59,7 +59,7 @@ class ServeConfig:
     :raises BadArgument: a value is of the wrong type or out of range.
     """
 
-    model: Annotated[str, checks.text(4096, least=1), "Path of a GGUF file; the only option without a default."]
+    model: Annotated[str, checks.path(least=1), "Path of a GGUF file; the only option without a default."]
     mmproj: Annotated[Path, "Path of the GGUF file that reads images for this model; empty: none."] = ""
     device: Annotated[
         str,
@@ -113,7 +113,8 @@ class ServeConfig:
         "How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted.",
     ] = "tcp" if sys.platform == "win32" else "ipc"
     endpoint: Annotated[
-        Path | None, "Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place."
+        Annotated[str, checks.text(4096)] | None,
+        "Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place.",
     ] = None
     connect_file: Annotated[
         Path | None,
@@ -170,7 +171,7 @@ class ConnectInfo:
     """All that a client needs to connect. The keys are CURVE's, as Z85 text, new for each launch and secret."""
 
     protocol: Annotated[Count, "Version that the sidecar speaks."]
-    endpoint: Annotated[Path, "What to connect to."]
+    endpoint: Annotated[str, checks.text(4096), "What to connect to."]
     epoch: Annotated[Id, "Number of the launch, for every request."]
     pid: Annotated[Count, "Process of the broker."]
     server_key: Annotated[Name, "Public key of the sidecar, `CURVE_SERVERKEY`."]
@@ -206,11 +207,18 @@ def config_line(config: ServeConfig) -> bytes:
     return _line(dataclasses.asdict(config))
 
 
+def make_config(fields: Mapping[str, Any]) -> ServeConfig:
+    """
+    :raises BadArgument: an option is unknown, missing or wrong.
+    """
+    return _make(ServeConfig, fields, strict=True)
+
+
 def parse_config(line: bytes) -> ServeConfig:
     """
     :raises BadArgument: not a JSON object with the fields of :class:`ServeConfig`.
     """
-    return _make(ServeConfig, _parse(line), strict=True)
+    return make_config(_parse(line))
 
 
 def info_line(info: ConnectInfo) -> bytes:
@@ -256,7 +264,7 @@ def _parse(text: str | bytes) -> dict[str, Any]:
     return fields
 
 
-def _make(cls: type[T], fields: dict[str, Any], *, strict: bool) -> T:
+def _make(cls: type[T], fields: Mapping[str, Any], *, strict: bool) -> T:
     try:
         return checks.convert(cls, fields, strict=strict)
     except checks.Refused as refused:

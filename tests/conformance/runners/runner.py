@@ -80,7 +80,7 @@ class Session:
             await self._say(
                 "notice",
                 kind=notice.kind,
-                budget_bytes=notice.budget_bytes,
+                budget_bytes=notice.vram_budget_bytes,
                 seconds=notice.seconds,
                 text=notice.detail,
             )
@@ -184,7 +184,7 @@ class Session:
         said, heard = trio.open_memory_channel[Event](math.inf)
 
         def say(kind: str, answer: Any) -> None:
-            said.send_nowait({"type": kind, "request": number, **dataclasses.asdict(answer)})
+            said.send_nowait({"type": kind, "request": number, **_budget(answer)})
 
         async def change() -> None:
             with said:
@@ -198,7 +198,7 @@ class Session:
                     )
                     seen = result.observed
                     assert seen is not None
-                    observed = {"observed_bytes": seen.bytes, "seconds": seen.seconds}
+                    observed = {"observed_bytes": seen.observed_bytes, "seconds": seen.seconds}
                     said.send_nowait({"type": "budget_observed", "request": number, **observed})
                 except frameshard.FrameshardError as error:
                     said.send_nowait({"type": "refused", "request": number, **_why(error)})
@@ -214,6 +214,10 @@ class Session:
 
 def _why(error: frameshard.FrameshardError | None) -> Event:
     return {"status": error.name, "detail": dict(error.detail)} if error else {"status": "ok", "detail": {}}
+
+
+def _budget(answer: Any) -> Event:
+    return {**dataclasses.asdict(answer), "budget_bytes": answer.vram_budget_bytes}
 
 
 def _check(lease: dict[str, Any]) -> None:
@@ -280,7 +284,7 @@ class Runner:
 
     async def do_get_budget(self) -> Event:
         async def ask(client: frameshard.Client, number: int) -> Event:
-            return {"type": "budget", **dataclasses.asdict(await client.budget())}
+            return {"type": "budget", **_budget(await client.budget())}
 
         return {"request": self.session.request(ask)}
 
@@ -301,7 +305,7 @@ class Runner:
     async def do_get_plan(self, vram_budget_bytes: int, prompt_tokens: int) -> Event:
         async def ask(client: frameshard.Client, number: int) -> Event:
             (row,) = await client.plan([vram_budget_bytes / MIB], prompt_tokens=prompt_tokens)
-            return {"type": "plan", "budget_bytes": row.vram_budget_bytes, **dataclasses.asdict(row)}
+            return {"type": "plan", **_budget(row)}
 
         return {"request": self.session.request(ask)}
 
