@@ -6,6 +6,7 @@ end. So a program that was built against an older header goes on working.
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -20,7 +21,22 @@ HEADER = BINDINGS / "c" / "include" / "frameshard.h"
 STATUSES = BINDINGS / "c" / "src" / "seam.cpp"
 OPTIONS = BINDINGS / "c" / "src" / "options.cpp"
 OPTIONS_H = BINDINGS / "c" / "src" / "options.h"
+WORDS_H = BINDINGS / "c" / "src" / "words.h"
+CODEC = BINDINGS / "c" / "src" / "codec.cpp"
 WIDTH = 118
+
+
+# Words that C has numbers for, and how those are called.
+ENUMS = {
+    "Decision": "FS_DECISION_",
+    "EngineState": "FS_ENGINE_",
+    "ImageFormat": "FS_IMAGE_",
+    "LeaseState": "FS_LEASE_",
+    "NoticeKind": "FS_NOTICE_",
+    "Phase": "FS_PHASE_",
+    "Reason": "FS_REASON_",
+    "SchedulingMode": "FS_",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,40 @@ class Struct:
 
 def structs(manifest: Manifest) -> list[Struct]:
     """Generated structs. Other generators take their members from :func:`members`."""
-    return [Struct("fs_sampling", tuple(manifest["records"]["Sampling"]["fields"]))]
+    launch = [field for field in manifest["launch"]["fields"] if field["name"] != "engine"]  # see parity.json
+    lease = [field for field in manifest["requests"]["budget_set"]["fields"] if field["name"] not in ("id", "epoch")]
+    return [
+        Struct(
+            "fs_launch_options",
+            tuple(launch),
+            (
+                Member(
+                    "const char *", "python", "Python in which frameshard is installed. Default python3, from PATH."
+                ),
+                Member("const char *", "log_file", "The sidecar appends its log here. Default: standard error."),
+                Member("const char *", "client_name", "At most 64 bytes, for the sidecar's log. Default c."),
+                Member(
+                    "const char *",
+                    "extra_json",
+                    "A JSON object with further fields of the sidecar's first line; they win. Default: none.",
+                ),
+            ),
+        ),
+        Struct("fs_sampling", tuple(manifest["records"]["Sampling"]["fields"])),
+        Struct("fs_lease", tuple(lease)),
+    ]
+
+
+def numbers(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """By enumeration the number of each word: those that frameshard.h has already keep theirs."""
+    header, found = HEADER.read_text(), {}
+    for name, prefix in ENUMS.items():
+        there = dict(re.findall(rf"\b{prefix}(\w+) = (\d+)", region(header, name)))
+        known = {word: int(there[word.upper()]) for word in manifest["words"][name] if word.upper() in there}
+        for word in manifest["words"][name]:
+            known.setdefault(word, max(known.values(), default=0) + 1)
+        found[name] = dict(sorted(known.items(), key=lambda item: item[1]))
+    return found
 
 
 def members(struct: Struct) -> list[Member]:
@@ -70,7 +119,16 @@ def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
     statuses = with_region(statuses, "statuses", "\n".join(['    {FS_OK, "ok", false},', *rows]))
     for struct in structs(manifest):
         header = with_region(header, struct.name, "\n".join(_declarations(struct)))
-    return {HEADER: header, STATUSES: statuses, OPTIONS: _options(manifest), OPTIONS_H: _options_h(manifest)}
+    for name, known in numbers(manifest).items():
+        header = with_region(header, name, _enumerators(region(header, name), ENUMS[name], known))
+    return {
+        HEADER: header,
+        STATUSES: statuses,
+        OPTIONS: _options(manifest),
+        OPTIONS_H: _options_h(manifest),
+        WORDS_H: _words_h(manifest),
+        CODEC: with_region(CODEC.read_text(), "answers", _tables(manifest)),
+    }
 
 
 # ---- declarations ---------------------------------------------------------------------------------------------------
@@ -81,7 +139,7 @@ def _expected(struct: Struct) -> Iterator[Member]:
     for field in struct.fields:
         name, text = field["name"], c_text(field)
         if field["type"] == "array":
-            yield Member("uint32_t", f"n_{name}", f"Of `{name}`; at most {field['max']}.")
+            yield Member("uint64_t", f"n_{name}", f"Of `{name}`; at most {field['max']}.")
             yield Member("const char *const *", name, text, field)
         else:
             yield Member(_kind(field), name, text, field)
@@ -89,15 +147,19 @@ def _expected(struct: Struct) -> Iterator[Member]:
 
 
 def _kind(field: dict[str, Any]) -> str:
+    """The C type of a new member: 8 bytes wide, so that no hole is left which a later member would fall into."""
+    if _is_number(field):
+        return "uint64_t"
     if field["type"] in ("text", "word"):
         return "const char *"
     if field["type"] == "number":
         return "double"
-    if field["type"] == "bool":
-        return "int32_t"
-    if field.get("nullable"):
-        return "int64_t"
-    return "uint32_t" if field["max"] < 2**32 else "uint64_t"
+    return "int64_t" if field.get("nullable") else "uint64_t"
+
+
+def _is_number(field: dict[str, Any]) -> bool:
+    """A word that C has numbers for."""
+    return field["type"] == "word" and field.get("name_of_words") in ENUMS
 
 
 def c_text(field: dict[str, Any]) -> str:
@@ -110,8 +172,13 @@ def c_text(field: dict[str, Any]) -> str:
             parts.append(f"{'0 or ' if field.get('or_zero') else ''}{figure(field['min'])}..{figure(field['max'])}")
         if "default" in field:
             parts.append(f"Default {figure(field['default'])}")
+    elif field["type"] == "text" and "default" not in field:
+        parts.append(f"{field['min']}..{field['max']} bytes")
     elif field["type"] == "text":
         parts.append(f"At most {field['max']} bytes; NULL (default): {_or_none(field)}")
+    elif _is_number(field):
+        prefix = ENUMS[field["name_of_words"]]
+        parts.append(f"{prefix}... Default {prefix}{str(field['default']).upper()}")
     elif field["type"] == "word":
         parts.append(f"One of {', '.join(field['words'])}; NULL: the default, {_or_none(field)}")
     elif field["type"] == "array":
@@ -143,6 +210,16 @@ def declared(member: Member) -> str:
     return member.kind + ("" if member.kind.endswith("*") else " ") + member.name
 
 
+def _enumerators(old: str, prefix: str, known: dict[str, int]) -> str:
+    """The lines that are there, whose comments are written by hand, and new ones."""
+    new = [
+        f"    {prefix}{word.upper()} = {number},"
+        for word, number in known.items()
+        if not re.search(rf"\b{prefix}{word.upper()} = ", old)
+    ]
+    return "\n".join([old.rstrip("\n"), *new])
+
+
 # ---- code -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +227,7 @@ def _options(manifest: Manifest) -> str:
     parts = [
         "// Written by `make generate` from bindings/manifest.json; do not edit.\n",
         '#include "options.h"\n',
-        '#include "seam.h"\n',
+        '#include "seam.h"\n#include "words.h"\n',
         "namespace frameshard_core {\n",
     ]
     found = structs(manifest)
@@ -199,6 +276,8 @@ def _initial(field: dict[str, Any]) -> str:
         return "-1"
     if field["type"] in ("int", "number") and field.get("default"):
         return figure(field["default"])
+    if _is_number(field):
+        return ENUMS[field["name_of_words"]] + str(field["default"]).upper()
     return ""
 
 
@@ -215,10 +294,21 @@ def _read(member: Member) -> list[str]:
     name, field = member.name, member.field
     assert field is not None
     given, key = f"given.{name}", f'fields["{name}"]'
+    if _is_number(field):
+        words = f"k{field['name_of_words']}"
+        return [
+            f"    if ({given} != {_initial(field)}) {{",
+            f'        {key} = word_of("{name}", {given}, {words});',
+            "    }",
+        ]
+    if field["type"] in ("int", "number", "bool") and "default" not in field:
+        return [_checked(name, field), f"    {key} = {given};"]
     if field["type"] in ("int", "number", "bool"):
         unset = figure(field.get("default") or 0) if not field.get("nullable") else "-1"
-        check = f'check_range("{name}", double({given}), {figure(field["min"])}, {figure(field["max"])});'
-        return [f"    if ({given} != {unset}) {{", f"        {check}", f"        {key} = {given};", "    }"]
+        check = "    " + _checked(name, field)
+        return [f"    if ({given} != {unset}) {{", check, f"        {key} = {given};", "    }"]
+    if field["type"] == "text" and "default" not in field:
+        return [f'    {key} = text_of("{name}", {given}, {field["min"]}, {field["max"]});']
     if field["type"] == "text":
         least, most = field["min"], field["max"]
         return [
@@ -239,3 +329,72 @@ def _read(member: Member) -> list[str]:
         f'        {key} = texts_of("{name}", {given}, given.n_{name}, {field["max"]}, {item["min"]}, {item["max"]});',
         "    }",
     ]
+
+
+def _checked(name: str, field: dict[str, Any]) -> str:
+    return f'    check_range("{name}", double(given.{name}), {figure(field["min"])}, {figure(field["max"])});'
+
+
+def _words_h(manifest: Manifest) -> str:
+    lines = [
+        "/* Written by `make generate` from bindings/manifest.json; do not edit. */",
+        "#ifndef FRAMESHARD_WORDS_H",
+        "#define FRAMESHARD_WORDS_H",
+        "",
+        "namespace frameshard_core {",
+        "",
+        "/* The protocol's words by their numbers in frameshard.h; the first has the number 1. */",
+    ]
+    for name, known in numbers(manifest).items():
+        words = ", ".join(f'"{word}"' for word in known)
+        lines.append(f"constexpr const char *k{name}[] = {{{words}}};")
+    return "\n".join([*lines, "", "} // namespace frameshard_core", "", "#endif", ""])
+
+
+# ---- what answers have, for the codec -------------------------------------------------------------------------------
+
+
+def _tables(manifest: Manifest) -> str:
+    messages = {**manifest["answers"], **manifest["events"], **manifest["unasked"]}
+    used = {field["record"] for message in messages.values() for field in _flat(message["fields"]) if "record" in field}
+    lines = ["// clang-format off"]
+    for name, record in manifest["records"].items():
+        if name in used:
+            lines += [f"const Table k{name} = {{", *_rows(record["fields"], 1), "};"]
+    lines += ["", "const std::vector<Message> &messages() {", "    static const std::vector<Message> all = {"]
+    for name, message in messages.items():
+        lines += [f'        {{"{name}", {{', *_rows(message["fields"], 3), "        }},"]
+    return "\n".join([*lines, "    };", "    return all;", "}", "// clang-format on"])
+
+
+def _flat(fields: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for field in fields:
+        yield field["items"] if field["type"] == "array" else field
+
+
+def _rows(fields: list[dict[str, Any]], indent: int) -> Iterator[str]:
+    for field in fields:
+        kind, least, most, record = _type(field)
+        nullable = "true" if field.get("nullable") else "false"
+        fallback = json.dumps(json.dumps(field["default"])) if "default" in field else "nullptr"
+        values = [f'"{field["name"]}"', f"Type::{kind}", least, most, record, nullable, fallback]
+        unset = [None, None, "0", "0", "nullptr", "false", "nullptr"]
+        while values[-1] == unset[len(values) - 1]:
+            values.pop()
+        yield "    " * indent + "{" + ", ".join(values) + "},"
+
+
+def _type(field: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Type, bounds and record of a field in the codec's tables."""
+    kind = field["type"]
+    if kind == "array":
+        item = field["items"]
+        kinds = {"record": "Records", "text": "Texts", "pair": "Counts"}
+        record = f"&k{item['record']}" if "record" in item else "nullptr"
+        return kinds[item["type"]], "0", figure(field["max"]), record
+    if kind == "record":
+        return "Record", "0", "0", f"&k{field['record']}"
+    if kind in ("int", "number", "text"):
+        most = "kMost" if field["max"] == 2**53 - 1 else figure(field["max"])
+        return kind.capitalize(), figure(field["min"]), most, "nullptr"
+    return kind.capitalize(), "0", "0", "nullptr"

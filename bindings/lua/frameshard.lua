@@ -34,7 +34,6 @@ const char *fs_version(void);
 typedef struct fs_client fs_client;
 typedef struct fs_launch_options {
   uint32_t struct_size;
-  int32_t stream_only;
   const char *model;
   const char *device;
   uint64_t vram_budget_bytes;
@@ -51,6 +50,21 @@ typedef struct fs_launch_options {
   const char *client_name;
   const char *extra_json;
   const char *mmproj;
+  const char *mode;
+  const char *speculate;
+  const char *draft_model;
+  const char *kv_type;
+  uint64_t max_jobs;
+  uint64_t max_client_jobs;
+  uint64_t held_bytes;
+  double hang_idle_s;
+  double hang_busy_s;
+  double hang_load_s;
+  double hang_still_s;
+  uint64_t restart_limit;
+  double restart_window_s;
+  double off_pause_s;
+  double off_pause_max_s;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -91,7 +105,7 @@ typedef struct fs_sampling {
   const char *json_schema;
 } fs_sampling;
 void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
-enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3 };
+enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3, };
 typedef struct fs_image {
   uint32_t format;
   uint32_t width;
@@ -126,7 +140,7 @@ fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_leng
   uint64_t *job);
 fs_status fs_cancel(fs_client *client, uint64_t job);
 fs_status fs_forget(fs_client *client, const char *conversation);
-enum { FS_LEASE_ACTIVE = 1, FS_LEASE_PARKED = 2, FS_LEASE_HIBERNATED = 3 };
+enum { FS_LEASE_ACTIVE = 1, FS_LEASE_PARKED = 2, FS_LEASE_HIBERNATED = 3, };
 typedef struct fs_lease {
   uint32_t struct_size;
   int32_t state;
@@ -144,7 +158,7 @@ fs_status fs_get_stats(fs_client *client, uint64_t *request);
 fs_status fs_get_caps(fs_client *client, uint64_t *request);
 fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 fs_status fs_shutdown(fs_client *client);
-enum { FS_PRIORITIZE_GRAPHICS = 1, FS_BALANCE = 2, FS_PRIORITIZE_COMPUTE = 3 };
+enum { FS_PRIORITIZE_GRAPHICS = 1, FS_BALANCE = 2, FS_PRIORITIZE_COMPUTE = 3, };
 fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second, uint64_t *request);
 fs_status fs_get_frame_block(fs_client *client, uint64_t *request);
 typedef struct fs_frame_block fs_frame_block;
@@ -168,13 +182,13 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19 };
-enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
+enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
-  FS_ENGINE_HIBERNATED = 5 };
-enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2 };
-enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
+  FS_ENGINE_HIBERNATED = 5, };
+enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2, };
+enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2, };
 enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
-  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6 };
+  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6, };
 typedef struct fs_event {
   uint32_t type;
   fs_status status;
@@ -222,7 +236,7 @@ int32_t fs_wait(fs_client *client, double timeout_s);
 ]])
 -- end of declarations
 
-local ABI_VERSION = 1
+local ABI_VERSION = 2
 local MIB = 1024 * 1024
 local BATCH = 32
 local NONE = setmetatable({}, { __newindex = function() error("this table is shared: make one of your own", 2) end })
@@ -362,11 +376,11 @@ local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute
 
 local LAUNCH = {
   texts = { "model", "mmproj", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
-    "extra_json" },
+    "extra_json", "mode", "speculate", "draft_model", "kv_type" },
   integers = { "n_ctx", "n_parallel", "n_ubatch", "n_threads" },
   numbers = { "silent_s" },
 }
-local KNOWN = { launch = { vram_budget_mb = true, stream_only = true } }
+local KNOWN = { launch = { vram_budget_mb = true } }
 for _, names in pairs(LAUNCH) do
   for _, name in ipairs(names) do
     KNOWN.launch[name] = true
@@ -501,8 +515,7 @@ end
 -- What is asked before that waits.
 -- @param options `model` (path of a GGUF file) and, as in frameshard.h, `mmproj` (reads images), `device`, `n_ctx`,
 --   `n_parallel`, `n_ubatch`, `n_threads`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`,
---   `log_file`, `client_name`, `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit);
---   `stream_only` is a boolean.
+--   `log_file`, `client_name`, `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit).
 function frameshard.launch(options)
   known(options, "launch")
   local made = ffi.new("fs_launch_options")
@@ -526,7 +539,6 @@ function frameshard.launch(options)
   if options.vram_budget_mb ~= nil then
     made.vram_budget_bytes = bytes_of(options.vram_budget_mb, "vram_budget_mb")
   end
-  made.stream_only = options.stream_only and 1 or 0
   local client = ffi.new("fs_client *[1]")
   return new_sidecar(lib.fs_launch(made, client), client)
 end

@@ -54,7 +54,7 @@ extern "C" {
 #define FS_API __attribute__((visibility("default")))
 #endif
 
-#define FS_ABI_VERSION 1
+#define FS_ABI_VERSION 2
 #define FS_NUL_TERMINATED (-1)
 
 /* ---- status ---------------------------------------------------------------------------------------------------- */
@@ -104,7 +104,7 @@ FS_API const char *fs_last_error(uint32_t *length);
  * and trailing struct fields are added without. [any thread] */
 FS_API uint32_t fs_abi_version(void);
 
-/* The protocol version that the library speaks, which must be the sidecar's. [any thread] */
+/* The protocol version that the library was written for; the sidecar must have it or a newer one. [any thread] */
 FS_API uint32_t fs_protocol_version(void);
 
 /* The library's own version, such as "0.1.0". The text is static. [any thread] */
@@ -117,25 +117,93 @@ typedef struct fs_client fs_client;
 
 /* How to start a sidecar. Texts are UTF-8 with a NUL at the end; NULL is the default. */
 typedef struct fs_launch_options {
-    uint32_t struct_size;       /* set by fs_launch_options_init */
-    int32_t stream_only;        /* 1: the same bits at any budget, at the cost of speed. Default 0 */
-    const char *model;          /* path of a GGUF file; the only field without a default */
-    const char *device;         /* "auto" (default: first GPU, else CPU), "cpu", "emulated", or a name: "CUDA0" */
-    uint64_t vram_budget_bytes; /* all that the sidecar may hold in VRAM. Default 0: no limit */
-    uint32_t n_ctx;             /* tokens of context of each conversation. Default 4096 */
-    uint32_t n_parallel;        /* jobs that run at a time. Default 4 */
-    uint32_t n_ubatch;          /* tokens that are read in one go; 0: by vram_budget_bytes. Default 512 */
-    uint32_t n_threads;         /* CPU threads. Default 0: chosen by the engine */
-    double silent_s;            /* a client whose connection is gone for so long loses its jobs; one that is connected
-                                   and silent keeps them. Default 600 */
-    const char *transport;      /* "ipc" or "tcp"; by default the system's best */
-    const char *endpoint;       /* by default a fresh place */
-    const char *connect_file;   /* where the sidecar leaves what fs_connect needs; by default a fresh place */
-    const char *python;         /* Python in which frameshard is installed. Default "python3", from PATH */
-    const char *log_file;       /* appended to by the sidecar. Default: the host's standard error */
-    const char *client_name;    /* at most 64 bytes, for the sidecar's log. Default "c" */
-    const char *extra_json; /* a JSON object with further fields of the sidecar's first line; they win. Default none */
-    const char *mmproj;     /* path of a GGUF file that reads images for the model. Default none */
+    /* generated: fs_launch_options */
+    /* Set by fs_launch_options_init. */
+    uint32_t struct_size;
+    /* Path of a GGUF file; the only option without a default. 1..4096 bytes. */
+    const char *model;
+    /* `auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:
+       `emulated:25` copies 25e9 bytes/s at most. At most 256 bytes; NULL (default): auto. */
+    const char *device;
+    /* All that the sidecar may hold in VRAM; 0: no limit. Default 0. */
+    uint64_t vram_budget_bytes;
+    /* Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use.
+       1..16777216. Default 4096. */
+    uint32_t n_ctx;
+    /* Jobs that run at once, each in a context of its own. 1..64. Default 4. */
+    uint32_t n_parallel;
+    /* Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many, and the
+       buffers for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and the
+       first 16 tokens of its answer, with a floor of about half of the budget at most (or that of 512, if it is
+       higher); without a budget 512. 0..65536. Default 512. */
+    uint32_t n_ubatch;
+    /* CPU threads; 0: half of the CPUs. 0..1024. Default 0. */
+    uint32_t n_threads;
+    /* A client whose connection is gone and that does not come back for so long loses its jobs. One that is
+       connected and silent (a breakpoint, a long load) keeps them. 0..1000000. Default 10. */
+    double silent_s;
+    /* How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted. One of
+       ipc, tcp; NULL: the default, by system. */
+    const char *transport;
+    /* Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place. At most 4096 bytes;
+       NULL (default): none. */
+    const char *endpoint;
+    /* Where to leave what further clients need to connect, readable by this user only; without it, a fresh place.
+       Refused with `bad_argument` where it cannot be written. At most 4096 bytes; NULL (default): none. */
+    const char *connect_file;
+    /* Python in which frameshard is installed. Default python3, from PATH. */
+    const char *python;
+    /* The sidecar appends its log here. Default: standard error. */
+    const char *log_file;
+    /* At most 64 bytes, for the sidecar's log. Default c. */
+    const char *client_name;
+    /* A JSON object with further fields of the sidecar's first line; they win. Default: none. */
+    const char *extra_json;
+    /* Path of the GGUF file that reads images for this model; empty: none. At most 4096 bytes; NULL (default):
+       none. */
+    const char *mmproj;
+    /* `stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only; NULL: the
+       default, planned. */
+    const char *mode;
+    /* Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that
+       pays; `off`: never. One of auto, off; NULL: the default, auto. */
+    const char *speculate;
+    /* Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what does not
+       repeat, where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at most) in
+       host memory. Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or with
+       recurrent models. At most 4096 bytes; NULL (default): none. */
+    const char *draft_model;
+    /* Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some
+       loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by it
+       on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16, q8_0, q4_0;
+       NULL: the default, f16. */
+    const char *kv_type;
+    /* Jobs of all clients that have not ended. 1..1024. Default 256. */
+    uint64_t max_jobs;
+    /* Jobs of one client that have not ended. 1..1024. Default 64. */
+    uint64_t max_client_jobs;
+    /* Text kept for one job whose client does not read; beyond, the job fails. 0..49152. Default 49152. */
+    uint64_t held_bytes;
+    /* An engine without work that does not answer for so long is replaced. 0..1000000. Default 5. */
+    double hang_idle_s;
+    /* The same of an engine with work. 0..1000000. Default 60. */
+    double hang_busy_s;
+    /* The same of an engine that loads. 0..1000000. Default 600. */
+    double hang_load_s;
+    /* An engine of which no thread runs for so long is stopped, and replaced whatever it does. 0..1000000. Default
+       5. */
+    double hang_still_s;
+    /* Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after
+       which it is off for `off_pause_s`. 0..1000. Default 3. */
+    uint64_t restart_limit;
+    /* See `restart_limit`. 0..1000000. Default 300. */
+    double restart_window_s;
+    /* Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last.
+       0..1000000. Default 1. */
+    double off_pause_s;
+    /* The longest such pause. 0..1000000. Default 60. */
+    double off_pause_max_s;
+    /* end of fs_launch_options */
 } fs_launch_options;
 
 /* Sets struct_size and every default; `struct_size` is sizeof(fs_launch_options). [any thread] */
@@ -144,7 +212,8 @@ FS_API void fs_launch_options_init(fs_launch_options *options, uint32_t struct_s
 /* Starts a sidecar and a session with it. Returns at once: FS_EVENT_READY follows when the model is loaded, or
  * FS_EVENT_CLOSED with the reason (FS_MODEL_NOT_FOUND, FS_BAD_MODEL, FS_UNKNOWN_DEVICE, FS_BUDGET_BELOW_FLOOR, ...;
  * FS_ENGINE_DIED if the process ended before it could say one: text has its program, its exit status and what it wrote
- * last, such as that frameshard is not installed there). What is asked before that waits. The sidecar ends with the client, and with this process however that ends.
+ * last, such as that frameshard is not installed there). What is asked before that waits. The sidecar ends with the
+ * client, and with this process however that ends.
  * FS_BAD_ARGUMENT for options that are wrong by themselves, FS_INTERNAL if the process cannot be started or log_file
  * cannot be opened.
  * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
@@ -152,7 +221,7 @@ FS_API fs_status fs_launch(const fs_launch_options *options, fs_client **client)
 
 /* Joins a sidecar that runs, by the path of its connect file (UTF-8, NUL at the end). `client_name` may be NULL.
  * Returns at once: FS_EVENT_READY follows, or FS_EVENT_CLOSED with FS_CONNECTION_LOST when nobody answers there, or
- * FS_VERSION_MISMATCH. Poll at least every 10 s, or what the sidecar was started with.
+ * FS_VERSION_MISMATCH.
  * FS_CONNECTION_LOST if there is no such file, FS_BAD_ARGUMENT if it is no connect file.
  * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
 FS_API fs_status fs_connect(const char *connect_file, const char *client_name, fs_client **client);
@@ -235,9 +304,11 @@ FS_API void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 
 /* What the bytes of an image are. */
 enum {
+    /* generated: ImageFormat */
     FS_IMAGE_ENCODED = 1, /* a PNG or JPEG file */
     FS_IMAGE_RGB = 2,     /* rows of pixels from the top, 8 bits a channel */
-    FS_IMAGE_RGBA = 3     /* the same; alpha is not looked at */
+    FS_IMAGE_RGBA = 3,    /* the same; alpha is not looked at */
+    /* end of ImageFormat */
 };
 
 /* An image in the caller's memory, which is copied before the call returns. All fields count. */
@@ -305,23 +376,32 @@ FS_API fs_status fs_forget(fs_client *client, const char *conversation);
 
 /* Where a lease may stand. */
 enum {
+    /* generated: LeaseState */
     FS_LEASE_ACTIVE = 1,
-    FS_LEASE_PARKED = 2,    /* the KV cache is in RAM and no weights are in VRAM: only the driver's context is left */
-    FS_LEASE_HIBERNATED = 3 /* the engine process has ended: no VRAM at all. Conversations go on with the next lease */
+    FS_LEASE_PARKED = 2,     /* the KV cache is in host memory, no weights are in VRAM: the driver's context is left */
+    FS_LEASE_HIBERNATED = 3, /* the engine process has ended: no VRAM at all. Conversations go on with the next lease */
+    /* end of LeaseState */
 };
 
 /* What the host proposes. */
 typedef struct fs_lease {
-    uint32_t struct_size;       /* set by fs_lease_init */
-    int32_t state;              /* FS_LEASE_... Default FS_LEASE_ACTIVE */
-    uint64_t vram_budget_bytes; /* everything that the sidecar holds in VRAM has to fit; 0 (default): no limit. Of a
-                                   lease that is not active: what to come back to */
-    uint64_t floor_bytes;       /* kept while the sidecar is idle; it gives back what is above. Default 0: it gives
-                                   nothing back on its own */
-    uint64_t version;           /* a lease whose version is not above that in force is refused with FS_STALE_LEASE, so
-                                   late and repeated ones do no harm. Default 0: the last word counts */
-    double timeout_s;           /* 0.001..60: deadline of the release. Default 5 */
-    const char *reason;         /* at most 64 bytes, for logs. NULL (default): none */
+    /* generated: fs_lease */
+    /* Set by fs_lease_init. */
+    uint32_t struct_size;
+    /* `parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process. FS_LEASE_...
+       Default FS_LEASE_ACTIVE. */
+    int32_t state;
+    /* All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to. */
+    uint64_t vram_budget_bytes;
+    /* What the sidecar keeps while it is idle; 0: it gives nothing back on its own. Default 0. */
+    uint64_t floor_bytes;
+    /* Refused with `stale_lease` unless it is above the one in force; 0: the last word counts. Default 0. */
+    uint64_t version;
+    /* Deadline of the release. 0.001..60. Default 5. */
+    double timeout_s;
+    /* For the sidecar's log. At most 64 bytes; NULL (default): none. */
+    const char *reason;
+    /* end of fs_lease */
 } fs_lease;
 
 /* Sets struct_size and every default; `struct_size` is sizeof(fs_lease). [any thread] */
@@ -356,9 +436,11 @@ FS_API fs_status fs_shutdown(fs_client *client);
 
 /* Whose work comes first. */
 enum {
+    /* generated: SchedulingMode */
     FS_PRIORITIZE_GRAPHICS = 1, /* use only what the frames leave */
     FS_BALANCE = 2,             /* some more, as long as they keep their time. What a sidecar begins with */
-    FS_PRIORITIZE_COMPUTE = 3   /* take no notice of frames */
+    FS_PRIORITIZE_COMPUTE = 3,  /* take no notice of frames */
+    /* end of SchedulingMode */
 };
 
 /* How the GPU is shared with the frames that a frame block tells of. `target_tokens_per_second` is a limit for all jobs
@@ -446,25 +528,45 @@ enum {
                                   last, for a progress bar */
 };
 
-enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2 };
 enum {
+    /* generated: Reason */
+    FS_REASON_STOP = 1,
+    FS_REASON_LENGTH = 2,
+    /* end of Reason */
+};
+enum {
+    /* generated: EngineState */
     FS_ENGINE_LOADING = 1,
     FS_ENGINE_READY = 2,
     FS_ENGINE_RESTARTING = 3,
     FS_ENGINE_OFF = 4,
-    FS_ENGINE_HIBERNATED = 5
+    FS_ENGINE_HIBERNATED = 5,
+    /* end of EngineState */
 };
-enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2 }; /* images are encoded; the prompt is read */
-enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2 };
+/* images are encoded; the prompt is read */
+enum {
+    /* generated: Phase */
+    FS_PHASE_ENCODE = 1,
+    FS_PHASE_PREFILL = 2,
+    /* end of Phase */
+};
+enum {
+    /* generated: Decision */
+    FS_DECISION_GRANTED = 1,
+    FS_DECISION_PARTIAL = 2,
+    /* end of Decision */
+};
 
 /* What a notice is about. A kind that is not listed may be ignored. */
 enum {
+    /* generated: NoticeKind */
     FS_NOTICE_WANTS = 1,         /* the sidecar would like to have budget_bytes: jobs wait or are slow */
     FS_NOTICE_GIVES_BACK = 2,    /* it has gone down to budget_bytes, as the lease's floor allows it to */
     FS_NOTICE_LATE = 3,          /* a release takes `seconds` longer than predicted */
     FS_NOTICE_PRESSURE = 4,      /* the device has less memory than the lease grants */
     FS_NOTICE_OTHER_PROCESS = 5, /* another program holds memory that the lease grants */
-    FS_NOTICE_STATE = 6          /* the lease has changed its state */
+    FS_NOTICE_STATE = 6,         /* the lease has changed its state */
+    /* end of NoticeKind */
 };
 
 /* One event. Fields that its type does not name are 0, texts "". */

@@ -25,6 +25,7 @@
 #include "process.h"
 #include "seam.h"
 #include "session.h"
+#include "words.h"
 
 using frameshard_core::check_range;
 using frameshard_core::Error;
@@ -37,9 +38,11 @@ using frameshard_core::json;
 using frameshard_core::kBeatSeconds;
 using frameshard_core::kMaxString;
 using frameshard_core::known_part;
+using frameshard_core::kSchedulingMode;
 using frameshard_core::refuse;
 using frameshard_core::Session;
 using frameshard_core::text_of;
+using frameshard_core::word_of;
 
 namespace {
 
@@ -372,29 +375,11 @@ const char *fs_version(void) { return FS_VERSION; }
 
 // ---- defaults -------------------------------------------------------------------------------------------------------
 
-void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size) {
-    fs_launch_options defaults{};
-    defaults.struct_size = struct_size;
-    defaults.n_ctx = 4096;
-    defaults.n_parallel = 4;
-    defaults.n_ubatch = 512;
-    defaults.silent_s = 600;
-    fill(options, struct_size, defaults);
-}
-
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size) {
     fs_job_options defaults{};
     defaults.struct_size = struct_size;
     defaults.window = 32;
     fill(options, struct_size, defaults);
-}
-
-void fs_lease_init(fs_lease *lease, uint32_t struct_size) {
-    fs_lease defaults{};
-    defaults.struct_size = struct_size;
-    defaults.state = FS_LEASE_ACTIVE;
-    defaults.timeout_s = 5;
-    fill(lease, struct_size, defaults);
 }
 
 // ---- a client -------------------------------------------------------------------------------------------------------
@@ -409,25 +394,7 @@ fs_status fs_launch(const fs_launch_options *given, fs_client **client) {
         fs_launch_options_init(&options, sizeof options);
         options = known_part(given, options, "fs_launch_options_init");
         constexpr size_t path = 4096;
-        json config = {{"model", text_of("model", options.model, 1, path)},
-                       {"device", options.device == nullptr ? "auto" : text_of("device", options.device, 1, 256)},
-                       {"vram_budget_bytes", options.vram_budget_bytes},
-                       {"n_ctx", options.n_ctx},
-                       {"n_parallel", options.n_parallel},
-                       {"n_ubatch", options.n_ubatch},
-                       {"n_threads", options.n_threads},
-                       {"silent_s", options.silent_s},
-                       {"mode", options.stream_only != 0 ? "stream_only" : "planned"}};
-        check_range("silent_s", options.silent_s, 0, 1e6);
-        const std::pair<const char *, const char *> places[] = {{"transport", options.transport},
-                                                                {"endpoint", options.endpoint},
-                                                                {"connect_file", options.connect_file},
-                                                                {"mmproj", options.mmproj}};
-        for (const auto &[name, value] : places) {
-            if (value != nullptr) {
-                config[name] = text_of(name, value, 1, path);
-            }
-        }
+        json config = fields_of(options);
         if (options.extra_json != nullptr) {
             json extra = json::parse(options.extra_json, nullptr, false);
             if (!extra.is_object()) {
@@ -643,26 +610,8 @@ fs_status fs_set_lease(fs_client *client, const fs_lease *given, uint64_t *reque
         if (given != nullptr) {
             lease = known_part(given, lease, "fs_lease_init");
         }
-        check_bytes("vram_budget_bytes", lease.vram_budget_bytes);
-        check_bytes("floor_bytes", lease.floor_bytes);
-        check_bytes("version", lease.version);
-        check_range("timeout_s", lease.timeout_s, 0.001, 60);
-        check_range("state", lease.state, FS_LEASE_ACTIVE, FS_LEASE_HIBERNATED);
-        const char *const states[] = {"active", "parked", "hibernated"};
-        json fields = {
-            {"t", "budget_set"}, {"vram_budget_bytes", lease.vram_budget_bytes}, {"timeout_s", lease.timeout_s}};
-        if (lease.state != FS_LEASE_ACTIVE) {
-            fields["state"] = states[lease.state - 1];
-        }
-        if (lease.floor_bytes != 0) {
-            fields["floor_bytes"] = lease.floor_bytes;
-        }
-        if (lease.version != 0) {
-            fields["version"] = lease.version;
-        }
-        if (lease.reason != nullptr) {
-            fields["reason"] = text_of("reason", lease.reason, 0, 64);
-        }
+        json fields = fields_of(lease);
+        fields["t"] = "budget_set";
         ask_for(open, std::move(fields), request);
     });
 }
@@ -701,14 +650,12 @@ fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double targe
                         uint64_t *request) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        check_range("scheduling_mode", scheduling_mode, FS_PRIORITIZE_GRAPHICS, FS_PRIORITIZE_COMPUTE);
         if (target_tokens_per_second != 0) { // else no bound
             check_range("target_tokens_per_second", target_tokens_per_second, 0.1, 10000);
         }
-        const char *const modes[] = {"prioritize_graphics", "balance", "prioritize_compute"};
         ask_for(open,
                 {{"t", "pacing"},
-                 {"scheduling_mode", modes[scheduling_mode - 1]},
+                 {"scheduling_mode", word_of("scheduling_mode", uint64_t(scheduling_mode), kSchedulingMode)},
                  {"target_tokens_per_second", target_tokens_per_second}},
                 request);
     });

@@ -144,130 +144,216 @@ struct Message {
 };
 
 constexpr double kMost = double(kMaxInteger);
-constexpr double kSeconds = 1e9;
 constexpr size_t kMaxWord = 256; // bytes of a word that this version does not know
 
-const Table kError = {{"code", Type::Int, 0, kMost},
-                      {"name", Type::Text, 0, 64},
-                      {"message", Type::Text, 0, 65536},
-                      {"retriable", Type::Bool},
-                      {"detail", Type::Map}};
-const Table kModel = {{"name", Type::Text, 0, 4096},
-                      {"arch", Type::Text, 0, 256},
-                      {"device", Type::Text, 0, 256},
-                      {"n_ctx", Type::Int, 0, kMost},
-                      {"n_parallel", Type::Int, 0, kMost},
-                      {"n_vocab", Type::Int, 0, kMost},
-                      {"n_layer", Type::Int, 0, kMost},
-                      {"chat", Type::Bool},
-                      {"floor_bytes", Type::Int, 0, kMost},
-                      {"full_bytes", Type::Int, 0, kMost},
-                      {"plan", Type::Map},
-                      {"vision", Type::Text, 0, 256, nullptr, false, "\"\""}};
-const Table kLimits = {{"message_bytes", Type::Int, 0, kMost},
-                       {"string_bytes", Type::Int, 0, kMost},
-                       {"jobs", Type::Int, 0, kMost},
-                       {"window", Type::Int, 0, kMost},
-                       {"silent_s", Type::Number, 0, kSeconds}};
-const Table kBroker = {{"pid", Type::Int, 0, kMost},
-                       {"engine_pid", Type::Int, 0, kMost, nullptr, true},
-                       {"engine", Type::Word},
-                       {"engine_restarts", Type::Int, 0, kMost},
-                       {"sessions", Type::Int, 0, kMost},
-                       {"jobs_queued", Type::Int, 0, kMost},
-                       {"jobs_running", Type::Int, 0, kMost},
-                       {"uptime_s", Type::Number, 0, kSeconds}};
-const Table kPlanRow = {{"vram_budget_bytes", Type::Int, 0, kMost},
-                        {"fits", Type::Bool},
-                        {"ttft_s", Type::Number, 0, kSeconds, nullptr, true},
-                        {"tokens_per_second", Type::Number, 0, kSeconds, nullptr, true},
-                        {"resident_bytes", Type::Int, 0, kMost},
-                        {"streamed_bytes", Type::Int, 0, kMost},
-                        {"cpu_bytes", Type::Int, 0, kMost}};
-
-Table with(std::initializer_list<Field> head, std::initializer_list<Field> rest) {
-    Table table(head);
-    table.insert(table.end(), rest);
-    return table;
-}
-Table answer(std::initializer_list<Field> rest) {
-    return with({{"id", Type::Int, 1, kMost}, {"epoch", Type::Int, 1, kMost}}, rest);
-}
-Table event(std::initializer_list<Field> rest) {
-    return with({{"job", Type::Int, 1, kMost},
-                 {"seq", Type::Int, 0, kMost},
-                 {"epoch", Type::Int, 1, kMost},
-                 {"timeline", Type::Int, 0, kMost}},
-                rest);
-}
+// generated: answers
+// clang-format off
+const Table kErrorInfo = {
+    {"code", Type::Int, 0, kMost},
+    {"name", Type::Text, 0, 64},
+    {"message", Type::Text, 0, 65536},
+    {"retriable", Type::Bool},
+    {"detail", Type::Map},
+};
+const Table kModelInfo = {
+    {"name", Type::Text, 0, 4096},
+    {"arch", Type::Text, 0, 256},
+    {"device", Type::Text, 0, 256},
+    {"n_ctx", Type::Int, 0, kMost},
+    {"n_parallel", Type::Int, 0, kMost},
+    {"n_vocab", Type::Int, 0, kMost},
+    {"n_layer", Type::Int, 0, kMost},
+    {"chat", Type::Bool},
+    {"floor_bytes", Type::Int, 0, kMost},
+    {"full_bytes", Type::Int, 0, kMost},
+    {"plan", Type::Map},
+    {"vision", Type::Text, 0, 256, nullptr, false, "\"\""},
+};
+const Table kServerLimits = {
+    {"message_bytes", Type::Int, 0, kMost},
+    {"string_bytes", Type::Int, 0, kMost},
+    {"jobs", Type::Int, 0, kMost},
+    {"window", Type::Int, 0, kMost},
+    {"silent_s", Type::Number, 0, 1000000000},
+};
+const Table kPlanRow = {
+    {"vram_budget_bytes", Type::Int, 0, kMost},
+    {"fits", Type::Bool},
+    {"ttft_s", Type::Number, 0, 1000000000, nullptr, true},
+    {"tokens_per_second", Type::Number, 0, 1000000000, nullptr, true},
+    {"resident_bytes", Type::Int, 0, kMost},
+    {"streamed_bytes", Type::Int, 0, kMost},
+    {"cpu_bytes", Type::Int, 0, kMost},
+};
+const Table kBrokerStats = {
+    {"pid", Type::Int, 0, kMost},
+    {"engine_pid", Type::Int, 0, kMost, nullptr, true},
+    {"engine", Type::Word},
+    {"engine_restarts", Type::Int, 0, kMost},
+    {"sessions", Type::Int, 0, kMost},
+    {"jobs_queued", Type::Int, 0, kMost},
+    {"jobs_running", Type::Int, 0, kMost},
+    {"uptime_s", Type::Number, 0, 1000000000},
+};
 
 const std::vector<Message> &messages() {
     static const std::vector<Message> all = {
-        {"welcome", answer({{"protocol", Type::Int, 0, kMost},
-                            {"session", Type::Int, 1, kMost},
-                            {"resumed", Type::Bool},
-                            {"server", Type::Text, 0, 64},
-                            {"limits", Type::Record, 0, 0, &kLimits},
-                            {"engine", Type::Word},
-                            {"model", Type::Record, 0, 0, &kModel, true},
-                            {"features", Type::Texts, 0, 64, nullptr, false, "[]"}})},
-        {"model_info", answer({{"model", Type::Record, 0, 0, &kModel}})},
-        {"ok", answer({})},
-        {"error",
-         {{"id", Type::Int, 1, kMost, nullptr, true},
-          {"epoch", Type::Int, 1, kMost},
-          {"error", Type::Record, 0, 0, &kError}}},
-        {"released", answer({{"vram_budget_bytes", Type::Int, 0, kMost},
-                             {"used_bytes", Type::Int, 0, kMost},
-                             {"seconds", Type::Number, 0, kSeconds}})},
-        {"observed",
-         answer({{"observed_bytes", Type::Int, 0, kMost, nullptr, true}, {"seconds", Type::Number, 0, kSeconds}})},
-        {"lease", answer({{"decision", Type::Word},
-                          {"vram_budget_bytes", Type::Int, 0, kMost},
-                          {"seconds", Type::Number, 0, kSeconds},
-                          {"version", Type::Int, 0, kMost}})},
-        {"budget", answer({{"vram_budget_bytes", Type::Int, 0, kMost},
-                           {"floor_bytes", Type::Int, 0, kMost},
-                           {"full_bytes", Type::Int, 0, kMost},
-                           {"state", Type::Word},
-                           {"version", Type::Int, 0, kMost},
-                           {"wanted_bytes", Type::Int, 0, kMost},
-                           {"used_bytes", Type::Int, 0, kMost}})},
-        {"notice",
-         {{"epoch", Type::Int, 1, kMost},
-          {"kind", Type::Word},
-          {"vram_budget_bytes", Type::Int, 0, kMost},
-          {"seconds", Type::Number, 0, kSeconds},
-          {"detail", Type::Text, 0, 200}}},
-        {"caps_and_requirements", answer({{"device", Type::Text, 0, 256},
-                                          {"total_bytes", Type::Int, 0, kMost, nullptr, true},
-                                          {"free_bytes", Type::Int, 0, kMost, nullptr, true},
-                                          {"floor_bytes", Type::Int, 0, kMost},
-                                          {"full_bytes", Type::Int, 0, kMost},
-                                          {"context", Type::Int, 0, kMost},
-                                          {"mode", Type::Word}})},
-        {"plan", answer({{"rows", Type::Records, 0, 32, &kPlanRow}})},
-        {"frame_block", answer({{"path", Type::Text, 1, 4096}})},
-        {"stats", answer({{"broker", Type::Record, 0, 0, &kBroker}, {"engine", Type::Map, 0, 0, nullptr, true}})},
-        {"pong", answer({{"jobs", Type::Counts, 0, kMaxArray}})},
-        {"engine",
-         {{"epoch", Type::Int, 1, kMost},
-          {"state", Type::Word},
-          {"restarts", Type::Int, 0, kMost},
-          {"error", Type::Record, 0, 0, &kError, true, "null"}}},
-        {"started", event({{"n_prompt", Type::Int, 0, kMost}})},
-        {"progress", event({{"phase", Type::Word}, {"done", Type::Int, 0, kMost}, {"total", Type::Int, 0, kMost}})},
-        {"delta", event({{"text", Type::Text, 1, 65536}, {"tokens", Type::Int, 1, kMost}})},
-        {"done", event({{"reason", Type::Word},
-                        {"n_prompt", Type::Int, 0, kMost},
-                        {"n_generated", Type::Int, 0, kMost},
-                        {"prefill_s", Type::Number, 0, kSeconds},
-                        {"decode_s", Type::Number, 0, kSeconds}})},
-        {"failed", event({{"error", Type::Record, 0, 0, &kError}})},
-        {"cancelled", event({})},
+        {"welcome", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"protocol", Type::Int, 0, kMost},
+            {"session", Type::Int, 1, kMost},
+            {"resumed", Type::Bool},
+            {"server", Type::Text, 0, 64},
+            {"limits", Type::Record, 0, 0, &kServerLimits},
+            {"engine", Type::Word},
+            {"model", Type::Record, 0, 0, &kModelInfo, true},
+            {"features", Type::Texts, 0, 64, nullptr, false, "[]"},
+        }},
+        {"model_info", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"model", Type::Record, 0, 0, &kModelInfo},
+        }},
+        {"ok", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+        }},
+        {"error", {
+            {"id", Type::Int, 1, kMost, nullptr, true},
+            {"epoch", Type::Int, 1, kMost},
+            {"error", Type::Record, 0, 0, &kErrorInfo},
+        }},
+        {"lease", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"decision", Type::Word},
+            {"vram_budget_bytes", Type::Int, 0, kMost},
+            {"seconds", Type::Number, 0, 1000000000},
+            {"version", Type::Int, 0, kMost},
+        }},
+        {"released", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"vram_budget_bytes", Type::Int, 0, kMost},
+            {"used_bytes", Type::Int, 0, kMost},
+            {"seconds", Type::Number, 0, 1000000000},
+        }},
+        {"observed", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"observed_bytes", Type::Int, 0, kMost, nullptr, true},
+            {"seconds", Type::Number, 0, 1000000000},
+        }},
+        {"budget", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"vram_budget_bytes", Type::Int, 0, kMost},
+            {"floor_bytes", Type::Int, 0, kMost},
+            {"full_bytes", Type::Int, 0, kMost},
+            {"state", Type::Word},
+            {"version", Type::Int, 0, kMost},
+            {"wanted_bytes", Type::Int, 0, kMost},
+            {"used_bytes", Type::Int, 0, kMost},
+        }},
+        {"caps_and_requirements", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"device", Type::Text, 0, 256},
+            {"total_bytes", Type::Int, 0, kMost, nullptr, true},
+            {"free_bytes", Type::Int, 0, kMost, nullptr, true},
+            {"floor_bytes", Type::Int, 0, kMost},
+            {"full_bytes", Type::Int, 0, kMost},
+            {"context", Type::Int, 0, kMost},
+            {"mode", Type::Word},
+        }},
+        {"plan", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"rows", Type::Records, 0, 32, &kPlanRow},
+        }},
+        {"frame_block", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"path", Type::Text, 1, 4096},
+        }},
+        {"stats", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"broker", Type::Record, 0, 0, &kBrokerStats},
+            {"engine", Type::Map, 0, 0, nullptr, true},
+        }},
+        {"pong", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"jobs", Type::Counts, 0, 1024},
+        }},
+        {"started", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"n_prompt", Type::Int, 0, kMost},
+        }},
+        {"progress", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"phase", Type::Word},
+            {"done", Type::Int, 0, kMost},
+            {"total", Type::Int, 0, kMost},
+        }},
+        {"delta", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"text", Type::Text, 1, 65536},
+            {"tokens", Type::Int, 1, kMost},
+        }},
+        {"done", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"reason", Type::Word},
+            {"n_prompt", Type::Int, 0, kMost},
+            {"n_generated", Type::Int, 0, kMost},
+            {"prefill_s", Type::Number, 0, 1000000000},
+            {"decode_s", Type::Number, 0, 1000000000},
+        }},
+        {"failed", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"error", Type::Record, 0, 0, &kErrorInfo},
+        }},
+        {"cancelled", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+        }},
+        {"engine", {
+            {"epoch", Type::Int, 1, kMost},
+            {"state", Type::Word},
+            {"restarts", Type::Int, 0, kMost},
+            {"error", Type::Record, 0, 0, &kErrorInfo, true, "null"},
+        }},
+        {"notice", {
+            {"epoch", Type::Int, 1, kMost},
+            {"kind", Type::Word},
+            {"vram_budget_bytes", Type::Int, 0, kMost},
+            {"seconds", Type::Number, 0, 1000000000},
+            {"detail", Type::Text, 0, 200},
+        }},
     };
     return all;
 }
+// clang-format on
+// end of answers
 
 /* What is kept of a message with an unknown `t`: enough to count it, where it is an event of a job. */
 const Table kUnknown = {{"job", Type::Int, 1, kMost}, {"seq", Type::Int, 0, kMost}, {"epoch", Type::Int, 1, kMost}};

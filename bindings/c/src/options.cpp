@@ -3,8 +3,110 @@
 #include "options.h"
 
 #include "seam.h"
+#include "words.h"
 
 namespace frameshard_core {
+
+json fields_of(const fs_launch_options &given) {
+    json fields = json::object();
+    fields["model"] = text_of("model", given.model, 1, 4096);
+    if (given.device != nullptr) {
+        fields["device"] = text_of("device", given.device, 1, 256);
+    }
+    if (given.vram_budget_bytes != 0) {
+        check_range("vram_budget_bytes", double(given.vram_budget_bytes), 0, 9007199254740991);
+        fields["vram_budget_bytes"] = given.vram_budget_bytes;
+    }
+    if (given.n_ctx != 4096) {
+        check_range("n_ctx", double(given.n_ctx), 1, 16777216);
+        fields["n_ctx"] = given.n_ctx;
+    }
+    if (given.n_parallel != 4) {
+        check_range("n_parallel", double(given.n_parallel), 1, 64);
+        fields["n_parallel"] = given.n_parallel;
+    }
+    if (given.n_ubatch != 512) {
+        check_range("n_ubatch", double(given.n_ubatch), 0, 65536);
+        fields["n_ubatch"] = given.n_ubatch;
+    }
+    if (given.n_threads != 0) {
+        check_range("n_threads", double(given.n_threads), 0, 1024);
+        fields["n_threads"] = given.n_threads;
+    }
+    if (given.silent_s != 10) {
+        check_range("silent_s", double(given.silent_s), 0, 1000000);
+        fields["silent_s"] = given.silent_s;
+    }
+    if (given.transport != nullptr) {
+        fields["transport"] = word_of("transport", given.transport, {"ipc", "tcp"});
+    }
+    if (given.endpoint != nullptr) {
+        fields["endpoint"] = text_of("endpoint", given.endpoint, 0, 4096);
+    }
+    if (given.connect_file != nullptr) {
+        fields["connect_file"] = text_of("connect_file", given.connect_file, 0, 4096);
+    }
+    if (given.mmproj != nullptr) {
+        fields["mmproj"] = text_of("mmproj", given.mmproj, 0, 4096);
+    }
+    if (given.mode != nullptr) {
+        fields["mode"] = word_of("mode", given.mode, {"planned", "stream_only"});
+    }
+    if (given.speculate != nullptr) {
+        fields["speculate"] = word_of("speculate", given.speculate, {"auto", "off"});
+    }
+    if (given.draft_model != nullptr) {
+        fields["draft_model"] = text_of("draft_model", given.draft_model, 0, 4096);
+    }
+    if (given.kv_type != nullptr) {
+        fields["kv_type"] = word_of("kv_type", given.kv_type, {"f16", "q8_0", "q4_0"});
+    }
+    if (given.max_jobs != 256) {
+        check_range("max_jobs", double(given.max_jobs), 1, 1024);
+        fields["max_jobs"] = given.max_jobs;
+    }
+    if (given.max_client_jobs != 64) {
+        check_range("max_client_jobs", double(given.max_client_jobs), 1, 1024);
+        fields["max_client_jobs"] = given.max_client_jobs;
+    }
+    if (given.held_bytes != 49152) {
+        check_range("held_bytes", double(given.held_bytes), 0, 49152);
+        fields["held_bytes"] = given.held_bytes;
+    }
+    if (given.hang_idle_s != 5) {
+        check_range("hang_idle_s", double(given.hang_idle_s), 0, 1000000);
+        fields["hang_idle_s"] = given.hang_idle_s;
+    }
+    if (given.hang_busy_s != 60) {
+        check_range("hang_busy_s", double(given.hang_busy_s), 0, 1000000);
+        fields["hang_busy_s"] = given.hang_busy_s;
+    }
+    if (given.hang_load_s != 600) {
+        check_range("hang_load_s", double(given.hang_load_s), 0, 1000000);
+        fields["hang_load_s"] = given.hang_load_s;
+    }
+    if (given.hang_still_s != 5) {
+        check_range("hang_still_s", double(given.hang_still_s), 0, 1000000);
+        fields["hang_still_s"] = given.hang_still_s;
+    }
+    if (given.restart_limit != 3) {
+        check_range("restart_limit", double(given.restart_limit), 0, 1000);
+        fields["restart_limit"] = given.restart_limit;
+    }
+    if (given.restart_window_s != 300) {
+        check_range("restart_window_s", double(given.restart_window_s), 0, 1000000);
+        fields["restart_window_s"] = given.restart_window_s;
+    }
+    if (given.off_pause_s != 1) {
+        check_range("off_pause_s", double(given.off_pause_s), 0, 1000000);
+        fields["off_pause_s"] = given.off_pause_s;
+    }
+    if (given.off_pause_max_s != 60) {
+        check_range("off_pause_max_s", double(given.off_pause_max_s), 0, 1000000);
+        fields["off_pause_max_s"] = given.off_pause_max_s;
+    }
+    return fields;
+}
 
 json fields_of(const fs_sampling &given) {
     json fields = json::object();
@@ -45,7 +147,53 @@ json fields_of(const fs_sampling &given) {
     return fields;
 }
 
+json fields_of(const fs_lease &given) {
+    json fields = json::object();
+    if (given.state != FS_LEASE_ACTIVE) {
+        fields["state"] = word_of("state", given.state, kLeaseState);
+    }
+    check_range("vram_budget_bytes", double(given.vram_budget_bytes), 0, 9007199254740991);
+    fields["vram_budget_bytes"] = given.vram_budget_bytes;
+    if (given.floor_bytes != 0) {
+        check_range("floor_bytes", double(given.floor_bytes), 0, 9007199254740991);
+        fields["floor_bytes"] = given.floor_bytes;
+    }
+    if (given.version != 0) {
+        check_range("version", double(given.version), 0, 9007199254740991);
+        fields["version"] = given.version;
+    }
+    if (given.timeout_s != 5) {
+        check_range("timeout_s", double(given.timeout_s), 0.001, 60);
+        fields["timeout_s"] = given.timeout_s;
+    }
+    if (given.reason != nullptr) {
+        fields["reason"] = text_of("reason", given.reason, 0, 64);
+    }
+    return fields;
+}
+
 } // namespace frameshard_core
+
+void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size) {
+    fs_launch_options defaults{};
+    defaults.struct_size = struct_size;
+    defaults.n_ctx = 4096;
+    defaults.n_parallel = 4;
+    defaults.n_ubatch = 512;
+    defaults.silent_s = 10;
+    defaults.max_jobs = 256;
+    defaults.max_client_jobs = 64;
+    defaults.held_bytes = 49152;
+    defaults.hang_idle_s = 5;
+    defaults.hang_busy_s = 60;
+    defaults.hang_load_s = 600;
+    defaults.hang_still_s = 5;
+    defaults.restart_limit = 3;
+    defaults.restart_window_s = 300;
+    defaults.off_pause_s = 1;
+    defaults.off_pause_max_s = 60;
+    frameshard_core::fill(options, struct_size, defaults);
+}
 
 void fs_sampling_init(fs_sampling *options, uint32_t struct_size) {
     fs_sampling defaults{};
@@ -57,5 +205,13 @@ void fs_sampling_init(fs_sampling *options, uint32_t struct_size) {
     defaults.min_p = 0.05;
     defaults.repeat_penalty = 1;
     defaults.seed = -1;
+    frameshard_core::fill(options, struct_size, defaults);
+}
+
+void fs_lease_init(fs_lease *options, uint32_t struct_size) {
+    fs_lease defaults{};
+    defaults.struct_size = struct_size;
+    defaults.state = FS_LEASE_ACTIVE;
+    defaults.timeout_s = 5;
     frameshard_core::fill(options, struct_size, defaults);
 }

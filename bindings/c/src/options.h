@@ -8,7 +8,9 @@
 namespace frameshard_core {
 
 /* The fields that a struct stands for, without those that have their default. Wrong ones are refused. */
+json fields_of(const fs_launch_options &given);
 json fields_of(const fs_sampling &given);
+json fields_of(const fs_lease &given);
 
 } // namespace frameshard_core
 

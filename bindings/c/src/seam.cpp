@@ -85,10 +85,10 @@ void check_range(const char *what, double value, double least, double most) {
     }
 }
 
-json texts_of(const char *what, const char *const *texts, uint32_t count, uint32_t limit, size_t least, size_t most) {
-    check_range((std::string("n_") + what).c_str(), count, 0, limit);
+json texts_of(const char *what, const char *const *texts, uint64_t count, uint32_t limit, size_t least, size_t most) {
+    check_range((std::string("n_") + what).c_str(), double(count), 0, limit);
     json found = json::array();
-    for (uint32_t i = 0; i < count; ++i) {
+    for (uint64_t i = 0; i < count; ++i) {
         found.push_back(text_of(what, texts == nullptr ? nullptr : texts[i], least, most));
     }
     return found;

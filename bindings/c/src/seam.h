@@ -51,12 +51,18 @@ std::string text_of(const char *what, const char *text, int64_t length, size_t l
 std::string text_of(const char *what, const char *text, size_t least, size_t most);
 
 /* An array of such texts, at most `limit`. */
-json texts_of(const char *what, const char *const *texts, uint32_t count, uint32_t limit, size_t least, size_t most);
+json texts_of(const char *what, const char *const *texts, uint64_t count, uint32_t limit, size_t least, size_t most);
 
 /* A word that is one of `words`; or it is refused. */
 std::string word_of(const char *what, const char *word, std::initializer_list<const char *> words);
 
 void check_range(const char *what, double value, double least, double most);
+
+/* The word with this number, from 1; or it is refused. */
+template <size_t N> std::string word_of(const char *what, uint64_t number, const char *const (&words)[N]) {
+    check_range(what, double(number), 1, N);
+    return words[number - 1];
+}
 
 /* The caller's struct as this library knows it: what an older program does not have keeps its default. */
 template <class T> T known_part(const T *given, T defaults, const char *init) {

@@ -38,7 +38,7 @@ namespace Frameshard
 
     internal static class Native
     {
-        internal const uint AbiVersion = 1;
+        internal const uint AbiVersion = 2;
 
         // Unity links plug-ins of iOS into the program itself.
 #if UNITY_IOS && !UNITY_EDITOR
@@ -57,8 +57,8 @@ namespace Frameshard
         [StructLayout(LayoutKind.Sequential)]
         internal struct LaunchOptions
         {
+            // generated: fs_launch_options
             internal uint StructSize;
-            internal int StreamOnly;
             internal IntPtr Model;
             internal IntPtr Device;
             internal ulong VramBudgetBytes;
@@ -75,6 +75,22 @@ namespace Frameshard
             internal IntPtr ClientName;
             internal IntPtr ExtraJson;
             internal IntPtr Mmproj;
+            internal IntPtr Mode;
+            internal IntPtr Speculate;
+            internal IntPtr DraftModel;
+            internal IntPtr KvType;
+            internal ulong MaxJobs;
+            internal ulong MaxClientJobs;
+            internal ulong HeldBytes;
+            internal double HangIdleS;
+            internal double HangBusyS;
+            internal double HangLoadS;
+            internal double HangStillS;
+            internal ulong RestartLimit;
+            internal double RestartWindowS;
+            internal double OffPauseS;
+            internal double OffPauseMaxS;
+            // end of fs_launch_options
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -152,6 +168,7 @@ namespace Frameshard
         [StructLayout(LayoutKind.Sequential)]
         internal struct Lease
         {
+            // generated: fs_lease
             internal uint StructSize;
             internal int State;
             internal ulong VramBudgetBytes;
@@ -159,6 +176,7 @@ namespace Frameshard
             internal ulong Version;
             internal double TimeoutS;
             internal IntPtr Reason;
+            // end of fs_lease
         }
 
         [StructLayout(LayoutKind.Sequential)]

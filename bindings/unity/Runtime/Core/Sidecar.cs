@@ -94,7 +94,7 @@ namespace Frameshard
                 if (options.Mmproj != null) native.Mmproj = texts.Name(options.Mmproj);
                 if (options.Device != null) native.Device = texts.Name(options.Device);
                 native.VramBudgetBytes = Bytes(options.VramBudgetMb);
-                native.StreamOnly = options.StreamOnly ? 1 : 0;
+                if (options.Mode != null) native.Mode = texts.Name(options.Mode);
                 native.NCtx = options.NCtx ?? native.NCtx;
                 native.NParallel = options.NParallel ?? native.NParallel;
                 native.NUbatch = options.NUbatch ?? native.NUbatch;

@@ -65,8 +65,8 @@ namespace Frameshard
         public string Device;
         /// <summary>All that the sidecar may hold in VRAM, in MiB; 0: no limit.</summary>
         public double VramBudgetMb;
-        /// <summary>The same bits at any budget, at the cost of speed.</summary>
-        public bool StreamOnly;
+        /// <summary>"planned" (default), or "stream_only": the same bits at any budget, at the cost of speed.</summary>
+        public string Mode;
         /// <summary>Tokens of context of each conversation; <see cref="NParallel"/> of them run at a time.</summary>
         public uint? NCtx;
         public uint? NParallel;

@@ -1,0 +1,19 @@
+/* Written by `make generate` from bindings/manifest.json; do not edit. */
+#ifndef FRAMESHARD_WORDS_H
+#define FRAMESHARD_WORDS_H
+
+namespace frameshard_core {
+
+/* The protocol's words by their numbers in frameshard.h; the first has the number 1. */
+constexpr const char *kDecision[] = {"granted", "partial"};
+constexpr const char *kEngineState[] = {"loading", "ready", "restarting", "off", "hibernated"};
+constexpr const char *kImageFormat[] = {"encoded", "rgb", "rgba"};
+constexpr const char *kLeaseState[] = {"active", "parked", "hibernated"};
+constexpr const char *kNoticeKind[] = {"wants", "gives_back", "late", "pressure", "other_process", "state"};
+constexpr const char *kPhase[] = {"encode", "prefill"};
+constexpr const char *kReason[] = {"stop", "length"};
+constexpr const char *kSchedulingMode[] = {"prioritize_graphics", "balance", "prioritize_compute"};
+
+} // namespace frameshard_core
+
+#endif
