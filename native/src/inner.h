@@ -1,5 +1,5 @@
 // The inner device: the GPU device that the shard device drives, or the emulated one. Its two streams, how it differs from
-// other devices, and the one way for bytes from the host to it.
+// other devices, and the one way for bytes from host memory to it.
 #pragma once
 
 #include "tensors.h"
