@@ -99,7 +99,7 @@ fsd_status fsd_configure(const fsd_config *config) {
     d.sizes =
         d.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes, d.inner.quirks.vram_unit_bytes};
     d.ledger.set_budget(limit_of(config->budget_bytes));
-    d.requested_budget.store(d.ledger.budget());
+    d.request.start(d.ledger.budget());
     d.configured.store(true);
     return FSD_OK;
 }
@@ -149,7 +149,7 @@ fsd_status fsd_unpark(void) {
     if (!d.parked) {
         return fail(FSD_BAD_STATE, "fsd_unpark comes after fsd_park");
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     std::string why = "the device could not be opened again";
@@ -334,28 +334,19 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
                                          " MiB is below the floor of " +
                                          std::to_string((d.floor.load() + (1 << 20) - 1) >> 20) + " MiB");
     }
-    uint64_t mine;
-    {
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.requested_budget.store(wanted);
-        mine = d.requested_generation.fetch_add(1) + 1;
-    }
+    const uint64_t number = d.request.ask(wanted);
     if (d.ledger.used() > wanted) {
         interrupt_tower(); // the encode frees its VRAM; the caller encodes again within the new budget
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
-    while (d.applied_generation.load() < mine) {
-        if (d.apply_budget_if_idle()) {
+    while (!d.request.is_applied(number)) {
+        if (d.apply_budget_if_idle() || d.request.is_applied(number)) {
             continue;
-        }
-        std::unique_lock<std::mutex> lock(d.state_mutex);
-        if (d.applied_generation.load() >= mine) {
-            break;
         }
         if (std::chrono::steady_clock::now() >= deadline) {
             return fail(FSD_TIMEOUT, "the budget was not reached in time; it stays in force");
         }
-        d.applied.wait_for(lock, std::chrono::milliseconds(1));
+        d.request.wait(number);
     }
     if (d.ledger.used() > wanted) {
         return fail(FSD_TIMEOUT, "more is in use than the budget allows; it stays in force");
@@ -369,7 +360,7 @@ fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells) {
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_use_kv comes after fsd_commit");
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     d.use_cells(sequence, cells);
@@ -386,7 +377,7 @@ fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_fill comes after fsd_commit");
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     const size_t n = d.fill(max_bytes);
@@ -448,7 +439,7 @@ fsd_status fsd_poll_frame_block(void) {
         return FSD_OK;
     }
     d.read_frame_budget();
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget_if_idle();
     }
     d.answer_frame_budget();
@@ -519,12 +510,9 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     if (!stats || stats->struct_size != sizeof(fsd_stats)) {
         return fail(FSD_BAD_ARGUMENT, "fsd_stats: struct_size is not sizeof(fsd_stats)");
     }
-    {
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        *stats = d.counters;
-        stats->struct_size = sizeof(fsd_stats);
-        stats->kv_host_bytes = d.cache_on_host.load();
-    }
+    *stats = d.counters.read();
+    stats->struct_size = sizeof(fsd_stats);
+    stats->kv_host_bytes = d.cache_on_host.load();
     const Ledger::Figures f = d.ledger.figures();
     const auto used_by = [&](Use use) { return f.used_by[(int)use]; };
     stats->overhead_bytes = f.overhead;

@@ -64,10 +64,8 @@ void Device::read_frame_budget() {
         pacing.refuse(generation, ledger.budget(), ledger.used(), floor.load());
         return;
     }
-    std::lock_guard<std::mutex> lock(state_mutex);
-    requested_budget.store(wanted);
+    request.ask(wanted);
     pacing.accept(generation);
-    requested_generation.fetch_add(1);
 }
 
 // False while a graph runs; its executor applies the budget.
@@ -76,7 +74,7 @@ bool Device::apply_budget_if_idle() {
     if (!lock.owns_lock()) {
         return false;
     }
-    if (budget_is_pending()) {
+    if (request.pending()) {
         apply_budget();
     }
     return true;
@@ -84,7 +82,7 @@ bool Device::apply_budget_if_idle() {
 
 // Tells the host through the frame block that its budget is in force.
 void Device::answer_frame_budget() {
-    if (pacing.has_accepted() && !budget_is_pending()) {
+    if (pacing.has_accepted() && !request.pending()) {
         pacing.answer_accepted(ledger.budget(), ledger.used(), floor.load());
     }
 }

@@ -5,11 +5,13 @@
 // room first; a resident set is a prefix of the ladder; under an exact plan, which kernels see which shapes does not depend
 // on the budget (pieces and steps are fixed at commit), so stream-only output is bit-identical at every budget.
 //
-// Locks: `graph_mutex` is held while a graph runs and by whoever changes arena, ring or buffers; `state_mutex` guards
-// the figures that other threads read. Order: graph_mutex, then state_mutex.
+// Locks: `graph_mutex` is held while a graph runs, and by whoever changes arena, ring or buffers. The members for any thread
+// have locks of their own, which are taken last.
 #pragma once
 
+#include "budget_request.h"
 #include "cache.h"
+#include "counters.h"
 #include "expert_cache.h"
 #include "frameshard_device.h"
 #include "inner.h"
@@ -27,7 +29,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -128,20 +129,16 @@ struct Device {
 
     // any thread
     Ledger ledger;
-    std::atomic<uint64_t> requested_budget{0}; // asked for; applied at a step boundary
-    std::atomic<uint64_t> requested_generation{0}, applied_generation{0};
+    BudgetRequest request; // applied between two steps
     std::atomic<uint64_t> floor{0}, full{0};
     std::atomic<bool> abort{false};
     Device *host = this; // of a vision tower the language model's device, to whose budget it belongs
-    std::mutex state_mutex;
-    std::condition_variable applied;
     std::atomic<uint64_t> cache_on_host{0};
-    fsd_stats counters = {};
+    Counters counters;
 
     // --- memory (memory.cpp); all need graph_mutex
     bool materialise(Buffer *b);
     void apply_budget();
-    bool budget_is_pending() const { return requested_generation.load() != applied_generation.load(); }
     void pop_slab();
     bool resize_ring(size_t bytes);
     bool ensure_ring();

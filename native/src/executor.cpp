@@ -137,9 +137,10 @@ void Device::pump_copies() {
         }
         ggml_backend_event_record(ring.ready[i], inner.copy);
         ring.next_copy++;
-        std::lock_guard<std::mutex> lock(state_mutex);
-        counters.copies++;
-        counters.copied_bytes += bytes;
+        counters.update([&](fsd_stats &c) {
+            c.copies++;
+            c.copied_bytes += bytes;
+        });
     }
 }
 
@@ -238,10 +239,7 @@ Program *Executor::find_or_compile(std::string &why) {
     if (!compiled) {
         return nullptr;
     }
-    {
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.counters.recompiles++;
-    }
+    d.counters.update([&](fsd_stats &c) { c.recompiles++; });
     return d.programs.add(std::move(compiled));
 }
 
@@ -281,10 +279,10 @@ void Executor::adopt_expert_cache() {
 bool Executor::wait_for_frame(bool &timed) {
     const auto hurry = [this] {
         d.host->read_frame_budget();
-        if (d.host != &d && d.host->budget_is_pending() && d.host->requested_budget.load() < d.host->ledger.used()) {
+        if (d.host != &d && d.host->request.pending() && d.host->request.bytes() < d.host->ledger.used()) {
             d.abort.store(true); // borrowed memory is given back first
         }
-        return d.abort.load() || d.budget_is_pending();
+        return d.abort.load() || d.request.pending();
     };
     const Segment *segment = program_is_valid() ? &program->segments[next] : nullptr;
     timed = false;
@@ -297,7 +295,7 @@ bool Executor::wait_for_frame(bool &timed) {
     if (d.abort.load()) {
         return false;
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     d.host->answer_frame_budget();
@@ -310,10 +308,7 @@ void Executor::finish_segment() {
     if (!experts_first(next)) {
         copy_ahead(next);
     }
-    {
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.counters.steps++;
-    }
+    d.counters.update([&](fsd_stats &c) { c.steps++; });
     const bool last = next == program->segments.size();
     node = last ? graph->n_nodes : program->segments[next].node0;
     piece = last ? 0 : program->segments[next].piece;
@@ -336,8 +331,8 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
 
 // Does what other threads have asked for since the last segment; false when the graph is to be aborted.
 bool Executor::apply_requests() {
-    if (d.host != &d && d.host->budget_is_pending()) {
-        if (d.host->requested_budget.load() < d.host->ledger.used()) {
+    if (d.host != &d && d.host->request.pending()) {
+        if (d.host->request.bytes() < d.host->ledger.used()) {
             d.abort.store(true); // borrowed memory is given back first
         } else {
             d.host->apply_budget();
@@ -346,7 +341,7 @@ bool Executor::apply_requests() {
     if (d.abort.load()) {
         return false;
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     return true;
@@ -390,8 +385,7 @@ void Executor::copy_missing_experts(const Segment &s) {
     d.pump_copies();
     const uint64_t bytes = d.copy_experts(s.entry);
     ggml_backend_event_record(d.ring.ready[s.entry], d.inner.copy);
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.copied_bytes += bytes;
+    d.counters.update([&](fsd_stats &c) { c.copied_bytes += bytes; });
 }
 
 ggml_status Executor::run_gpu(const Segment &s) {
@@ -460,8 +454,7 @@ ggml_status Executor::run_cpu(Segment &s) {
     if (d.inner.trace) {
         d.inner.trace->add(FSD_LANE_CPU, start, Trace::now(), s.bytes);
     }
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.cpu_segments++;
+    d.counters.update([&](fsd_stats &c) { c.cpu_segments++; });
     return status;
 }
 
@@ -508,14 +501,11 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     d.finish_fills();
-    {
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.counters.graphs++;
-    }
+    d.counters.update([&](fsd_stats &c) { c.graphs++; });
     return Executor(d, graph).run();
 }
 

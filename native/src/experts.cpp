@@ -201,10 +201,11 @@ ggml_status GroupRun::run(ggml_cgraph &view, const std::function<void()> &copy_a
     if (status == GGML_STATUS_SUCCESS && !cpu_rows.empty()) {
         status = compute_on_cpu();
     }
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.expert_hits += n_hits;
-    d.counters.experts_streamed += n_copies;
-    d.counters.experts_on_cpu += missed.size() - n_copies;
+    d.counters.update([&](fsd_stats &c) {
+        c.expert_hits += n_hits;
+        c.experts_streamed += n_copies;
+        c.experts_on_cpu += missed.size() - n_copies;
+    });
     return status;
 }
 
@@ -274,9 +275,10 @@ void GroupRun::copy_expert(int expert, int slot) {
     if (d.inner.trace) {
         d.inner.trace->end(FSD_LANE_COPY, d.inner.copy, bytes);
     }
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.copies++;
-    d.counters.copied_bytes += bytes;
+    d.counters.update([&](fsd_stats &c) {
+        c.copies++;
+        c.copied_bytes += bytes;
+    });
 }
 
 // Rows that the CPU computes take room in the device's product, too, so they get slots that no other row of the token has:

@@ -49,10 +49,9 @@ void KvTransfer::fill_panes(const Program &program, size_t at) {
         if (d.inner.trace) {
             d.inner.trace->begin(FSD_LANE_COPY, d.inner.copy);
         }
-        const uint64_t before = d.counters.kv_copied_bytes;
-        to_pane(s, d.inner.copy);
+        const uint64_t bytes = to_pane(s, d.inner.copy);
         if (d.inner.trace) {
-            d.inner.trace->end(FSD_LANE_COPY, d.inner.copy, d.counters.kv_copied_bytes - before);
+            d.inner.trace->end(FSD_LANE_COPY, d.inner.copy, bytes);
         }
         record(full[pane], d.inner.copy);
     }
@@ -74,8 +73,8 @@ void KvTransfer::after(const Segment &s) {
     }
 }
 
-void KvTransfer::copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n,
-                      ggml_backend_t stream, bool back) {
+uint64_t KvTransfer::copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n,
+                          ggml_backend_t stream, bool back) {
     char *host = t.place(s.block->base, sequence, cell);
     char *in_pane = t.place(d.pane_of(*s.block), sequence, cell);
     const size_t bytes = t.row * (size_t)n;
@@ -85,23 +84,27 @@ void KvTransfer::copy(const Segment &s, const CacheTensor &t, int64_t sequence, 
     } else {
         d.inner.upload(stream, d.window.get(), in_pane, host, bytes);
     }
-    std::lock_guard<std::mutex> lock(d.state_mutex);
-    d.counters.kv_copied_bytes += bytes;
+    d.counters.update([&](fsd_stats &c) { c.kv_copied_bytes += bytes; });
+    return bytes;
 }
 
 // The cells of a tensor that the graph reads or writes.
-void KvTransfer::copy_wanted(const Segment &s, const CacheTensor &t, ggml_backend_t stream, bool back) {
+uint64_t KvTransfer::copy_wanted(const Segment &s, const CacheTensor &t, ggml_backend_t stream, bool back) {
+    uint64_t bytes = 0;
     for (const auto &w : access.wants) {
         for (int64_t i = 0; w.group == s.block->group && i < w.streams; i++) {
-            copy(s, t, w.stream0 + i, 0, std::min(w.cells, s.block->cells), stream, back);
+            bytes += copy(s, t, w.stream0 + i, 0, std::min(w.cells, s.block->cells), stream, back);
         }
     }
+    return bytes;
 }
 
-void KvTransfer::to_pane(const Segment &s, ggml_backend_t stream) {
+uint64_t KvTransfer::to_pane(const Segment &s, ggml_backend_t stream) {
+    uint64_t bytes = 0;
     for (const CacheTensor *t : s.block->tensors) {
-        copy_wanted(s, *t, stream, false);
+        bytes += copy_wanted(s, *t, stream, false);
     }
+    return bytes;
 }
 
 void KvTransfer::to_host(const Segment &s, ggml_backend_t stream) {

@@ -28,11 +28,12 @@ class KvTransfer {
     void after(const Segment &s);
 
   private:
-    void to_pane(const Segment &s, ggml_backend_t stream);
     void to_host(const Segment &s, ggml_backend_t stream);
-    void copy_wanted(const Segment &s, const CacheTensor &t, ggml_backend_t stream, bool back);
-    void copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n, ggml_backend_t stream,
-              bool back);
+    // These return the bytes.
+    uint64_t to_pane(const Segment &s, ggml_backend_t stream);
+    uint64_t copy_wanted(const Segment &s, const CacheTensor &t, ggml_backend_t stream, bool back);
+    uint64_t copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n,
+                  ggml_backend_t stream, bool back);
     void record(ggml_backend_event_t &event, ggml_backend_t stream);
 
     Device &d;

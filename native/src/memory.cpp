@@ -32,8 +32,7 @@ void Device::pop_slab() {
     ledger.release(Use::arena, s.buffer);
     slabs.pop_back();
     residency_generation++;
-    std::lock_guard<std::mutex> lock(state_mutex);
-    counters.evicted_slabs++;
+    counters.update([&](fsd_stats &c) { c.evicted_slabs++; });
 }
 
 bool Device::resize_ring(size_t bytes) {
@@ -146,8 +145,8 @@ void Device::update_floor() {
 
 // A new budget takes effect: slabs go at once, growth is filled in later by fill().
 void Device::apply_budget() {
-    const uint64_t generation = requested_generation.load();
-    const uint64_t bytes = requested_budget.load();
+    const uint64_t number = request.number();
+    const uint64_t bytes = request.bytes();
     ledger.set_budget(bytes);
     if (committed) {
         spill_surplus();
@@ -165,12 +164,8 @@ void Device::apply_budget() {
         ensure_window();
         update_placements();
     }
-    {
-        std::lock_guard<std::mutex> lock(state_mutex);
-        counters.budget_generation++;
-        applied_generation.store(generation);
-    }
-    applied.notify_all();
+    counters.update([](fsd_stats &c) { c.budget_generation++; });
+    request.set_applied(number);
 }
 
 // Starts copies into free budget, in ladder order; the next graph uses them, and only its compute stream waits. The ring is
@@ -219,8 +214,7 @@ size_t Device::fill(size_t max_bytes) {
         ggml_backend_event_record(slab.filled, inner.copy);
         done += layout.slab_sizes[i];
         slabs.push_back(std::move(slab));
-        std::lock_guard<std::mutex> lock(state_mutex);
-        counters.filled_slabs++;
+        counters.update([&](fsd_stats &c) { c.filled_slabs++; });
     }
     update_placements();
     return done;
@@ -261,13 +255,14 @@ void Device::update_placements() {
         const bool on_cpu = decode && decode->on_cpu(p.shard);
         bytes[p.slab < (int)slabs.size() ? 0 : on_cpu ? 2 : 1] += p.bytes;
     }
-    std::lock_guard<std::mutex> lock(state_mutex);
-    counters.resident_bytes = bytes[0];
-    counters.streamed_bytes = bytes[1];
-    counters.cpu_bytes = bytes[2];
-    counters.resident_shards = shards[0];
-    counters.streamed_shards = shards[1];
-    counters.cpu_shards = shards[2];
+    counters.update([&](fsd_stats &c) {
+        c.resident_bytes = bytes[0];
+        c.streamed_bytes = bytes[1];
+        c.cpu_bytes = bytes[2];
+        c.resident_shards = shards[0];
+        c.streamed_shards = shards[1];
+        c.cpu_shards = shards[2];
+    });
 }
 
 // Orders the weights by the ladder, those that it does not name last, and cuts them.

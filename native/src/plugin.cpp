@@ -292,10 +292,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->pinned = d.inner.pin(ptr, size);
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.buffers.push_back(c.get());
-    {
-        std::lock_guard<std::mutex> state(d.state_mutex);
-        d.counters.host_weights_pinned = c->pinned;
-    }
+    d.counters.update([&](fsd_stats &stats) { stats.host_weights_pinned = c->pinned; });
     // ggml checks that the padding of the last tensor lies in the buffer. The file has none, and nothing reads it here.
     constexpr size_t padding = 64 * 1024;
     return ggml_backend_buffer_init(buffer_type(), buffer_vtable, c.release(), size + padding);

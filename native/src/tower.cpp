@@ -249,8 +249,8 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     const uint64_t least = floor_bytes(t.layout, fixed_bytes(t.layout, 0, extents), {});
     {
         const uint64_t blocks = d.ledger.used(Use::kv) - d.window_bytes(); // can go to host memory
-        std::lock_guard<std::mutex> lock(d.state_mutex);
-        d.counters.image_floor_bytes = std::max(d.floor.load(), d.ledger.fixed() - blocks + least);
+        d.counters.update(
+            [&](fsd_stats &c) { c.image_floor_bytes = std::max(d.floor.load(), d.ledger.fixed() - blocks + least); });
     }
     t.wanted_ring = 0;
     if (!t.ledger.borrow(d.ledger, least, least + 2 * t.layout.min_ring)) {
@@ -261,7 +261,7 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
         return GGML_STATUS_ALLOC_FAILED;
     }
     d.update_placements();
-    t.requested_budget.store(t.ledger.budget());
+    t.request.start(t.ledger.budget());
     for (const auto &[buffer, bytes] : traffic.extent) {
         InnerBuffer inner = t.ledger.allocate(Use::buffers, bytes);
         if (!inner) {
@@ -309,7 +309,7 @@ ggml_status encode_image(ggml_cgraph *graph) {
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     }
     d.inner.synchronize();
@@ -318,7 +318,7 @@ ggml_status encode_image(ggml_cgraph *graph) {
     const ggml_status status = encode(t, d, graph, traffic); // run_graph takes the tower's own mutex
     stop_tower(t);
     t.ledger.give_back(d.ledger);
-    if (d.budget_is_pending()) {
+    if (d.request.pending()) {
         d.apply_budget();
     } else if (d.ring.capacity < ring && d.ledger.used() + ring <= d.ledger.budget() + d.ring.capacity) {
         d.resize_ring(ring); // before weights come back into its room
@@ -332,14 +332,13 @@ ggml_status encode_image(ggml_cgraph *graph) {
 void interrupt_tower() { tower().abort.store(true); }
 
 void add_tower_counters(fsd_stats &stats) {
-    Device &t = tower();
-    std::lock_guard<std::mutex> lock(t.state_mutex);
-    stats.graphs += t.counters.graphs;
-    stats.steps += t.counters.steps;
-    stats.copies += t.counters.copies;
-    stats.copied_bytes += t.counters.copied_bytes;
-    stats.cpu_segments += t.counters.cpu_segments;
-    stats.recompiles += t.counters.recompiles;
+    const fsd_stats c = tower().counters.read();
+    stats.graphs += c.graphs;
+    stats.steps += c.steps;
+    stats.copies += c.copies;
+    stats.copied_bytes += c.copied_bytes;
+    stats.cpu_segments += c.cpu_segments;
+    stats.recompiles += c.recompiles;
 }
 
 } // namespace fsd
