@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from frameshard import models
 from frameshard.cli import common
 from frameshard.cli.passage import PASSAGE
-from frameshard.engine.runtime import Rows, Runtime
+from frameshard.engine.llama import Rows
+from frameshard.engine.runtime import Runtime
 from frameshard.native import CPU, STREAMED
 from frameshard.plan.layout import lay_out
 from frameshard.plan.plans import Plan
@@ -51,8 +52,8 @@ class Row:
 
 def arrange(runtime: Runtime, row: Row) -> Plan:
     """Adopt a row's plan and fill its resident weights; returns the plan."""
-    runtime.replan()
-    plan = runtime.plan
+    runtime.placement.replan()
+    plan = runtime.placement.plan
     assert plan is not None
     if row.variant == "ring of one step":
         layout = lay_out(runtime.model_info, runtime.device_name)
@@ -65,8 +66,8 @@ def arrange(runtime: Runtime, row: Row) -> Plan:
         ]
         share = 0.0 if row.variant == "nothing streamed" else plan.expert_stream_share
         plan = replace(plan, tiers=tuple(tiers), expert_stream_share=share)
-    runtime.adopt(plan)
-    while runtime.fill():
+    runtime.placement.adopt(plan)
+    while runtime.placement.fill():
         pass
     return plan
 
@@ -104,7 +105,7 @@ def measure(runtime: Runtime, row: Row, words: list[int], args: argparse.Namespa
     for i in range(args.generate):
         decode(words[i % len(words)])
     end = time.perf_counter()
-    if runtime.plan is not plan:
+    if runtime.placement.plan is not plan:
         sys.exit(f"{row.variant}: the context has grown so much that a new plan was made; try a shorter --prompt")
     row.ttft_s.append(middle - begin)
     row.tokens_per_second.append(args.generate / (end - middle))
@@ -133,7 +134,7 @@ def main() -> None:
     with Runtime.load(config) as runtime:
         variants = [each for each in VARIANTS if each != FORGETFUL or runtime.model_info.n_expert]
         rows = [Row(budget, variant) for budget in args.vram_budget for variant in variants]
-        words = runtime.tokenize(PASSAGE)
+        words = runtime.tokenizer.tokenize(PASSAGE)
         for _ in range(args.repeat):
             for row in rows:
                 measure(runtime, row, words, args)

@@ -31,9 +31,10 @@ from typing import Any
 from frameshard.cli import common
 from frameshard.engine.batch import Batcher
 from frameshard.engine.draft import DraftModel
+from frameshard.engine.llama import Rows
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.request import RequestReader
-from frameshard.engine.runtime import Rows, Runtime
+from frameshard.engine.runtime import Runtime
 from frameshard.models import resolve
 from frameshard.plan.context import DRIVER_BYTES, estimate_fixed
 from frameshard.plan.model import read_model
@@ -57,7 +58,7 @@ class Follower(DraftModel):
 
 def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
     """Make the model follow an answer; returns tokens, steps and seconds after the first token."""
-    runtime.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
+    runtime.tokenizer.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
     batcher = Batcher(runtime, draft=draft)
     sampling = Sampling(temperature=0.0, max_tokens=len(answer))
     request = Submit(1, "completion", sampling, prompt="Lead on.", resume=tuple(answer))
@@ -74,7 +75,7 @@ def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: l
 
 def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]:
     """By number of tokens: milliseconds of a step, measured and predicted."""
-    assert runtime.plan is not None
+    assert runtime.placement.plan is not None
     runtime.clear(0)
     runtime.decode_tokens(0, tokens)
     rows = {}
@@ -85,7 +86,7 @@ def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]
             runtime.logits(runtime.decode([Rows(0, tokens[:n], "all")])[-1])
             took.append(time.perf_counter() - start)
             runtime.trim(0, len(tokens))
-        predicted = runtime.plan.predicted_decode_s(1, n)
+        predicted = runtime.placement.plan.predicted_decode_s(1, n)
         rows[str(n)] = {"ms": round(1e3 * statistics.median(took[1:]), 2), "predicted_ms": round(1e3 * predicted, 2)}
     runtime.clear(0)
     return rows
@@ -145,8 +146,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         budgets = []
         for budget in args.vram_budget:
             runtime.device.set_budget(budget, timeout_s=60.0)
-            runtime.replan()
-            while runtime.fill():
+            runtime.placement.replan()
+            while runtime.placement.fill():
                 pass
             steps = checking(runtime, dialogue["prefix"])
             runs: dict[tuple[str, str], list[tuple[int, int, float]]] = {}

@@ -50,13 +50,13 @@ with Runtime.load(config) as runtime:
     device = runtime.device
     device.set_budget((device.stats().floor_bytes + device.stats().full_bytes) // 2)
     runtime.decode_tokens(0, [1])
-    runtime.replan()
-    made = runtime.plan.ring_bytes
+    runtime.placement.replan()
+    made = runtime.placement.plan.ring_bytes
     least = lay_out(runtime.model_info, "emulated").min_ring_bytes
-    adopted = dataclasses.replace(runtime.plan, ring_bytes=least)
-    runtime.adopt(adopted)
+    adopted = dataclasses.replace(runtime.placement.plan, ring_bytes=least)
+    runtime.placement.adopt(adopted)
     runtime.decode_tokens(0, list(range(100, 400)))  # a second page of keys and values
-    print(json.dumps([runtime.plan is adopted, made, adopted.ring_bytes, device.stats().ring_bytes]))
+    print(json.dumps([runtime.placement.plan is adopted, made, adopted.ring_bytes, device.stats().ring_bytes]))
 """
 
 

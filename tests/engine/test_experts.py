@@ -24,10 +24,10 @@ config = EngineConfig(
     mode="stream_only",
 )
 with Runtime.load(config) as runtime:
-    recalled = runtime.routing
-    experts = [(i, shard) for i, shard in enumerate(runtime.ladder) if shard.kind == "experts"]
+    recalled = runtime.placement.routing
+    experts = [(i, shard) for i, shard in enumerate(runtime.placement.ladder) if shard.kind == "experts"]
     counted = [sum(runtime.device.expert_uses(i, model.n_expert)) for i, _ in experts]
-    words = runtime.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
+    words = runtime.tokenizer.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
     copied, hits = [], []
     for tokens in ([words[0]] * 64, words[:64], words[:64]):
         runtime.clear(0)
@@ -44,12 +44,12 @@ with Runtime.load(config) as runtime:
     before = runtime.device.stats()
     runtime.decode_tokens(0, [words[90]])
     forgotten = runtime.device.stats().expert_hits - before.expert_hits
-    learned = runtime.learn()
-    again = runtime.learn()
+    learned = runtime.placement.learn()
+    again = runtime.placement.learn()
     print(json.dumps({
         "counted": counted,
-        "recalled": recalled, "routing": runtime.routing, "learned": learned, "again": again, "copied": copied,
-        "hits": hits, "forgotten": forgotten, "logits": logits[:16],
+        "recalled": recalled, "routing": runtime.placement.routing, "learned": learned, "again": again,
+        "copied": copied, "hits": hits, "forgotten": forgotten, "logits": logits[:16],
         "experts": sum(shard.n_bytes for _, shard in experts), "resident": runtime.device.stats().resident_bytes,
         "ring": runtime.device.stats().ring_bytes,
     }))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
-from frameshard.engine.runtime import LONG_TEXT_CHARS, Runtime
+from frameshard.engine.runtime import Runtime
+from frameshard.engine.tokenizer import LONG_TEXT_CHARS
 from frameshard.wire.engine import EngineConfig
 
 # A second of CPU time where the message asks for it.
@@ -160,20 +161,20 @@ TEXTS = st.text() | st.lists(PIECES | st.characters()).map("".join)
 
 @given(text=TEXTS, times=st.integers(1, 50), control=st.booleans())
 def test_no_text_has_fewer_tokens_than_the_bound(runtime: Runtime, text: str, times: int, control: bool) -> None:
-    least = runtime._least_tokens
+    least = runtime.tokenizer._least_tokens
     assert least is not None
     text *= times
     assert least.of(text.encode("utf-8", "replace")) <= len(
-        runtime.tokenize(text, add_special=False, parse_special=control)
+        runtime.tokenizer.tokenize(text, add_special=False, parse_special=control)
     )
 
 
 @pytest.mark.parametrize("text", ["The wind blew over the hills. ", "a", " ", "{", "\n", "\U0001f409", "abc def 123, "])
 def test_the_bound_refuses_what_is_far_too_long(runtime: Runtime, text: str) -> None:
     long = (text * (1 << 20))[: (1 << 20) // len(text[:1].encode())]
-    assert runtime.least_tokens(long) > 4096
-    assert runtime.least_tokens(long[:LONG_TEXT_CHARS]) > 0
-    assert runtime.least_tokens(long[: LONG_TEXT_CHARS - 1]) == 0
+    assert runtime.tokenizer.least_tokens(long) > 4096
+    assert runtime.tokenizer.least_tokens(long[:LONG_TEXT_CHARS]) > 0
+    assert runtime.tokenizer.least_tokens(long[: LONG_TEXT_CHARS - 1]) == 0
 
 
 def test_a_prompt_that_cannot_fit_is_refused_unread(model_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
     assert len(SCHEMAS) == 20
     config = EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)
     with Runtime.load(config) as runtime:
-        pieces = [runtime.piece(token) for token in range(runtime.n_vocab)]
+        pieces = [runtime.tokenizer.piece(token) for token in range(runtime.n_vocab)]
         for name, schema in SCHEMAS.items():
             grammar = runtime.schemas.grammar(json.dumps(schema))
             endless = 0
@@ -146,7 +146,7 @@ def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
                 draw, matcher, said = random.Random(f"{name} {seed}"), runtime.schemas.matcher(grammar), b""
                 for _ in range(2000):
                     token = int(draw.choice(matcher.allowed()))
-                    if runtime.is_end(token):
+                    if runtime.tokenizer.is_end(token):
                         break
                     matcher.accept(token)
                     said += pieces[token]
@@ -191,17 +191,17 @@ def test_control_tokens_are_no_text(model_path: Path) -> None:
     with Runtime.load(config) as runtime:
         grammar = runtime.schemas.grammar('{"type": "string"}')
         matcher = runtime.schemas.matcher(grammar)
-        for token in runtime.tokenize('"a', add_special=False):
+        for token in runtime.tokenizer.tokenize('"a', add_special=False):
             matcher.accept(token)
         allowed = set(matcher.allowed().tolist())
-        control = runtime.tokenize("<|im_start|><|im_end|><|endoftext|><repo_name>", parse_special=True)
+        control = runtime.tokenizer.tokenize("<|im_start|><|im_end|><|endoftext|><repo_name>", parse_special=True)
         assert len(control) == 4
         assert not allowed & set(control)
         assert len(allowed) > 40_000
-        (quote,) = runtime.tokenize('"', add_special=False)
+        (quote,) = runtime.tokenizer.tokenize('"', add_special=False)
         matcher.accept(quote)
         assert matcher.complete
-        ends = {token for token in range(runtime.n_vocab) if runtime.is_end(token)}
+        ends = {token for token in range(runtime.n_vocab) if runtime.tokenizer.is_end(token)}
         assert set(matcher.allowed().tolist()) == ends
 
 

@@ -18,8 +18,9 @@ import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
 from frameshard.engine.draft import DraftModel, DraftState
+from frameshard.engine.llama import DecodeAborted, Rows
 from frameshard.engine.lookup import Lookup, best_length
-from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
+from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 
 RULES = (
@@ -276,7 +277,7 @@ def test_tokens_of_a_draft_model(model_path: Path, monkeypatch: pytest.MonkeyPat
     with Runtime.load(config) as runtime, contextlib.closing(DraftModel(runtime, str(model_path))) as draft_model:
         assert runtime.device is not None
         before = runtime.device.stats()
-        texts = {0: runtime.tokenize(REPEATING), 1: runtime.tokenize("Once upon a")}
+        texts = {0: runtime.tokenizer.tokenize(REPEATING), 1: runtime.tokenizer.tokenize("Once upon a")}
         drafts = draft_model.draft(texts, 6)
         assert draft_model.draft({1: texts[1]}, 6) == {1: drafts[1]}
         assert draft_model.unread(0, texts[0] + drafts[0][:3] + [1]) == 1  # the first three were accepted

@@ -10,7 +10,8 @@ from pathlib import Path
 
 RECORD = """
 import dataclasses, json, sys
-from frameshard.engine.runtime import Rows, Runtime
+from frameshard.engine.llama import Rows
+from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 from frameshard.plan.layout import lay_out
 
@@ -20,12 +21,12 @@ config = EngineConfig(
 with Runtime.load(config) as runtime:
     device = runtime.device
     device.set_budget((device.stats().floor_bytes + device.stats().full_bytes) // 2)
-    runtime.replan()
-    while runtime.fill():
+    runtime.placement.replan()
+    while runtime.placement.fill():
         pass
     runtime.decode([Rows(0, [1])])  # which may make a plan of its own
     # All three lanes have work: half of what is left out goes to the CPU, and the ring cannot keep the other half.
-    n = len(runtime.plan.tiers[0].placements)
+    n = len(runtime.placement.plan.tiers[0].placements)
     device.set_plan([(0, [1 + (i % 2) for i in range(n)])], lay_out(runtime.model_info, "emulated").min_ring_bytes)
     runtime.decode([Rows(0, [1])])
     before = device.stats()

@@ -84,7 +84,7 @@ config = EngineConfig(
     model=path, device="emulated:20", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget
 )
 with Runtime.load(config) as runtime:
-    stats, plan = runtime.device.stats(), runtime.plan
+    stats, plan = runtime.device.stats(), runtime.placement.plan
     held = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
     whole = stats.full_bytes - held - layout.arena_bytes
     pairs = set(zip(layout.sizes.piece_shards.tolist(), layout.sizes.piece_slabs.tolist()))

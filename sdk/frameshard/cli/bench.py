@@ -179,14 +179,14 @@ def _set_budget(row: _Row, runtime: Runtime) -> None:
 
 
 def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
-    assert runtime.device is not None
-    assert runtime.profile is not None
+    placement = runtime.placement
+    assert placement is not None
     assert row.budget is not None
-    runtime.replan()
-    while runtime.fill():
+    placement.replan()
+    while placement.fill():
         pass
     # The engine's own, but for the context that is decoded at.
-    row.plan = runtime.plan_for(row.budget, args.prompt + args.generate // 2, args.parallel)
+    row.plan = placement.plan_for(row.budget, args.prompt + args.generate // 2, args.parallel)
 
 
 def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
@@ -199,7 +199,8 @@ def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
             _fill(row, runtime, args)
         _read(runtime, args.parallel, tokens)
         _decode(runtime, args.parallel, tokens)  # compiles the decode graph and fills the ring
-        if runtime.learn():  # as the engine does: which experts this text needs shows in what was read
+        # As the engine does: the experts that this text needs show in the prefill.
+        if runtime.placement is not None and runtime.placement.learn():
             _fill(row, runtime, args)
             _read(runtime, args.parallel, tokens)
             _decode(runtime, args.parallel, tokens)
@@ -261,12 +262,12 @@ def _tokens(runtime: Runtime, n: int, *, any_at_all: bool) -> tuple[list[int], l
     if any_at_all:
         random = np.random.default_rng(n)
         return random.integers(0, runtime.n_vocab, 256).tolist(), random.integers(0, runtime.n_vocab, n).tolist()
-    words = runtime.tokenize(PASSAGE)
+    words = runtime.tokenizer.tokenize(PASSAGE)
     return words, (words * -(-n // len(words)))[:n]
 
 
 def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
-    from frameshard.engine.runtime import Rows
+    from frameshard.engine.llama import Rows
 
     for seq in range(parallel):
         runtime.clear(seq)
@@ -283,7 +284,7 @@ def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
 
 def _decode(runtime: Runtime, parallel: int, words: list[int], i: int = 0) -> None:
     """One token of every sequence; reading a row of logits waits for the result, as sampling would."""
-    from frameshard.engine.runtime import Rows
+    from frameshard.engine.llama import Rows
 
     for row in runtime.decode([Rows(seq, [words[(_START * seq + i) % len(words)]]) for seq in range(parallel)]):
         runtime.logits(row)

@@ -126,16 +126,17 @@ def noise(seed: int, width: int, height: int) -> Image:
 
 
 def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], args: argparse.Namespace) -> None:
-    from frameshard.engine.runtime import Rows
+    from frameshard.engine.llama import Rows
     from frameshard.engine.vision import Picture
     from frameshard.errors import BudgetBelowFloor
 
     device = runtime.device
     if row.budget is not None:
         assert device is not None
+        assert runtime.placement is not None
         device.set_budget(row.budget, timeout_s=60.0)
-        runtime.replan()
-        while runtime.fill():
+        runtime.placement.replan()
+        while runtime.placement.fill():
             pass
         device.reset_peak()
     image = noise(next(seeds), *row.image)

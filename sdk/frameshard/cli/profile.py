@@ -92,11 +92,11 @@ def _cells(values: Iterable[float]) -> str:
 def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:
     """The profile for ``--device``, measured unless one is kept and ``refresh`` is false."""
     from frameshard import native
+    from frameshard.engine import llamalog
     from frameshard.engine.probe import load_or_probe
-    from frameshard.engine.runtime import install_log
     from frameshard.errors import BadArgument
 
-    install_log()
+    llamalog.install()
     inner = args.device
     if inner == "cpu":
         raise BadArgument("on the CPU alone there is nothing to place: name a GPU, or --device emulated")

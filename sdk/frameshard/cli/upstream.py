@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frameshard.engine.runtime import ALL_LAYERS
+from frameshard.engine.llama import ALL_LAYERS
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model
 

@@ -157,7 +157,7 @@ def _compare(
 def _tokens(runtime: Runtime, n: int) -> list[int]:
     from .passage import PASSAGE
 
-    tokens = runtime.tokenize(PASSAGE)
+    tokens = runtime.tokenizer.tokenize(PASSAGE)
     return (tokens * -(-n // len(tokens)))[:n]
 
 
@@ -180,12 +180,13 @@ def _logits(
 
 
 def _set_mode(runtime: Runtime, mode: Mode, budget: int) -> None:
-    assert runtime.device is not None
-    runtime.mode = mode
-    runtime.device.set_budget(budget)
-    runtime.learn()
-    runtime.replan()
-    runtime.fill()
+    placement = runtime.placement
+    assert placement is not None
+    placement.mode = mode
+    placement.device.set_budget(budget)
+    placement.learn()
+    placement.replan()
+    placement.fill()
 
 
 class _MidGeneration:
@@ -193,8 +194,8 @@ class _MidGeneration:
     less where that is possible, else to more, but not to more than ``most``. All are bytes."""
 
     def __init__(self, runtime: Runtime, budget: int, most: int, n_generate: int) -> None:
-        assert runtime.device is not None
-        self.runtime, self.device, self.budget = runtime, runtime.device, budget
+        assert runtime.placement is not None
+        self.placement, self.device, self.budget = runtime.placement, runtime.placement.device, budget
         floor, full = self.device.stats().floor_bytes, self.device.stats().full_bytes
         room = budget - floor
         self.other = floor + room // 3 if room > (full - floor) // 16 else min(floor + (full - floor) // 2, most)
@@ -213,8 +214,8 @@ class _MidGeneration:
         if self.pending is not None:
             self.pending.join()
             self.pending = None
-            self.runtime.replan()
-            self.runtime.fill()
+            self.placement.replan()
+            self.placement.fill()
 
     def finish(self) -> list[tuple[int, int]]:
         """(budget, peak bytes) of each stretch of the run."""

@@ -39,9 +39,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from frameshard.engine.draft import DraftModel, DraftState, common_prefix
+from frameshard.engine.llama import DecodeAborted, Rows
 from frameshard.engine.lookup import Lookup, best_length
-from frameshard.engine.runtime import DecodeAborted, Rows, Runtime
+from frameshard.engine.runtime import Runtime
 from frameshard.engine.sampling import Sampler
+from frameshard.engine.speculation import StepCosts
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture, Vision
 from frameshard.errors import (
@@ -182,8 +184,7 @@ class Batcher:
         self._prompt_tokens = 0
         self._drafted = self._accepted = 0
         self._model_drafted = self._model_accepted = 0
-        self._stepped: tuple[int, int] | None = None  # sequences and tokens of each, if the last decode was a step
-        self._costs: tuple[object, dict[tuple[int, int], float]] = (None, {})
+        self._costs = StepCosts(runtime)
         self.chunk = runtime.n_ubatch
         """Prompt tokens that jobs which start from now on read in one go."""
 
@@ -375,7 +376,7 @@ class Batcher:
         reading = min((job for job in running if job.reading), key=lambda job: job.started_at, default=None)
         if reading is not None and not (speaking and self._read_last):
             self._read_last = True
-            self._stepped = None
+            self._costs.last = None
             return [reading]
         self._read_last = False
         return speaking
@@ -397,12 +398,12 @@ class Batcher:
         if any(job.lookup is not None and job.lookup.matched for job in speaking):
             length, rate = best_length(
                 lambda n_drafted: sum(job.expected(n_drafted) for job in speaking),
-                lambda n_each: self._seconds(n, n_each),
+                lambda n_each: self._costs.seconds(n, n_each),
                 room,
             )
         if self._draft is not None and any(job.draft_state is not None for job in speaking):
             length = self._ask_draft(self._draft, speaking, room, rate) or length
-        self._stepped = n, length
+        self._costs.last = n, length
         return [(job, job.next_tokens(length)) for job in speaking]
 
     def _ask_draft(self, draft: DraftModel, speaking: Sequence[Job], room: int, rate: float) -> int:
@@ -425,7 +426,7 @@ class Batcher:
         def seconds(n_each: int) -> float:
             seqs = [seq for seq, job in drafting.items() if job.prefers_draft_model(n_each - 1)]
             late = sum(unread[seq] - 1 for seq in seqs)
-            return self._seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late, n_left)
+            return self._costs.seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late, n_left)
 
         length, rate_with_draft = best_length(expected, seconds, room)
         asked = {seq: texts[seq] for seq, job in drafting.items() if job.prefers_draft_model(length - 1)}
@@ -438,16 +439,6 @@ class Batcher:
             assert draft_state is not None
             draft_state.next = tokens
         return length if drafts else 0
-
-    def _seconds(self, n_seq: int, n_each: int) -> float:
-        plan, known = self._costs
-        if plan is not self._runtime.plan:
-            known = {}
-            self._costs = (self._runtime.plan, known)
-        shape = n_seq, n_each
-        if shape not in known:
-            known[shape] = self._runtime.verify_seconds(n_seq, n_each)
-        return known[shape] + (self._runtime.rebuild_seconds if shape != self._stepped else 0.0)
 
     def _start_queued(self) -> list[em.JobEvent]:
         events: list[em.JobEvent] = []
@@ -586,7 +577,7 @@ class Batcher:
             token = job.resume[index]
             job.sampler.accept(token)
         else:
-            token = job.sampler.sample(self._runtime.context, row, index)
+            token = job.sampler.sample(self._runtime.llama.context, row, index)
         self._count(now)
         text, reason = self._add(job, token)
         if not resumed:
@@ -600,9 +591,9 @@ class Batcher:
             job.lookup.add(token)
         if job.draft_state is not None:
             job.draft_state.add(token)
-        if self._runtime.is_end(token):
+        if self._runtime.tokenizer.is_end(token):
             return job.text.finish(), "stop"
-        text = job.text.push(self._runtime.piece(token))
+        text = job.text.push(self._runtime.tokenizer.piece(token))
         if job.text.stopped:
             return text, "stop"
         if job.sampler is not None and job.sampler.complete:

@@ -66,7 +66,7 @@ class Budgets:
 
     def serve(self, runtime: Runtime) -> None:
         """[budget thread] Carries out changes one after the other; never returns."""
-        self._known_bytes = runtime.budget_bytes
+        self._known_bytes = runtime.vram_budget_bytes
         standing_bytes, since = -1, time.monotonic()
         observed_at = 0.0
         while True:
@@ -91,16 +91,17 @@ class Budgets:
         """Takes a budget from the frame block, and reports a budget that the device took from there during a graph."""
         assert runtime.device is not None
         runtime.device.poll_frame_block()
-        if runtime.budget_bytes == self._known_bytes:
+        if runtime.vram_budget_bytes == self._known_bytes:
             return
-        self._known_bytes = runtime.budget_bytes
+        self._known_bytes = runtime.vram_budget_bytes
         self._replan()
         with contextlib.suppress(BrokerGone):
             self._send(em.BudgetReleased(0, self._known_bytes, _used_bytes(runtime), 0.0))
 
     def _measure_overhead(self, runtime: Runtime) -> None:
+        assert runtime.placement is not None
         try:
-            runtime.measure_overhead()
+            runtime.placement.overhead.measure()
         except BudgetBelowFloor as error:
             logger.warning("%s", error)
 
@@ -119,9 +120,9 @@ class Budgets:
             why = internal(logger, "a change of the VRAM budget", error)
             self._send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
             return
-        self._known_bytes = runtime.budget_bytes
+        self._known_bytes = runtime.vram_budget_bytes
         used = _used_bytes(runtime)
-        self._send(em.BudgetReleased(command.seq, runtime.budget_bytes, used, time.monotonic() - started))
+        self._send(em.BudgetReleased(command.seq, runtime.vram_budget_bytes, used, time.monotonic() - started))
         within_bytes = used if command.parked else command.vram_budget_bytes
         observed = self._await_observed(runtime, within_bytes, started + command.timeout_s)
         self._send(em.BudgetObserved(command.seq, observed, time.monotonic() - started))

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import llama_cpp
 
-from frameshard.engine.runtime import Rows, Runtime
+from frameshard.engine.llama import Rows
+from frameshard.engine.runtime import Runtime
 from frameshard.errors import BadModel, Unsupported
 from frameshard.wire.engine import EngineConfig
 
@@ -91,7 +92,7 @@ class DraftModel:
             )
         )
         try:
-            if not self._runtime.can_go_back:
+            if not self._runtime.llama.can_trim:
                 raise Unsupported(
                     "a draft model must be able to remove tokens from its cache, and this one has a recurrent state: "
                     "choose another",
@@ -99,7 +100,7 @@ class DraftModel:
                 )
             self._check_vocabulary()
             self._abort_callback = llama_cpp.ggml_abort_callback(lambda _: target.on_node())
-            llama_cpp.llama_set_abort_callback(self._runtime.context, self._abort_callback, None)
+            llama_cpp.llama_set_abort_callback(self._runtime.llama.context, self._abort_callback, None)
             self._held: list[list[int]] = [[] for _ in range(target.config.n_parallel)]
             self._share = _SHARE * self._runtime.model_info.file_bytes / target.model_info.file_bytes
             self._measure()
@@ -190,7 +191,7 @@ class DraftModel:
             )
 
     def _differences(self) -> Iterator[str]:
-        ours, theirs = self._runtime.vocab, self._target.vocab
+        ours, theirs = self._runtime.tokenizer.vocab, self._target.tokenizer.vocab
         sizes = self._runtime.n_vocab, self._target.n_vocab
         if abs(sizes[0] - sizes[1]) > _PADDING:
             yield f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}"

@@ -42,12 +42,13 @@ class Pace:
             device, so another plan is the best.
         """
         assert runtime.device is not None
+        assert runtime.placement is not None
         pacing = runtime.device.pacing()
         batcher.chunk = _chunk(runtime.n_ubatch, batcher.chunk, pacing)
-        busy_s, planned_s = pacing.gpu_busy_s, runtime.gpu_busy_s
+        busy_s, planned_s = pacing.gpu_busy_s, runtime.placement.gpu_busy_s
         if (busy_s > 0) == (planned_s > 0) and planned_s / 2 <= busy_s <= planned_s * 2:
             return False
-        runtime.gpu_busy_s = busy_s
+        runtime.placement.gpu_busy_s = busy_s
         return True
 
 

@@ -38,10 +38,11 @@ from frameshard.engine.batch import Batcher, Job
 from frameshard.engine.budgets import Budgets
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.link import BrokerGone, Link
+from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
 from frameshard.engine.prepare import Preparation
 from frameshard.engine.request import RequestReader
-from frameshard.engine.runtime import DecodeAborted, Runtime
+from frameshard.engine.runtime import Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.engine.whatif import WhatIf
@@ -161,16 +162,20 @@ class Engine:
             return
         if self._replan.is_set():
             self._replan.clear()
-            try:
-                self._runtime.replan()
-            except BudgetBelowFloor as error:  # the device accepted this budget and keeps it with the plan it has
-                logger.warning("%s", error)
+            if self._runtime.placement is not None:
+                try:
+                    self._runtime.placement.replan()
+                except BudgetBelowFloor as error:  # the device accepted this budget and keeps it with the plan it has
+                    logger.warning("%s", error)
             self._filling = True
         filling = self._filling and time.monotonic() < self._fill_until
         if self._batcher.busy and not filling and time.monotonic() >= self._pace.due_at:
             self._decode(self._runtime, self._batcher)
-        if self._filling or self._runtime.unfilled:
-            self._filling = self._runtime.fill(self._fill_bytes) > 0
+        placement = self._runtime.placement
+        if placement is None:
+            self._filling = False
+        elif self._filling or placement.unfilled:
+            self._filling = placement.fill(self._fill_bytes) > 0
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
@@ -180,7 +185,7 @@ class Engine:
         ended = time.monotonic()
         self._fill_until = ended + FILL_STEPS * (ended - started)
         self._n_decodes += 1
-        if self._n_decodes % LEARN_EVERY == 0 and runtime.learn():
+        if self._n_decodes % LEARN_EVERY == 0 and runtime.placement is not None and runtime.placement.learn():
             self._replan.set()
         self._send_all(events)
         # An encode has borrowed room from weights: they come back while the first tokens run.
@@ -202,7 +207,7 @@ class Engine:
             self._filling = True  # an encode borrows room from weights
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
-        self._fill_bytes = int(runtime.profile.h2d * FILL_S) if runtime.profile else 0
+        self._fill_bytes = int(runtime.placement.profile.h2d * FILL_S) if runtime.placement is not None else 0
         self._watcher = Watcher(runtime)
         self._link.send(self._watcher.look(parked=False))
         self._loaded.set()

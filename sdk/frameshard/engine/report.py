@@ -28,13 +28,13 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
             n_parallel=runtime.config.n_parallel,
             n_vocab=runtime.n_vocab,
             n_layer=model.n_layer,
-            chat=runtime.chat is not None,
+            chat=runtime.tokenizer.chat is not None,
             floor_bytes=device.floor_bytes if device else 0,
             full_bytes=device.full_bytes if device else 0,
-            plan=runtime.plan.summary() if runtime.plan else {},
+            plan=runtime.placement.plan.summary() if runtime.placement is not None else {},
             vision=vision.name if vision is not None else "",
         ),
-        vram_budget_bytes=runtime.budget_bytes,
+        vram_budget_bytes=runtime.vram_budget_bytes,
         n_ubatch=runtime.n_ubatch,
         n_threads=runtime.n_threads,
         load_s=load_s,
@@ -45,10 +45,10 @@ def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> 
     """[any thread] Figures for people, as the ``stats`` answer of the protocol passes them on."""
     stats: dict[str, object] = batcher.statistics()
     stats["nvml"] = runtime.observer is not None and runtime.observer.available
-    if runtime.device is not None:
+    if runtime.device is not None and runtime.placement is not None:
         stats.update(dataclasses.asdict(runtime.device.stats()))
-        stats["budget_bytes"] = runtime.budget_bytes
-        stats["placement"] = runtime.placement()
+        stats["budget_bytes"] = runtime.vram_budget_bytes
+        stats["placement"] = runtime.placement.by_kind()
         if has_frame_block:
             stats["pacing"] = dataclasses.asdict(runtime.device.pacing())
     if runtime.observer is not None:

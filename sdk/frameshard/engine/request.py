@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 
+from frameshard.engine import speculation
 from frameshard.engine.batch import Job, Shape
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
@@ -55,7 +56,7 @@ class RequestReader:
             text=TextStream(sampling.stop),
             grammar=grammar,
             pictures=pictures,
-            lookup=Lookup(prompt) if runtime.speculates else None,
+            lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,
         )
 
     def _prompt(self, request: Submit) -> tuple[list[int], dict[int, Picture]]:
@@ -65,7 +66,7 @@ class RequestReader:
         if self._vision is None or not images:
             return self._text_prompt(request), {}
         text, add_special = self._marked_text(request, "".join(f"{self._vision.marker}\n" for _ in images))
-        self._check_fits(self._runtime.least_tokens(text), request.sampling.max_tokens, least=True)
+        self._check_fits(self._runtime.tokenizer.least_tokens(text), request.sampling.max_tokens, least=True)
         prompt: list[int] = []
         pictures: dict[int, Picture] = {}
         for part in self._vision.tokenize(text, images, add_special=add_special):
@@ -78,10 +79,12 @@ class RequestReader:
 
     def _text_prompt(self, request: Submit) -> list[int]:
         chat = request.kind == "chat"
-        parts, add_special = self._runtime.chat_parts(_messages(request)) if chat else ([request.prompt], True)
-        n_least = sum(map(self._runtime.least_tokens, parts))
+        parts, add_special = (
+            self._runtime.tokenizer.chat_parts(_messages(request)) if chat else ([request.prompt], True)
+        )
+        n_least = sum(map(self._runtime.tokenizer.least_tokens, parts))
         self._check_fits(n_least, request.sampling.max_tokens, least=True)
-        return self._runtime.tokenize_parts(parts, add_special=add_special, parse_special=chat)
+        return self._runtime.tokenizer.tokenize_parts(parts, add_special=add_special, parse_special=chat)
 
     def _check_fits(self, n_prompt: int, n_answer: int, *, least: bool = False) -> None:
         n_ctx = self._runtime.n_ctx_seq
@@ -103,9 +106,9 @@ class RequestReader:
             messages = _messages(request)
             contents = [each["content"] for each in messages]
             last = {**messages[-1], "content": marks + messages[-1]["content"]}
-            text, add_special = self._runtime.chat_text([*messages[:-1], last])
+            text, add_special = self._runtime.tokenizer.chat_text([*messages[:-1], last])
         for content in contents:
-            if (token := self._runtime.control_token(content)) is not None:
+            if (token := self._runtime.tokenizer.control_token(content)) is not None:
                 raise BadArgument(f"beside images a prompt cannot have {token} in it: leave it out", field="messages")
         return text, add_special
 

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from frameshard import models
-from frameshard.engine.runtime import STOCK, DecodeAborted, Runtime
+from frameshard.engine.llama import DecodeAborted
+from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.errors import (
     BadArgument,
     BadModel,
@@ -191,7 +192,7 @@ class Vision:
         if runtime.device is None:
             self._eval_callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
             params.cb_eval = self._eval_callback
-        self._context: Any = mtmd.mtmd_init_from_file(os.fsencode(mmproj), runtime.model, params)
+        self._context: Any = mtmd.mtmd_init_from_file(os.fsencode(mmproj), runtime.llama.model, params)
         if not self._context or not mtmd.mtmd_support_vision(self._context):
             self.close()
             raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
@@ -285,7 +286,8 @@ class Vision:
         while True:
             generation = device.stats().budget_generation if device else 0
             code = mtmd.mtmd_encode_chunk(self._context, picture.chunk)
-            self._runtime.follow_driver()
+            if self._runtime.placement is not None:
+                self._runtime.placement.overhead.follow()
             if self._runtime.aborted:
                 raise DecodeAborted
             if code == 0:
@@ -300,7 +302,7 @@ class Vision:
                     budget_bytes=stats.budget_bytes,
                     floor_bytes=stats.image_floor_bytes,
                 )
-        n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.model))
+        n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.llama.model))
         return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()
 
     def decode(self, seq: int, picture: Picture) -> None:
@@ -315,7 +317,7 @@ class Vision:
         pointer = picture.embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         code = mtmd.mtmd_helper_decode_image_chunk(
             self._context,
-            runtime.context,
+            runtime.llama.context,
             picture.chunk,
             pointer,
             past,
@@ -326,7 +328,8 @@ class Vision:
             None,
         )
         runtime.advance(seq, picture.n_pos)
-        runtime.follow_driver()
+        if runtime.placement is not None:
+            runtime.placement.overhead.follow()
         if code == 0:
             return
         runtime.trim(seq, past)  # of what was decoded

@@ -77,7 +77,7 @@ class Watcher:
         thread corrects the ledger then, and the device shrinks by as much."""
         runtime = self._runtime
         observed = runtime.observer.used() if runtime.observer is not None else None
-        budget, before, self._used = runtime.budget_bytes, self._used, used_bytes
+        budget, before, self._used = runtime.vram_budget_bytes, self._used, used_bytes
         if observed is None or not 0 < budget < observed or used_bytes != before:
             self._above = 0
             return 0

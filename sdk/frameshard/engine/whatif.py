@@ -54,11 +54,12 @@ class WhatIf:
                 self._send(answer)
 
     def _predict(self, runtime: Runtime, question: em.MakePlans) -> tuple[m.PlanRow, ...]:
-        if runtime.device is None:
+        placement = runtime.placement
+        if placement is None:
             raise Unsupported("plans are made for a shard device, and this model runs on the CPU alone")
         rows = []
         for budget_bytes in question.budgets:
             if self._ended:
                 raise EngineDied("the engine ends")
-            rows.append(checks.convert(m.PlanRow, runtime.what_if(budget_bytes, question.prompt_tokens)))
+            rows.append(checks.convert(m.PlanRow, placement.what_if(budget_bytes, question.prompt_tokens)))
         return tuple(rows)

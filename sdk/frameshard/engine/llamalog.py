@@ -1,0 +1,43 @@
+"""llama.cpp's log: warnings and errors go to Python's log, and the last errors into error messages."""
+
+from __future__ import annotations
+
+import collections
+import logging
+
+import llama_cpp
+
+logger = logging.getLogger("frameshard.llama")
+
+_LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # ggml_log_level
+_OF_ABORTS = (  # llama.cpp reports an abort as an error
+    "failed with error 1",
+    "compute status: 1",
+    "removing memory module entries",
+    "failed to decode, ret = 2",
+)
+_errors: collections.deque[str] = collections.deque(maxlen=3)
+
+
+def _on_log(level: int, text: bytes, _data: object) -> None:
+    if level in _LEVELS:
+        line = text.decode("utf-8", "replace").strip()
+        if any(part in line for part in _OF_ABORTS):
+            return
+        logger.log(_LEVELS[level], "%s", line)
+        if level == 4:
+            _errors.append(line)
+
+
+_log_callback = llama_cpp.llama_log_callback(_on_log)  # llama.cpp keeps the pointer for the life of the process
+
+
+def install() -> None:
+    """Sends llama.cpp's warnings and errors to Python's log from now on, and forgets earlier errors."""
+    _errors.clear()
+    llama_cpp.llama_log_set(_log_callback, None)
+
+
+def last_errors() -> str:
+    """The last errors that llama.cpp logged, for a message."""
+    return "; ".join(_errors) or "no reason given"

@@ -1,0 +1,190 @@
+"""Text to tokens and back, with the model's vocabulary and its chat template. All of it: [any thread]."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llama_cpp
+
+from frameshard.engine.chat import ChatTemplate
+from frameshard.engine.vocabulary import LeastTokens
+from frameshard.errors import Unsupported
+
+logger = logging.getLogger("frameshard.engine")
+
+LONG_TEXT_CHARS = 1 << 15
+"""Shorter texts are tokenised within a tenth of a second: a bound on their tokens is of no use."""
+
+
+class Tokenizer:
+    """The vocabulary of a loaded model. Free it with :meth:`close`.
+
+    :param model: llama.cpp's model.
+    :param template: source of the model's chat template; ``None`` where it has none.
+    """
+
+    def __init__(self, model: Any, template: str | None) -> None:
+        self._model = model
+        self._template = template
+        self.vocab: Any = llama_cpp.llama_model_get_vocab(model)
+        """llama.cpp's vocabulary."""
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
+        self._bos = ""
+        self._no_chat = "it has no chat template"
+        self._control_tokens = self._find_control_tokens()
+
+    def close(self) -> None:
+        """Ends the process that renders chat templates."""
+        if (chat := self.__dict__.get("chat")) is not None:
+            chat.close()
+
+    @property
+    def first_token(self) -> int:
+        """BOS, or token 0 where the vocabulary has none."""
+        return max(0, int(llama_cpp.llama_vocab_bos(self.vocab)))
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of ``text``.
+
+        :param add_special: add BOS and EOS where the model wants them.
+        :param parse_special: read control tokens that are written out in the text.
+        """
+        data = text.encode("utf-8", "replace")
+        room = len(data) + 8
+        while True:
+            tokens = (llama_cpp.llama_token * room)()
+            n = llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, room, add_special, parse_special)
+            if n >= 0:
+                return list(tokens[:n])
+            room = -n
+
+    def tokenize_parts(self, parts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text whose ``parts`` share no token; otherwise like :meth:`tokenize`."""
+        tokens: list[int] = []
+        for i, part in enumerate(parts):
+            tokens += self.tokenize(part, add_special=add_special and i == 0, parse_special=parse_special)
+        return tokens
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the length of :meth:`tokenize`; 0 for a text that is tokenised quickly."""
+        if len(text) < LONG_TEXT_CHARS or self._least_tokens is None:
+            return 0
+        return self._least_tokens.of(text.encode("utf-8", "replace"))
+
+    @functools.cached_property
+    def _least_tokens(self) -> LeastTokens | None:
+        """``None`` for kinds of vocabulary that change or drop parts of a text."""
+        name = ctypes.create_string_buffer(16)
+        llama_cpp.llama_model_meta_val_str(self._model, b"tokenizer.ggml.model", name, len(name))
+        if name.value not in (b"llama", b"gpt2"):
+            return None
+        stripping = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
+        tokens = range(self.n_vocab)
+        strips = any(llama_cpp.llama_vocab_get_attr(self.vocab, token) & stripping for token in tokens)
+        pieces = (self._piece(token, special=True) for token in tokens)
+        return LeastTokens(pieces, strips=strips, escapes=name.value == b"llama")
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that ``token`` adds to a text; control tokens add none. May end inside a code point."""
+        return self._piece(token, special=False)
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+
+    def is_end(self, token: int) -> bool:
+        """The model ends its answer with this token."""
+        return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
+
+    def grammar_tokens(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of each token, and the tokens that end an answer. Tokens that cannot occur in JSON have no bytes:
+        those that end an answer, control tokens, and user-defined tokens that stand for one, such as ``<think>``."""
+        user_defined = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        ends = [token for token in range(self.n_vocab) if self.is_end(token)]
+        pieces = [self.piece(token) for token in range(self.n_vocab)]
+        for token, piece in enumerate(pieces):
+            marks = piece.startswith(b"<") and piece.endswith(b">")
+            if marks and llama_cpp.llama_vocab_get_attr(self.vocab, token) & user_defined:
+                pieces[token] = b""
+        for token in ends:
+            pieces[token] = b""
+        return pieces, ends
+
+    def control_token(self, text: str) -> str | None:
+        """The first control token, such as ``<|im_end|>``, that is written out in ``text``."""
+        found = self._control_tokens.search(text)
+        return found and found[0]
+
+    def _find_control_tokens(self) -> re.Pattern[str]:
+        special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        texts = {
+            self._piece(token, special=True).decode("utf-8", "replace")
+            for token in range(self.n_vocab)
+            if llama_cpp.llama_vocab_get_attr(self.vocab, token) & special
+        }
+        # Longest first: one may begin with another.
+        ordered = sorted(texts - {""}, key=lambda text: (-len(text), text))
+        return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+    # --- chat -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The model's chat template, which has a process of its own; ``None`` where there is no usable one."""
+        if self._template is None:
+            return None
+
+        def special(token: int) -> str:
+            return self._piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+        self._bos = special(llama_cpp.llama_vocab_bos(self.vocab))
+        try:
+            return ChatTemplate(self._template, bos=self._bos, eos=special(llama_cpp.llama_vocab_eos(self.vocab)))
+        except Unsupported as error:
+            logger.warning("no chat with this model: %s", error)
+            self._no_chat = str(error)
+            return None
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+        """The prompt that the model's chat template makes of ``messages``, and whether BOS has still to be added.
+
+        :raises Unsupported: the model has no usable chat template.
+        :raises BadArgument: the template refuses the messages.
+        """
+        if self.chat is None:
+            raise Unsupported(f"no chat with this model: {self._no_chat}; ask for a completion instead")
+        prompt = self.chat.render(messages)
+        return prompt, not (self._bos and prompt.startswith(self._bos))
+
+    def chat_parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[str], bool]:
+        """:meth:`chat_text` in parts for :meth:`tokenize_parts`, cut inside control tokens that are written out in
+        messages. Those become the tokens of their characters: quoted text cannot end its message and speak for another.
+
+        :raises Unsupported: the model has no usable chat template.
+        :raises BadArgument: the template refuses the messages.
+        """
+        cut = secrets.token_hex(16)
+
+        def apart(found: re.Match[str]) -> str:
+            return cut + cut.join(found[0]) + cut
+
+        text, add_special = self.chat_text(
+            [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages]
+        )
+        return text.split(cut), add_special
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of :meth:`chat_parts`. Raises like it."""
+        parts, add_special = self.chat_parts(messages)
+        return self.tokenize_parts(parts, add_special=add_special, parse_special=True)
