@@ -133,12 +133,12 @@ def test_amx_is_avoided_where_both_have_it(
 LOAD = """
 import sys, llama_cpp
 from frameshard import cpu
-from frameshard.engine import runtime
+from frameshard.engine import llamalog, runtime
 from frameshard.wire.engine import EngineConfig
 
 said = []
 log = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text.decode(errors="replace")))
-runtime.install_log = lambda: llama_cpp.llama_log_set(log, None)
+llamalog.install = lambda: llama_cpp.llama_log_set(log, None)
 compiled_for, flags = cpu.compiled_for(), cpu.flags()
 if sys.argv[2] == "amx":
     cpu.compiled_for = lambda: compiled_for | {"amx_int8"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,19 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"native"},
     "engine": {"cpu", "native", "plan", "wire"},
     "simulation": {"wire", "client", "frame", "__init__"},
-    "cli": {"wire", "transport", "broker", "client", "sync", "cpu", "native", "plan", "engine", "simulation"},
+    "cli": {
+        "__init__",
+        "wire",
+        "transport",
+        "broker",
+        "client",
+        "sync",
+        "cpu",
+        "native",
+        "plan",
+        "engine",
+        "simulation",
+    },
     "__main__": {"cli"},
     "__init__": {"client", "images", "wire"},
 }
@@ -46,9 +59,9 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(path: Path) -> set[str]:
-    """Rooms that a module imports, wherever in it."""
-    found: set[str] = set()
+def imported(path: Path) -> set[Path]:
+    """Modules of the package that a module imports: at its top level, in functions and for type checkers alone."""
+    found: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -56,20 +69,25 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             above = ["frameshard", *path.relative_to(PACKAGE).parts[: -node.level]] if node.level else []
             home = ".".join([*above, *([node.module] if node.module else [])])
-            names = [f"{home}.{alias.name}" for alias in node.names]
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == "frameshard" and rest:
-                found.add(rest.split(".")[0])
-    return found
+            # What is imported from a package is a module of it, or a name in its __init__.
+            names = [f"{home}.{alias.name}" if module(f"{home}.{alias.name}") else home for alias in node.names]
+        found |= {file for name in names if (file := module(name)) is not None}
+    return found - {path}
+
+
+def module(name: str) -> Path | None:
+    """The file of a module of the package."""
+    top, *parts = name.split(".")
+    place = PACKAGE.joinpath(*parts)
+    files = (place / "__init__.py", place.with_suffix(".py"))
+    return next((file for file in files if file.is_file()), None) if top == "frameshard" else None
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path: Path) -> None:
     here = room(path)
     assert here in ALLOWED, f"{here} needs a row in this test's table"
-    rooms = {name for name in imports(path) if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()}
-    assert rooms - {here} <= ALLOWED[here] | EVERYONES
+    assert {room(other) for other in imported(path)} - {here} <= ALLOWED[here] | EVERYONES
 
 
 def test_the_table_has_no_circle() -> None:
@@ -78,6 +96,54 @@ def test_the_table_has_no_circle() -> None:
         ready = {name for name in left if ALLOWED[name] <= done}
         assert ready, left
         done |= ready
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    left = {path: imported(path) for path in modules()}
+    while left:
+        ready = {path for path, others in left.items() if not others & left.keys()}
+        circle = sorted(str(path.relative_to(PACKAGE)) for path in left)
+        assert ready, f"a circle of imports, in {circle}"
+        left = {path: others for path, others in left.items() if path not in ready}
+
+
+MOST_LINES, MOST_FIELDS = 80, 25
+# What is longer or larger, and why.
+EXCEPTIONS = {
+    "native.py: Stats": "the fields of fsd_stats, one for one",
+    "wire/launch.py: ServeConfig": "the launch options, one for one",
+}
+
+
+def functions_and_classes(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield f"{path.relative_to(PACKAGE)}: {node.name}", node
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """Of a class: what its body annotates and what its methods assign to self."""
+    found = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for each in ast.walk(node):
+        stored = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+        if stored and isinstance(each.value, ast.Name) and each.value.id == "self":
+            found.add(each.attr)
+    return found
+
+
+def test_functions_and_classes_are_small() -> None:
+    large = {}
+    for path in modules():
+        for name, node in functions_and_classes(path):
+            if isinstance(node, ast.ClassDef):
+                if (n := len(fields(node))) > MOST_FIELDS:
+                    large[name] = f"{n} fields"
+            elif (n := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES:
+                large[name] = f"{n} lines"
+    assert {name: size for name, size in large.items() if name not in EXCEPTIONS} == {}
+    assert set(EXCEPTIONS) <= set(large), "an exception that is not needed any more"
 
 
 def test_the_protocol_core_does_no_io() -> None:

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         result["ctx"] = runtime.n_ctx_seq
         if runtime.device is not None:
             result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
-        rows = [_Row(budget) for budget in _budgets(args.vram_budget, runtime)]
+        rows = [_Row(budget) for budget in common.budgets_of(args.vram_budget, runtime)]
         for _ in range(args.repeat):
             for row in rows:
                 where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
@@ -159,16 +159,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"drawn in {args.timeline}")
     return 0
-
-
-def _budgets(text: str, runtime: Runtime) -> Iterator[int | None]:
-    if runtime.device is None:
-        yield None
-        return
-    stats = runtime.device.stats()
-    named = {"floor": stats.floor_bytes, "full": stats.full_bytes}
-    for part in text.split(","):
-        yield named[part.strip()] if part.strip() in named else common.parse_size(part)
 
 
 def _set_budget(row: _Row, runtime: Runtime) -> None:

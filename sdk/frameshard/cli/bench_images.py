@@ -70,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.engine.vision import Vision
     from frameshard.wire.engine import EngineConfig
 
-    from .bench import _budgets
-
     mmproj = args.mmproj or models.mmproj_of(args.model)
     if mmproj is None:
         raise errors.BadArgument("--image needs --mmproj, the file with which this model reads images")
@@ -96,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)
-        rows = [_Row(image, budget) for image in args.image for budget in _budgets(args.vram_budget, runtime)]
+        rows = [_Row(image, budget) for image in args.image for budget in common.budgets_of(args.vram_budget, runtime)]
         for _ in range(args.repeat):
             for row in rows:
                 where = "" if row.budget is None else f" at {common.format_size(row.budget)}"

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,17 @@ def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Run
         n_prompt=n_prompt,
         fill=named != {"floor"},
     )
+
+
+def budgets_of(text: str, runtime: Runtime) -> Iterator[int | None]:
+    """The budgets of a list in bytes, with ``floor`` and ``full`` of the loaded model; one ``None`` on the CPU."""
+    if runtime.device is None:
+        yield None
+        return
+    stats = runtime.device.stats()
+    named = {"floor": stats.floor_bytes, "full": stats.full_bytes}
+    for part in text.split(","):
+        yield named[part.strip()] if part.strip() in named else parse_size(part)
 
 
 def format_size(n_bytes: int) -> str:
