@@ -636,10 +636,7 @@ class ShardDevice:
         if status == 4:
             raise errors.VersionMismatch(text)
         if status == 5:
-            floor = self.stats().floor_bytes
-            raise errors.BudgetBelowFloor(
-                text, budget_bytes=self._vram_budget_bytes if budget is None else budget, floor_bytes=floor
-            )
+            raise errors.below_floor(self._vram_budget_bytes if budget is None else budget, self.stats().floor_bytes)
         if status == 6:
             raise errors.OutOfMemory(text)
         if status == 7:

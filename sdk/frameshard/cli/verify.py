@@ -128,12 +128,7 @@ def _compare(
         budgets = [named[size] if isinstance(size, str) else size for size in sizes]
         for budget in budgets:
             if budget < stats.floor_bytes:
-                raise errors.BudgetBelowFloor(
-                    f"a VRAM budget of {budget / 2**20:.0f} MiB is below the floor: this model and context need "
-                    f"{-(-stats.floor_bytes // 2**20)} MiB",
-                    budget_bytes=budget,
-                    floor_bytes=stats.floor_bytes,
-                )
+                raise errors.below_floor(budget, stats.floor_bytes)
         most = max(budgets)
         _set_mode(runtime, "stream_only", most)
         resident = _logits(runtime, tokens, args.prompt)

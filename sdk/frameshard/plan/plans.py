@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from frameshard.errors import BudgetBelowFloor
+from frameshard.errors import below_floor
 from frameshard.native import CPU, STREAMED
 from frameshard.plan.context import Context
 from frameshard.plan.costs import Conditions, Costs, Graph
@@ -36,7 +36,6 @@ Mode = Literal["planned", "stream_only"]
 # Tiers by tokens in a graph: (from this many, planned for this many).
 _TIERS = ((0, 1), (2, 4), (8, 16), (32, 64), (128, 512), (1024, 2048), (4096, 8192))
 _DECODING = 4  # up to so many tokens a graph is one of decoding, each token from another sequence
-_MiB = 1 << 20
 # Sizes tried for the cache of experts, in 64ths of all experts: few, so that the ring stays as it is when a budget or a
 # context changes a little.
 _CACHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -198,12 +197,7 @@ def make_plan(
     full = fixed_bytes + context.whole + layout.arena_bytes
     budget = budget_bytes or full
     if budget < floor:
-        floor_mib = -(-floor // _MiB)
-        raise BudgetBelowFloor(
-            f"a VRAM budget of {budget // _MiB} MiB is below the floor: this model and context need {floor_mib} MiB",
-            budget_bytes=budget,
-            floor_bytes=floor,
-        )
+        raise below_floor(budget, floor)
     # What of the context fits beside a ring of some steps. The others pass through a window, which has room there too.
     room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
     if context.used <= room:
