@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frameshard import cpu
+from frameshard.cpu import default_threads
 from frameshard.engine import llamalog
 from frameshard.engine.llama import DecodeAborted, Llama, Rows
 from frameshard.engine.nvml import Observer
@@ -32,7 +33,6 @@ from frameshard.engine.placement import Placement
 from frameshard.engine.schema import Schemas
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, ContextOverflow
-from frameshard.cpu import default_threads
 from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
 from frameshard.plan.context import check_kv_type, logits_rows
 from frameshard.plan.model import Model, read_model
