@@ -111,6 +111,7 @@ MOST_LINES, MOST_FIELDS = 80, 25
 # What is longer or larger, and why.
 EXCEPTIONS = {
     "native.py: Stats": "the fields of fsd_stats, one for one",
+    "options.py: LaunchOptions": "the launch options, one for one",
     "wire/launch.py: ServeConfig": "the launch options, one for one",
 }
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from frameshard.native import EMULATED
-
 from . import common, figures, progress
 from .vram import Sampler
 
@@ -218,6 +216,7 @@ def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
 
 def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
     from frameshard.engine.nvml import Observer
+    from frameshard.native import EMULATED
 
     from . import upstream
 

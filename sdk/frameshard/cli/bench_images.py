@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frameshard.native import EMULATED
-
 from . import common, progress
 from .vram import Sampler
 
@@ -177,6 +175,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
     """What upstream itself times, without loading and preprocessing."""
     from frameshard.engine.nvml import Observer
     from frameshard.errors import FrameshardError
+    from frameshard.native import EMULATED
 
     from . import upstream
 

@@ -9,12 +9,12 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from frameshard.cli import common, interrupt
 from frameshard.errors import BadArgument
-from frameshard.native import SCHEDULING_MODES
 from frameshard.simulation import trace as traces
+from frameshard.wire.messages import SchedulingMode
 
 if TYPE_CHECKING:
     from frameshard.simulation.player import Recording
@@ -41,10 +41,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--scheduling-mode",
-        choices=SCHEDULING_MODES,
+        choices=get_args(SchedulingMode),
         default="balance",
         metavar="MODE",
-        help=f"who waits for whom on the GPU: {', '.join(SCHEDULING_MODES)} (balance)",
+        help=f"who waits for whom on the GPU: {', '.join(get_args(SchedulingMode))} (balance)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw what was seen, as PNG or SVG; needs frameshard[plots]")
     parser.set_defaults(run=run)
