@@ -17,7 +17,7 @@ WHY = m.ErrorInfo.of(Overloaded("too many", max_jobs=3))
 MODEL = m.ModelInfo("a.gguf", "llama", "CUDA0", 512, 2, 32000, 30, True, 16 * MIB, 256 * MIB, {"ring_bytes": 7}, "eye")
 ROW = m.PlanRow(64 * MIB, True, 0.5, 12.5, MIB, 2 * MIB, 3 * MIB)
 COMMANDS: list[em.Command] = [
-    em.EngineConfig("a.gguf", "CUDA0", 64 * MIB, mode="stream_only", kv_type="q8_0"),
+    em.EngineConfig("a.gguf", device="CUDA0", vram_budget_bytes=64 * MIB, mode="stream_only", kv_type="q8_0"),
     em.Submit(1, "completion", m.Sampling(), prompt="Once"),
     em.Submit(
         2,

@@ -26,7 +26,7 @@ from frameshard.transport import Flooded, Socket, Unreachable
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
-from frameshard.wire.launch import ServeConfig
+from frameshard.wire.launch import EngineOptions, ServeConfig
 
 logger = logging.getLogger("frameshard.broker")
 
@@ -37,9 +37,6 @@ SILENCE_CHECK_S = 0.5
 NEGOTIATE_S = 0.25
 MAX_ASKED = 64
 """Requests for statistics and plans that may wait for the engine."""
-
-_PASSED_ON = {field.name for field in fields(ServeConfig)} & {field.name for field in fields(em.EngineConfig)}
-"""Options of a launch that the engine has too."""
 
 
 class Server:
@@ -74,7 +71,6 @@ class Server:
         self._announce: Callable[[], None] | None = None
         self._stop = trio.Event()
         self._blocked = trio.Event()
-        self._engine_config()  # refuses options that no engine could be started with
 
     async def run(self, announce: Callable[[], None]) -> None:
         """Returns after :meth:`stop`, or after a first load that fails; :attr:`error` says why.
@@ -273,7 +269,7 @@ class Server:
             floor_bytes=lease.floor_bytes,
             full_bytes=lease.full_bytes,
             context=self._model.n_ctx,
-            mode="stream_only" if self._config.mode == "stream_only" else "planned",
+            mode=self._config.mode,
         )
 
     def _answer_stats(self, session: Session, request_id: int, engine: Mapping[str, Any] | None) -> None:
@@ -364,13 +360,9 @@ class Server:
         self._flush()
 
     def _engine_config(self) -> em.EngineConfig:
-        return em.EngineConfig(
-            **{
-                **{name: getattr(self._config, name) for name in _PASSED_ON},
-                "vram_budget_bytes": self._lease.engine_load_bytes(),
-                "n_ubatch": self._n_ubatch,
-            }
-        )
+        options = {field.name: getattr(self._config, field.name) for field in fields(EngineOptions)}
+        options.update(vram_budget_bytes=self._lease.engine_load_bytes(), n_ubatch=self._n_ubatch)
+        return em.EngineConfig(**options)
 
     def _tell_all(self) -> None:
         supervisor = self._supervisor

@@ -264,13 +264,14 @@ def convert(cls: type[T], fields: Mapping[str, Any], *, strict: bool = True) -> 
 
 
 def verify(record: object) -> None:
-    """Checks a dataclass that a program has made, for its ``__post_init__``.
+    """Checks a dataclass that a program has made, for its ``__post_init__``. Replaces each value by the checked one: a
+    list by a tuple, say.
 
     :raises BadArgument: a field has a wrong value; detail has ``field``.
     """
     cls: Any = type(record)
     for name, field in fields_of(cls).items():
         try:
-            field.check.take(getattr(record, name), True)
+            object.__setattr__(record, name, field.check.take(getattr(record, name), True))
         except Refused as refused:
-            raise BadArgument(f"{name} {refused}", field=name) from None
+            raise BadArgument(f"{name}: {refused}", field=name) from None

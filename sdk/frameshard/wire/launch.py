@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from frameshard import program
 from frameshard.errors import BadArgument, FrameshardError, from_wire
@@ -25,7 +25,8 @@ from frameshard.wire.checks import Bytes, Count, Id, Name
 
 T = TypeVar("T")
 
-KV_TYPES = ("f16", "q8_0", "q4_0")
+KvType = Literal["f16", "q8_0", "q4_0"]
+KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 
 _IPC = re.compile(r"ipc:///[^\x00-\x1f\x7f\ud800-\udfff]*[^\x00-\x1f\x7f\ud800-\udfff/]")
 _TCP = re.compile(r"tcp://127\.0\.0\.1:(\*|[1-9][0-9]{0,4})")
@@ -51,13 +52,8 @@ Duration = Annotated[float, checks.number(0, 1e6, "s")]
 
 
 @dataclass(frozen=True)
-class ServeConfig:
-    """What a sidecar serves and how: the launch options.
-
-    Each field's meaning is in its annotation; bindings/PROTOCOL.md lists them, under "Starting a sidecar".
-
-    :raises BadArgument: a value is of the wrong type or out of range.
-    """
+class EngineOptions:
+    """The launch options that are passed on to the engine (:class:`frameshard.wire.engine.EngineConfig`)."""
 
     model: Annotated[str, checks.path(least=1), "Path of a GGUF file; the only option without a default."]
     mmproj: Annotated[Path, "Path of the GGUF file that reads images for this model; empty: none."] = ""
@@ -83,12 +79,9 @@ class ServeConfig:
     ] = 512
     n_parallel: Annotated[int, checks.integer(1, 64), "Jobs that run at once, each in a context of its own."] = 4
     n_threads: Annotated[int, checks.integer(0, 1024), "CPU threads; 0: half of the CPUs."] = 0
-    mode: Annotated[
-        str, checks.words("planned", "stream_only"), "`stream_only`: the same bits at any budget, at the cost of speed."
-    ] = "planned"
+    mode: Annotated[messages.Mode, "`stream_only`: the same bits at any budget, at the cost of speed."] = "planned"
     speculate: Annotated[
-        str,
-        checks.words("auto", "off"),
+        Literal["auto", "off"],
         "Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that"
         " pays; `off`: never.",
     ] = "auto"
@@ -100,12 +93,27 @@ class ServeConfig:
         " on the CPU alone or with recurrent models.",
     ] = ""
     kv_type: Annotated[
-        str,
-        checks.words(*KV_TYPES),
+        KvType,
         "Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some"
         " loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by"
         " it on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it.",
     ] = "f16"
+
+    def __post_init__(self) -> None:
+        checks.verify(self)
+        if 0 < self.n_ubatch < self.n_parallel:
+            raise BadArgument("n_ubatch: must be at least n_parallel", field="n_ubatch")
+
+
+@dataclass(frozen=True)
+class ServeConfig(EngineOptions):
+    """What a sidecar serves and how: the launch options.
+
+    Each field's meaning is in its annotation; bindings/PROTOCOL.md lists them, under "Starting a sidecar".
+
+    :raises BadArgument: a value is of the wrong type or out of range.
+    """
+
     transport: Annotated[
         str,
         checks.words("ipc", "tcp"),
@@ -159,7 +167,7 @@ class ServeConfig:
     off_pause_max_s: Annotated[Duration, "The longest such pause."] = 60.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        super().__post_init__()
         if self.endpoint is not None:
             check_endpoint(self.endpoint, bind=True)
         if not self.engine:
@@ -181,20 +189,11 @@ class ConnectInfo:
     ]
 
     def __post_init__(self) -> None:
-        _check(self)
+        checks.verify(self)
         check_endpoint(self.endpoint, bind=False)
 
     def __repr__(self) -> str:
         return f"ConnectInfo(endpoint={self.endpoint!r}, epoch={self.epoch}, pid={self.pid})"
-
-
-def _check(record: Any) -> None:
-    """Replaces each field's value by the checked one (a list by a tuple, say)."""
-    for name, field in checks.fields_of(type(record)).items():  # type: ignore[arg-type]  # see checks.convert
-        try:
-            object.__setattr__(record, name, field.check.take(getattr(record, name), True))
-        except checks.Refused as refused:
-            raise BadArgument(f"{name}: {refused}", field=name) from None
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
