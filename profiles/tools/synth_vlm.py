@@ -143,6 +143,8 @@ def tower(shape: Shape, path: str) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) != 4 or sys.argv[1] not in SHAPES:
+        sys.exit(f"usage: synth_vlm.py {'|'.join(SHAPES)} MODEL.gguf MMPROJ.gguf")
     shape = SHAPES[sys.argv[1]]
     model(shape, sys.argv[2])
     tower(shape, sys.argv[3])
