@@ -39,6 +39,51 @@ ENUMS = {
 }
 
 
+# What each FS_EVENT_... brings: a message, or a record that comes one at a time.
+EVENTS = {
+    "READY": "ModelInfo",
+    "STARTED": "started",
+    "TEXT": "delta",
+    "DONE": "done",
+    "FAILED": "failed",
+    "CANCELLED": "cancelled",
+    "BUDGET_RELEASED": "released",
+    "BUDGET_OBSERVED": "observed",
+    "BUDGET": "budget",
+    "STATS": "stats",
+    "REFUSED": "error",
+    "ENGINE": "engine",
+    "LEASE": "lease",
+    "NOTICE": "notice",
+    "CAPS": "caps_and_requirements",
+    "PLAN": "PlanRow",
+    "FRAME_BLOCK": "frame_block",
+    "PROGRESS": "progress",
+}
+
+# Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and
+# maps are `text` and `detail`.
+MEMBERS = {
+    "id": "request",
+    "vram_budget_bytes": "budget_bytes",
+    "BUDGET.state": "lease_state",
+    "ENGINE.state": "engine_state",
+    "ENGINE.error": "text",
+    "FAILED.error": "text",
+    "REFUSED.error": "text",
+    "NOTICE.kind": "notice",
+    "NOTICE.detail": "text",
+    "CAPS.device": "text",
+    "CAPS.context": "detail",
+    "CAPS.mode": "detail",
+    "STATS.broker": "detail",
+    "STATS.engine": "detail",
+    "FRAME_BLOCK.path": "text",
+    "READY.name": "text",
+}
+INNER = ("epoch", "seq")  # for the library, not for the program
+
+
 @dataclass(frozen=True)
 class Member:
     """A member of a C struct."""
@@ -87,6 +132,69 @@ def structs(manifest: Manifest) -> list[Struct]:
     ]
 
 
+def _there(struct: str) -> list[tuple[str, str]]:
+    """Types and names of the members that frameshard.h has already."""
+    plain = re.sub(r"/\*.*?\*/", "", region(HEADER.read_text(), struct), flags=re.S)
+    return re.findall(r"^    ([\w *]*?[ *])(\w+);", plain, re.M)
+
+
+def event_fields(manifest: Manifest) -> dict[str, dict[str, str]]:
+    """By event, the member of fs_event that has each field of its message."""
+    found: dict[str, dict[str, str]] = {}
+    for event, name in EVENTS.items():
+        groups = (manifest[group] for group in ("answers", "events", "unasked", "records"))
+        (message,) = (group[name] for group in groups if name in group)
+        for field in message["fields"]:
+            member = MEMBERS.get(f"{event}.{field['name']}") or MEMBERS.get(field["name"]) or field["name"]
+            if event == "READY" and member not in ("floor_bytes", "full_bytes", "text"):
+                member = "detail"
+            if field["name"] not in INNER:
+                found.setdefault(event, {})[field["name"]] = member
+    return found
+
+
+def _event(manifest: Manifest) -> list[Member]:
+    """fs_event: its members in their order, with what they mean in each event."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    kinds: dict[str, str] = {}
+    for event, fields in event_fields(manifest).items():
+        groups = (manifest[group] for group in ("answers", "events", "unasked", "records"))
+        (message,) = (group[EVENTS[event]] for group in groups if EVENTS[event] in group)
+        for field in message["fields"]:
+            member = fields.get(field["name"])
+            if member not in (None, "text", "detail", "job", "request", "timeline"):
+                about = field["text"]
+                if _is_number(field):
+                    about += f" {ENUMS[field['name_of_words']]}..., 0: a word of a newer sidecar."
+                elif field.get("nullable"):
+                    about += " -1: not told." if field["type"] == "int" else " 0: not told."
+                texts.setdefault(str(member), {}).setdefault(about, []).append(event)
+                kinds[str(member)] = _kind(field)
+    own = {
+        "type": "FS_EVENT_...",
+        "status": "FS_OK, or what went wrong.",
+        "job": "As fs_ask, fs_chat or fs_complete gave it.",
+        "request": "As the function that asked gave it.",
+        "timeline": "The job's.",
+        "text": "Valid until the next fs_poll or fs_close of this client.",
+        "detail": "A JSON object, or empty; likewise.",
+        "text_length": "Bytes.",
+        "detail_length": "Bytes.",
+        "reserved": "0.",
+    }
+    there = _there("fs_event")
+    order = {name: kind.strip() for kind, name in there}
+    order |= {name: kind for name, kind in kinds.items() if name not in order}
+    return [Member(kind, name, own.get(name) or _each(texts[name])) for name, kind in order.items()]
+
+
+def _each(texts: dict[str, list[str]]) -> str:
+    """What a member means, by event where that differs."""
+    if len(texts) == 1:
+        return next(iter(texts))
+    return " ".join(f"{', '.join(events)}: {text[0].lower()}{text[1:]}" for text, events in texts.items())
+
+
 def numbers(manifest: Manifest) -> dict[str, dict[str, int]]:
     """By enumeration the number of each word: those that frameshard.h has already keep theirs."""
     header, found = HEADER.read_text(), {}
@@ -102,7 +210,7 @@ def numbers(manifest: Manifest) -> dict[str, dict[str, int]]:
 def members(struct: Struct) -> list[Member]:
     """In their order: those that frameshard.h has already, then new ones."""
     known = {member.name: member for member in _expected(struct)}
-    there = re.findall(r"^    ([\w *]*?[ *])(\w+);", region(HEADER.read_text(), struct.name), re.M)
+    there = _there(struct.name)
     old = [Member(kind.strip(), name, known[name].text, known[name].field) for kind, name in there if name in known]
     names = {member.name for member in old}
     return [*old, *(member for member in known.values() if member.name not in names)]
@@ -119,6 +227,8 @@ def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
     statuses = with_region(statuses, "statuses", "\n".join(['    {FS_OK, "ok", false},', *rows]))
     for struct in structs(manifest):
         header = with_region(header, struct.name, "\n".join(_declarations(struct)))
+    lines = [line for member in _event(manifest) for line in (comment(member.text), f"    {declared(member)};")]
+    header = with_region(header, "fs_event", "\n".join(lines))
     for name, known in numbers(manifest).items():
         header = with_region(header, name, _enumerators(region(header, name), ENUMS[name], known))
     return {

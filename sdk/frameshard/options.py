@@ -67,16 +67,16 @@ class LaunchOptions(TypedDict, total=False):
     hang_idle_s: float
     """An engine without work that does not answer for so long is replaced. By default 5.0."""
     hang_busy_s: float
-    """The same of an engine with work. By default 60.0."""
+    """An engine with work that does not answer for so long is replaced. By default 60.0."""
     hang_load_s: float
-    """The same of an engine that loads. By default 600.0."""
+    """An engine that loads and does not answer for so long is replaced. By default 600.0."""
     hang_still_s: float
     """An engine of which no thread runs for so long is stopped, and replaced whatever it does. By default 5.0."""
     restart_limit: int
     """Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after which
     it is off for `off_pause_s`. By default 3."""
     restart_window_s: float
-    """See `restart_limit`. By default 300.0."""
+    """Span of time for `restart_limit`. By default 300.0."""
     off_pause_s: float
     """Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last. By
     default 1.0."""
@@ -96,7 +96,7 @@ class JobOptions(TypedDict, total=False):
     window: int
     """Events that may be under way before the client gives credit. By default 32."""
     images: Sequence[bytes | Pixels]
-    """They stand before the last message of a chat, or before the prompt."""
+    """Images; they stand before the last message of a chat, or before the prompt."""
 
 
 class LeaseTerms(TypedDict, total=False):

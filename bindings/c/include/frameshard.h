@@ -186,9 +186,9 @@ typedef struct fs_launch_options {
     uint64_t held_bytes;
     /* An engine without work that does not answer for so long is replaced. 0..1000000. Default 5. */
     double hang_idle_s;
-    /* The same of an engine with work. 0..1000000. Default 60. */
+    /* An engine with work that does not answer for so long is replaced. 0..1000000. Default 60. */
     double hang_busy_s;
-    /* The same of an engine that loads. 0..1000000. Default 600. */
+    /* An engine that loads and does not answer for so long is replaced. 0..1000000. Default 600. */
     double hang_load_s;
     /* An engine of which no thread runs for so long is stopped, and replaced whatever it does. 0..1000000. Default
        5. */
@@ -196,7 +196,7 @@ typedef struct fs_launch_options {
     /* Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after
        which it is off for `off_pause_s`. 0..1000. Default 3. */
     uint64_t restart_limit;
-    /* See `restart_limit`. 0..1000000. Default 300. */
+    /* Span of time for `restart_limit`. 0..1000000. Default 300. */
     double restart_window_s;
     /* Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last.
        0..1000000. Default 1. */
@@ -277,11 +277,11 @@ typedef struct fs_sampling {
     uint32_t struct_size;
     /* Length of the answer at most. 1..1048576. Default 256. */
     int32_t max_tokens;
-    /* Of the likeliest tokens only so many; 0: off. 0..1048576. Default 40. */
+    /* Only so many of the likeliest tokens; 0: off. 0..1048576. Default 40. */
     int32_t top_k;
     /* Of `stop`; at most 16. */
     uint32_t n_stop;
-    /* 0: greedy. 0..5. Default 0.8. */
+    /* Randomness of the choice; 0: always the likeliest token. 0..5. Default 0.8. */
     double temperature;
     /* Only the likeliest tokens of so much probability; 1: off. 0..1. Default 0.95. */
     double top_p;
@@ -289,7 +289,7 @@ typedef struct fs_sampling {
     double min_p;
     /* Makes tokens of the last ones less likely; 1: off. 0.5..2. Default 1. */
     double repeat_penalty;
-    /* Of the random numbers; without it the sidecar draws one. 0..4294967295, or -1: not given. Default -1. */
+    /* Seed of the random numbers; without it the sidecar draws one. 0..4294967295, or -1: not given. Default -1. */
     int64_t seed;
     /* The answer ends before any of these. Each of 1..256 bytes with a NUL at the end. */
     const char *const *stop;
@@ -571,46 +571,94 @@ enum {
 
 /* One event. Fields that its type does not name are 0, texts "". */
 typedef struct fs_event {
-    uint32_t type;            /* FS_EVENT_... */
-    fs_status status;         /* FS_OK, or what went wrong */
-    uint64_t job;             /* as fs_ask, fs_chat or fs_complete gave it */
-    uint64_t request;         /* as the function that asked gave it */
-    uint64_t timeline;        /* the job's */
-    const char *text;         /* valid until the next fs_poll or fs_close of this client */
-    const char *detail;       /* a JSON object, or ""; likewise */
-    uint32_t text_length;     /* bytes */
-    uint32_t detail_length;   /* bytes */
-    uint32_t tokens;          /* since the job's last event, those without text of their own included */
-    uint32_t reason;          /* FS_REASON_... */
-    uint32_t n_prompt;        /* tokens */
-    uint32_t n_generated;     /* tokens */
-    uint32_t engine_state;    /* FS_ENGINE_... */
-    uint32_t restarts;        /* of the engine since the launch */
-    uint64_t budget_bytes;    /* in force; 0: no limit */
-    uint64_t used_bytes;      /* what the sidecar holds */
-    uint64_t floor_bytes;     /* no budget below it is possible */
-    uint64_t full_bytes;      /* with it all weights are resident */
-    int64_t observed_bytes;   /* -1 where the system does not tell */
-    double seconds;           /* since the engine was asked */
-    double prefill_s;         /* from the start of the prompt to the first token */
-    double decode_s;          /* from there to the end */
-    uint32_t decision;        /* FS_DECISION_... */
-    uint32_t lease_state;     /* FS_LEASE_... */
-    uint32_t notice;          /* FS_NOTICE_... */
-    int32_t fits;             /* 1: the model can run at this budget; if not, the figures of a plan are 0 */
-    uint64_t version;         /* of the lease in force; 0: it had none */
-    uint64_t wanted_bytes;    /* what the sidecar would like to have now */
-    int64_t total_bytes;      /* of the device; -1 where the system does not tell */
-    int64_t free_bytes;       /* of the device; -1 where the system does not tell */
-    double ttft_s;            /* predicted time to the first token */
-    double tokens_per_second; /* predicted, of one job */
-    uint64_t resident_bytes;  /* weights that would stay in VRAM */
-    uint64_t streamed_bytes;  /* weights that would be copied to the GPU for each token */
-    uint64_t cpu_bytes;       /* weights that the CPU would compute with */
-    uint32_t phase;           /* FS_PHASE_... */
-    uint32_t done;            /* images, or tokens of the prompt */
-    uint32_t total;           /* images (more where a model cuts one into tiles), or tokens of the prompt */
-    uint32_t reserved;        /* 0 */
+    /* generated: fs_event */
+    /* FS_EVENT_... */
+    uint32_t type;
+    /* FS_OK, or what went wrong. */
+    fs_status status;
+    /* As fs_ask, fs_chat or fs_complete gave it. */
+    uint64_t job;
+    /* As the function that asked gave it. */
+    uint64_t request;
+    /* The job's. */
+    uint64_t timeline;
+    /* Valid until the next fs_poll or fs_close of this client. */
+    const char *text;
+    /* A JSON object, or empty; likewise. */
+    const char *detail;
+    /* Bytes. */
+    uint32_t text_length;
+    /* Bytes. */
+    uint32_t detail_length;
+    /* Since the last delta, those without text of their own included. */
+    uint32_t tokens;
+    /* The model ended or a stop string came (`stop`), or `max_tokens` were reached (`length`). FS_REASON_..., 0: a
+       word of a newer sidecar. */
+    uint32_t reason;
+    /* Length of the prompt. */
+    uint32_t n_prompt;
+    /* Length of the answer. */
+    uint32_t n_generated;
+    /* New state of the engine process. FS_ENGINE_..., 0: a word of a newer sidecar. */
+    uint32_t engine_state;
+    /* Restarts of the engine since the launch. */
+    uint32_t restarts;
+    /* BUDGET_RELEASED: in force now; parked or hibernated: to come back to. BUDGET: in force; 0: no limit. LEASE:
+       reached by the deadline. NOTICE: of `other_process` what that one holds (0: not known), of the others a
+       budget. PLAN: as asked. */
+    uint64_t budget_bytes;
+    /* What the sidecar holds, exact by its own count. */
+    uint64_t used_bytes;
+    /* No VRAM budget below it is possible. */
+    uint64_t floor_bytes;
+    /* With this budget all weights are resident. */
+    uint64_t full_bytes;
+    /* What the driver counts for the engine process; missing where it does not tell. -1: not told. */
+    int64_t observed_bytes;
+    /* BUDGET_RELEASED, BUDGET_OBSERVED: since the engine was asked. LEASE: until all of it is reached, predicted;
+       0: at once, or nothing was measured yet. NOTICE: of `late` until all is released, predicted; of `state` how
+       long the change took; else 0. */
+    double seconds;
+    /* From the start of the prompt to the first token. */
+    double prefill_s;
+    /* From the first token to the end. */
+    double decode_s;
+    /* `partial`: the deadline is too short for all of it. FS_DECISION_..., 0: a word of a newer sidecar. */
+    uint32_t decision;
+    /* State of the lease. FS_LEASE_..., 0: a word of a newer sidecar. */
+    uint32_t lease_state;
+    /* What the notice is about. FS_NOTICE_..., 0: a word of a newer sidecar. */
+    uint32_t notice;
+    /* False: below the floor. The predictions are missing then and the sizes 0. */
+    int32_t fits;
+    /* Version of the lease in force; 0: none was given. */
+    uint64_t version;
+    /* What the sidecar would like: `full_bytes` while jobs are open and the budget is below it, else what it
+       holds. */
+    uint64_t wanted_bytes;
+    /* VRAM of the device; missing where the system does not tell. -1: not told. */
+    int64_t total_bytes;
+    /* Free VRAM of the device when last looked at; missing where the system does not tell. -1: not told. */
+    int64_t free_bytes;
+    /* Time to the first token of a prompt. 0: not told. */
+    double ttft_s;
+    /* Rate of decoding, of one job. 0: not told. */
+    double tokens_per_second;
+    /* Weights that stay in VRAM. */
+    uint64_t resident_bytes;
+    /* Weights that are copied to the device for each token. */
+    uint64_t streamed_bytes;
+    /* Weights that the CPU computes with. */
+    uint64_t cpu_bytes;
+    /* Images are encoded, or the prompt is read. FS_PHASE_..., 0: a word of a newer sidecar. */
+    uint32_t phase;
+    /* Images, or tokens of the prompt. */
+    uint32_t done;
+    /* Images (more where a model cuts one into tiles), or tokens of the prompt. */
+    uint32_t total;
+    /* 0. */
+    uint32_t reserved;
+    /* end of fs_event */
 } fs_event;
 
 /* Takes at most `capacity` events, oldest first, into `events`, and does all work that is due for the client. Never

@@ -148,8 +148,8 @@ class ServeConfig(EngineOptions):
         " connected and silent (a breakpoint, a long load) keeps them.",
     ] = 10.0
     hang_idle_s: Annotated[Duration, "An engine without work that does not answer for so long is replaced."] = 5.0
-    hang_busy_s: Annotated[Duration, "The same of an engine with work."] = 60.0
-    hang_load_s: Annotated[Duration, "The same of an engine that loads."] = 600.0
+    hang_busy_s: Annotated[Duration, "An engine with work that does not answer for so long is replaced."] = 60.0
+    hang_load_s: Annotated[Duration, "An engine that loads and does not answer for so long is replaced."] = 600.0
     hang_still_s: Annotated[
         Duration, "An engine of which no thread runs for so long is stopped, and replaced whatever it does."
     ] = 5.0
@@ -159,7 +159,7 @@ class ServeConfig(EngineOptions):
         "Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after"
         " which it is off for `off_pause_s`.",
     ] = 3
-    restart_window_s: Annotated[Duration, "See `restart_limit`."] = 300.0
+    restart_window_s: Annotated[Duration, "Span of time for `restart_limit`."] = 300.0
     off_pause_s: Annotated[
         Duration,
         "Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last.",

@@ -80,8 +80,8 @@ class Image:
     data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES), "The bytes; empty with `path`."] = b""
     path: Annotated[str, checks.text(4096), "Shared memory that begins with the bytes; empty with `data`."] = ""
     size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES, "bytes"), "Bytes at `path`."] = 0
-    width: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Of `rgb` and `rgba`."] = 0
-    height: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Of `rgb` and `rgba`."] = 0
+    width: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Width of `rgb` and `rgba`."] = 0
+    height: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Height of `rgb` and `rgba`."] = 0
     stride: Annotated[
         int, checks.integer(0, 1 << 24, "bytes"), "From one row to the next; 0: rows follow each other without a gap."
     ] = 0
@@ -96,15 +96,16 @@ class Sampling:
     """
 
     max_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Length of the answer at most."] = 256
-    temperature: Annotated[float, checks.number(0, 5), "0: greedy."] = 0.8
-    top_k: Annotated[int, checks.integer(0, 1 << 20), "Of the likeliest tokens only so many; 0: off."] = 40
+    temperature: Annotated[float, checks.number(0, 5), "Randomness of the choice; 0: always the likeliest token."] = 0.8
+    top_k: Annotated[int, checks.integer(0, 1 << 20), "Only so many of the likeliest tokens; 0: off."] = 40
     top_p: Annotated[float, checks.number(0, 1), "Only the likeliest tokens of so much probability; 1: off."] = 0.95
     min_p: Annotated[
         float, checks.number(0, 1), "Only tokens of at least this share of the likeliest one's probability; 0: off."
     ] = 0.05
     repeat_penalty: Annotated[float, checks.number(0.5, 2), "Makes tokens of the last ones less likely; 1: off."] = 1.0
     seed: Annotated[
-        Annotated[int, checks.integer(0, 2**32 - 1)] | None, "Of the random numbers; without it the sidecar draws one."
+        Annotated[int, checks.integer(0, 2**32 - 1)] | None,
+        "Seed of the random numbers; without it the sidecar draws one.",
     ] = None
     stop: Annotated[tuple[StopString, ...], 16, "The answer ends before any of these."] = ()
     json_schema: Annotated[
@@ -164,9 +165,9 @@ class ModelInfo:
 class ServerLimits:
     """What this sidecar accepts."""
 
-    message_bytes: Annotated[Bytes, "Of a frame."]
-    string_bytes: Annotated[Bytes, "Of a string."]
-    jobs: Annotated[Count, "Of this client, open at a time."]
+    message_bytes: Annotated[Bytes, "Largest frame."]
+    string_bytes: Annotated[Bytes, "Longest string."]
+    jobs: Annotated[Count, "Jobs of this client that may be open at a time."]
     window: Annotated[Count, "The largest window of a job."]
     silent_s: Annotated[Seconds, "A client whose connection is gone for so long loses its jobs."]
 
@@ -177,8 +178,10 @@ class PlanRow:
 
     vram_budget_bytes: Annotated[Bytes, "As asked."]
     fits: Annotated[bool, "False: below the floor. The predictions are missing then and the sizes 0."]
-    ttft_s: Annotated[Seconds | None, "To the first token of a prompt."]
-    tokens_per_second: Annotated[Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Of one job."]
+    ttft_s: Annotated[Seconds | None, "Time to the first token of a prompt."]
+    tokens_per_second: Annotated[
+        Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Rate of decoding, of one job."
+    ]
     resident_bytes: Annotated[Bytes, "Weights that stay in VRAM."]
     streamed_bytes: Annotated[Bytes, "Weights that are copied to the device for each token."]
     cpu_bytes: Annotated[Bytes, "Weights that the CPU computes with."]
@@ -208,8 +211,8 @@ class Submit:
     epoch: Epoch
     job: Annotated[Id, "Number of the job, chosen by the client and never used again in the session."]
     kind: Annotated[Kind, "A chat has `messages`, a completion a `prompt`."]
-    messages: Annotated[tuple[ChatMessage, ...], "Of a chat, at least one."] = ()
-    prompt: Annotated[Text, "Of a completion, not empty."] = ""
+    messages: Annotated[tuple[ChatMessage, ...], "Messages of a chat, at least one."] = ()
+    prompt: Annotated[Text, "Prompt of a completion, not empty."] = ""
     conversation: Annotated[
         Annotated[str, checks.text(128, least=1)] | None,
         "Name of the KV cache to keep: a later prompt that begins with the same messages is read faster.",
@@ -220,7 +223,7 @@ class Submit:
         int, checks.integer(1, MAX_WINDOW), "Events that may be under way before the client gives credit."
     ] = 32
     images: Annotated[
-        tuple[Image, ...], MAX_IMAGES, "They stand before the last message of a chat, or before the prompt."
+        tuple[Image, ...], MAX_IMAGES, "Images; they stand before the last message of a chat, or before the prompt."
     ] = ()
 
     def __post_init__(self) -> None:
@@ -414,7 +417,7 @@ class Lease:
     decision: Annotated[Decision, "`partial`: the deadline is too short for all of it."]
     vram_budget_bytes: Annotated[Bytes, "Reached by the deadline."]
     seconds: Annotated[Seconds, "Until all of it is reached, predicted; 0: at once, or nothing was measured yet."]
-    version: Annotated[Count, "In force; 0: none was given."]
+    version: Annotated[Count, "Version of the lease in force; 0: none was given."]
 
 
 @dataclass(frozen=True)
@@ -449,8 +452,8 @@ class Budget:
     vram_budget_bytes: Annotated[Bytes, "In force; 0: no limit."]
     floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
     full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
-    state: Annotated[LeaseState, "Of the lease."]
-    version: Annotated[Count, "Of the lease in force; 0: none was given."]
+    state: Annotated[LeaseState, "State of the lease."]
+    version: Annotated[Count, "Version of the lease in force; 0: none was given."]
     wanted_bytes: Annotated[
         Bytes,
         "What the sidecar would like: `full_bytes` while jobs are open and the budget is below it, else what it holds.",
@@ -466,7 +469,9 @@ class Caps:
     epoch: Epoch
     device: Annotated[Name, "Where the model runs."]
     total_bytes: Annotated[Bytes | None, "VRAM of the device; missing where the system does not tell."]
-    free_bytes: Annotated[Bytes | None, "Of it free when last looked at; missing where the system does not tell."]
+    free_bytes: Annotated[
+        Bytes | None, "Free VRAM of the device when last looked at; missing where the system does not tell."
+    ]
     floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
     full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
     context: Annotated[Tokens, "Context of one conversation."]
@@ -498,11 +503,11 @@ class BrokerStats:
     pid: Annotated[Count, "Process of the broker."]
     engine_pid: Annotated[Count | None, "Process of the engine; missing while none runs."]
     engine: Annotated[EngineState, "Where the engine process stands."]
-    engine_restarts: Annotated[Count, "Since the launch."]
+    engine_restarts: Annotated[Count, "Restarts of the engine since the launch."]
     sessions: Annotated[Count, "Clients."]
     jobs_queued: Annotated[Count, "Jobs that wait."]
     jobs_running: Annotated[Count, "Jobs that run."]
-    uptime_s: Annotated[Seconds, "Since the launch."]
+    uptime_s: Annotated[Seconds, "Time since the launch."]
 
 
 @dataclass(frozen=True)
@@ -622,8 +627,8 @@ class Engine:
     """The engine process changed its state. Jobs go on by themselves after a restart."""
 
     epoch: Epoch
-    state: Annotated[EngineState, "The new state."]
-    restarts: Annotated[Count, "Since the launch."]
+    state: Annotated[EngineState, "New state of the engine process."]
+    restarts: Annotated[Count, "Restarts of the engine since the launch."]
     error: Annotated[ErrorInfo | None, "Why it is off."] = None
 
 
@@ -632,7 +637,7 @@ class Notice:
     """The sidecar's side of the negotiation, to sessions that asked for notices. Nothing has to be done."""
 
     epoch: Epoch
-    kind: Annotated[NoticeKind, "What it is about."]
+    kind: Annotated[NoticeKind, "What the notice is about."]
     vram_budget_bytes: Annotated[
         Bytes, "Of `other_process` what that one holds (0: not known), of the others a budget."
     ]
