@@ -126,7 +126,7 @@ def _socket_path(path: Path) -> Iterator[None]:
     except OSError as error:
         raise BadArgument(f"cannot listen at {path}: {error.strerror}", field="endpoint") from None
     if lock is None:
-        raise EndpointInUse(f"another server listens at {path}", endpoint=f"ipc://{path}")
+        raise EndpointInUse(f"another sidecar listens at {path}", endpoint=f"ipc://{path}")
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):

@@ -30,7 +30,7 @@ _CHANNELS = {"rgb": 3, "rgba": 4}
 
 @dataclass(eq=False)
 class HeldImages:
-    """The images of one job as the engine is told of them. To be closed when the job has ended."""
+    """The images of one job, as the engine gets them. To be closed when the job has ended."""
 
     images: tuple[m.Image, ...] = ()
     n_bytes: int = 0
@@ -89,7 +89,7 @@ def _check(index: int, image: m.Image, n_bytes: int) -> None:
         raise _wrong(index, "either data, or path and size")
     if image.format == "encoded":
         if image.width or image.height or image.stride:
-            raise _wrong(index, "an encoded image says its size itself")
+            raise _wrong(index, "an encoded image has its size in its bytes: leave width, height and stride out")
         return
     row = image.width * _CHANNELS[image.format]
     stride = image.stride or row

@@ -58,7 +58,7 @@ class Listener:
 
     def __init__(self, wanted: str, server_secret: bytes, client_public: bytes) -> None:
         """
-        :raises EndpointInUse: another server listens there.
+        :raises EndpointInUse: another sidecar listens there.
         :raises BadArgument: the endpoint cannot be bound.
         """
         self._server_secret = server_secret

@@ -205,7 +205,7 @@ class Server:
             self._ask(session, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
         elif isinstance(request, m.FrameBlockGet):
             path = self._frame_block.path()
-            if em.OpenFrameBlock not in self._settings:  # an engine maps it each time it is told
+            if em.OpenFrameBlock not in self._settings:  # each command maps it anew
                 self._set(em.OpenFrameBlock(path))
             connection.reply(m.FrameBlock(request.id, self._epoch, path))
         elif isinstance(request, m.Pacing):

@@ -281,17 +281,17 @@ class Supervisor:
         if self._fatal is not None:
             return self._fatal
         how += f", killed because {self._killed_for}" if self._killed_for else ""
-        said = str(self._words)
-        return EngineDied(f"{how}: {said}" if said else how, last_words=said)
+        wrote = str(self._words)
+        return EngineDied(f"{how}: {wrote}" if wrote else how, last_words=wrote)
 
     def _load_failure(self, status: str) -> FrameshardError:
         """Why the first engine was never ready. Until then it only loads, so a crash means a file that llama.cpp cannot
         use."""
         model = self._config.model
         if self._fatal is None and status in _FILE_STATUSES:
-            said = str(self._words)
+            wrote = str(self._words)
             how = f"llama.cpp ended with {status} while it loaded {model}"
-            return BadModel(f"{how}: {said}" if said else how, last_words=said)
+            return BadModel(f"{how}: {wrote}" if wrote else how, last_words=wrote)
         return self._reason(f"the engine ended while it loaded {model} ({status})")
 
     async def _live(self) -> str:

@@ -167,7 +167,7 @@ class Budgets:
                     self._send(em.BudgetLate(command.seq, reached, seconds))
 
         warning = threading.Timer(timeout_s / 2, warn)
-        if 0 < wanted < before and patience_s <= timeout_s:  # else the grant has said it already
+        if 0 < wanted < before and patience_s <= timeout_s:  # else the grant has announced it
             warning.start()
         try:
             device.set_budget(wanted, patience_s)

@@ -70,7 +70,7 @@ STUCK_S = 2.0
 """A decode without progress for so long leaves pings unanswered; one operation may take about a second."""
 
 WATCH_S = 0.25
-WATCH_TELL_S = 1.0
+WATCH_SEND_S = 1.0
 OOM_SCORE_ADJ = 500  # when memory runs out, the system ends the sidecar before the game
 
 _DEVICE_WORDS = ("CUDA error", "ggml-cuda", "ggml-vulkan", "ggml-metal")
@@ -108,7 +108,9 @@ class Engine:
     # --- main thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until told to stop; returns the exit code."""
+        """Serves until a stop command or the broker's end.
+
+        :returns: the exit code."""
         for name, work in (
             ("reader", self._read),
             ("budget", partial(self._when_loaded, self._budgets.serve)),
@@ -202,7 +204,7 @@ class Engine:
         if mmproj:
             self._loading = mmproj
             self._vision = Vision(runtime, mmproj)
-            with contextlib.suppress(DecodeAborted):  # told to stop meanwhile
+            with contextlib.suppress(DecodeAborted):  # a stop command came meanwhile
                 self._vision.try_out()
             self._filling = True  # an encode borrows room from weights
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
@@ -353,13 +355,13 @@ class Engine:
 
     def _watch(self, _runtime: Runtime) -> None:
         """[watch thread] Sends a look at the device's memory when it has changed, and every second."""
-        told, told_at = None, 0.0
+        sent, sent_at = None, 0.0
         with contextlib.suppress(BrokerGone):
             while not self._stop:  # a model that is being freed has figures of its own
                 time.sleep(WATCH_S)
                 look = self._watcher.look(parked=self._budgets.parked)
-                if look != told or time.monotonic() - told_at >= WATCH_TELL_S:
-                    told, told_at = look, time.monotonic()
+                if look != sent or time.monotonic() - sent_at >= WATCH_SEND_S:
+                    sent, sent_at = look, time.monotonic()
                     self._link.send(look)
 
 

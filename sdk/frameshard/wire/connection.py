@@ -87,14 +87,15 @@ class _Outbox:
 
 
 class ServerConnection:
-    """The server's side of one session. A stream is open from :meth:`open` until its last event has been taken."""
+    """The sidecar's side of one session. A job's stream of events lasts from :meth:`open` until its last event has been
+    taken."""
 
     def __init__(self, session: int, *, epoch: int, held_bytes: int, now: float) -> None:
         self.session = session
         self.epoch = epoch
         self.heard_at = now
         self.silent_looks = 0
-        """How often the server looked since it heard the client, having read all that had come."""
+        """Looks of the broker at which everything received had been read, since something came from the client."""
         self.overrun = False
         """The client does not read its answers; the session must end."""
         self._held_bytes = held_bytes
@@ -111,7 +112,7 @@ class ServerConnection:
             if isinstance(request, m.Hello):
                 return request
             if request.epoch != self.epoch:
-                raise ConnectionLost("this request was meant for another launch of the server", id=_id_of(request))
+                raise ConnectionLost("this request was meant for another launch of the sidecar", id=_id_of(request))
             if isinstance(request, m.Credit):
                 self._credit(request)
                 return None
@@ -336,7 +337,7 @@ class ClientConnection:
         return self._request(m.Shutdown)
 
     def taken(self, event: m.JobEvent) -> None:
-        """The program has taken `event`: the server may send as many more."""
+        """The program has taken `event`: the sidecar may send as many more."""
         inbox = self._inboxes.get(event.job)
         if inbox is None:
             return
@@ -391,7 +392,7 @@ class ClientConnection:
         try:
             message = m.decode_answer(frame)
         except BadMessage as error:
-            self._lose("silence", ConnectionLost(f"the server does not speak this protocol: {error.message}"))
+            self._lose("silence", ConnectionLost(f"the sidecar does not speak this protocol: {error.message}"))
             return []
         self._silent_beats = 0
         if message is None:
@@ -464,7 +465,7 @@ class ClientConnection:
             why = f"the sidecar speaks protocol {welcome.protocol}, this client needs {m.VERSION}"
             self._lose("refused", VersionMismatch(why))
         elif self.state is states.Session.RESUMING and not welcome.resumed:
-            self._lose("welcome", ConnectionLost("the server has forgotten this session"))
+            self._lose("welcome", ConnectionLost("the sidecar has forgotten this session"))
         elif self.state is states.Session.RESUMING:
             self._move("resumed")
             for request in self._unanswered.values():
@@ -522,7 +523,7 @@ class ClientConnection:
                 self._ask_again(job, inbox)
             elif inbox.accepted and not inbox.ended and job not in sent:
                 del self._inboxes[job]
-                gone = m.ErrorInfo.of(ConnectionLost("the server has forgotten this job"))
+                gone = m.ErrorInfo.of(ConnectionLost("the sidecar has forgotten this job"))
                 lost.append(m.Failed(job, inbox.expected, pong.epoch, inbox.timeline, gone))
         for job in sent.keys() - self._inboxes.keys():
             # We have taken its last event, and the credit that says so was lost.

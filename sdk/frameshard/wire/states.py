@@ -16,8 +16,8 @@ class Job(Enum):
 
 
 # Rules:
-# - A job runs when the engine has said "started". After an engine's death it runs on: the replay's "started" is silent.
-# - Exactly one terminal event per job, whatever races: whoever comes second finds an empty row.
+# - A job runs when the engine has sent "started". It stays so when the engine dies: the next "started" is not sent on.
+# - A job has exactly one terminal event: a second one finds an empty row.
 # - A cancel of a queued job needs no engine.
 JOB: dict[Job, dict[str, Job]] = {
     Job.QUEUED: {"started": Job.RUNNING, "failed": Job.FAILED, "cancelled": Job.CANCELLED},
@@ -47,10 +47,10 @@ class Session(Enum):
 
 # Rules:
 # - Nothing but hello is sent before the first welcome.
-# - "stranger": the server does not know this connection (the transport came back after a freeze). Hello again, with the
-#   session's number; what was unanswered is sent again after the welcome.
+# - "stranger": the sidecar does not know this connection (the transport came back after a freeze). Hello is sent again,
+#   with the session's number; what was unanswered is sent again after the welcome.
 # - A welcome that did not resume means that the jobs are gone, so the session is lost; it is never silently a new one.
-# - "silence": pings stayed unanswered while this side was awake. "gone": the program knows more than the transport.
+# - "silence": pings stayed unanswered while this side was awake. "gone": the program knows that the sidecar has ended.
 SESSION: dict[Session, dict[str, Session]] = {
     Session.GREETING: {
         "welcome": Session.OPEN,
