@@ -398,6 +398,16 @@ TEST(experts_outlast_a_graph_that_needs_room) {
     }
 }
 
+TEST(a_share_of_missing_experts_is_copied) {
+    ExpertCache cache; // without slots, so that there are no empty ones to fill
+    size_t copied = 0;
+    for (int i = 0; i < 10; i++) {
+        copied += cache.n_to_copy(3, 0.25);
+    }
+    CHECK(copied == 7); // of 7.5: the fraction is carried from call to call
+    CHECK(cache.n_to_copy(3, 0) == 0 && cache.n_to_copy(3, 1) == 3);
+}
+
 TEST(slots_are_counted_from_the_end) {
     ExpertArena arena = arena_of(10);
     CHECK(arena.at(0) == arena.end - 1024);
