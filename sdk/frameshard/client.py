@@ -5,9 +5,9 @@
             async for event in stream:
                 print(event.text, end="")
 
-What is open belongs to a scope: leaving a stream's block cancels its job, leaving the client's ends all of them, and a
-launched sidecar with it. No task runs and no cancel scope is open inside an iterator, so a stream may be left, handed
-on or dropped at any point.
+Jobs and sidecars belong to blocks: leaving a stream's block cancels its job; leaving the client's ends all jobs and a
+launched sidecar. No task runs and no cancel scope is open inside an iterator, so a stream may be left, passed on or
+dropped at any point.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ U = TypeVar("U")
 MIB = 1 << 20
 RETRY_S = 0.01
 ANSWER_S = 10.0
-"""For any answer that does not wait for work. A sidecar that is gone is noticed sooner, by its silence."""
+"""Time limit of an answer that does not wait for work. A sidecar that has ended is noticed sooner."""
 
 PARTIAL_S = 60.0
-"""For a change of the budget of which the sidecar has said that it will be late."""
+"""Time limit of a change of the budget that was granted in part."""
 
 SHUTDOWN_S = 1.0
 EXIT_S = 3.0
 MAX_READY_LINE = 1 << 16
-MAX_WORDS = 1000
-"""Bytes of what a sidecar that did not start wrote last."""
+MAX_OUTPUT = 1000
+"""Bytes kept of what a sidecar that did not start wrote last."""
 
 
 @dataclass(frozen=True)
@@ -267,12 +267,12 @@ class BudgetChange:
 
 
 class _Conversation:
-    """What was said so far, as far as it was heard."""
+    """The exchanges so far; answers as far as they were read."""
 
     def __init__(self) -> None:
         self.system: m.ChatMessage | None = None
         self.exchanges: list[tuple[m.ChatMessage, m.ChatMessage]] = []
-        self.speaking = False
+        self.answering = False
 
 
 class _Turn:
@@ -287,13 +287,13 @@ class _Turn:
     def messages(self) -> tuple[m.ChatMessage, ...]:
         conversation = self._conversation
         system = () if conversation.system is None else (conversation.system,)
-        return (*system, *(said for exchange in conversation.exchanges for said in exchange), self._question)
+        return (*system, *(message for exchange in conversation.exchanges for message in exchange), self._question)
 
     def begin(self) -> None:
         conversation = self._find()
-        if conversation.speaking:
+        if conversation.answering:
             raise BadArgument("this conversation's last answer is still open: leave its stream first")
-        conversation.speaking = True
+        conversation.answering = True
         self._conversation = conversation
         if self._system is not None:
             self._conversation.system = m.ChatMessage("system", self._system)
@@ -306,7 +306,7 @@ class _Turn:
         return True
 
     def end(self, answer: str) -> None:
-        self._conversation.speaking = False
+        self._conversation.answering = False
         if answer:
             self._conversation.exchanges.append((self._question, m.ChatMessage("assistant", answer)))
 
@@ -339,10 +339,10 @@ class Client:
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
     def ask(self, text: str, *, system: str | None = None, **options: Unpack[JobOptions]) -> Stream:
-        """Says `text` to the model and streams its answer.
+        """Asks the model and streams its answer.
 
-        With a `conversation`, what was said in it before belongs to the prompt: answers as far as they were read, also
-        of streams that were left early. Its oldest exchanges are forgotten when the context is full. `images` stand
+        With a `conversation`, its earlier messages belong to the prompt: answers as far as they were read, also of
+        streams that were left early. Its oldest exchanges are forgotten when the context is full. `images` stand
         before the text; later questions of the conversation see its answer, not the images.
 
         :param system: the conversation's persona from now on.
@@ -448,7 +448,7 @@ class Client:
         return _then(self._asked(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer), lambda plan: plan.rows)
 
     def notices(self) -> trio.MemoryReceiveChannel[m.Notice]:
-        """What the sidecar says on its own from now on. Whoever does not read misses what comes after the first 16."""
+        """Notices of the sidecar from now on. At most 16 wait to be read; further ones are dropped."""
         send, receive = trio.open_memory_channel[m.Notice](16)
         self._listeners.append(send)
         return receive
@@ -480,7 +480,7 @@ class Client:
         return self._asked(self._core.stats, m.Stats)
 
     def engine_changes(self) -> trio.MemoryReceiveChannel[m.Engine]:
-        """Changes of the engine's state from now on. Whoever does not read misses what comes after the first 16."""
+        """Changes of the engine's state from now on. At most 16 wait to be read; further ones are dropped."""
         send, receive = trio.open_memory_channel[m.Engine](16)
         self._watchers.append(send)
         return receive
@@ -570,8 +570,8 @@ class Client:
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
     async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
-        """Until the scope that it hands over is cancelled, and by nothing else: a client that is cancelled still says
-        goodbye."""
+        """Runs until the scope that it returns is cancelled, and is shielded from all else: a cancelled client still
+        takes its leave of the sidecar."""
         async with trio.open_nursery() as nursery:
             nursery.cancel_scope.shield = True
             for task in (self._receive, self._beat, self._retry):
@@ -632,7 +632,7 @@ class Client:
             self._lost()
 
     def _lost(self) -> None:
-        """Everything that waits hears why."""
+        """Ends everything that waits for an answer or an event."""
         self._welcomed.set()
         channels: tuple[trio.MemorySendChannel[Any], ...]
         channels = (*self._answers.values(), *self._streams.values(), *self._watchers, *self._listeners)
@@ -678,14 +678,14 @@ async def _ready_line(sidecar: trio.Process, config: bytes) -> bytes:
     return line
 
 
-async def _copy_words(sidecar: trio.Process, log: int, words: bytearray) -> None:
-    """Passes on to the log what the sidecar writes before it has the log itself; leaves the end of it in `words`."""
+async def _copy_words(sidecar: trio.Process, log: int, output: bytearray) -> None:
+    """Copies to the log what the sidecar writes before it uses the log itself; keeps the end of it in `output`."""
     assert sidecar.stderr is not None
     async for data in sidecar.stderr:
         with contextlib.suppress(OSError):
             os.write(log, data)
-        words += data
-        del words[:-MAX_WORDS]
+        output += data
+        del output[:-MAX_OUTPUT]
 
 
 async def _status(sidecar: trio.Process) -> str:
@@ -773,7 +773,7 @@ class ClientScope:
         client._lost()
 
     async def _watch(self, sidecar: trio.Process, client: Client) -> None:
-        """Our own child's end is known at once; the silence of a stranger's sidecar takes a while."""
+        """The end of a launched sidecar is known at once; that of another one only by its silence."""
         status = await sidecar.wait()
         client._core.gone(ConnectionLost(f"the sidecar has ended with status {status}"))
         client._flush()
@@ -805,18 +805,18 @@ class ClientScope:
                 )
             except OSError as error:
                 raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
-            words = bytearray()
+            output = bytearray()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_copy_words, self._sidecar, log, words)
+                nursery.start_soon(_copy_words, self._sidecar, log, output)
                 line = await _ready_line(self._sidecar, wire_launch.config_line(config))
                 status = None if line.endswith(b"\n") else await _status(self._sidecar)
                 if status is None:
                     nursery.cancel_scope.cancel()
         if status is not None:
-            said = words.decode(errors="replace").strip()
+            last = output.decode(errors="replace").strip()
             raise EngineDied(
                 f"the sidecar ended before it was ready: {command[0]} ended {status}, "
-                + (f"and its last words are: {said}" if said else "without a word"),
+                + (f"and its last words are: {last}" if last else "without a word"),
                 python=command[0],
                 status=status,
             )

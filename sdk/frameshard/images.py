@@ -1,7 +1,7 @@
-"""Images on their way to the sidecar: small ones inside the request, larger ones in shared memory.
+"""Images for a request: small ones inside the message, larger ones in shared memory.
 
-On Linux that is a memory file, sealed when it is written: nobody can change it any more, and it is gone with the last
-process that has it open. Elsewhere it is a file of this user's in the directory for temporary files.
+On Linux that is a memory file, sealed after it is written: it cannot change, and it ends with the last process that has
+it open. Elsewhere it is a temporary file of this user.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ if sys.platform == "linux":
 
 @dataclass(frozen=True)
 class Pixels:
-    """A frame as a renderer has it: rows of 8-bit pixels from the top, `stride` bytes apart (0: without a gap). Alpha
-    is not looked at."""
+    """An image of a renderer: rows of 8-bit pixels from the top. Alpha is not used.
+
+    :param data: `height` rows of `stride` bytes.
+    :param stride: bytes from one row to the next; 0: rows follow each other without a gap.
+    """
 
     data: bytes | bytearray | memoryview = field(repr=False)
     width: int
@@ -34,7 +37,10 @@ class Pixels:
 
 
 class SharedImages:
-    """Images as a request carries them. To be closed when the job has ended. Raises :class:`BadArgument`."""
+    """The images of one job, as its request has them in :attr:`wire`. Close it when the job has ended.
+
+    :raises BadArgument: an image is empty or too large.
+    """
 
     def __init__(self, images: Sequence[bytes | Pixels]) -> None:
         self._undo = contextlib.ExitStack()
