@@ -40,6 +40,7 @@ from frameshard.plan.context import DRIVER_BYTES, estimate_fixed
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.profile import Profile
+from frameshard.plan.workload import Workload
 from frameshard.wire.engine import Done, EngineConfig, JobEvent, Submit
 from frameshard.wire.messages import Sampling
 
@@ -96,7 +97,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     """The gain that a profile predicts: over all answers of a set, and for the answer that gains least."""
     dialogue = json.loads(DIALOGUE.read_text())
     model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
-    fixed = estimate_fixed(model, profile.device, 1024, args.ubatch, overhead_bytes=DRIVER_BYTES)
+    fixed = estimate_fixed(model, profile.device, Workload(1024, n_ubatch=args.ubatch), DRIVER_BYTES)
     budgets = []
     for budget in args.vram_budget:
         plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, n_ubatch=args.ubatch)

@@ -15,10 +15,12 @@ from frameshard.wire.engine import EngineConfig
 from frameshard.plan.context import estimate_fixed
 from frameshard.plan.layout import lay_out
 from frameshard.plan.model import read_model
+from frameshard.plan.workload import Workload
 
 path = sys.argv[1]
 model = read_model(path)
-budget = estimate_fixed(model, "emulated", 256, 64, 1) + 3 * lay_out(model, "emulated").min_ring_bytes + (12 << 20)
+fixed, ring = estimate_fixed(model, "emulated", Workload(256, n_ubatch=64)), lay_out(model, "emulated").min_ring_bytes
+budget = fixed + 3 * ring + (12 << 20)
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget,
     mode="stream_only",

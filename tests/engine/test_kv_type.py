@@ -15,6 +15,7 @@ import frameshard
 from frameshard.errors import BadArgument, Unsupported
 from frameshard.plan.context import check_kv_type, estimate_context
 from frameshard.plan.model import read_model
+from frameshard.plan.workload import Workload
 from frameshard.wire import messages as m
 
 MIB = 1 << 20
@@ -95,7 +96,8 @@ def test_what_llama_cpp_would_refuse_is_said_beforehand(model_path: Path) -> Non
 def test_plans_count_what_they_take(model_path: Path) -> None:
     model = read_model(model_path)
     f16, q8_0, q4_0 = (
-        estimate_context(model, "emulated", 4096, 1000, kv_type=kv_type) for kv_type in ("f16", "q8_0", "q4_0")
+        estimate_context(model, "emulated", Workload(4096, 1000, kv_type=kv_type))
+        for kv_type in ("f16", "q8_0", "q4_0")
     )
     for size in ("used", "whole", "window"):
         assert getattr(q8_0, size) == pytest.approx(getattr(f16, size) * 8.5 / 16, rel=0.01)

@@ -74,11 +74,13 @@ from frameshard.wire.engine import EngineConfig
 from frameshard.plan.model import read_model
 from frameshard.plan.context import estimate_context, estimate_fixed
 from frameshard.plan.layout import lay_out
+from frameshard.plan.workload import Workload
 
 path, share = sys.argv[1], float(sys.argv[2])
 model = read_model(path)
 layout = lay_out(model, "emulated")
-fixed, context = estimate_fixed(model, "emulated", 512, 64, 1), estimate_context(model, "emulated", 512, 512, 1)
+workload = Workload(512, n_ubatch=64)
+fixed, context = estimate_fixed(model, "emulated", workload), estimate_context(model, "emulated", workload)
 budget = fixed + context.used + layout.least_bytes + int(share * layout.arena_bytes)
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget

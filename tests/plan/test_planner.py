@@ -23,6 +23,7 @@ from frameshard.plan.model import Model, Shard, read_model
 from frameshard.plan.plans import Mode, Plan, make_plan
 from frameshard.plan.profile import Profile
 from frameshard.plan.ubatch import choose_launch_ubatch, choose_ubatch
+from frameshard.plan.workload import Workload
 from work import count_calls
 
 F16 = 1
@@ -314,25 +315,25 @@ def test_the_ubatch_grows_with_the_prompt_as_long_as_prompt_and_answer_take_less
     model = dense()
 
     def chosen(gib: int, n_prompt: int) -> int:
-        return choose_ubatch(model, H100, [gib << 30], n_ctx=n_prompt + 64, n_prompt=n_prompt)
+        return choose_ubatch(model, H100, [gib << 30], Workload(n_prompt + 64, n_prompt))
 
     assert chosen(8, 100) == 256
     assert chosen(8, 1024) == 1024
     assert chosen(12, 8192) == 4096  # larger buffers would leave out more than an answer can spare
     assert chosen(2, 8192) == 8192  # hardly anything is resident anyway
-    assert choose_ubatch(model, H100, [8 << 30, 12 << 30], n_ctx=8256, n_prompt=8192) == 4096
+    assert choose_ubatch(model, H100, [8 << 30, 12 << 30], Workload(8256, 8192)) == 4096
     with pytest.raises(BudgetBelowFloor):
-        choose_ubatch(model, H100, [64 << 20], n_ctx=8256, n_prompt=8192)
+        choose_ubatch(model, H100, [64 << 20], Workload(8256, 8192))
 
 
 def test_at_launch_the_floor_stays_below_half_of_the_budget() -> None:
     model = dense()
 
     def launched(budget_bytes: int, n_ctx: int = 16384) -> tuple[int, int]:
-        n_ubatch = choose_launch_ubatch(model, H100, budget_bytes, n_ctx=n_ctx, n_seq=1)
+        n_ubatch = choose_launch_ubatch(model, H100, budget_bytes, Workload(n_ctx))
         fixed, context = (
-            estimate_fixed(model, "emulated", n_ctx, n_ubatch),
-            estimate_context(model, "emulated", n_ctx, 512),
+            estimate_fixed(model, "emulated", Workload(n_ctx, n_ubatch=n_ubatch)),
+            estimate_context(model, "emulated", Workload(n_ctx)),
         )
         return n_ubatch, make_plan(model, H100, budget_bytes=0, fixed_bytes=fixed, context=context).floor_bytes
 
@@ -364,7 +365,7 @@ def test_a_plan_is_little_work() -> None:
 
 def test_summary_is_plain(model_path: Path) -> None:
     model = read_model(model_path)
-    fixed = estimate_fixed(model, "emulated", 512, 256, 2)
+    fixed = estimate_fixed(model, "emulated", Workload(512, n_parallel=2, n_ubatch=256))
     summary = make_plan(model, H100, budget_bytes=80 << 20, fixed_bytes=fixed).summary(256)
     assert summary["budget_bytes"] == 80 << 20
     tiers = summary["tiers"]
@@ -377,12 +378,12 @@ def test_summary_is_plain(model_path: Path) -> None:
 def test_a_context_without_room_waits_on_the_host() -> None:
     """A budget smaller than keys and values do: those of most layers are copied for each graph."""
     model = dense()
-    whole = estimate_context(model, "emulated", 1 << 15, 1 << 15)
+    whole = estimate_context(model, "emulated", Workload(1 << 15, 1 << 15))
     assert whole.used == whole.whole > 1 << 30
     assert whole.window * model.n_layer == whole.whole
 
     def plan(budget_bytes: int, n_used: int) -> Plan:
-        context = estimate_context(model, "emulated", 1 << 15, n_used)
+        context = estimate_context(model, "emulated", Workload(1 << 15, n_used))
         fixed = {"fixed_bytes": 900 << 20, "context": context}
         return make_plan(model, H100, budget_bytes=budget_bytes, n_ctx_used=n_used, n_ubatch=2048, **fixed)
 
@@ -405,14 +406,15 @@ def test_a_context_without_room_waits_on_the_host() -> None:
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)
-        sizes = [estimate_fixed(model, "emulated", n_ctx, 256, 4) for n_ctx in (256, 512, 1024)]
+        workloads = [Workload(n_ctx, 100, n_parallel=4, n_ubatch=256) for n_ctx in (256, 512, 1024)]
+        sizes = [estimate_fixed(model, "emulated", each) for each in workloads]
         assert sizes == sorted(sizes if model.arch == "mamba2" else set(sizes))  # a recurrent state has one size
-        contexts = [estimate_context(model, "emulated", n_ctx, 100, 4) for n_ctx in (256, 512, 1024)]
+        contexts = [estimate_context(model, "emulated", each) for each in workloads]
         assert len({context.used for context in contexts}) == 1
         for less, more in itertools.pairwise([Context(), *contexts]):
             assert (less.whole, less.window) <= (more.whole, more.window)
             assert more.window <= more.whole
-        assert estimate_fixed(model, "emulated", 256, 256, 4, overhead_bytes=7) == sizes[0] + 7
+        assert estimate_fixed(model, "emulated", workloads[0], 7) == sizes[0] + 7
 
 
 def test_verifying_drafts_costs_little_without_experts_and_much_with_cold_ones() -> None:

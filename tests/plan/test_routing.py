@@ -12,6 +12,7 @@ from frameshard.plan import routing
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.ubatch import choose_ubatch
+from frameshard.plan.workload import Workload
 
 EVEN = (1 / 128,) * 128
 SKEWED = (1 / 16,) * 16 + (0.0,) * 112
@@ -77,8 +78,7 @@ def test_prompts_of_few_experts_need_no_large_ubatch() -> None:
     """What is streamed for each ubatch is less, and what its buffers displace is a cache that hits more often."""
     for gib in (3, 4, 6):
         even, skewed = (
-            choose_ubatch(experts(), H100, [gib << 30], n_ctx=8256, n_prompt=8192, routing=each)
-            for each in (EVEN, SKEWED)
+            choose_ubatch(experts(), H100, [gib << 30], Workload(8256, 8192), routing=each) for each in (EVEN, SKEWED)
         )
         assert skewed < even
 

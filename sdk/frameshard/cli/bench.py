@@ -23,6 +23,7 @@ from .vram import Sampler
 if TYPE_CHECKING:
     from frameshard.cli.upstream import Measured
     from frameshard.engine.runtime import Runtime
+    from frameshard.plan.workload import Workload
 
 MIB = 2**20
 _DRAWN = 3  # tokens decoded for a time line; the second is drawn
@@ -94,6 +95,7 @@ class _Row:
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
     from frameshard.engine.runtime import resolve_device
+    from frameshard.plan.workload import Workload
     from frameshard.wire.engine import EngineConfig
 
     if args.image:
@@ -126,9 +128,11 @@ def run(args: argparse.Namespace) -> int:
         progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
         common.load_within(config, args.vram_budget, n_prompt=args.prompt) as runtime,
     ):
-        args.ubatch = runtime.config.n_ubatch
-        result |= {key: getattr(args, key) for key in ("prompt", "generate", "parallel", "ubatch", "repeat")}
-        result["ctx"] = runtime.n_ctx_seq
+        workload = Workload(
+            runtime.n_ctx_seq, args.prompt, args.generate, args.parallel, runtime.config.n_ubatch, args.kv_type
+        )
+        result |= {key: getattr(workload, f"n_{key}") for key in ("prompt", "generate", "parallel", "ubatch")}
+        result |= {"repeat": args.repeat, "ctx": workload.n_ctx}
         if runtime.device is not None:
             result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
         rows = [_Row(budget) for budget in common.budgets_of(args.vram_budget, runtime)]
@@ -136,18 +140,18 @@ def run(args: argparse.Namespace) -> int:
             for row in rows:
                 where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
                 steps.next(f"{args.prompt} tokens of prompt, {args.generate} decoded{where}")
-                _measure(row, runtime, args)
+                _measure(row, runtime, workload, any_tokens=bool(args.vs))
                 if args.vs:
                     steps.next(f"llama.cpp{where}")
-                    _measure_upstream(row, runtime, args)
+                    _measure_upstream(row, runtime, workload, args)
         if args.timeline:
             _set_budget(rows[0], runtime)
-            _fill(rows[0], runtime, args)
-            windows = _windows(runtime, args)
+            _fill(rows[0], runtime, workload)
+            windows = _windows(runtime, workload, any_tokens=bool(args.vs))
             title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
             summaries = {name: window.summary() for name, window in windows.items()}
             result["timeline"] = {"file": args.timeline, **summaries}
-    result["rows"] = [_document(row, args) for row in rows]
+    result["rows"] = [_document(row, workload) for row in rows]
     if args.json:
         common.emit_json(result)
     else:
@@ -166,7 +170,7 @@ def _set_budget(row: _Row, runtime: Runtime) -> None:
     runtime.device.reset_peak()
 
 
-def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
+def _fill(row: _Row, runtime: Runtime, workload: Workload) -> None:
     placement = runtime.placement
     assert placement is not None
     assert row.budget is not None
@@ -174,47 +178,47 @@ def _fill(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
     while placement.fill():
         pass
     # The engine's own, but for the context that is decoded at.
-    row.plan = placement.plan_for(row.budget, args.prompt + args.generate // 2, args.parallel)
+    row.plan = placement.plan_for(row.budget, workload.n_prompt + workload.n_generate // 2, workload.n_parallel)
 
 
-def _measure(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
-    words, tokens = _tokens(runtime, args.prompt, any_at_all=bool(args.vs))
+def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: bool) -> None:
+    words, tokens = _tokens(runtime, workload.n_prompt, any_at_all=any_tokens)
     device = runtime.device
     if row.budget is not None:
         _set_budget(row, runtime)
     with Sampler(runtime.observer) as nvml:
         if row.budget is not None:
-            _fill(row, runtime, args)
-        _read(runtime, args.parallel, tokens)
-        _decode(runtime, args.parallel, tokens)  # compiles the decode graph and fills the ring
+            _fill(row, runtime, workload)
+        _read(runtime, workload.n_parallel, tokens)
+        _decode(runtime, workload.n_parallel, tokens)  # compiles the decode graph and fills the ring
         # As the engine does: the experts that this text needs show in the prefill.
         if runtime.placement is not None and runtime.placement.learn():
-            _fill(row, runtime, args)
-            _read(runtime, args.parallel, tokens)
-            _decode(runtime, args.parallel, tokens)
+            _fill(row, runtime, workload)
+            _read(runtime, workload.n_parallel, tokens)
+            _decode(runtime, workload.n_parallel, tokens)
         before = device.stats() if device is not None else None
         start = time.perf_counter()
-        _read(runtime, args.parallel, tokens)
+        _read(runtime, workload.n_parallel, tokens)
         middle = time.perf_counter()
         between = device.stats() if device is not None else None
-        for i in range(args.generate):
-            _decode(runtime, args.parallel, words, i)
+        for i in range(workload.n_generate):
+            _decode(runtime, workload.n_parallel, words, i)
         end = time.perf_counter()
     if device is not None and before is not None and between is not None:
         row.copied = between.copied_bytes - before.copied_bytes
         row.experts = {
-            what: (getattr(device.stats(), name) - getattr(between, name)) / args.generate
+            what: (getattr(device.stats(), name) - getattr(between, name)) / workload.n_generate
             for what, name in (("cached", "expert_hits"), ("copied", "experts_streamed"), ("cpu", "experts_on_cpu"))
         }
     row.ttft.append(middle - start)
-    row.decode_tps.append(args.parallel * args.generate / (end - middle))
+    row.decode_tps.append(workload.n_parallel * workload.n_generate / (end - middle))
     if device is not None:
         row.ledger_peak = max(row.ledger_peak, device.stats().peak_bytes)
     if nvml.peak_bytes is not None:
         row.nvml_peak = max(row.nvml_peak or 0, nvml.peak_bytes)
 
 
-def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> None:
+def _measure_upstream(row: _Row, runtime: Runtime, workload: Workload, args: argparse.Namespace) -> None:
     from frameshard.engine.nvml import Observer
     from frameshard.native import EMULATED
 
@@ -231,11 +235,9 @@ def _measure_upstream(row: _Row, runtime: Runtime, args: argparse.Namespace) -> 
         upstream.measure(
             args.vs,
             runtime.model_info,
-            [*device, *row.placement, *upstream.kv_type(args.kv_type)],
+            [*device, *row.placement, *upstream.kv_type(workload.kv_type)],
             None if emulated else Observer(),
-            prompt=args.prompt,
-            generate=args.generate,
-            parallel=args.parallel,
+            workload,
             threads=args.vs_threads or (args.threads if emulated else cpus),
         )
     )
@@ -285,22 +287,22 @@ def _turned(words: list[int], seq: int) -> list[int]:
     return words[at:] + words[:at]
 
 
-def _windows(runtime: Runtime, args: argparse.Namespace) -> dict[str, figures.Window]:
+def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[str, figures.Window]:
     """What a time line shows: the second of some tokens after a prompt and the second of two ubatches, so that the ring
     is as it is in between."""
     assert runtime.device is not None
-    words, tokens = _tokens(runtime, args.prompt, any_at_all=bool(args.vs))
-    _read(runtime, args.parallel, tokens)
-    _decode(runtime, args.parallel, words)
+    words, tokens = _tokens(runtime, workload.n_prompt, any_at_all=any_tokens)
+    _read(runtime, workload.n_parallel, tokens)
+    _decode(runtime, workload.n_parallel, words)
     runtime.device.start_trace()
     at = [time.perf_counter()]
     for i in range(_DRAWN):
-        _decode(runtime, args.parallel, words, 1 + i)
+        _decode(runtime, workload.n_parallel, words, 1 + i)
         at.append(time.perf_counter())
-    what = "one token" if args.parallel == 1 else f"one token of each of {args.parallel} sequences"
+    what = "one token" if workload.n_parallel == 1 else f"one token of each of {workload.n_parallel} sequences"
     decode = figures.Window(what, runtime.device.stop_trace(), at[1], at[2])
     runtime.device.start_trace()
-    part = tokens[: args.ubatch]
+    part = tokens[: workload.n_ubatch]
     for _ in range(2):
         runtime.clear(0)
         at.append(time.perf_counter())
@@ -310,12 +312,12 @@ def _windows(runtime: Runtime, args: argparse.Namespace) -> dict[str, figures.Wi
     return {"decode": decode, "prefill": prefill}
 
 
-def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
+def _document(row: _Row, workload: Workload) -> dict[str, Any]:
     ttft, decode = statistics.median(row.ttft), statistics.median(row.decode_tps)
     document: dict[str, Any] = {
         "budget_mb": None if row.budget is None else round(row.budget / MIB, 3),
         "ttft_s": ttft,
-        "prefill_tps": args.prompt * args.parallel / ttft,
+        "prefill_tps": workload.n_prompt * workload.n_parallel / ttft,
         "decode_tps": decode,
         "peak_vram_mb": round(row.ledger_peak / MIB, 3),
         "peak_nvml_mb": None if row.nvml_peak is None else round(row.nvml_peak / MIB, 3),
@@ -325,11 +327,11 @@ def _document(row: _Row, args: argparse.Namespace) -> dict[str, Any]:
         document |= {
             "prefill_copied_mb": round(row.copied / MIB, 3),
             "experts_a_step": row.experts,  # of decoding: those of layers that are not resident, by where they were
-            "predicted_ttft_s": row.plan.predicted_ttft(args.prompt, args.parallel),
-            "predicted_decode_tps": row.plan.predicted_decode_tps(args.parallel),
-            "bound_ttft_s": row.plan.bound_ttft(args.prompt, args.parallel),
-            "bound_decode_tps": row.plan.bound_decode_tps(args.parallel),
-            "plan": row.plan.summary(args.prompt, args.parallel),
+            "predicted_ttft_s": row.plan.predicted_ttft(workload.n_prompt, workload.n_parallel),
+            "predicted_decode_tps": row.plan.predicted_decode_tps(workload.n_parallel),
+            "bound_ttft_s": row.plan.bound_ttft(workload.n_prompt, workload.n_parallel),
+            "bound_decode_tps": row.plan.bound_decode_tps(workload.n_parallel),
+            "plan": row.plan.summary(workload.n_prompt, workload.n_parallel),
         }
     if row.upstream:
         theirs_ttft = statistics.median(each.ttft_s for each in row.upstream)

@@ -7,6 +7,7 @@ below it is shown as such; that none of the budgets fits is an error.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,7 @@ class _Forecast:
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
         from frameshard.plan import context, plans, routing, ubatch
+        from frameshard.plan.workload import Workload
 
         context.check_kv_type(model, args.kv_type)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
@@ -114,15 +116,15 @@ class _Forecast:
             self.where += ", by its spec sheet (not measured)"
         overhead = 0 if self.device == native.EMULATED else context.DRIVER_BYTES
         shares = routing.recall(model)
-        sizes = {"kv_type": args.kv_type, "overhead_bytes": overhead}
-        choose = partial(ubatch.choose_ubatch, model, profile, n_ctx=args.ctx, n_prompt=args.prompt)
-        choose = partial(choose, n_seq=args.parallel, routing=shares, **sizes)
-        self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
-        self.fixed = context.estimate_fixed(model, self.device, args.ctx, self.n_ubatch, args.parallel, **sizes)
-        self.n_used = min(args.prompt, args.ctx)
-        self.context = context.estimate_context(
-            model, self.device, args.ctx, self.n_used, args.parallel, kv_type=args.kv_type
+        workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, kv_type=args.kv_type)
+        choose = partial(
+            ubatch.choose_ubatch, model, profile, workload=workload, overhead_bytes=overhead, routing=shares
         )
+        self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
+        self.n_used = min(args.prompt, args.ctx)
+        workload = replace(workload, n_prompt=self.n_used, n_ubatch=self.n_ubatch)
+        self.fixed = context.estimate_fixed(model, self.device, workload, overhead)
+        self.context = context.estimate_context(model, self.device, workload)
         self._plan = partial(
             plans.make_plan,
             model,

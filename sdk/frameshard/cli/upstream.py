@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from frameshard.engine.llama import ALL_LAYERS
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model
+from frameshard.plan.workload import Workload
 
 from .vram import Sampler
 
@@ -83,10 +84,8 @@ def measure(
     model: Model,
     where: list[str],
     observer: Observer | None,
+    workload: Workload,
     *,
-    prompt: int,
-    generate: int,
-    parallel: int,
     threads: int,
 ) -> Measured:
     """Run upstream's ``llama-batched-bench``. The first prompt, which allocates and uploads, is not counted.
@@ -94,6 +93,7 @@ def measure(
 
     Raises :class:`FrameshardError` with its last words if it fails.
     """
+    prompt, generate, parallel = workload.n_prompt, workload.n_generate, workload.n_parallel
     # Each sequence has cells of its own, in blocks of 256.
     context = -(-(prompt + generate) // 256) * 256 * parallel
     command = [binary, "-m", str(model.path), "-c", str(context), *BATCH, "-fa", "on"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from frameshard.engine.llama import KV_PAGE, Llama
 from frameshard.engine.nvml import DriverOverhead, Observer
@@ -22,6 +23,7 @@ from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile
 from frameshard.plan.ubatch import LEAST_UBATCH, choose_launch_ubatch, choose_ubatch
+from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
 
 logger = logging.getLogger("frameshard.engine")
@@ -104,30 +106,12 @@ class Placement:
             # Some of the driver's libraries are loaded with the first graph.
             least = 0 if self.device.inner == EMULATED else DRIVER_BYTES
             overhead_bytes = max(least, self.device.stats().overhead_bytes)
-            shares = routing.recall(self._model)
+            workload = Workload(config.n_ctx, n_prompt, n_parallel=config.n_parallel, kv_type=config.kv_type)
+            estimated: dict[str, Any] = {"overhead_bytes": overhead_bytes, "routing": routing.recall(self._model)}
             if not budgets:
-                return choose_launch_ubatch(
-                    self._model,
-                    profile,
-                    config.vram_budget_bytes,
-                    n_ctx=config.n_ctx,
-                    n_seq=config.n_parallel,
-                    kv_type=config.kv_type,
-                    overhead_bytes=overhead_bytes,
-                    routing=shares,
-                )
-            return choose_ubatch(
-                self._model,
-                profile,
-                budgets,
-                n_ctx=config.n_ctx,
-                n_prompt=n_prompt,
-                n_seq=config.n_parallel,
-                n_together=config.n_parallel,
-                kv_type=config.kv_type,
-                overhead_bytes=overhead_bytes,
-                routing=shares,
-            )
+                return choose_launch_ubatch(self._model, profile, config.vram_budget_bytes, workload, **estimated)
+            together = config.n_parallel
+            return choose_ubatch(self._model, profile, budgets, workload, n_together=together, **estimated)
         except (BudgetBelowFloor, OutOfMemory):  # by an estimate: the device knows the floor and names it
             return LEAST_UBATCH
 
@@ -203,8 +187,8 @@ class Placement:
         fixed = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
-            held = estimate_context(model, name, self._n_ctx_seq, n_ctx_used, n_parallel, kv_type=kv_type)
-            used = max(used, held.used)
+            workload = Workload(self._n_ctx_seq, n_ctx_used, n_parallel=n_parallel, kv_type=kv_type)
+            used = max(used, estimate_context(model, name, workload).used)
         context = Context(
             used=used,
             whole=stats.full_bytes - fixed - layout.arena_bytes,

@@ -183,8 +183,3 @@ class Tokenizer:
             [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages]
         )
         return text.split(cut), add_special
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of :meth:`chat_parts`. Raises like it."""
-        parts, add_special = self.chat_parts(messages)
-        return self.tokenize_parts(parts, add_special=add_special, parse_special=True)

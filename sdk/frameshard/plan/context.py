@@ -13,6 +13,7 @@ from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model
 from frameshard.plan.profile import KvType, kv_value_bytes
+from frameshard.plan.workload import Workload
 
 _PAGE = 256  # cells in which llama.cpp makes its cache
 _KV_BLOCK = 32  # values that share a scale in both quantised types
@@ -85,24 +86,15 @@ def _recurrent_values(model: Model) -> int:
     return (conv * (inner + 2 * groups * state) + inner * state) * model.n_layer
 
 
-def estimate_fixed(
-    model: Model,
-    device: str,
-    n_ctx: int,
-    n_ubatch: int = 512,
-    n_seq: int = 1,
-    *,
-    kv_type: KvType = "f16",
-    overhead_bytes: int = 0,
-) -> int:
+def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes: int = 0) -> int:
     """VRAM that depends neither on placement nor on the context in use, for planning without loading: core, scratch,
     compute buffer and ``overhead_bytes`` (driver context). Once a model is loaded, the shard device's statistics give
     the exact figure.
 
     :param device: name of the inner device.
-    :param n_ctx: context of each of ``n_seq`` sequences in tokens.
     """
-    cells = -(-n_ctx // _PAGE) * _PAGE
+    n_seq, n_ubatch = workload.n_parallel, workload.n_ubatch
+    cells = -(-workload.n_ctx // _PAGE) * _PAGE
     n_ff = model.integer("feed_forward_length")
     if model.n_expert_used:
         dense = any(tensor.name.endswith(".ffn_up.weight") for tensor in model.tensors)
@@ -120,7 +112,7 @@ def estimate_fixed(
     # The head comes last and reuses the memory of all layers' activations but the last layer's.
     graph = mask + max(round(activations), logits + 12 * n_tokens * model.n_embd) + 64 * n_tokens
     # For prefill ggml-cuda converts a layer's quantised KV cache to 16 bits.
-    converted = 2 * largest_kv * cells * n_seq if kv_type != "f16" and device != native.EMULATED else 0
+    converted = 2 * largest_kv * cells * n_seq if workload.kv_type != "f16" and device != native.EMULATED else 0
     beside = native.lay_out(device, (), buffers=[graph + converted], overhead_bytes=overhead_bytes)
     return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
 
@@ -137,12 +129,14 @@ class Context:
     kv_type: KvType = "f16"
 
 
-def estimate_context(
-    model: Model, device: str, n_ctx: int, n_used: int, n_seq: int = 1, *, kv_type: KvType = "f16"
-) -> Context:
-    """The context of ``n_seq`` sequences that have room for ``n_ctx`` tokens each and hold ``n_used``."""
-    cells = -(-n_ctx // _PAGE) * _PAGE
-    used = min(n_used, cells)
+def estimate_context(model: Model, device: str, workload: Workload) -> Context:
+    """The context of a workload's sequences, which hold ``n_prompt`` tokens each.
+
+    :param device: name of the inner device.
+    """
+    n_seq, kv_type = workload.n_parallel, workload.kv_type
+    cells = -(-workload.n_ctx // _PAGE) * _PAGE
+    used = min(workload.n_prompt, cells)
     number = GGML_NUMBERS[kv_type.upper()]
     kv = [
         native.KvShape(layer, number, row, cells, n_seq, used)

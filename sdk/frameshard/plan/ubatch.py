@@ -1,66 +1,58 @@
-"""The choice of ``n_ubatch``: how many tokens of prompts one graph computes."""
+"""The choice of ``n_ubatch``: how many tokens of prompts one graph computes.
+
+Larger graphs read streamed weights less often, and their compute buffers leave less VRAM for weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from frameshard.errors import BudgetBelowFloor
 from frameshard.plan.context import estimate_context, estimate_fixed
 from frameshard.plan.model import Model
-from frameshard.plan.plans import make_plan
-from frameshard.plan.profile import KvType, Profile
+from frameshard.plan.plans import Plan, make_plan
+from frameshard.plan.profile import Profile
+from frameshard.plan.workload import Workload
 
 LEAST_UBATCH = 256
 PLAIN_UBATCH = 512
-"""Prompt tokens computed at once where nothing is known of budgets."""
+"""The size where no budget is known."""
 _UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
 _LONG_PROMPT = 8192
 _ANSWER = 16  # tokens of the first sentence, which a player waits for
-_AS_GOOD = 1.01  # times the least: what nobody would notice
+_AS_GOOD = 1.01  # of the least time: nobody notices the difference
 
 
 def choose_ubatch(
     model: Model,
     profile: Profile,
     budgets: Sequence[int],
+    workload: Workload,
     *,
-    n_ctx: int,
-    n_prompt: int,
-    n_seq: int = 1,
     n_together: int = 1,
-    kv_type: KvType = "f16",
     overhead_bytes: int = 0,
     routing: Sequence[float] = (),
 ) -> int:
-    """Prompt tokens to compute at once. More of them read weights that are streamed less often, and their buffers
-    displace weights: the size with which ``n_together`` prompts of ``n_prompt`` tokens each and the first 16 tokens of
-    their answers take least, in the geometric mean over ``budgets``, with ``n_seq`` contexts of ``n_ctx`` tokens. Of
-    sizes within 1 % of that it is the one with which prompts take least. ``routing`` as for :func:`make_plan`.
-    Raises :class:`BudgetBelowFloor` if even the smallest leaves no room."""
+    """The size with which prompts and the first 16 tokens of their answers take the least time, in the geometric mean
+    over ``budgets``. Of sizes within 1 % of that it is the one with which prompts take the least.
+
+    :param budgets: VRAM budgets in bytes.
+    :param n_together: prompts that are read at once.
+    :param overhead_bytes: VRAM of the driver's context.
+    :param routing: as for :func:`make_plan`.
+    :raises BudgetBelowFloor: even the smallest size leaves no room.
+    """
+    n_prompt = workload.n_prompt
     found: list[tuple[float, float, int]] = []
     for n_ubatch in _UBATCHES:
         if found and n_ubatch >= 2 * n_prompt * n_together:
             break
-        fixed = estimate_fixed(
-            model, profile.device, n_ctx, n_ubatch, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes
-        )
-        context = estimate_context(model, profile.device, n_ctx, n_prompt, n_seq, kv_type=kv_type)
+        sized = replace(workload, n_ubatch=n_ubatch)
         try:
-            plans = [
-                make_plan(
-                    model,
-                    profile,
-                    budget_bytes=b,
-                    fixed_bytes=fixed,
-                    context=context,
-                    n_ctx_used=n_prompt,
-                    n_ubatch=n_ubatch,
-                    routing=routing,
-                )
-                for b in budgets
-            ]
+            plans = [plan_workload(model, profile, b, sized, overhead_bytes, routing) for b in budgets]
         except BudgetBelowFloor:
             if not found:
                 raise
@@ -75,34 +67,41 @@ def choose_ubatch(
 def choose_launch_ubatch(
     model: Model,
     profile: Profile,
-    budget_bytes: int,
+    vram_budget_bytes: int,
+    workload: Workload,
     *,
-    n_ctx: int,
-    n_seq: int,
-    kv_type: KvType = "f16",
     overhead_bytes: int = 0,
     routing: Sequence[float] = (),
 ) -> int:
     """The same for a sidecar that is launched with a budget, and prompts that fill a conversation (8192 tokens at
-    most). Larger buffers are a higher floor, and the budget will shrink: so this is chosen for half of the budget too,
-    and the floor stays at or below that, or is that of :data:`PLAIN_UBATCH`. Without a budget (0) it is that size."""
-    if not budget_bytes:
+    most). Larger buffers raise the floor, and the budget will shrink: so this is chosen for half of the budget too, and
+    the floor stays at or below that, or is that of :data:`PLAIN_UBATCH`. Without a budget (0) it is that size."""
+    if not vram_budget_bytes:
         return PLAIN_UBATCH
-    n_prompt = min(n_ctx, _LONG_PROMPT)
-    fixed = estimate_fixed(
-        model, profile.device, n_ctx, PLAIN_UBATCH, n_seq, kv_type=kv_type, overhead_bytes=overhead_bytes
-    )
-    context = estimate_context(model, profile.device, n_ctx, n_prompt, n_seq, kv_type=kv_type)
-    plain = make_plan(model, profile, budget_bytes=0, fixed_bytes=fixed, context=context, n_ubatch=PLAIN_UBATCH)
-    lowest = max(budget_bytes // 2, plain.floor_bytes)
-    return choose_ubatch(
+    workload = replace(workload, n_prompt=min(workload.n_ctx, _LONG_PROMPT), n_ubatch=PLAIN_UBATCH)
+    plain = plan_workload(model, profile, 0, workload, overhead_bytes)
+    lowest = max(vram_budget_bytes // 2, plain.floor_bytes)
+    budgets = [vram_budget_bytes, lowest] if lowest < vram_budget_bytes else [vram_budget_bytes]
+    return choose_ubatch(model, profile, budgets, workload, overhead_bytes=overhead_bytes, routing=routing)
+
+
+def plan_workload(
+    model: Model,
+    profile: Profile,
+    vram_budget_bytes: int,
+    workload: Workload,
+    overhead_bytes: int = 0,
+    routing: Sequence[float] = (),
+) -> Plan:
+    """The plan for a workload by estimates alone, without loading the model. Arguments and errors as for
+    :func:`choose_ubatch`."""
+    return make_plan(
         model,
         profile,
-        [budget_bytes, lowest] if lowest < budget_bytes else [budget_bytes],
-        n_ctx=n_ctx,
-        n_prompt=n_prompt,
-        n_seq=n_seq,
-        kv_type=kv_type,
-        overhead_bytes=overhead_bytes,
+        budget_bytes=vram_budget_bytes,
+        fixed_bytes=estimate_fixed(model, profile.device, workload, overhead_bytes),
+        context=estimate_context(model, profile.device, workload),
+        n_ctx_used=workload.n_prompt,
+        n_ubatch=workload.n_ubatch,
         routing=routing,
     )
