@@ -96,10 +96,9 @@ fsd_status fsd_configure(const fsd_config *config) {
         set(d.cpu, (int)config->n_threads);
     }
     d.n_threads = config->n_threads;
-    d.sizes =
-        d.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes, d.inner.quirks.vram_unit_bytes};
+    d.weights.sizes = d.weights.layout.sizes = {config->piece_bytes, config->step_bytes, config->slab_bytes,
+                                                d.inner.quirks.vram_unit_bytes};
     d.ledger.set_budget(limit_of(config->budget_bytes));
-    d.request.start(d.ledger.budget());
     d.configured.store(true);
     return FSD_OK;
 }
@@ -117,8 +116,8 @@ fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uin
         }
         ladder[tensors[i].tensor] = {tensors[i].shard, i};
     }
-    d.ladder = std::move(ladder);
-    d.n_named_shards = n_shards;
+    d.weights.ladder = std::move(ladder);
+    d.weights.n_named_shards = n_shards;
     return FSD_OK;
 }
 
@@ -149,20 +148,9 @@ fsd_status fsd_unpark(void) {
     if (!d.parked) {
         return fail(FSD_BAD_STATE, "fsd_unpark comes after fsd_park");
     }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
-    std::string why = "the device could not be opened again";
-    fsd_status status = d.inner.open_streams() ? d.commit(why) : FSD_OUT_OF_MEMORY;
-    if (status != FSD_OK) {
-        if (d.inner.compute && d.inner.copy) {
-            d.park(); // frees what was allocated
-        }
-        return fail(status, why);
-    }
-    d.parked = false;
-    d.pin_caches();
-    return FSD_OK;
+    std::string why;
+    const fsd_status status = d.unpark(why);
+    return status == FSD_OK ? FSD_OK : fail(status, why);
 }
 
 fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
@@ -307,15 +295,14 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     d.plan = std::move(plan);
     d.residency_generation++;
     if (ring_bytes > 0) {
-        d.wanted_ring = ring_bytes;
+        d.ring.wanted = ring_bytes;
     }
-    const Residency r = residency(d.ledger.budget(), d.ledger.fixed(), d.layout.min_ring, d.wanted_ring,
-                                  d.layout.slab_sizes, d.sizes.unit_bytes);
-    if (d.ring.capacity > 0 && r.ring > 0 && d.ring.capacity != r.ring) {
-        while (d.slabs.size() > r.slabs) {
-            d.pop_slab();
+    const Residency r = d.residency_at(d.ledger.fixed());
+    if (d.ring.capacity() > 0 && r.ring > 0 && d.ring.capacity() != r.ring) {
+        while (d.arena.slabs.size() > r.slabs) {
+            d.arena.evict();
         }
-        if (!d.resize_ring(r.ring)) {
+        if (!d.ring.resize(r.ring)) {
             return fail(FSD_OUT_OF_MEMORY, "the device refused memory for the ring");
         }
     }
@@ -329,24 +316,24 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     const uint64_t wanted = limit_of(bytes);
-    if (wanted < d.floor.load()) {
+    if (wanted < d.ledger.floor()) {
         return fail(FSD_BELOW_FLOOR, "a VRAM budget of " + std::to_string(wanted >> 20) +
                                          " MiB is below the floor of " +
-                                         std::to_string((d.floor.load() + (1 << 20) - 1) >> 20) + " MiB");
+                                         std::to_string((d.ledger.floor() + (1 << 20) - 1) >> 20) + " MiB");
     }
-    const uint64_t number = d.request.ask(wanted);
+    const uint64_t number = d.requests.ask(wanted);
     if (d.ledger.used() > wanted) {
         interrupt_tower(); // the encode frees its VRAM; the caller encodes again within the new budget
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
-    while (!d.request.is_applied(number)) {
-        if (d.apply_budget_if_idle() || d.request.is_applied(number)) {
+    while (!d.requests.applied(number)) {
+        if (d.apply_budget_if_idle() || d.requests.applied(number)) {
             continue;
         }
         if (std::chrono::steady_clock::now() >= deadline) {
             return fail(FSD_TIMEOUT, "the budget was not reached in time; it stays in force");
         }
-        d.request.wait(number);
+        d.requests.wait();
     }
     if (d.ledger.used() > wanted) {
         return fail(FSD_TIMEOUT, "more is in use than the budget allows; it stays in force");
@@ -360,11 +347,9 @@ fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells) {
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_use_kv comes after fsd_commit");
     }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
-    d.use_cells(sequence, cells);
-    if (!d.settle_caches(false)) {
+    d.requests.apply();
+    d.kv.use_cells(sequence, cells);
+    if (!d.kv.settle(false)) {
         return fail(FSD_OUT_OF_MEMORY, "no memory for a KV cache of this length");
     }
     d.update_placements(); // slabs may have been evicted
@@ -377,9 +362,7 @@ fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_fill comes after fsd_commit");
     }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
+    d.requests.apply();
     const size_t n = d.fill(max_bytes);
     if (filled) {
         *filled = n;
@@ -438,11 +421,11 @@ fsd_status fsd_poll_frame_block(void) {
     if (!d.pacing.active()) {
         return FSD_OK;
     }
-    d.read_frame_budget();
-    if (d.request.pending()) {
+    d.requests.read_frame_block();
+    if (d.requests.pending()) {
         d.apply_budget_if_idle();
     }
-    d.answer_frame_budget();
+    d.requests.answer_frame_block();
     return FSD_OK;
 }
 
@@ -512,7 +495,10 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     }
     *stats = d.counters.read();
     stats->struct_size = sizeof(fsd_stats);
-    stats->kv_host_bytes = d.cache_on_host.load();
+    stats->kv_host_bytes = d.kv.host_bytes();
+    stats->evicted_slabs = d.arena.n_evicted.load();
+    stats->filled_slabs = d.arena.n_filled.load();
+    stats->budget_generation = d.requests.rounds();
     const Ledger::Figures f = d.ledger.figures();
     const auto used_by = [&](Use use) { return f.used_by[(int)use]; };
     stats->overhead_bytes = f.overhead;
@@ -526,8 +512,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->peak_bytes = f.peak;
     add_tower_counters(*stats);
     stats->budget_bytes = d.ledger.budget();
-    stats->floor_bytes = d.floor.load();
-    stats->full_bytes = d.full.load();
+    stats->floor_bytes = d.ledger.floor();
+    stats->full_bytes = d.ledger.full();
     if (d.configured.load() && d.inner.quirks.emulated) {
         stats->copy_busy_s = fs_emulated_get_stats(d.inner.dev).h2d_busy_s;
     }

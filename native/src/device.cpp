@@ -1,90 +1,311 @@
 #include "device.h"
 
-#if defined(_WIN32)
-#include <windows.h>
-#else
-#include <sys/mman.h>
-#endif
-
 namespace fsd {
 
 Device &device() {
     // Never destroyed: ggml does not unload plugins, and buffers may outlive main.
     static Pacing *pacing = new Pacing;
     static Inner *inner = new Inner(*pacing);
-    static Device *d = new Device(*inner, *pacing);
+    static BudgetRequests *requests = new BudgetRequests(*pacing);
+    static Device *d = [] {
+        Device *device = new Device(*inner, *pacing, *requests);
+        requests->serve(device->ledger, [device](uint64_t bytes) { device->apply_budget(bytes); });
+        return device;
+    }();
     return *d;
 }
 
-char *reserve_addresses(size_t size) {
-#if defined(_WIN32)
-    return (char *)VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
-#else
-    void *p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return p == MAP_FAILED ? nullptr : (char *)p;
-#endif
+// Who gives VRAM back, first to last.
+static std::vector<Ledger::Reclaimer> reclaimers(Device &d) {
+    const auto shrink_ring = [&d](size_t bytes) {
+        if (d.ring.capacity() <= bytes) {
+            return false;
+        }
+        d.ring.resize(bytes);
+        return true;
+    };
+    const auto drop_pane = [&d] {
+        if (d.kv.n_panes() < 2) {
+            return false;
+        }
+        d.kv.release_window();
+        return true;
+    };
+    return {
+        // The last slab of the arena: weights from the end of the ladder, which are streamed from then on.
+        {Ledger::kWeights, [&d] { return d.arena.evict(); }},
+        {Ledger::kRingSurplus, [&d, shrink_ring] { return shrink_ring(d.weights.layout.min_ring); }},
+        // All of the ring; the next graph of the language model takes it again.
+        {Ledger::kRing, [shrink_ring] { return shrink_ring(0); }},
+        // A KV block moves to host memory.
+        {Ledger::kKv, [&d] { return d.kv.spill_block(); }},
+        // The second pane of the KV window: with one pane, copies and computing take turns.
+        {Ledger::kKv, drop_pane},
+    };
 }
 
-void release_addresses(char *p, size_t size) {
-#if defined(_WIN32)
-    (void)size;
-    VirtualFree(p, 0, MEM_RELEASE);
-#else
-    munmap(p, size);
-#endif
+Device::Device(Inner &inner, Pacing &pacing, BudgetRequests &requests)
+    : inner(inner), pacing(pacing), requests(requests), arena(inner, ledger, weights, residency_generation),
+      ring(inner, ledger, weights, experts, residency_generation), kv(inner, ledger, weights, residency_generation),
+      ledger(inner, reclaimers(*this)) {}
+
+void Device::count(const Ring::Copied &copied) {
+    counters.update([&](fsd_stats &c) {
+        c.copies += copied.copies;
+        c.copied_bytes += copied.bytes;
+    });
 }
 
-void forget_pages(char *p, size_t size) {
-#if defined(_WIN32)
-    (void)p, (void)size;
-#else
-    madvise(p, size, MADV_DONTNEED);
-#endif
-}
+// ------------------------------------------------------------------------------------------------ commit, park and unpark
 
-void Device::add_weight(const ggml_tensor *t) {
-    if (weight_at.emplace(t->data, (int)weights.size()).second) {
-        Weight w;
-        w.name = t->name;
-        w.shape = *t;
-        w.host = (const char *)t->data;
-        w.bytes = ggml_nbytes(t);
-        weights.push_back(std::move(w));
+bool Device::take_scratch() {
+    if (weights.layout.scratch_bytes == 0) {
+        return true;
     }
+    scratch.buffer = ledger.allocate(Use::scratch, weights.layout.scratch_bytes);
+    scratch.base = scratch.buffer ? (char *)ggml_backend_buffer_get_base(scratch.buffer.get()) : nullptr;
+    return scratch.buffer != nullptr;
 }
 
-// A budget in the frame block becomes the requested budget, unless it is below the floor.
-void Device::read_frame_budget() {
-    uint64_t generation, bytes;
-    if (!pacing.new_budget(generation, bytes)) {
-        return;
+fsd_status Device::commit(std::string &why) {
+    if (weights.all.empty()) {
+        why = "the model was loaded without memory mapping: load it with LLAMA_LOAD_MODE_MMAP on this device";
+        return FSD_BAD_STATE;
     }
-    const uint64_t wanted = limit_of(bytes);
-    if (wanted < floor.load()) {
-        pacing.refuse(generation, ledger.budget(), ledger.used(), floor.load());
-        return;
+    // An attempt that was refused is made again with another budget: nothing of it may count twice.
+    arena.release_core();
+    ledger.release(Use::scratch, scratch.buffer);
+    if (!weights.lay_out(inner.buffer_type(), why)) {
+        return FSD_BAD_STATE;
     }
-    request.ask(wanted);
-    pacing.accept(generation);
+    const Layout &layout = weights.layout;
+    if (ring.wanted == 0) {
+        ring.wanted = 3 * layout.min_ring;
+    }
+    std::vector<size_t> asked;
+    for (const Buffer *b : buffers) {
+        if (!b->weights && !b->kv) {
+            asked.push_back(b->size);
+        }
+    }
+    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked);
+    const KvNeed need = kv.need();
+    ledger.set_limits(floor_bytes(layout, fixed, need), full_bytes(layout, fixed, need));
+    if (ledger.floor() > ledger.budget()) {
+        why = "a VRAM budget of " + std::to_string(ledger.budget() >> 20) +
+              " MiB is below the floor: this model and context need at least " +
+              std::to_string((ledger.floor() + (1 << 20) - 1) >> 20) + " MiB";
+        return FSD_BELOW_FLOOR;
+    }
+    for (Buffer *b : buffers) {
+        if (!materialise(b)) {
+            why = "the device refused " + std::to_string(b->size >> 20) + " MiB for KV or compute buffers";
+            return FSD_OUT_OF_MEMORY;
+        }
+    }
+    if (!arena.take_core() || !take_scratch()) {
+        why = "the device refused memory for small weights or scratch";
+        return FSD_OUT_OF_MEMORY;
+    }
+    kv.fetch_blocks();
+    const Residency r = residency_at(ledger.fixed());
+    if (!r.fits || !ring.resize(r.ring)) {
+        why = "the device refused memory for the ring";
+        return FSD_OUT_OF_MEMORY;
+    }
+    committed = true;
+    update_floor();
+    update_placements();
+    return FSD_OK;
 }
 
-// False while a graph runs; its executor applies the budget.
-bool Device::apply_budget_if_idle() {
-    std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock);
-    if (!lock.owns_lock()) {
+void Device::park() {
+    inner.synchronize();
+    while (arena.evict()) {
+    }
+    ring.resize(0);
+    programs.clear();
+    parked = true;
+    kv.park();
+    for (Buffer *b : buffers) {
+        if (b->inner) {
+            ggml_tensor raw = raw_tensor(b->inner, b->inner_base, b->size);
+            ggml_backend_tensor_get(&raw, b->base, 0, b->size);
+            InnerBuffer given(b->inner);
+            ledger.release(Use::buffers, given);
+            b->inner = nullptr;
+            b->inner_base = nullptr;
+            b->parked = true;
+        }
+    }
+    arena.release_core();
+    ledger.release(Use::scratch, scratch.buffer);
+    scratch.base = nullptr;
+    inner.close_streams();
+    committed = false;
+    update_placements();
+}
+
+fsd_status Device::unpark(std::string &why) {
+    requests.apply();
+    why = "the device could not be opened again";
+    const bool opened = inner.open_streams();
+    const fsd_status status = opened ? commit(why) : FSD_OUT_OF_MEMORY;
+    if (status != FSD_OK) {
+        if (opened) {
+            park(); // what was taken is given back
+        }
+        return status;
+    }
+    parked = false;
+    kv.unpark();
+    return FSD_OK;
+}
+
+bool Device::materialise(Buffer *b) {
+    if (b->inner || b->weights || b->kv || b->size == 0) {
+        return true;
+    }
+    if (committed && ledger.floor() + weights.layout.granular(b->size) > ledger.budget()) {
+        return false; // room for the smallest ring stays, even while everything is resident and there is no ring
+    }
+    InnerBuffer inner_buffer = ledger.allocate(Use::buffers, b->size);
+    if (!inner_buffer) {
         return false;
     }
-    if (request.pending()) {
-        apply_budget();
+    b->inner_base = (char *)ggml_backend_buffer_get_base(inner_buffer.get());
+    if (b->parked) {
+        inner.upload(nullptr, inner_buffer.get(), b->inner_base, b->base, b->size);
+        forget_pages(b->base, b->size);
+        b->parked = false;
+    } else {
+        ggml_backend_buffer_clear(inner_buffer.get(), 0);
+    }
+    b->inner = inner_buffer.release();
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------- budget and residency
+
+Residency Device::residency_at(uint64_t fixed) const {
+    const Layout &l = weights.layout;
+    return residency(ledger.budget(), fixed, l.min_ring, ring.wanted, l.slab_sizes, l.sizes.unit_bytes);
+}
+
+void Device::update_floor() {
+    const uint64_t fixed = ledger.fixed() - ledger.used(Use::kv);
+    const KvNeed need = kv.need();
+    ledger.set_limits(floor_bytes(weights.layout, fixed, need), full_bytes(weights.layout, fixed, need));
+}
+
+bool Device::apply_requested_budget() {
+    if (ledger.parent() && requests.must_free()) {
+        return false;
+    }
+    requests.apply();
+    return true;
+}
+
+bool Device::apply_budget_if_idle() {
+    std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock);
+    if (lock.owns_lock()) {
+        requests.apply();
+    }
+    return lock.owns_lock();
+}
+
+// Frees slabs at once; fill() fills growth in later.
+void Device::apply_budget(uint64_t bytes) {
+    ledger.set_budget(bytes);
+    if (!committed) {
+        return;
+    }
+    kv.spill_surplus();
+    const Residency r = residency_at(ledger.fixed() + kv.window_lacks());
+    while (arena.slabs.size() > r.slabs) {
+        arena.evict();
+    }
+    // A ring that still fits stays as it is: its addresses are in compiled programs.
+    if (r.ring > 0 && (ring.capacity() == 0 || ledger.used() > bytes)) {
+        ledger.make_room(0);
+        ring.resize(r.ring);
+    }
+    ledger.make_room(0);
+    kv.ensure_window();
+    update_placements();
+}
+
+// A budget with room for everything needs no ring once the arena is full; until then weights stream.
+bool Device::ensure_ring() {
+    if (ring.capacity() > 0 || arena.full()) {
+        return true;
+    }
+    const size_t least = weights.layout.min_ring;
+    const uint64_t limit = ledger.budget(), held = ledger.used();
+    const uint64_t room = std::max<uint64_t>(least, limit > held ? limit - held : 0);
+    if (ring.resize(std::min<uint64_t>(room, std::max(ring.wanted, least)))) {
+        return true;
+    }
+    // The device has less than the budget allows: another program holds the rest. Slabs make room for the smallest ring.
+    while (!ring.resize(least)) {
+        if (!arena.evict()) {
+            return false;
+        }
     }
     return true;
 }
 
-// Tells the host through the frame block that its budget is in force.
-void Device::answer_frame_budget() {
-    if (pacing.has_accepted() && !request.pending()) {
-        pacing.answer_accepted(ledger.budget(), ledger.used(), floor.load());
+size_t Device::fill(size_t max_bytes) {
+    if (!committed) {
+        return 0;
     }
+    arena.start_round();
+    kv.settle(true);
+    size_t done = kv.fetch_blocks();
+    const Residency want = residency_at(ledger.fixed());
+    if (want.fits && want.ring == 0 && ring.capacity() > 0) {
+        inner.synchronize();
+        ring.resize(0); // everything is going to be resident
+    }
+    if (done < max_bytes) {
+        done += arena.fill(want.slabs, max_bytes - done);
+    }
+    update_placements();
+    return done;
+}
+
+void Device::update_placements() {
+    const Tier *decode = plan.tier_for(1);
+    uint64_t bytes[3] = {};
+    uint32_t shards[3] = {};
+    for (uint32_t s = 0; s < weights.n_shards; s++) {
+        if (weights.layout.shard_bytes[s] == 0) {
+            continue;
+        }
+        int kind = 0;
+        if (weights.layout.shard_last_slab[s] >= (int)arena.slabs.size()) {
+            kind = decode && decode->on_cpu(s) ? 2 : 1;
+        }
+        shards[kind]++;
+        if (kind == 0) {
+            bytes[0] += weights.layout.shard_bytes[s];
+        }
+    }
+    for (const Piece &p : weights.layout.pieces) {
+        if (weights.layout.shard_last_slab[p.shard] < (int)arena.slabs.size()) {
+            continue; // counted with its shard
+        }
+        const bool on_cpu = decode && decode->on_cpu(p.shard);
+        bytes[p.slab < (int)arena.slabs.size() ? 0 : on_cpu ? 2 : 1] += p.bytes;
+    }
+    counters.update([&](fsd_stats &c) {
+        c.resident_bytes = bytes[0];
+        c.streamed_bytes = bytes[1];
+        c.cpu_bytes = bytes[2];
+        c.resident_shards = shards[0];
+        c.streamed_shards = shards[1];
+        c.cpu_shards = shards[2];
+    });
 }
 
 } // namespace fsd

@@ -13,145 +13,12 @@ static constexpr int kRunAhead = 2;
 // About how many segments lie between a layer's attention and its router.
 static constexpr size_t kSegmentsToRouter = 4;
 
-// ---------------------------------------------------------------------------------------------------------------- ring
-
-void Device::reset_ring() {
-    if (ring.entries.empty()) {
-        return;
-    }
-    ggml_backend_synchronize(inner.copy);
-    inner.synchronize();
-    for (ggml_backend_event_t e : ring.ready) {
-        ggml_backend_event_free(e);
-    }
-    for (ggml_backend_event_t e : ring.done) {
-        ggml_backend_event_free(e);
-    }
-    ring.ready.clear();
-    ring.done.clear();
-    ring.entries.clear();
-    ring.held.clear();
-    ring.slots.clear();
-    ring.next_copy = ring.next_use = 0;
-}
-
-// Lays the ring out for a program's streamed steps, if it is not already.
-void Device::lay_out_ring(const Program &p) {
-    if (ring.entries == p.entries && ring.entry_capacity == p.entry_capacity &&
-        (ring.entries.empty() || ring.next_use % ring.entries.size() == 0)) {
-        return;
-    }
-    reset_ring();
-    ring.entries = p.entries;
-    ring.slots = lay_ring(p.entry_bytes, p.entry_capacity);
-    ring.entry_capacity = p.entry_capacity;
-    for (size_t i = 0; i < ring.entries.size(); i++) {
-        ring.ready.push_back(ggml_backend_event_new(inner.dev));
-        ring.done.push_back(ggml_backend_event_new(inner.dev));
-    }
-    ring.held.assign(ring.entries.size(), {});
-}
-
-// Copies the range [from, to) of a piece to its place `at` in the ring, and the padding behind its last byte.
-void Device::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
-    const char *source = weights[p.tensor].host + p.host_offset;
-    inner.upload(inner.copy, ring.buffer.get(), ring.base + at + from, source + from, to - from);
-    if (to == p.bytes) {
-        inner.upload_zeros(inner.copy, ring.buffer.get(), ring.base + at + to, p.padded - to);
-    }
-}
-
-// Copies the experts that the layer's router chose last and that the entry's place in the ring lacks; cached experts are
-// copied within the device. Returns the bytes copied from the host. Kernels read past the end of a row, so the first
-// weights of the next expert are copied, too.
-uint64_t Device::copy_experts(size_t entry) {
-    const RingEntry &e = ring.entries[entry];
-    const Piece &p = layout.pieces[e.pieces[0]];
-    const ggml_tensor &shape = weights[p.tensor].shape;
-    const size_t each = shape.nb[2], n = shape.ne[2], run = ggml_row_size(shape.type, kRowRun);
-    const std::vector<uint32_t> &chosen = experts.latest_choice((uint32_t)e.layer);
-    std::vector<bool> &held = ring.held[entry];
-    held.resize(n);
-    uint64_t bytes = 0;
-    size_t from = n; // start of a run of neighbours to copy from the host; n: none
-    for (size_t i = 0; i <= n; i++) {
-        const bool lacks = i < chosen.size() && chosen[i] > 0 && !held[i];
-        const int slot = lacks ? experts.where(e.layer, (int)i) : -1;
-        if (from < i && !(lacks && slot < 0)) {
-            const size_t to = std::min(i * each + run, p.bytes);
-            copy_piece(p, ring.slots[entry].offset, from * each, to);
-            bytes += to - from * each;
-            from = n;
-        }
-        if (!lacks) {
-            continue;
-        }
-        held[i] = true;
-        if (slot < 0) {
-            from = std::min(from, i);
-        } else {
-            // The slot has the padding of the last expert, too.
-            const size_t size = std::min(each + run, p.padded - i * each);
-            char *cached = ring.base + experts.arena().at(slot) + experts.arena().parts[e.product];
-            ggml_tensor src = raw_tensor(ring.buffer.get(), cached, size);
-            ggml_tensor dst = raw_tensor(ring.buffer.get(), ring.base + ring.slots[entry].offset + i * each, size);
-            ggml_backend_tensor_copy_async(inner.copy, inner.copy, &src, &dst);
-        }
-    }
-    return bytes;
-}
-
-// Starts every copy whose place in the ring is free, or will be once queued work is done. Never waits.
-void Device::pump_copies() {
-    const size_t n = ring.entries.size();
-    if (n == 0) {
-        return;
-    }
-    while (ring.next_copy < ring.next_use + n) {
-        const size_t i = ring.next_copy % n;
-        const size_t back = ring.slots[i].reuse_distance;
-        if (ring.next_copy >= back) {
-            const uint64_t previous = ring.next_copy - back;
-            if (previous >= ring.next_use) {
-                return; // a queued step has yet to use the place
-            }
-            ggml_backend_event_wait(inner.copy, ring.done[previous % n]);
-        }
-        if (inner.trace) {
-            inner.trace->begin(FSD_LANE_COPY, inner.copy);
-        }
-        size_t at = ring.slots[i].offset;
-        uint64_t bytes = 0;
-        if (ring.entries[i].layer >= 0) {
-            ring.held[i].clear();
-            bytes = copy_experts(i); // a prediction: the router may not have chosen yet
-        } else {
-            for (int k : ring.entries[i].pieces) {
-                copy_piece(layout.pieces[k], at, 0, layout.pieces[k].bytes);
-                at += layout.pieces[k].padded;
-                bytes += layout.pieces[k].bytes;
-            }
-        }
-        if (inner.trace) {
-            inner.trace->end(FSD_LANE_COPY, inner.copy, bytes);
-        }
-        ggml_backend_event_record(ring.ready[i], inner.copy);
-        ring.next_copy++;
-        counters.update([&](fsd_stats &c) {
-            c.copies++;
-            c.copied_bytes += bytes;
-        });
-    }
-}
-
-// ------------------------------------------------------------------------------------------------------------- running
-
 namespace {
 
 class Executor {
   public:
     Executor(Device &device, const ggml_cgraph *g)
-        : d(device), graph(g), access(*device.access(g)), kv(device, g, access) {}
+        : d(device), graph(g), access(device.kv.access(g)), kv(device, g, access) {}
     ~Executor();
     Executor(const Executor &) = delete;
     Executor &operator=(const Executor &) = delete;
@@ -177,7 +44,7 @@ class Executor {
 
     Device &d;
     const ggml_cgraph *graph;
-    const CacheAccess &access;
+    const KvAccess &access;
     KvTransfer kv;
     Program *program = nullptr;
     size_t next = 0;                           // segment of the program
@@ -196,12 +63,12 @@ Executor::~Executor() {
 // What was copied ahead is of no use to a later graph.
 ggml_status Executor::stop(ggml_status status) {
     d.inner.synchronize();
-    d.reset_ring();
+    d.ring.reset();
     return status;
 }
 
 ggml_status Executor::run() {
-    if (!d.prepare_caches(access)) {
+    if (!d.kv.prepare(access)) {
         GGML_LOG_ERROR("frameshard: no memory for the KV cache of a context of this length\n");
         return GGML_STATUS_ALLOC_FAILED;
     }
@@ -246,11 +113,11 @@ Program *Executor::find_or_compile(std::string &why) {
 // Gets a program for the residency of now, and makes the ring ready for it.
 bool Executor::load_program() {
     do {
-        if (!d.ensure_ring() || !d.ensure_window()) {
+        if (!d.ensure_ring() || !d.kv.ensure_window()) {
             GGML_LOG_ERROR("frameshard: the inner device refused memory for the ring or the KV window\n");
             return false;
         }
-    } while (d.ring.capacity == 0 && d.slabs.size() < d.layout.slab_sizes.size()); // the window may have evicted slabs
+    } while (d.ring.capacity() == 0 && !d.arena.full()); // the window may have evicted slabs
     std::string why;
     program = find_or_compile(why);
     if (!program) {
@@ -258,7 +125,7 @@ bool Executor::load_program() {
         return false;
     }
     next = 0;
-    d.lay_out_ring(*program);
+    d.ring.lay_out(*program);
     adopt_expert_cache();
     kv.begin(*program); // a change of residency has waited for all copies
     copy_ahead(0);
@@ -278,27 +145,21 @@ void Executor::adopt_expert_cache() {
 // when the pacer wants to know how long the segment took.
 bool Executor::wait_for_frame(bool &timed) {
     const auto hurry = [this] {
-        d.host->read_frame_budget();
-        if (d.host != &d && d.host->request.pending() && d.host->request.bytes() < d.host->ledger.used()) {
-            d.abort.store(true); // borrowed memory is given back first
-        }
-        return d.abort.load() || d.request.pending();
+        d.requests.read_frame_block();
+        return d.abort.load() || d.requests.pending();
     };
     const Segment *segment = program_is_valid() ? &program->segments[next] : nullptr;
     timed = false;
     if (!hurry() && !(segment && segment->cpu)) {
         if (segment && segment->entry >= 0) {
-            ggml_backend_event_synchronize(d.ring.ready[segment->entry]); // its copies should not take from free time
+            d.ring.synchronize(segment->entry); // its copies should not take from free time
         }
         timed = d.pacing.before_step(hurry);
     }
-    if (d.abort.load()) {
+    if (d.abort.load() || !d.apply_requested_budget()) {
         return false;
     }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
-    d.host->answer_frame_budget();
+    d.requests.answer_frame_block();
     return true;
 }
 
@@ -330,42 +191,27 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
 }
 
 // Does what other threads have asked for since the last segment; false when the graph is to be aborted.
-bool Executor::apply_requests() {
-    if (d.host != &d && d.host->request.pending()) {
-        if (d.host->request.bytes() < d.host->ledger.used()) {
-            d.abort.store(true); // borrowed memory is given back first
-        } else {
-            d.host->apply_budget();
-        }
-    }
-    if (d.abort.load()) {
-        return false;
-    }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
-    return true;
-}
+bool Executor::apply_requests() { return !d.abort.load() && d.apply_requested_budget(); }
 
 // ------------------------------------------------------------------------------------------------------------- segments
 
 // Starts the copies that can be started, for segments from `at` on.
 void Executor::copy_ahead(size_t at) {
     kv.fill_panes(*program, at);
-    d.pump_copies();
+    d.count(d.ring.pump());
 }
 
 // Whether the copies for segments from `at` on should wait for a router: it chooses soon, and all that is needed until then
 // is on its way. Copies run in order, so the chosen experts would wait behind the weights of later layers, and the copy
 // engine would be idle while the experts are computed.
 bool Executor::experts_first(size_t at) const {
-    uint64_t uses = d.ring.next_use;
+    uint64_t uses = d.ring.next_use();
     size_t blocks = 0;
     for (size_t i = at; i < std::min(at + kSegmentsToRouter, program->segments.size()); i++) {
         const Segment &s = program->segments[i];
         uses += s.entry >= 0;
         blocks += s.block != nullptr;
-        if (uses > d.ring.next_copy || !kv.filled_ahead(blocks)) {
+        if (uses > d.ring.next_copy() || !kv.filled_ahead(blocks)) {
             return false;
         }
         if (s.group >= 0) {
@@ -377,15 +223,12 @@ bool Executor::experts_first(size_t at) const {
 
 // Copies the chosen experts of a streamed tensor that pump_copies() did not predict.
 void Executor::copy_missing_experts(const Segment &s) {
-    const int layer = d.ring.entries[s.entry].layer;
+    const int layer = d.ring.layer_of(s.entry);
     if (s.chosen != known_choice) {
         known_choice = s.chosen;
         d.experts.set_choice(layer, count_chosen(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]));
     }
-    d.pump_copies();
-    const uint64_t bytes = d.copy_experts(s.entry);
-    ggml_backend_event_record(d.ring.ready[s.entry], d.inner.copy);
-    d.counters.update([&](fsd_stats &c) { c.copied_bytes += bytes; });
+    d.count(d.ring.copy_missing_experts(s.entry));
 }
 
 ggml_status Executor::run_gpu(const Segment &s) {
@@ -402,7 +245,7 @@ ggml_status Executor::run_gpu(const Segment &s) {
         copy_missing_experts(s);
     }
     if (s.entry >= 0) {
-        ggml_backend_event_wait(d.inner.compute, d.ring.ready[s.entry]);
+        d.ring.wait_for(s.entry);
     }
     if (d.inner.trace) {
         d.inner.trace->begin(FSD_LANE_DEVICE, d.inner.compute);
@@ -419,8 +262,7 @@ ggml_status Executor::run_gpu(const Segment &s) {
         d.inner.trace->end(FSD_LANE_DEVICE, d.inner.compute, s.bytes);
     }
     if (s.entry >= 0) {
-        ggml_backend_event_record(d.ring.done[s.entry], d.inner.compute);
-        d.ring.next_use++;
+        d.ring.use(s.entry);
     }
     return status;
 }
@@ -428,7 +270,7 @@ ggml_status Executor::run_gpu(const Segment &s) {
 // Bytes of staging memory for what a CPU segment of few tokens gives back; 0 where it is copied instead.
 size_t staging_for(const Span &out) {
     constexpr size_t kMost = 256 << 10; // kernels read host memory more slowly than copies do
-    return out.buffer->cache || out.bytes > kMost || out.bytes % sizeof(float) ? 0 : kAlign + align_up(out.bytes);
+    return out.buffer->kv || out.bytes > kMost || out.bytes % sizeof(float) ? 0 : kAlign + align_up(out.bytes);
 }
 
 ggml_status Executor::run_cpu(Segment &s) {
@@ -471,7 +313,7 @@ ggml_status Executor::give_back(Segment &s) {
         const Span &out = s.out[i];
         each_inner(*out.buffer, out.offset, out.bytes, [&](ggml_tensor *raw, size_t from, size_t n) {
             const char *made = out.buffer->base + out.offset + from;
-            if (out.buffer->cache && raw) {
+            if (out.buffer->kv && raw) {
                 d.inner.upload(nullptr, raw->buffer, raw->data, made, n); // may lie in host memory
             } else if (raw && staging_for(out) > 0 && status == GGML_STATUS_SUCCESS) {
                 int64_t *place = (int64_t *)stage; // one row
@@ -501,10 +343,8 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
-    d.finish_fills();
+    d.apply_requested_budget();
+    d.arena.finish_fills();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
     return Executor(d, graph).run();
 }

@@ -77,11 +77,11 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
         }
     }
     for (size_t i = 0; i < group.products.size(); i++) {
-        const auto it = d.weight_at.find(group.weight(i)->data);
-        if (it == d.weight_at.end() || d.weights[it->second].place.core || d.weights[it->second].place.n_pieces != 1) {
+        const Weight *w = d.weights.of(group.weight(i));
+        if (!w || w->place.core || w->place.n_pieces != 1) {
             return false;
         }
-        group.layer = i == 0 ? d.weights[it->second].shard : group.layer;
+        group.layer = i == 0 ? w->shard : group.layer;
     }
     // Of the group only the last product may be read later.
     for (int i = group.node1; i < graph->n_nodes; i++) {
@@ -267,9 +267,9 @@ void GroupRun::copy_expert(int expert, int slot) {
         const ggml_tensor *w = group.weight(p);
         const size_t size = w->nb[2] + ggml_row_size(w->type, kRowRun);
         const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
-        char *to = d.ring.base + arena.at(slot) + arena.parts[p];
-        d.inner.upload(d.inner.copy, d.ring.buffer.get(), to, (const char *)w->data + expert * w->nb[2], there);
-        d.inner.upload_zeros(d.inner.copy, d.ring.buffer.get(), to + there, size - there);
+        char *to = d.ring.base() + arena.at(slot) + arena.parts[p];
+        d.inner.upload(d.inner.copy, d.ring.buffer(), to, (const char *)w->data + expert * w->nb[2], there);
+        d.inner.upload_zeros(d.inner.copy, d.ring.buffer(), to + there, size - there);
         bytes += there;
     }
     if (d.inner.trace) {

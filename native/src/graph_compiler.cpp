@@ -16,8 +16,8 @@ static bool is_persistent(const ggml_tensor *t) {
 }
 
 // The KV block that a node touches; null if it touches none.
-static CacheBlock *block_of(const ggml_tensor *node) {
-    CacheTensor *c = is_noop(node) ? nullptr : cached(node);
+static KvBlock *block_of(const ggml_tensor *node) {
+    KvTensor *c = is_noop(node) ? nullptr : cached(node);
     for (int j = 0; j < GGML_MAX_SRC && !c && !is_noop(node); j++) {
         c = node->src[j] ? cached(node->src[j]) : nullptr;
     }
@@ -27,7 +27,7 @@ static CacheBlock *block_of(const ggml_tensor *node) {
 static int64_t tokens_of(const Device &d, const ggml_cgraph *graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor *n = graph->nodes[i];
-        if (n->op == GGML_OP_MUL_MAT && d.weight_of(n->src[0])) {
+        if (n->op == GGML_OP_MUL_MAT && d.weights.of(n->src[0])) {
             return n->ne[1] * n->ne[2] * n->ne[3];
         }
     }
@@ -53,7 +53,7 @@ class Compiler {
         std::vector<int> pieces;  // weights needed, in order of use
         size_t bytes = 0;
         uint32_t shard = 0;
-        CacheBlock *block = nullptr; // at most one, because one block at a time passes through the window
+        KvBlock *block = nullptr; // at most one, because one block at a time passes through the window
     };
     // The weights that a node needs.
     struct Needs {
@@ -66,8 +66,8 @@ class Compiler {
     void survey();
     void cut();
     void add_row_piece_steps(int node, const Needs &needs);
-    bool may_join(const Step &s, const Needs &needs, const CacheBlock *block) const;
-    void join(Step &s, int node, const Needs &needs, CacheBlock *block);
+    bool may_join(const Step &s, const Needs &needs, const KvBlock *block) const;
+    void join(Step &s, int node, const Needs &needs, KvBlock *block);
     bool allocate_shadow(std::string &why);
     void lay_segments();
     void mark_crossings();
@@ -117,7 +117,7 @@ Compiler::Needs Compiler::needs_of(const ggml_tensor *node) const {
         if (!src || !buffer_of(root_of(src)) || !buffer_of(root_of(src))->weights) {
             continue;
         }
-        const Weight *w = d.weight_of(src);
+        const Weight *w = d.weights.of(src);
         if (!w || w->place.core) {
             continue;
         }
@@ -129,7 +129,7 @@ Compiler::Needs Compiler::needs_of(const ggml_tensor *node) const {
         for (int piece = w->place.first_piece; piece < w->place.first_piece + w->place.n_pieces; piece++) {
             if (std::find(needs.pieces.begin(), needs.pieces.end(), piece) == needs.pieces.end()) {
                 needs.pieces.push_back(piece);
-                needs.bytes += d.layout.pieces[piece].padded;
+                needs.bytes += d.weights.layout.pieces[piece].padded;
             }
         }
     }
@@ -172,7 +172,7 @@ void Compiler::cut() {
         const ggml_tensor *n = g->nodes[i];
         const Needs needs = is_noop(n) ? Needs() : needs_of(n);
         const bool too_large =
-            !needs.row_pieces && needs.bytes > d.layout.min_ring; // several large weights in one operation
+            !needs.row_pieces && needs.bytes > d.weights.layout.min_ring; // several large weights in one operation
         if (!is_noop(n) && (needs.other_use || too_large || !ggml_backend_dev_supports_op(d.inner.dev, n))) {
             Step s;
             s.node0 = i;
@@ -186,7 +186,7 @@ void Compiler::cut() {
         } else {
             // A product with experts' weights is a step of its own, because it may be computed expert by expert.
             const bool alone = n->op == GGML_OP_MUL_MAT_ID && !needs.pieces.empty();
-            CacheBlock *block = block_of(n);
+            KvBlock *block = block_of(n);
             if (closed || alone || !may_join(steps.back(), needs, block)) {
                 steps.emplace_back();
                 steps.back().node0 = i;
@@ -200,7 +200,7 @@ void Compiler::cut() {
 
 void Compiler::add_row_piece_steps(int node, const Needs &needs) {
     for (size_t k = 0; k < needs.pieces.size(); k++) {
-        const Piece &piece = d.layout.pieces[needs.pieces[k]];
+        const Piece &piece = d.weights.layout.pieces[needs.pieces[k]];
         Step s;
         s.node0 = node;
         s.node1 = node + 1;
@@ -214,7 +214,7 @@ void Compiler::add_row_piece_steps(int node, const Needs &needs) {
 }
 
 // Whether a node may be part of a step that was begun before it.
-bool Compiler::may_join(const Step &s, const Needs &needs, const CacheBlock *block) const {
+bool Compiler::may_join(const Step &s, const Needs &needs, const KvBlock *block) const {
     if (block && s.block && s.block != block) {
         return false;
     }
@@ -223,21 +223,22 @@ bool Compiler::may_join(const Step &s, const Needs &needs, const CacheBlock *blo
     }
     size_t more = 0;
     for (int k : needs.pieces) {
-        more += std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end() ? d.layout.pieces[k].padded : 0;
+        more +=
+            std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end() ? d.weights.layout.pieces[k].padded : 0;
     }
-    return more == 0 ||
-           (s.bytes + more <= d.layout.sizes.step_bytes && s.shard == d.layout.pieces[needs.pieces[0]].shard);
+    return more == 0 || (s.bytes + more <= d.weights.layout.sizes.step_bytes &&
+                         s.shard == d.weights.layout.pieces[needs.pieces[0]].shard);
 }
 
-void Compiler::join(Step &s, int node, const Needs &needs, CacheBlock *block) {
+void Compiler::join(Step &s, int node, const Needs &needs, KvBlock *block) {
     s.block = block ? block : s.block;
     for (int k : needs.pieces) {
         if (std::find(s.pieces.begin(), s.pieces.end(), k) == s.pieces.end()) {
             if (s.pieces.empty()) {
-                s.shard = d.layout.pieces[k].shard;
+                s.shard = d.weights.layout.pieces[k].shard;
             }
             s.pieces.push_back(k);
-            s.bytes += d.layout.pieces[k].padded;
+            s.bytes += d.weights.layout.pieces[k].padded;
         }
     }
     s.node1 = node + 1;
@@ -257,24 +258,24 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
     shadows[t] = s;
     Buffer *b = buffer_of(root);
     if (b && b->weights) {
-        const Weight *w = d.weight_of(t);
+        const Weight *w = d.weights.of(t);
         char *at = nullptr;
         if (w && w->place.core) {
-            at = d.core_base + w->place.core_offset;
-            s->buffer = d.core.get();
+            at = d.arena.core_base() + w->place.core_offset;
+            s->buffer = d.arena.core();
         } else if (w && w->place.n_pieces == 1) {
-            const Piece &piece = d.layout.pieces[w->place.first_piece];
+            const Piece &piece = d.weights.layout.pieces[w->place.first_piece];
             auto in_ring = staged.find(w->place.first_piece);
             if (in_ring != staged.end()) {
                 at = in_ring->second;
-                s->buffer = d.ring.buffer.get();
-            } else if (d.piece_resident(w->place.first_piece)) {
-                at = d.slabs[piece.slab].base + piece.slab_offset;
-                s->buffer = d.slabs[piece.slab].buffer.get();
+                s->buffer = d.ring.buffer();
+            } else if (d.arena.resident(w->place.first_piece)) {
+                at = d.arena.slabs[piece.slab].base + piece.slab_offset;
+                s->buffer = d.arena.slabs[piece.slab].buffer.get();
             }
         }
         s->data = at ? at + ((const char *)t->data - (const char *)root->data) : nullptr;
-    } else if (b && b->cache) {
+    } else if (b && b->kv) {
         place_in_cache(s, t);
     } else if (b) {
         s->buffer = b->inner;
@@ -289,13 +290,13 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
 
 // Sets the address of a KV tensor, or of a view of one, in the storage of its block.
 void Compiler::place_in_cache(ggml_tensor *s, const ggml_tensor *t) {
-    const CacheTensor *c = cached(t);
+    const KvTensor *c = cached(t);
     if (!c) {
         return;
     }
-    const CacheBlock &b = *c->block;
-    char *base = b.on_host ? d.pane_of(b) : b.base;
-    s->buffer = b.on_host ? d.window.get() : b.storage.get();
+    const KvBlock &b = *c->block;
+    char *base = b.on_host ? d.kv.pane_of(b) : b.base;
+    s->buffer = b.on_host ? d.kv.window() : b.storage.get();
     if (!base) {
         s->data = nullptr; // no node of this graph computes with it
         return;
@@ -344,21 +345,21 @@ ggml_tensor *Compiler::twin(const ggml_tensor *t) {
 // do not write strided products. They go through scratch, as many tokens at a time as it holds.
 void Compiler::add_row_piece(const Step &st) {
     const ggml_tensor *node = g->nodes[st.node0];
-    const Piece &piece = d.layout.pieces[st.pieces[0]];
+    const Piece &piece = d.weights.layout.pieces[st.pieces[0]];
     ggml_tensor *w = twin(node->src[0]);
     w->ne[1] = piece.rows;
     w->nb[2] = w->nb[3] = piece.bytes;
     auto in_ring = staged.find(st.pieces[0]);
     if (in_ring != staged.end()) {
         w->data = in_ring->second;
-        w->buffer = d.ring.buffer.get();
+        w->buffer = d.ring.buffer();
     } else {
-        w->data = d.slabs[piece.slab].base + piece.slab_offset;
-        w->buffer = d.slabs[piece.slab].buffer.get();
+        w->data = d.arena.slabs[piece.slab].base + piece.slab_offset;
+        w->buffer = d.arena.slabs[piece.slab].buffer.get();
     }
     const ggml_tensor *full = shadow(node);
     const bool direct = ggml_nrows(node) == 1;
-    const int64_t most = direct ? 1 : (int64_t)(d.layout.scratch_bytes / (piece.rows * sizeof(float)));
+    const int64_t most = direct ? 1 : (int64_t)(d.weights.layout.scratch_bytes / (piece.rows * sizeof(float)));
     for (int64_t i3 = 0; i3 < node->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < node->ne[2]; i2++) {
             for (int64_t i1 = 0; i1 < node->ne[1]; i1 += most) {
@@ -378,8 +379,8 @@ void Compiler::add_row_piece(const Step &st) {
                 part->flags |= GGML_TENSOR_FLAG_OUTPUT;
                 char *target = (char *)full->data + piece.row0 * full->nb[0] + i1 * full->nb[1] + i2 * full->nb[2] +
                                i3 * full->nb[3];
-                part->data = direct ? target : d.scratch_base;
-                part->buffer = direct ? full->buffer : d.scratch.get();
+                part->data = direct ? target : d.scratch.base;
+                part->buffer = direct ? full->buffer : d.scratch.buffer.get();
                 part->view_src = direct ? full->view_src : nullptr;
                 push_shadow(part);
                 if (direct) {
@@ -412,8 +413,8 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
     std::fill(group.numbers->src, group.numbers->src + GGML_MAX_SRC, nullptr);
     group.numbers->nb[1] = group.numbers->nb[0] * group.ids->ne[0];
     group.numbers->nb[2] = group.numbers->nb[3] = group.numbers->nb[1] * group.ids->ne[1];
-    group.numbers->data = d.ring.base + p.arena.end;
-    group.numbers->buffer = d.ring.buffer.get();
+    group.numbers->data = d.ring.base() + p.arena.end;
+    group.numbers->buffer = d.ring.buffer();
     for (int i = group.node0; i < group.node1; i++) {
         add_shadow_node(g->nodes[i]);
     }
@@ -423,8 +424,8 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
         slots->ne[2] = (int64_t)p.arena.n_slots;
         slots->nb[2] = p.arena.stride;
         slots->nb[3] = slots->nb[2] * p.arena.n_slots;
-        slots->data = d.ring.base + p.arena.begin() + p.arena.parts[i];
-        slots->buffer = d.ring.buffer.get();
+        slots->data = d.ring.base() + p.arena.begin() + p.arena.parts[i];
+        slots->buffer = d.ring.buffer();
         product->src[0] = slots;
         product->src[2] = group.numbers;
     }
@@ -449,12 +450,12 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     std::vector<int> streamed;
     size_t bytes = 0;
     for (int k : s.pieces) {
-        if (!d.piece_resident(k) && !on_cpu(d.layout.pieces[k].shard)) {
+        if (!d.arena.resident(k) && !on_cpu(d.weights.layout.pieces[k].shard)) {
             streamed.push_back(k);
-            bytes += d.layout.pieces[k].padded;
+            bytes += d.weights.layout.pieces[k].padded;
         }
     }
-    CacheBlock *block = nullptr;
+    KvBlock *block = nullptr;
     for (int i = node0; i < node1 && !block; i++) {
         block = block_of(g->nodes[i]);
         block = block && block->on_host ? block : nullptr;
@@ -501,7 +502,7 @@ void Compiler::add_cpu(int step, int node0, int node1) {
     seg.node1 = node1;
     for (int i = node0; i < node1; i++) {
         for (int piece : needs_of(g->nodes[i]).pieces) {
-            seg.bytes += d.layout.pieces[piece].bytes;
+            seg.bytes += d.weights.layout.pieces[piece].bytes;
         }
     }
     p.segments.push_back(seg);
@@ -560,7 +561,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
     std::set<const ggml_tensor *> on_host;
     int run0 = node0;
     bool run_cpu = false;
-    CacheBlock *block = nullptr;
+    KvBlock *block = nullptr;
     auto close = [&](int end) {
         if (end > run0) {
             run_cpu ? add_cpu(step, run0, end) : add_gpu(step, run0, end);
@@ -574,7 +575,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
         }
         bool host_weight = false, gpu_weight = false, touches_kv = is_persistent(n), follows = false;
         for (int piece : needs_of(n).pieces) {
-            (d.piece_resident(piece) ? gpu_weight : host_weight) = true;
+            (d.arena.resident(piece) ? gpu_weight : host_weight) = true;
         }
         for (int j = 0; j < GGML_MAX_SRC; j++) {
             touches_kv = touches_kv || (n->src[j] && is_persistent(n->src[j]));
@@ -584,7 +585,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
         if (cpu) {
             on_host.insert(root_of(n));
         }
-        CacheBlock *touched = block_of(n);
+        KvBlock *touched = block_of(n);
         if (cpu != run_cpu || (touched && block && touched != block)) {
             close(i);
             run_cpu = cpu;
@@ -598,7 +599,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
 // A step runs on the CPU if the plan places any of its pieces there that is not resident.
 bool Compiler::on_host(const Step &s) const {
     return !s.unsupported && std::any_of(s.pieces.begin(), s.pieces.end(), [&](int piece) {
-        return !d.piece_resident(piece) && on_cpu(d.layout.pieces[piece].shard);
+        return !d.arena.resident(piece) && on_cpu(d.weights.layout.pieces[piece].shard);
     });
 }
 
@@ -620,9 +621,9 @@ void Compiler::find_groups() {
         bool resident = true;
         uint32_t shard = 0;
         for (size_t i = 0; i < group.products.size(); i++) {
-            const int piece = d.weight_of(group.weight(i))->place.first_piece;
-            resident = resident && d.piece_resident(piece);
-            shard = d.layout.pieces[piece].shard;
+            const int piece = d.weights.of(group.weight(i))->place.first_piece;
+            resident = resident && d.arena.resident(piece);
+            shard = d.weights.layout.pieces[piece].shard;
         }
         group.streamed = !on_cpu(shard);
         // For several tokens the kernel that an inner device picks may depend on the number of experts in the tensor.
@@ -643,8 +644,8 @@ bool Compiler::place_experts() {
     const size_t largest = p.entry_bytes.empty() ? 0 : *std::max_element(p.entry_bytes.begin(), p.entry_bytes.end());
     // Room for three streamed steps if possible, else fewer; the rest of the ring is for experts.
     for (size_t n : {3, 2, 1}) {
-        p.arena = lay_arena(all_groups, n * largest, d.ring.capacity);
-        p.entry_capacity = p.arena.n_slots > 0 ? p.arena.begin() : d.ring.capacity;
+        p.arena = lay_arena(all_groups, n * largest, d.ring.capacity());
+        p.entry_capacity = p.arena.n_slots > 0 ? p.arena.begin() : d.ring.capacity();
         if (p.arena.n_slots >= needed) {
             return true;
         }
@@ -719,8 +720,8 @@ void Compiler::lay_segments() {
 // Sets the ring addresses of a segment's weights. Shadows of the same weights in earlier segments had other addresses.
 void Compiler::stage(const Segment &seg, size_t at) {
     for (int piece : p.entries[seg.entry].pieces) {
-        staged[piece] = d.ring.base + at;
-        at += d.layout.pieces[piece].padded;
+        staged[piece] = d.ring.base() + at;
+        at += d.weights.layout.pieces[piece].padded;
     }
     for (int i = seg.node0; i < seg.node1; i++) {
         for (const ggml_tensor *src : g->nodes[i]->src) {
@@ -811,8 +812,8 @@ bool Compiler::allocate_shadow(std::string &why) {
     for (const Step &s : steps) {
         if (s.row_piece) {
             const ggml_tensor *n = g->nodes[s.node0];
-            const int64_t most =
-                std::max<int64_t>(1, d.layout.scratch_bytes / (d.layout.pieces[s.pieces[0]].rows * sizeof(float)));
+            const int64_t most = std::max<int64_t>(1, d.weights.layout.scratch_bytes /
+                                                          (d.weights.layout.pieces[s.pieces[0]].rows * sizeof(float)));
             extra += 2 * (n->ne[1] / most + 1) * n->ne[2] * n->ne[3];
         }
     }

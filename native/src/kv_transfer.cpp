@@ -29,7 +29,7 @@ void KvTransfer::record(ggml_backend_event_t &event, ggml_backend_t stream) {
 }
 
 void KvTransfer::fill_panes(const Program &program, size_t at) {
-    for (; d.n_panes == 2 && filled < passes.size(); filled++) {
+    for (; d.kv.n_panes() == 2 && filled < passes.size(); filled++) {
         const Segment &s = program.segments[passes[filled]];
         const size_t pane = s.block->pane;
         for (size_t i = used; i < filled; i++) {
@@ -39,7 +39,7 @@ void KvTransfer::fill_panes(const Program &program, size_t at) {
         }
         for (size_t i = at; i < passes[filled]; i++) {
             const std::vector<Span> &out = program.segments[i].out;
-            if (std::any_of(out.begin(), out.end(), [](const Span &span) { return span.buffer->cache != nullptr; })) {
+            if (std::any_of(out.begin(), out.end(), [](const Span &span) { return span.buffer->kv != nullptr; })) {
                 return; // a CPU segment before it may write to the block
             }
         }
@@ -58,7 +58,7 @@ void KvTransfer::fill_panes(const Program &program, size_t at) {
 }
 
 void KvTransfer::before(const Segment &s) {
-    if (d.n_panes == 2) {
+    if (d.kv.n_panes() == 2) {
         ggml_backend_event_wait(d.inner.compute, full[s.block->pane]);
     } else {
         to_pane(s, d.inner.compute);
@@ -68,28 +68,28 @@ void KvTransfer::before(const Segment &s) {
 void KvTransfer::after(const Segment &s) {
     to_host(s, d.inner.compute);
     used++;
-    if (d.n_panes == 2) {
+    if (d.kv.n_panes() == 2) {
         record(free[s.block->pane], d.inner.compute);
     }
 }
 
-uint64_t KvTransfer::copy(const Segment &s, const CacheTensor &t, int64_t sequence, int64_t cell, int64_t n,
+uint64_t KvTransfer::copy(const Segment &s, const KvTensor &t, int64_t sequence, int64_t cell, int64_t n,
                           ggml_backend_t stream, bool back) {
     char *host = t.place(s.block->base, sequence, cell);
-    char *in_pane = t.place(d.pane_of(*s.block), sequence, cell);
+    char *in_pane = t.place(d.kv.pane_of(*s.block), sequence, cell);
     const size_t bytes = t.row * (size_t)n;
     if (back) {
-        ggml_tensor raw = raw_tensor(d.window.get(), in_pane, bytes);
+        ggml_tensor raw = raw_tensor(d.kv.window(), in_pane, bytes);
         ggml_backend_tensor_get_async(stream, &raw, host, 0, bytes);
     } else {
-        d.inner.upload(stream, d.window.get(), in_pane, host, bytes);
+        d.inner.upload(stream, d.kv.window(), in_pane, host, bytes);
     }
     d.counters.update([&](fsd_stats &c) { c.kv_copied_bytes += bytes; });
     return bytes;
 }
 
 // The cells of a tensor that the graph reads or writes.
-uint64_t KvTransfer::copy_wanted(const Segment &s, const CacheTensor &t, ggml_backend_t stream, bool back) {
+uint64_t KvTransfer::copy_wanted(const Segment &s, const KvTensor &t, ggml_backend_t stream, bool back) {
     uint64_t bytes = 0;
     for (const auto &w : access.wants) {
         for (int64_t i = 0; w.group == s.block->group && i < w.streams; i++) {
@@ -101,7 +101,7 @@ uint64_t KvTransfer::copy_wanted(const Segment &s, const CacheTensor &t, ggml_ba
 
 uint64_t KvTransfer::to_pane(const Segment &s, ggml_backend_t stream) {
     uint64_t bytes = 0;
-    for (const CacheTensor *t : s.block->tensors) {
+    for (const KvTensor *t : s.block->tensors) {
         bytes += copy_wanted(s, *t, stream, false);
     }
     return bytes;
@@ -110,7 +110,7 @@ uint64_t KvTransfer::to_pane(const Segment &s, ggml_backend_t stream) {
 void KvTransfer::to_host(const Segment &s, ggml_backend_t stream) {
     for (int i = s.node0; i < s.node1; i++) {
         const ggml_tensor *n = graph->nodes[i];
-        const CacheTensor *t = is_noop(n) ? nullptr : cached(n);
+        const KvTensor *t = is_noop(n) ? nullptr : cached(n);
         if (!t) {
             continue;
         }

@@ -132,43 +132,4 @@ struct Residency {
 Residency residency(uint64_t budget, uint64_t fixed, size_t min_ring, size_t wanted_ring,
                     const std::vector<size_t> &slabs, size_t unit_bytes);
 
-// Where each streamed step of one pass lies in the ring, and which earlier step must have been computed before its bytes
-// may be overwritten. Offsets are the same in every pass, so addresses that an inner device has captured stay valid.
-struct RingSlot {
-    size_t offset = 0;
-    size_t bytes = 0;
-    // Distance back in the endless sequence of steps to the last one whose bytes overlap; at most the number of slots
-    // (then it is this step's own previous pass).
-    size_t reuse_distance = 0;
-};
-
-// Steps that do not fit the capacity make the result empty.
-inline std::vector<RingSlot> lay_ring(const std::vector<size_t> &step_bytes, size_t capacity) {
-    std::vector<RingSlot> slots;
-    size_t at = 0;
-    for (size_t bytes : step_bytes) {
-        if (bytes > capacity) {
-            return {};
-        }
-        if (at + bytes > capacity) {
-            at = 0;
-        }
-        slots.push_back({at, bytes, 0});
-        at += bytes;
-    }
-    const size_t n = slots.size();
-    for (size_t i = 0; i < n; i++) {
-        size_t d = 1;
-        for (; d < n; d++) {
-            const RingSlot &a = slots[i];
-            const RingSlot &b = slots[(i + n - d) % n];
-            if (a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes) {
-                break;
-            }
-        }
-        slots[i].reuse_distance = d;
-    }
-    return slots;
-}
-
 } // namespace fsd

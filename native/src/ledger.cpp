@@ -92,12 +92,17 @@ bool Ledger::borrow(Ledger &parent, uint64_t least, uint64_t wanted) {
     parent.used_by_[(int)Use::image] += taken;
     parent.peak_ = std::max(parent.peak_, parent.sum());
     set_budget(taken);
+    parent_ = &parent;
     return true;
 }
 
-void Ledger::give_back(Ledger &parent) {
-    std::lock_guard<std::mutex> lock(parent.mutex_);
-    parent.used_by_[(int)Use::image] = 0;
+void Ledger::give_back() {
+    if (!parent_) {
+        return;
+    }
+    std::lock_guard<std::mutex> lock(parent_->mutex_);
+    parent_->used_by_[(int)Use::image] = 0;
+    parent_ = nullptr;
     set_budget(0);
 }
 

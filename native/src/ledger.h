@@ -41,6 +41,13 @@ class Ledger {
     // [any thread] The hard limit on all VRAM. Setting it frees nothing.
     uint64_t budget() const { return budget_.load(); }
     void set_budget(uint64_t bytes) { budget_.store(bytes); }
+    // [any thread] The smallest budget, and the one with which everything is resident; 0 before fsd_commit.
+    uint64_t floor() const { return floor_.load(); }
+    uint64_t full() const { return full_.load(); }
+    void set_limits(uint64_t floor, uint64_t full) {
+        floor_.store(floor);
+        full_.store(full);
+    }
     // [any thread] What the driver's context and libraries hold.
     uint64_t overhead() const { return overhead_.load(); }
     void set_overhead(uint64_t bytes) { overhead_.store(bytes); }
@@ -66,14 +73,17 @@ class Ledger {
     // `least`, for which the parent makes room. Returns whether it could.
     bool borrow(Ledger &parent, uint64_t least, uint64_t wanted);
     // Gives back what was borrowed. All allocations must have been released.
-    void give_back(Ledger &parent);
+    void give_back();
+    // The ledger that this one has borrowed from; null: none.
+    const Ledger *parent() const { return parent_; }
 
   private:
     uint64_t sum() const; // the caller holds mutex_
 
     const Inner &inner_;
     const std::vector<Reclaimer> reclaimers_;
-    std::atomic<uint64_t> budget_{0}, overhead_{0};
+    std::atomic<uint64_t> budget_{0}, overhead_{0}, floor_{0}, full_{0};
+    Ledger *parent_ = nullptr; // while something is borrowed
     mutable std::mutex mutex_;
     size_t used_by_[(int)Use::count] = {};
     uint64_t peak_ = 0;

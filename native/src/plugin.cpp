@@ -24,15 +24,15 @@ static void buffer_free(ggml_backend_buffer_t b) {
     d.inner.synchronize();
     d.programs.clear(); // their shadow nodes may point into the buffer
     if (c->weights && d.inner.copy) {
-        d.reset_ring();
+        d.ring.reset();
         ggml_backend_synchronize(d.inner.copy); // copies ahead of the next graph may still read the model file
     }
     if (c->inner) {
         InnerBuffer inner(c->inner);
         d.ledger.release(Use::buffers, inner);
     }
-    if (c->cache) {
-        d.release_caches(c);
+    if (c->kv) {
+        d.kv.remove(*c->kv);
     }
     if (c->pinned) {
         d.inner.unpin(c->base);
@@ -57,10 +57,13 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (c->weights) {
-        d.add_weight(t);
+        d.weights.add(t);
     } else if (!c->inner) { // a KV cache. One of a context that is made after commit has its VRAM already.
-        c->cache = c->cache ? std::move(c->cache) : std::make_unique<Cache>();
-        c->cache->add(t, (size_t)((char *)t->data - c->base));
+        if (!c->kv) {
+            c->kv = std::make_unique<KvCache>();
+            d.kv.add(*c->kv);
+        }
+        c->kv->add(t, (size_t)((char *)t->data - c->base));
     }
     return GGML_STATUS_SUCCESS;
 }
@@ -76,8 +79,8 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
         GGML_ABORT("frameshard: a buffer is used while the device is parked");
     }
     const size_t begin = (size_t)((char *)t->data - c->base) + offset;
-    if (c->cache) {
-        if (writes && !d.hold_range(c, begin, size)) {
+    if (c->kv) {
+        if (writes && !d.kv.hold_range(*c->kv, begin, size)) {
             GGML_ABORT("frameshard: no memory for %zu bytes of the KV cache", size);
         }
     } else if (!d.materialise(c)) {
@@ -122,8 +125,8 @@ static void buffer_clear(ggml_backend_buffer_t b, uint8_t value) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
-    if (c->cache) {
-        d.clear_caches(c, value);
+    if (c->kv) {
+        d.kv.clear(*c->kv, value);
     }
     if (c->inner) { // otherwise it is cleared when it is allocated
         d.inner.synchronize();

@@ -11,7 +11,7 @@
 namespace fsd {
 
 struct Buffer;
-struct CacheBlock;
+struct KvBlock;
 
 constexpr size_t kMaxPrograms = 6;
 
@@ -58,7 +58,7 @@ struct Segment {
     int entry = -1;                      // index into the program's ring entries; -1: nothing is streamed
     int group = -1;                      // index into the program's expert groups; -1: not a group
     const ggml_tensor *chosen = nullptr; // the choice of experts, where the entry is a tensor of experts
-    CacheBlock *block = nullptr;         // KV block in host memory, copied to the window before and written back after
+    KvBlock *block = nullptr;            // KV block in host memory, copied to the window before and written back after
     uint64_t uid = 0;
     uint64_t bytes = 0;         // of weights
     std::vector<Span> in, out;  // CPU: activations to copy from the device before and to the device after

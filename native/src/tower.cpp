@@ -23,7 +23,7 @@
 namespace fsd {
 
 static Device &tower() {
-    static Device *d = new Device(device().inner, device().pacing); // never destroyed, as device()
+    static Device *d = new Device(device().inner, device().pacing, device().requests); // never destroyed, as device()
     return *d;
 }
 
@@ -44,7 +44,6 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Buffer *c = ctx(b);
     if (c->weights) {
         t.weights.clear(); // a tower's weights are one buffer
-        t.weight_at.clear();
     }
     if (c->pinned) {
         t.inner.unpin(c->base);
@@ -90,7 +89,7 @@ static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data
         activations().erase(std::remove(activations().begin(), activations().end(), ctx(b)), activations().end());
         d.buffers.push_back(ctx(b));
     }
-    d.add_weight(t);
+    d.weights.add(t);
 }
 
 static void buffer_get(ggml_backend_buffer_t, const ggml_tensor *t, void *data, size_t offset, size_t size) {
@@ -202,12 +201,11 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
 
 static void start_tower(Device &t, Device &d) {
     if (!t.configured.load()) {
-        t.host = &d;
         t.cpu = d.cpu;
         t.n_threads = d.n_threads;
         t.configured.store(true);
     }
-    t.sizes = d.layout.sizes; // no piece is larger than what the language model's ring has room for
+    t.weights.sizes = d.weights.layout.sizes; // no piece is larger than what the language model's ring has room for
     for (Buffer *b : t.buffers) {
         // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.
         b->pinned = b->pinned || t.inner.pin(b->base, b->size);
@@ -216,7 +214,7 @@ static void start_tower(Device &t, Device &d) {
 
 static void stop_tower(Device &t) {
     t.inner.synchronize();
-    t.reset_ring();
+    t.ring.reset();
     ggml_backend_synchronize(t.inner.copy);
     t.programs.clear();
     for (Buffer *b : activations()) {
@@ -227,18 +225,16 @@ static void stop_tower(Device &t) {
             b->inner_base = nullptr;
         }
     }
-    t.ledger.release(Use::ring, t.ring.buffer);
-    t.ring.base = nullptr;
-    t.ring.capacity = 0;
-    t.ledger.release(Use::core, t.core);
-    t.ledger.release(Use::scratch, t.scratch);
+    t.ring.resize(0);
+    t.arena.release_core();
+    t.ledger.release(Use::scratch, t.scratch.buffer);
     t.residency_generation++;
     t.committed = false;
 }
 
 static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffic &traffic) {
     std::string why;
-    if (!t.lay_out_weights(why)) {
+    if (!t.weights.lay_out(t.inner.buffer_type(), why)) {
         GGML_LOG_ERROR("frameshard: %s\n", why.c_str());
         return GGML_STATUS_FAILED;
     }
@@ -246,14 +242,14 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     for (const auto &[buffer, bytes] : traffic.extent) {
         extents.push_back(bytes);
     }
-    const uint64_t least = floor_bytes(t.layout, fixed_bytes(t.layout, 0, extents), {});
+    const uint64_t least = floor_bytes(t.weights.layout, fixed_bytes(t.weights.layout, 0, extents), {});
     {
-        const uint64_t blocks = d.ledger.used(Use::kv) - d.window_bytes(); // can go to host memory
+        const uint64_t blocks = d.ledger.used(Use::kv) - d.kv.window_bytes(); // can go to host memory
         d.counters.update(
-            [&](fsd_stats &c) { c.image_floor_bytes = std::max(d.floor.load(), d.ledger.fixed() - blocks + least); });
+            [&](fsd_stats &c) { c.image_floor_bytes = std::max(d.ledger.floor(), d.ledger.fixed() - blocks + least); });
     }
-    t.wanted_ring = 0;
-    if (!t.ledger.borrow(d.ledger, least, least + 2 * t.layout.min_ring)) {
+    t.ring.wanted = 0;
+    if (!t.ledger.borrow(d.ledger, least, least + 2 * t.weights.layout.min_ring)) {
         GGML_LOG_ERROR("frameshard: this image needs %llu MiB of VRAM beside the language model's %llu MiB, the budget "
                        "is %llu MiB\n",
                        (unsigned long long)(least >> 20), (unsigned long long)(d.ledger.fixed() >> 20),
@@ -261,7 +257,6 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
         return GGML_STATUS_ALLOC_FAILED;
     }
     d.update_placements();
-    t.request.start(t.ledger.budget());
     for (const auto &[buffer, bytes] : traffic.extent) {
         InnerBuffer inner = t.ledger.allocate(Use::buffers, bytes);
         if (!inner) {
@@ -309,19 +304,17 @@ ggml_status encode_image(ggml_cgraph *graph) {
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
-    if (d.request.pending()) {
-        d.apply_budget();
-    }
+    d.requests.apply();
     d.inner.synchronize();
-    const size_t ring = d.ring.capacity;
+    const size_t ring = d.ring.capacity();
     start_tower(t, d);
     const ggml_status status = encode(t, d, graph, traffic); // run_graph takes the tower's own mutex
     stop_tower(t);
-    t.ledger.give_back(d.ledger);
-    if (d.request.pending()) {
-        d.apply_budget();
-    } else if (d.ring.capacity < ring && d.ledger.used() + ring <= d.ledger.budget() + d.ring.capacity) {
-        d.resize_ring(ring); // before weights come back into its room
+    t.ledger.give_back();
+    if (d.requests.pending()) {
+        d.requests.apply();
+    } else if (d.ring.capacity() < ring && d.ledger.used() + ring <= d.ledger.budget() + d.ring.capacity()) {
+        d.ring.resize(ring); // before weights come back into its room
     }
     if (tiling && status == GGML_STATUS_SUCCESS) {
         tiling->finish();

@@ -1,7 +1,8 @@
-// Properties of the pure functions in layout.h and kv_layout.h, on seeded random cases.
+// Properties of the pure functions in layout.h, kv_layout.h and ring.h, on seeded random cases.
 #include "check.h"
 #include "expert_cache.h"
 #include "kv_layout.h"
+#include "ring.h"
 
 #include <random>
 #include <set>

@@ -91,7 +91,7 @@ TEST(a_child_takes_from_the_budget_and_gives_all_of_it_back) {
     InnerBuffer b = child.allocate(Use::buffers, 2000);
     CHECK(b && h.ledger.used() == 3000 && !child.allocate(Use::buffers, 1));
     child.release(Use::buffers, b);
-    child.give_back(h.ledger);
+    child.give_back();
     CHECK(child.budget() == 0 && h.ledger.used() == 1000);
 }
 

@@ -1,9 +1,9 @@
 // What outlives graphs (keys and values, recurrent state), in no more VRAM than is in use of it.
 //
-// llama.cpp sees every tensor of a cache whole: rows of so many cells, stream after stream (a stream is a sequence's own
-// cells). Behind that a block, a layer's tensors, has storage for the first cells of the first streams only, grown when a
-// graph reaches further. Shapes that kernels see stay as they are, addresses and the stride from stream to stream differ.
-// A block that has no room in VRAM lies in host memory and passes through the window for the nodes that touch it.
+// llama.cpp sees every cached tensor whole: rows of so many cells, stream after stream. Behind that a KV block has storage for
+// the first cells of the first streams only, which grows when a graph reaches further. The shapes that kernels see stay as
+// they are; addresses and the stride from stream to stream differ. A block that has no room in VRAM lies in host memory and
+// passes through the window for the nodes that touch it.
 #pragma once
 
 #include "inner.h"
@@ -12,7 +12,6 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -22,12 +21,12 @@
 
 namespace fsd {
 
-struct CacheGroup;
-struct CacheTensor;
+struct KvGroup;
+struct KvTensor;
 
 // A layer's tensors.
-struct CacheBlock {
-    CacheGroup *group = nullptr;
+struct KvBlock {
+    KvGroup *group = nullptr;
     std::string key; // what the names of its tensors have in common
     InnerBuffer storage;
     char *base = nullptr;
@@ -36,11 +35,11 @@ struct CacheBlock {
     bool on_host = false;
     size_t pane = 0;    // of the window, while it is on the host
     bool stays = false; // one node needs it beside another block: not for the window
-    std::vector<CacheTensor *> tensors;
+    std::vector<KvTensor *> tensors;
 };
 
-struct CacheTensor {
-    CacheBlock *block = nullptr;
+struct KvTensor {
+    KvBlock *block = nullptr;
     ggml_tensor shape = {};
     size_t offset = 0; // in the buffer's reserved addresses
     size_t row = 0;    // bytes of a cell
@@ -59,12 +58,12 @@ struct CacheTensor {
 };
 
 // Tensors with as many cells and streams, which grow together: one list of row numbers serves them all.
-struct CacheGroup {
+struct KvGroup {
     int64_t cells = 0, streams = 0;
     std::vector<int64_t> used;  // cells by stream, as graphs have shown them
     std::vector<int64_t> asked; // what the engine says is in use or soon will be; -1: nothing yet
     bool by_rows = false;       // written by row number: a stream's cells have an end, known from what is read
-    std::vector<CacheBlock *> blocks;
+    std::vector<KvBlock *> blocks;
 };
 
 // Which part of a cached tensor a view of it covers.
@@ -75,37 +74,22 @@ struct Reach {
 };
 
 // Bytes of a buffer that lie together in a block's storage, or in none.
-struct CacheRun {
-    CacheBlock *block;
+struct KvRun {
+    KvBlock *block;
     char *address;
     size_t from, bytes; // from the begin of what was asked for
 };
 
-class Cache {
+class KvCache {
   public:
     void add(const ggml_tensor *t, size_t offset);
-    CacheTensor *at(size_t offset); // null between tensors
-    std::vector<CacheRun> runs(size_t offset, size_t bytes);
-    std::deque<CacheGroup> groups;
-    std::deque<CacheBlock> blocks;
-    std::deque<CacheTensor> tensors; // in ascending order of offset
+    KvTensor *at(size_t offset); // null between tensors
+    std::vector<KvRun> runs(size_t offset, size_t bytes);
+    std::deque<KvGroup> groups;
+    std::deque<KvBlock> blocks;
+    std::deque<KvTensor> tensors; // in ascending order of offset
 };
 
-Reach reach_of(const CacheTensor &c, const ggml_tensor *t);
-
-// What a graph needs of the caches.
-struct CacheAccess {
-    struct Want {
-        CacheGroup *group;
-        int64_t stream0, streams, cells;
-    };
-    struct Rows {
-        const ggml_tensor *numbers; // a graph's input: in the buffer they count inside what is held, on the host in all
-        CacheGroup *group;
-    };
-    std::vector<Want> wants; // one for a group
-    std::vector<Rows> rows;
-    std::vector<CacheBlock *> together; // needed by one node beside another block
-};
+Reach reach_of(const KvTensor &c, const ggml_tensor *t);
 
 } // namespace fsd

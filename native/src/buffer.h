@@ -1,0 +1,48 @@
+// A buffer that llama.cpp asked for.
+#pragma once
+
+#include "kv_cache.h"
+#include "tensors.h"
+
+namespace fsd {
+
+// Its addresses are reserved host addresses; the bytes lie in `inner` once committed. CPU segments compute in the reserved
+// range itself, which therefore serves as the copy in host memory.
+struct Buffer {
+    char *base = nullptr;
+    size_t size = 0;
+    bool weights = false; // a window on the model file: no inner buffer, base is the mapping
+    bool pinned = false;
+    bool parked = false;         // its bytes wait in the reserved range for a new inner buffer
+    std::unique_ptr<KvCache> kv; // has storage of its own instead of `inner`
+    ggml_backend_buffer_t inner = nullptr;
+    char *inner_base = nullptr;
+};
+
+// The context of one of our ggml buffers, or null for a foreign buffer.
+Buffer *buffer_of(const ggml_tensor *t);
+
+// What a tensor or the one that it is a view of is in the KV cache, or null.
+KvTensor *cached(const ggml_tensor *t);
+
+// Runs `use` on the inner bytes of [offset, offset + size) of a buffer, a part at a time; null stands for a part of the KV
+// cache that was never written, which reads as zeros.
+template <typename F> void each_inner(const Buffer &b, size_t offset, size_t size, F use) {
+    if (!b.kv) {
+        ggml_tensor raw = raw_tensor(b.inner, b.inner_base + offset, size);
+        use(&raw, (size_t)0, size);
+        return;
+    }
+    for (const KvRun &run : b.kv->runs(offset, size)) {
+        ggml_tensor raw = run.address ? raw_tensor(run.block->storage.get(), run.address, run.bytes) : ggml_tensor();
+        use(run.address ? &raw : nullptr, run.from, run.bytes);
+    }
+}
+
+// Zeroed host memory; pages that are never touched take no RAM. Null when the system refuses.
+char *reserve_addresses(size_t size);
+void release_addresses(char *p, size_t size);
+// Gives the pages of a range back to the system; on Linux and macOS they may read as zeros from then on.
+void forget_pages(char *p, size_t size);
+
+} // namespace fsd

@@ -1,0 +1,432 @@
+#include "kv_store.h"
+
+#include "buffer.h"
+#include "program.h"
+
+#include "ggml-backend-impl.h"
+
+#include <algorithm>
+
+namespace fsd {
+
+void KvStore::add(KvCache &cache) { caches_.push_back(&cache); }
+
+void KvStore::remove(KvCache &cache) {
+    for (KvBlock &b : cache.blocks) {
+        release_block(b);
+    }
+    accesses_.clear();
+    caches_.erase(std::remove(caches_.begin(), caches_.end(), &cache), caches_.end());
+}
+
+template <typename F> void KvStore::each_block(F use) {
+    for (KvCache *cache : caches_) {
+        for (KvBlock &block : cache->blocks) {
+            use(block);
+        }
+    }
+}
+
+size_t KvStore::lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::vector<size_t> &at) {
+    size_t bytes = 0;
+    at.clear();
+    for (const KvTensor *t : b.tensors) {
+        at.push_back(bytes);
+        bytes += kv_tensor_bytes(t->kv_shape(), cells, streams);
+    }
+    return bytes;
+}
+
+void KvStore::release_block(KvBlock &b) {
+    if (b.on_host) {
+        b.storage.reset();
+        host_bytes_ -= b.bytes;
+    } else {
+        ledger_.release(Use::kv, b.storage);
+    }
+    b.base = nullptr;
+    b.bytes = 0;
+    b.cells = b.streams = 0;
+    b.on_host = false;
+    generation_++;
+}
+
+bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host) {
+    inner_.synchronize();
+    ggml_backend_synchronize(inner_.copy); // may be reading it into the window_
+    std::vector<size_t> at;
+    const size_t bytes = lay_out(b, cells, streams, at);
+    InnerBuffer storage;
+    char *base = nullptr;
+    if (bytes > 0) {
+        if (to_host) {
+            // Copies from pinned memory run at the link's full rate. A parked cache is not read for long.
+            ggml_backend_buffer_type_t buft = pageable_ ? nullptr : inner_.host_buffer_type();
+            storage.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), bytes));
+        } else {
+            storage = ledger_.allocate(Use::kv, bytes, Ledger::kForKv);
+        }
+        if (!storage) {
+            return false;
+        }
+        ggml_backend_buffer_clear(storage.get(), 0); // kernels read past what is in use, and multiply it by zero
+        base = (char *)ggml_backend_buffer_get_base(storage.get());
+    }
+    for (size_t i = 0; i < b.tensors.size(); i++) {
+        const KvTensor &t = *b.tensors[i];
+        for (int64_t s = 0; s < std::min(b.streams, streams); s++) {
+            const int64_t n = std::min({b.group->used[(size_t)s], b.cells, cells});
+            if (n > 0) {
+                const size_t size = t.row * (size_t)n;
+                ggml_tensor from = raw_tensor(b.storage.get(), t.place(b.base, s, 0), size);
+                ggml_tensor to = raw_tensor(storage.get(), base + at[i] + t.row * (size_t)(s * cells), size);
+                ggml_backend_tensor_copy(&from, &to);
+            }
+        }
+    }
+    release_block(b);
+    for (size_t i = 0; i < b.tensors.size(); i++) {
+        b.tensors[i]->at = at[i];
+    }
+    b.storage = std::move(storage);
+    b.base = base;
+    b.bytes = bytes;
+    b.cells = cells;
+    b.streams = streams;
+    b.on_host = to_host && bytes > 0;
+    host_bytes_ += b.on_host ? bytes : 0;
+    return true;
+}
+
+// What the window_ lacks of the room that blocks on the host need: for two of them, if there are so many.
+size_t KvStore::window_lacks() {
+    size_t largest = 0, n = 0;
+    each_block([&](const KvBlock &b) {
+        largest = std::max(largest, b.on_host ? b.bytes : 0);
+        n += b.on_host;
+    });
+    const size_t held = window_bytes(), needed = weights_.layout.granular(std::min<size_t>(n, 2) * largest);
+    return needed > held ? needed - held : 0;
+}
+
+bool KvStore::fits(int64_t more) {
+    return (int64_t)(ledger_.fixed() + weights_.layout.weights_beside_kv()) + more <= (int64_t)ledger_.budget();
+}
+
+// The last layer first: the copies of the blocks of earlier layers would have less computing to hide behind.
+bool KvStore::spill_block() {
+    KvBlock *last = nullptr;
+    each_block([&](KvBlock &b) { last = b.bytes > 0 && !b.on_host && !b.stays ? &b : last; });
+    return last && relocate(*last, last->cells, last->streams, true);
+}
+
+bool KvStore::ensure_window() {
+    for (;;) {
+        size_t largest = 0, n = 0;
+        each_block([&](KvBlock &b) {
+            largest = std::max(largest, b.on_host ? b.bytes : 0);
+            b.pane = b.on_host ? n++ % 2 : 0;
+        });
+        const bool two = n > 1 && fits((int64_t)weights_.layout.granular(2 * largest) - (int64_t)window_bytes());
+        if (window_ && (n == 0 || pane_bytes_ < largest || (two && n_panes_ < 2))) {
+            release_window();
+        }
+        if (n > 0 && !window_) {
+            for (n_panes_ = two ? 2 : 1; n_panes_ > 0 && !window_; n_panes_ -= window_ ? 0 : 1) {
+                window_ = ledger_.allocate(Use::kv, n_panes_ * largest, Ledger::kForKv);
+            }
+            if (!window_) {
+                if (!spill_block()) {
+                    return false;
+                }
+                continue;
+            }
+            window_base_ = (char *)ggml_backend_buffer_get_base(window_.get());
+            pane_bytes_ = largest;
+            generation_++;
+        }
+        if (n_panes_ < 2) {
+            each_block([](KvBlock &b) { b.pane = 0; });
+        }
+        return true;
+    }
+}
+
+void KvStore::release_window() {
+    inner_.synchronize();
+    ggml_backend_synchronize(inner_.copy);
+    ledger_.release(Use::kv, window_);
+    window_base_ = nullptr;
+    n_panes_ = pane_bytes_ = 0;
+    generation_++;
+}
+
+void KvStore::spill_surplus() {
+    while (!fits((int64_t)window_lacks()) && spill_block()) {
+    }
+}
+
+size_t KvStore::fetch_blocks() {
+    size_t all = 0, done = 0;
+    each_block([&](const KvBlock &b) { all += b.on_host ? weights_.layout.granular(b.bytes) : 0; });
+    const bool all_fit = fits((int64_t)all - (int64_t)window_bytes());
+    if (window_ && all_fit) {
+        release_window();
+    }
+    each_block([&](KvBlock &b) {
+        if (b.on_host && (all_fit || fits((int64_t)(weights_.layout.granular(b.bytes) + window_lacks()))) &&
+            relocate(b, b.cells, b.streams, false)) {
+            done += b.bytes;
+        }
+    });
+    ensure_window();
+    return done;
+}
+
+// The cells and streams to hold of each block of a group, of at most half as much if it may shrink.
+static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink) {
+    int64_t used = 0, streams = 0, held = 0, held_streams = 0;
+    for (int64_t s = 0; s < g.streams; s++) {
+        used = std::max(used, g.used[(size_t)s]);
+        streams = g.used[(size_t)s] > 0 ? s + 1 : streams;
+    }
+    for (const KvBlock *b : g.blocks) {
+        held = std::max(held, b->cells);
+        held_streams = std::max(held_streams, b->streams);
+    }
+    const int64_t cells = cells_to_hold(used, g.cells);
+    if (may_shrink && cells * streams * 2 <= held * held_streams) {
+        return {cells, streams};
+    }
+    return {used > held ? cells : held, std::max(streams, held_streams)};
+}
+
+// Gives a block storage of another size, in VRAM if it fits there.
+bool KvStore::resize(KvBlock &b, int64_t cells, int64_t streams) {
+    std::vector<size_t> at;
+    const size_t bytes = weights_.layout.granular(lay_out(b, cells, streams, at));
+    const int64_t more = (int64_t)bytes - (int64_t)(b.on_host ? 0 : weights_.layout.granular(b.bytes));
+    const bool in_vram = !b.on_host && fits(more);
+    // With no room for both, the block grows by way of host memory.
+    if (!(in_vram && relocate(b, cells, streams, false)) && !relocate(b, cells, streams, true)) {
+        return false;
+    }
+    if (in_vram && b.on_host) {
+        relocate(b, cells, streams, false);
+    }
+    return true;
+}
+
+bool KvStore::settle(bool may_shrink) {
+    for (KvCache *cache : caches_) {
+        for (KvGroup &g : cache->groups) {
+            const auto [cells, streams] = extent_of(g, may_shrink);
+            for (KvBlock *b : g.blocks) {
+                if ((b->cells != cells || b->streams != streams) && !resize(*b, cells, streams)) {
+                    return false;
+                }
+            }
+        }
+    }
+    spill_surplus();
+    return ensure_window();
+}
+
+bool KvStore::hold_range(KvCache &cache, size_t offset, size_t bytes) {
+    for (const KvRun &run : cache.runs(offset, bytes)) {
+        if (!run.address) {
+            const KvTensor &t = *cache.at(offset + run.from);
+            const size_t in = offset + run.from - t.offset;
+            int64_t &used = run.block->group->used[in / t.stream_bytes()];
+            used = std::max(used, (int64_t)((in % t.stream_bytes() + run.bytes + t.row - 1) / t.row));
+        }
+    }
+    return settle(false);
+}
+
+void KvStore::clear(KvCache &cache, uint8_t value) {
+    inner_.synchronize();
+    for (KvGroup &g : cache.groups) {
+        std::fill(g.used.begin(), g.used.end(), 0);
+    }
+    for (KvBlock &b : cache.blocks) {
+        if (b.storage) {
+            ggml_backend_buffer_clear(b.storage.get(), value);
+        }
+    }
+}
+
+void KvStore::park() {
+    pageable_ = true;
+    each_block([&](KvBlock &b) {
+        if (b.bytes > 0 && !b.on_host) {
+            relocate(b, b.cells, b.streams, true);
+        }
+    });
+    if (window_) {
+        release_window();
+    }
+}
+
+void KvStore::unpark() {
+    pageable_ = false;
+    each_block([&](KvBlock &b) {
+        if (b.on_host) {
+            relocate(b, b.cells, b.streams, true);
+        }
+    });
+}
+
+KvNeed KvStore::need() {
+    KvNeed need;
+    std::vector<size_t> at;
+    each_block([&](const KvBlock &b) {
+        const uint64_t whole = weights_.layout.granular(lay_out(b, b.group->cells, b.group->streams, at));
+        need.window = std::max(need.window, whole);
+        need.whole += whole;
+    });
+    return need;
+}
+
+void KvStore::use_cells(uint32_t stream, uint64_t cells) {
+    for (KvCache *cache : caches_) {
+        for (KvGroup &g : cache->groups) {
+            if (g.by_rows && stream < g.used.size()) {
+                g.asked[stream] = (int64_t)std::min<uint64_t>(cells, (uint64_t)g.cells);
+                // Where the cells of a shortened sequence lie shows in its next graph; an empty one has none.
+                g.used[stream] = cells == 0 ? 0 : std::max(g.used[stream], g.asked[stream]);
+            }
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------- graphs
+
+bool writes_rows(const ggml_tensor *node, const KvTensor &c) {
+    const ggml_tensor *ids = node->src[1];
+    const Buffer *b = node->op == GGML_OP_SET_ROWS ? buffer_of(ids) : nullptr;
+    return b && ids->op == GGML_OP_NONE && !ids->view_src && ids->type == GGML_TYPE_I64 && ggml_is_contiguous(ids) &&
+           ids->ne[1] == 1 && ids->ne[2] == 1 && ids->ne[3] == 1 &&
+           ids->buffer->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE && node->data == c.shape.data &&
+           ggml_row_size(node->type, node->ne[0]) == c.row && node->nb[1] == c.row &&
+           node->ne[1] * node->ne[2] == c.cells * c.streams && node->ne[3] == 1 && node->src[0]->ne[2] == 1;
+}
+
+static KvAccess access_of(const ggml_cgraph *graph) {
+    KvAccess a;
+    const auto want = [&](KvGroup *g, int64_t stream0, int64_t streams, int64_t cells) {
+        auto it = std::find_if(a.wants.begin(), a.wants.end(), [&](const auto &w) { return w.group == g; });
+        if (it == a.wants.end()) {
+            a.wants.push_back({g, stream0, streams, cells});
+            return;
+        }
+        const int64_t end = std::max(it->stream0 + it->streams, stream0 + streams);
+        it->stream0 = std::min(it->stream0, stream0);
+        it->streams = end - it->stream0;
+        it->cells = std::max(it->cells, cells);
+    };
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *n = graph->nodes[i];
+        if (is_noop(n)) {
+            continue;
+        }
+        KvBlock *touched = nullptr;
+        for (int j = -1; j < GGML_MAX_SRC; j++) {
+            const ggml_tensor *t = j < 0 ? n : n->src[j];
+            KvTensor *c = t ? cached(t) : nullptr;
+            if (!c) {
+                continue;
+            }
+            if (touched && touched != c->block) {
+                a.together.push_back(touched);
+                a.together.push_back(c->block);
+            }
+            touched = c->block;
+            KvGroup *g = c->block->group;
+            if ((j < 0 || j == 2) && writes_rows(n, *c)) {
+                const bool known = std::any_of(a.rows.begin(), a.rows.end(),
+                                               [&](const auto &r) { return r.numbers == n->src[1] && r.group == g; });
+                if (!known) {
+                    a.rows.push_back({n->src[1], g});
+                }
+                continue;
+            }
+            const Reach r = reach_of(*c, t);
+            want(g, r.stream0, r.streams, r.cells);
+        }
+    }
+    // One list of numbers can serve but one weights_.layout.
+    for (const auto &r : a.rows) {
+        for (const auto &other : a.rows) {
+            if (r.numbers == other.numbers && r.group != other.group) {
+                want(r.group, 0, r.group->streams, r.group->cells);
+            }
+        }
+    }
+    return a;
+}
+
+const KvAccess &KvStore::access(const ggml_cgraph *graph) {
+    static const KvAccess none;
+    if (caches_.empty()) {
+        return none;
+    }
+    auto it = std::find_if(accesses_.begin(), accesses_.end(),
+                           [&](const auto &known) { return graph->uid != 0 && known.first == graph->uid; });
+    if (it == accesses_.end()) {
+        if (accesses_.size() >= kMaxPrograms) {
+            accesses_.pop_front();
+        }
+        accesses_.emplace_back(graph->uid, access_of(graph));
+        it = accesses_.end() - 1;
+    }
+    return it->second;
+}
+
+bool KvStore::prepare(const KvAccess &a) {
+    for (KvBlock *b : a.together) {
+        b->stays = true;
+    }
+    for (const auto &w : a.wants) {
+        for (int64_t s = w.stream0; s < w.stream0 + w.streams; s++) {
+            int64_t &used = w.group->used[(size_t)s];
+            const int64_t asked = w.group->asked[(size_t)s];
+            used = std::max(asked < 0 ? used : asked, w.cells);
+        }
+    }
+    for (const auto &r : a.rows) {
+        r.group->by_rows = true;
+        const int64_t *numbers = (const int64_t *)r.numbers->data;
+        for (int64_t i = 0; i < r.numbers->ne[0]; i++) {
+            int64_t &used = r.group->used[(size_t)(numbers[i] / r.group->cells)];
+            used = std::max(used, numbers[i] % r.group->cells + 1);
+        }
+    }
+    if (!settle(false)) {
+        return false;
+    }
+    for (KvBlock *b : a.together) {
+        if (b->on_host && !relocate(*b, b->cells, b->streams, false)) {
+            return false;
+        }
+    }
+    std::vector<int64_t> inside;
+    for (const auto &r : a.rows) {
+        const KvBlock &b = *r.group->blocks.front(); // all of the group hold as much
+        if (b.streams == 1) {
+            continue; // row numbers of the first stream are the same in both
+        }
+        inner_.synchronize();
+        const int64_t *numbers = (const int64_t *)r.numbers->data;
+        inside.assign(numbers, numbers + r.numbers->ne[0]);
+        for (int64_t &n : inside) {
+            n = n / r.group->cells * b.cells + n % r.group->cells;
+        }
+        const Buffer *buffer = buffer_of(r.numbers);
+        inner_.upload(nullptr, buffer->inner, buffer->inner_base + ((char *)r.numbers->data - buffer->base),
+                      inside.data(), inside.size() * sizeof(int64_t));
+    }
+    return true;
+}
+
+} // namespace fsd

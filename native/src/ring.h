@@ -1,0 +1,83 @@
+// The ring: staging memory in VRAM through which streamed steps pass.
+//
+// Its policy: steps get slots in the order of use, one behind the other, and start again at the front when the end is reached
+// (lay_ring). The next step of that order is copied next (pump). A slot may be overwritten once the last step whose bytes
+// overlap it has been computed (RingSlot::reuse_distance). Behind the slots the rest of the ring is the expert cache.
+#pragma once
+
+#include "expert_cache.h"
+#include "ledger.h"
+#include "program.h"
+#include "weights.h"
+
+namespace fsd {
+
+// Where each streamed step of one pass lies in the ring, and which earlier step must have been computed before its bytes
+// may be overwritten. Offsets are the same in every pass, so addresses that an inner device has captured stay valid.
+struct RingSlot {
+    size_t offset = 0;
+    size_t bytes = 0;
+    // Distance back in the endless sequence of steps to the last one whose bytes overlap; at most the number of slots
+    // (then it is this step's own previous pass).
+    size_t reuse_distance = 0;
+};
+
+// Steps that do not fit the capacity make the result empty.
+std::vector<RingSlot> lay_ring(const std::vector<size_t> &step_bytes, size_t capacity);
+
+class Ring {
+  public:
+    // `generation` counts changes after which compiled programs are no longer right.
+    Ring(Inner &inner, Ledger &ledger, const Weights &weights, ExpertCache &experts, uint64_t &generation)
+        : inner_(inner), ledger_(ledger), weights_(weights), experts_(experts), generation_(generation) {}
+
+    // Takes VRAM of another size, rounded down to whole units; all that is in the ring is lost. False: there is none.
+    bool resize(size_t bytes);
+    // Lays the slots out for a program's streamed steps, if they are not already.
+    void lay_out(const Program &p);
+    // Waits for queued copies and forgets all slots.
+    void reset();
+
+    struct Copied {
+        uint64_t copies = 0, bytes = 0;
+    };
+    // Starts every copy whose slot is free, or will be once queued work is done. Never waits.
+    Copied pump();
+    // Copies the chosen experts that pump() did not predict.
+    Copied copy_missing_experts(size_t entry);
+
+    void wait_for(size_t entry) { ggml_backend_event_wait(inner_.compute, ready_[entry]); } // the compute stream waits
+    void synchronize(size_t entry) { ggml_backend_event_synchronize(ready_[entry]); }       // the host waits
+    void use(size_t entry); // the step's computing is queued
+
+    ggml_backend_buffer_t buffer() const { return buffer_.get(); }
+    char *base() const { return base_; }
+    size_t capacity() const { return capacity_; }
+    // Of the endless sequence of steps: the next to be copied, and the next to be used.
+    uint64_t next_copy() const { return next_copy_; }
+    uint64_t next_use() const { return next_use_; }
+    int layer_of(size_t entry) const { return entries_[entry].layer; }
+
+    size_t wanted = 0; // capacity that the plan asks for
+
+  private:
+    void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
+    uint64_t copy_experts(size_t entry);
+
+    Inner &inner_;
+    Ledger &ledger_;
+    const Weights &weights_;
+    ExpertCache &experts_;
+    uint64_t &generation_;
+    InnerBuffer buffer_;
+    char *base_ = nullptr;
+    size_t capacity_ = 0;
+    std::vector<RingEntry> entries_;                 // of the program that the slots are for
+    std::vector<RingSlot> slots_;                    // by entry
+    size_t entry_capacity_ = 0;                      // what the slots are laid out in
+    std::vector<ggml_backend_event_t> ready_, done_; // by entry: copied, computed
+    std::vector<std::vector<bool>> held_;            // by entry of experts: those in its latest copy
+    uint64_t next_copy_ = 0, next_use_ = 0;
+};
+
+} // namespace fsd
