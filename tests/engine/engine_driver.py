@@ -18,7 +18,7 @@ from typing import Any
 
 from frameshard.wire import channel
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 Event = dict[str, Any]
 
 
