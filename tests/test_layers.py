@@ -112,7 +112,6 @@ MOST_LINES, MOST_FIELDS = 80, 25
 EXCEPTIONS = {
     "native.py: Stats": "the fields of fsd_stats, one for one",
     "options.py: LaunchOptions": "the launch options, one for one",
-    "wire/launch.py: ServeConfig": "the launch options, one for one",
 }
 
 

@@ -502,7 +502,7 @@ def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: s
         "read": "from frameshard.engine import request; owner = request.RequestReader; name = 'read'"
         "; of = lambda request: request.prompt",
         "start": "owner = process.Batcher; name = '_start'; of = lambda job: job.sampling.stop[0]",
-        "speak": "owner = process.Batcher; name = '_speak'; of = lambda job: job.sampling.stop[0]",
+        "speak": "owner = process.Batcher; name = '_emit'; of = lambda job: job.sampling.stop[0]",
     }
     patch = f"""
 {patches[place]}

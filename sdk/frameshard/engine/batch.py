@@ -61,7 +61,7 @@ from frameshard.wire import messages as m
 logger = logging.getLogger("frameshard.engine")
 
 Shape = tuple[int, int]
-"""Tokens of a sequence that were decoded together: how many of them it kept, and how many they were."""
+"""A decode of one sequence: tokens that the sequence kept, and tokens decoded."""
 
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
@@ -73,8 +73,14 @@ class _NotFinite(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """One request. ``shapes`` are the chunks still to read; ``resume`` the tokens it had produced before; ``pictures``
-    the images in the prompt by where they begin. Tokens of an image are negative."""
+    """One request.
+
+    :param resume: tokens of the answer that an earlier engine produced.
+    :param history: shapes in which that engine decoded.
+    :param grammar: grammar that the answer is held to; "" is none.
+    :param shapes: chunks of the prompt that are still to be decoded.
+    :param pictures: images in the prompt by their first token. Tokens of an image are negative.
+    """
 
     id: int
     prompt: list[int]
@@ -85,7 +91,6 @@ class Job:
     history: list[Shape]
     text: TextStream
     grammar: str = ""
-    """What its answer is held to; "" is nothing."""
     slot: Slot | None = None
     sampler: Sampler | None = None
     shapes: collections.deque[Shape] = field(default_factory=collections.deque)
@@ -96,8 +101,8 @@ class Job:
     lookup: Lookup | None = None
     """Drafts by lookup; None where nothing is drafted."""
     draft_state: DraftState | None = None
-    to_read: list[int] = field(default_factory=list)
-    """What its sequence has to hold before it speaks: the prompt, and what of ``resume`` is read with it."""
+    to_prefill: list[int] = field(default_factory=list)
+    """Tokens that its sequence holds before it generates: the prompt, and the part of ``resume`` that is prefilled."""
 
     def next_tokens(self, n: int) -> list[int]:
         """The token that was sampled last and ``n - 1`` drafted ones, filled up with copies of the last."""
@@ -123,12 +128,12 @@ class Job:
 
     @property
     def resumed(self) -> bool:
-        """It ran before, in another engine."""
+        """It ran before, in an earlier engine."""
         return bool(self.resume or self.history)
 
     @property
-    def reading(self) -> bool:
-        """Part of :attr:`to_read` is still to be decoded."""
+    def prefilling(self) -> bool:
+        """Part of :attr:`to_prefill` is still to be decoded."""
         return bool(self.shapes)
 
 
@@ -150,11 +155,11 @@ class Slot:
         return min([length, *(at for at, n, _ in self.pictures if at < length < at + n)])
 
     def positions(self, length: int) -> int:
-        """How far the first ``length`` tokens reach in the sequence: an image may move on by less than its tokens."""
+        """Positions of the first ``length`` tokens: an image may take fewer positions than tokens."""
         return length - sum(n_tokens - n_pos for at, n_tokens, n_pos in self.pictures if at < length)
 
     def cut(self, length: int) -> None:
-        """Forgets all but the first ``length`` tokens."""
+        """Removes all but the first ``length`` tokens."""
         del self.tokens[length:]
         self.pictures = [picture for picture in self.pictures if picture[0] < length]
         left, kept = length, []
@@ -188,11 +193,11 @@ class Batcher:
         self.chunk = runtime.n_ubatch
         """Prompt tokens that jobs which start from now on read in one go."""
 
-    # --- what the outside may ask ---------------------------------------------------------------------------------
+    # --- requests and figures -------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """There is something to decode."""
+        """A job waits or runs."""
         return bool(self._queued) or any(slot.job for slot in self._slots)
 
     @property
@@ -243,8 +248,8 @@ class Batcher:
         return []
 
     def interrupt(self, job_id: int) -> None:
-        """[any thread] No decode shall run for this job any more, the present one included unless it works for others
-        too. A :meth:`cancel` has to follow."""
+        """[any thread] Stops decoding for this job, also the running decode unless it works for other jobs, too. A
+        :meth:`cancel` has to follow."""
         with self._lock:
             self._interrupted.add(job_id)
             if self._in_flight and self._in_flight <= self._interrupted:
@@ -257,29 +262,29 @@ class Batcher:
         """
         events = self._start_queued()
         if events:
-            return events  # to be sent before a decode that may take long
+            return events  # sent before a decode that may take long
         jobs = self._choose()
         if not jobs:
             return events
-        reading, at = jobs[0], len(job_slot(jobs[0]).tokens)
-        picture = reading.pictures.get(at) if reading.reading else None
+        prefilling, at = jobs[0], len(job_slot(jobs[0]).tokens)
+        picture = prefilling.pictures.get(at) if prefilling.prefilling else None
         with self._lock:
             self._in_flight = frozenset(job.id for job in jobs)
             if self._in_flight <= self._interrupted:
                 self._in_flight = frozenset()
                 return events
-        part = self._part(reading) if reading.reading else []
+        part = self._part(prefilling) if prefilling.prefilling else []
         batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
         failure: DecodeAborted | FrameshardError | None = None
         encoded = False
         try:
             if picture is None:
-                batch = [(reading, part)] if reading.reading else self._batch_with_drafts(jobs)
-                rows = "last" if reading.reading else "all"
+                batch = [(prefilling, part)] if prefilling.prefilling else self._batch_with_drafts(jobs)
+                rows = "last" if prefilling.prefilling else "all"
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, rows) for job, tokens in batch])
             else:
-                encoded = self._see(picture, job_slot(reading), at)
+                encoded = self._see(picture, job_slot(prefilling), at)
                 outputs = [-1]  # text follows an image
         except (DecodeAborted, ContextOverflow) as error:
             failure = error
@@ -300,24 +305,26 @@ class Batcher:
                     events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
             return events
         if encoded:
-            done = sum(each.embedding is not None for each in reading.pictures.values())
-            return [em.Progress(reading.id, "encode", done, len(reading.pictures))]
+            done = sum(each.embedding is not None for each in prefilling.pictures.values())
+            return [em.Progress(prefilling.id, "encode", done, len(prefilling.pictures))]
         now = time.monotonic()
-        if reading.reading:
-            kept, _ = reading.shapes.popleft()
-            self._keep(job_slot(reading), part, kept)
+        if prefilling.prefilling:
+            kept, _ = prefilling.shapes.popleft()
+            self._keep(job_slot(prefilling), part, kept)
             self._prompt_tokens += kept
-            if reading.pictures:
-                events.append(em.Progress(reading.id, "prefill", len(job_slot(reading).tokens), len(reading.to_read)))
-            if not reading.reading:
-                events += self._speak_all([(reading, [])], outputs, now)
+            if prefilling.pictures:
+                events.append(
+                    em.Progress(prefilling.id, "prefill", len(job_slot(prefilling).tokens), len(prefilling.to_prefill))
+                )
+            if not prefilling.prefilling:
+                events += self._emit_all([(prefilling, [])], outputs, now)
             return events
-        return events + self._speak_all(batch, outputs, now)
+        return events + self._emit_all(batch, outputs, now)
 
-    def _speak_all(
+    def _emit_all(
         self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float
     ) -> list[em.JobEvent]:
-        """What comes of a decode: as many rows of ``outputs`` for each job.
+        """Events of a decode, which yielded the same number of rows of ``outputs`` for each job.
 
         :raises FrameshardError: the device computes no numbers any more.
         """
@@ -326,7 +333,7 @@ class Batcher:
         each = len(outputs) // len(batch)
         for i, (job, tokens) in enumerate(batch):
             try:
-                events += self._speak(job, tokens, outputs[i * each : (i + 1) * each], now)
+                events += self._emit(job, tokens, outputs[i * each : (i + 1) * each], now)
             except _NotFinite:
                 failed.append(job)
             except FrameshardError:
@@ -335,7 +342,7 @@ class Batcher:
                 events.append(self._defect(job, defect))
         for job in failed:
             slot = job_slot(job)
-            slot.conversation = None  # its keys and values may be no numbers either
+            slot.conversation = None  # its KV cache may hold NaN too
             error = BadModel("the model computes NaN or infinity for this prompt: some of its weights are damaged")
             events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(error))))
             with contextlib.suppress(DecodeAborted):
@@ -344,7 +351,7 @@ class Batcher:
         return events
 
     def _see(self, picture: Picture, slot: Slot, at: int) -> bool:
-        """Encodes the picture, or reads it when that is done; true in the first case."""
+        """Encodes the picture, or prefills it when that is done; true in the first case."""
         assert self._vision is not None
         if picture.embedding is None:
             self._vision.encode(picture)
@@ -363,57 +370,57 @@ class Batcher:
         if self._draft is not None:
             self._draft.close()
 
-    # --- deciding -------------------------------------------------------------------------------------------------
+    # --- schedule -------------------------------------------------------------------------------------------------
 
     def _jobs(self) -> Iterable[Job]:
         yield from self._queued
         yield from (slot.job for slot in self._slots if slot.job is not None)
 
     def _choose(self) -> list[Job]:
-        """Whose tokens to decode next, sequences in ascending order: one that reads, or all that speak."""
+        """Jobs to decode next, sequences in ascending order: one that prefills, or all that generate."""
         running = [slot.job for slot in self._slots if slot.job is not None]
-        speaking = [job for job in running if not job.reading]
-        reading = min((job for job in running if job.reading), key=lambda job: job.started_at, default=None)
-        if reading is not None and not (speaking and self._read_last):
+        generating = [job for job in running if not job.prefilling]
+        prefilling = min((job for job in running if job.prefilling), key=lambda job: job.started_at, default=None)
+        if prefilling is not None and not (generating and self._read_last):
             self._read_last = True
             self._costs.last = None
-            return [reading]
+            return [prefilling]
         self._read_last = False
-        return speaking
+        return generating
 
-    def _part(self, reading: Job) -> list[int]:
+    def _part(self, prefilling: Job) -> list[int]:
         """The next tokens of a prompt."""
-        at = len(job_slot(reading).tokens)
-        kept, decoded = reading.shapes[0]
-        tokens = reading.to_read[at : at + kept]
-        # Of what was decoded behind them and taken back only the length has left a trace.
+        at = len(job_slot(prefilling).tokens)
+        kept, decoded = prefilling.shapes[0]
+        tokens = prefilling.to_prefill[at : at + kept]
+        # Of rejected tokens behind them only the number matters for the bits.
         return tokens + tokens[-1:] * (decoded - kept)
 
-    def _batch_with_drafts(self, speaking: Sequence[Job]) -> list[tuple[Job, list[int]]]:
+    def _batch_with_drafts(self, generating: Sequence[Job]) -> list[tuple[Job, list[int]]]:
         """The last token of each job, and as many drafted ones as should pay."""
-        n, runtime = len(speaking), self._runtime
-        left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in speaking)
+        n, runtime = len(generating), self._runtime
+        left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in generating)
         room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
         length, rate = 1, 0.0
-        if any(job.lookup is not None and job.lookup.matched for job in speaking):
+        if any(job.lookup is not None and job.lookup.matched for job in generating):
             length, rate = best_length(
-                lambda n_drafted: sum(job.expected(n_drafted) for job in speaking),
+                lambda n_drafted: sum(job.expected(n_drafted) for job in generating),
                 lambda n_each: self._costs.seconds(n, n_each),
                 room,
             )
-        if self._draft is not None and any(job.draft_state is not None for job in speaking):
-            length = self._ask_draft(self._draft, speaking, room, rate) or length
+        if self._draft is not None and any(job.draft_state is not None for job in generating):
+            length = self._ask_draft(self._draft, generating, room, rate) or length
         self._costs.last = n, length
-        return [(job, job.next_tokens(length)) for job in speaking]
+        return [(job, job.next_tokens(length)) for job in generating]
 
-    def _ask_draft(self, draft: DraftModel, speaking: Sequence[Job], room: int, rate: float) -> int:
+    def _ask_draft(self, draft: DraftModel, generating: Sequence[Job], room: int, rate: float) -> int:
         """Drafts with the draft model where that promises more than ``rate`` tokens per second.
 
         :returns: how many tokens of each job to decode; 0 where it does not pay, and while the draft model still reads.
         """
         drafting = {
             job_slot(job).seq: job
-            for job in speaking
+            for job in generating
             if job.draft_state is not None and draft.has_room(len(job_slot(job).tokens) + room)
         }
         texts = {seq: job_slot(job).tokens + job.produced[-1:] for seq, job in drafting.items()}
@@ -421,12 +428,12 @@ class Batcher:
         n_left = min((job.sampling.max_tokens - len(job.produced) for job in drafting.values()), default=0)
 
         def expected(n_drafted: int) -> float:
-            return sum(job.expected(n_drafted, with_draft=True) for job in speaking)
+            return sum(job.expected(n_drafted, with_draft=True) for job in generating)
 
         def seconds(n_each: int) -> float:
             seqs = [seq for seq, job in drafting.items() if job.prefers_draft_model(n_each - 1)]
             late = sum(unread[seq] - 1 for seq in seqs)
-            return self._costs.seconds(len(speaking), n_each) + draft.seconds(len(seqs), n_each - 1, late, n_left)
+            return self._costs.seconds(len(generating), n_each) + draft.seconds(len(seqs), n_each - 1, late, n_left)
 
         length, rate_with_draft = best_length(expected, seconds, room)
         asked = {seq: texts[seq] for seq, job in drafting.items() if job.prefers_draft_model(length - 1)}
@@ -472,22 +479,23 @@ class Batcher:
                 if slot.conversation == job.conversation:
                     return slot if slot.job is None else None
         idle = [slot for slot in self._slots if slot.job is None]
-        # An empty one first; else the conversation that was silent longest is forgotten and read again when it goes on.
+        # An empty one first; else that of the least recently used conversation, which is prefilled again when it
+        # continues.
         return min(idle, key=lambda slot: (slot.conversation is not None, slot.used_at, slot.seq), default=None)
 
     def _start(self, job: Job, slot: Slot) -> list[em.JobEvent]:
         self._runtime.check_file()
         exact = self._runtime.mode == "stream_only"
-        job.to_read = job.prompt if exact else job.prompt + job.resume
+        job.to_prefill = job.prompt if exact else job.prompt + job.resume
         history = job.history if exact else []
         keep = 0
         if slot.conversation == job.conversation and job.conversation is not None and not (exact and job.resumed):
             # At least one token is decoded: its logits are what the answer starts from.
-            keep = slot.whole(min(common_prefix(slot.tokens, job.to_read), len(job.to_read) - 1))
+            keep = slot.whole(min(common_prefix(slot.tokens, job.to_prefill), len(job.to_prefill) - 1))
         position = slot.positions(keep)
         slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
         kept = len(slot.tokens)
-        self._runtime.expect(slot.seq, len(job.to_read))
+        self._runtime.expect(slot.seq, len(job.to_prefill))
         slot.conversation, slot.job = job.conversation, job
         job.slot = slot
         job.shapes.extend(history)
@@ -506,19 +514,19 @@ class Batcher:
         return [started] if exact else [started, *self._take_up(job)]
 
     def _cut_into_chunks(self, job: Job, at: int) -> None:
-        """How to read the rest of what a job has to read, from ``at``."""
-        while at < len(job.to_read):
+        """Cuts the tokens that a job still has to prefill into chunks, from ``at``."""
+        while at < len(job.to_prefill):
             if at in job.pictures:
                 shape = job.pictures[at].n_tokens
             else:
-                next_picture = min((begin for begin in job.pictures if begin > at), default=len(job.to_read))
+                next_picture = min((begin for begin in job.pictures if begin > at), default=len(job.to_prefill))
                 shape = min(next_picture, at + self.chunk) - at
             job.shapes.append((shape, shape))
             at += shape
 
     def _take_up(self, job: Job) -> list[em.JobEvent]:
-        """Brings a job to where it was when it had produced ``resume``, all but its sequence. Its answer may have been
-        whole already, when the engine died before it could say so."""
+        """Brings a job, except its sequence, to its state after ``resume``. Its answer may have been complete already
+        when the earlier engine died."""
         assert job.sampler is not None
         for token in job.resume:
             try:
@@ -530,17 +538,17 @@ class Batcher:
                 return [self._done(job, reason, job.started_at)]
         return []
 
-    # --- what comes of it -----------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------------
 
     def _keep(self, slot: Slot, tokens: list[int], kept: int) -> None:
-        """Of the tokens just decoded the sequence keeps so many."""
+        """Keeps ``kept`` of the tokens that were just decoded and removes the rest from the cache."""
         slot.tokens += tokens[:kept]
         slot.shapes.append((kept, len(tokens)))
         if kept < len(tokens):
             self._runtime.trim(slot.seq, self._runtime.length(slot.seq) - (len(tokens) - kept))
 
-    def _speak(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[em.JobEvent]:
-        """A token from each row, as long as it is the one that was decoded for the next row."""
+    def _emit(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[em.JobEvent]:
+        """Samples a token from each row, as long as the token equals the one that was drafted for the next row."""
         events: list[em.JobEvent] = []
         by_model = job.draft_state is not None and bool(job.draft_state.next)
         refusal: BadArgument | None = None
@@ -566,7 +574,10 @@ class Batcher:
         return events
 
     def _next_token(self, job: Job, row: int, now: float, events: list[em.JobEvent]) -> m.Reason | None:
-        """Draws a token and adds its event; returns why it is the last, if it is."""
+        """Samples a token and adds its event.
+
+        :returns: why it is the last token, or ``None``.
+        """
         assert job.sampler is not None
         if not self._runtime.is_finite(row):
             raise _NotFinite
@@ -585,7 +596,10 @@ class Batcher:
         return reason
 
     def _add(self, job: Job, token: int) -> tuple[str, m.Reason | None]:
-        """The answer goes on with ``token``: the text that this sets free, and why it is the last, if it is."""
+        """Appends ``token`` to the answer.
+
+        :returns: text that can be sent now, and why it is the last token, or ``None``.
+        """
         job.produced.append(token)
         if job.lookup is not None:
             job.lookup.add(token)

@@ -1,12 +1,12 @@
-"""What no placement can beat on a machine of given rates: the yardstick that measured figures are held against.
+"""Lower bounds of the time of any placement on a machine of given rates, to compare measured times with.
 
 Three things work at once: copies, the CPU and the device. Each piece of weights that is not resident either is copied
 and read by the device, or is read by the CPU; it may be split. The least time in which all three end is a linear
 program, and by its dual every choice of three weights with sum 1 gives a lower bound: each piece costs at least the
 cheaper of its two ways. Where the device is fast this comes to bytes left out / (CPU + copy), in bytes per second.
 
-Only the work itself counts here. Hand-offs, launches, a full ring and turns between CPU and device are the predictions'
-matter (costs.py), which is why a prediction is never below its bound.
+Only the work itself counts. Hand-offs, launches, a full ring and turns between CPU and device are part of predictions
+alone (costs.py), which is why a prediction is never below its bound.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Plans: what each shard does at a budget, and how long that will take.
 
-The resident set follows from the budget alone (a prefix of the ladder, cut into the same slabs as the shard device cuts
-it). What is left for a plan to choose is, by tier of graph size, which of the other shards stream through the ring and
-which the CPU computes. It is chosen by predicted time among a few dozen splits: experts go to the CPU first (a token
-reads few of them, streaming moves all) or the output head (which computes one row even for a prompt), then feed-forward
-networks and attention, each spread evenly over the layers so that copies and CPU work at the same time; then each shard
-is tried the other way. On small models that comes within a few percent of the best of all splits (test_optimum.py). A
-feed-forward network is two shards: its down projection can stream while the CPU computes what comes before.
+The resident set follows from the budget alone: it is a prefix of the ladder, in the slabs of the shard device. A plan
+chooses, by tier of graph size, which of the other shards stream through the ring and which the CPU computes. It takes
+the split with the least predicted time of a few dozen: experts go to the CPU first (a token reads few of them,
+streaming copies all) or the output head (a prefill computes one row of it), then feed-forward networks and attention,
+each spread evenly over the layers so that copies and CPU work at the same time. Then each shard is tried the other way.
+On small models the result is within a few percent of the best of all splits (test_optimum.py). A feed-forward network
+is two shards: its down projection can stream while the CPU computes the part before it.
 
-Prediction of one graph: the device and the CPU take turns (their times and the hand-offs add up) while copies run
-beside them, except where the ring is full. Copies and CPU slow each other down when host memory cannot serve both.
-
-Everything here is a pure function of its arguments. Sizes are bytes, times seconds.
+How a graph's time is predicted is in ``costs``. All functions are pure. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
@@ -35,31 +32,35 @@ Mode = Literal["planned", "stream_only"]
 
 # Tiers by tokens in a graph: (from this many, planned for this many).
 _TIERS = ((0, 1), (2, 4), (8, 16), (32, 64), (128, 512), (1024, 2048), (4096, 8192))
-_DECODING = 4  # up to so many tokens a graph is one of decoding, each token from another sequence
-# Sizes tried for the cache of experts, in 64ths of all experts: few, so that the ring stays as it is when a budget or a
-# context changes a little.
+_DECODING = 4  # most tokens of a graph that counts as decode, each token of another sequence
+# Sizes that are tried for the expert cache, in 64ths of all experts: few, so that a small change of the budget or the
+# context leaves the ring as it is.
 _CACHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-_WORTH_A_CACHE = 0.98  # of the time without: what it holds is read from elsewhere first
-# Largest steps that the ring has room for: one in use, the others so that copies go on while the CPU works. Of experts
-# only those that are used are copied, so there more room gains little.
+_WORTH_A_CACHE = 0.98  # of the time without it: filling a larger cache costs copies first
+# Steps of the largest size that fit the ring: one in use, the others for copies while the CPU works. A mixture of
+# experts copies only experts that are used and gains little by more.
 _RING, _RING_OF_EXPERTS = 4, 3
-_SPLITS = 8  # steps from nothing to everything in which a kind of shard moves to the CPU
+_SPLITS = 8  # shares of a kind of shard that are tried on the CPU, from none to all
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
     ("output", "experts", "shared", "ffn", "ffn_down", "attention"),
     ("experts", "shared", "ffn_down", "ffn", "attention", "output"),
 )
-# A turn to the CPU and back waits for the device while a game draws: 4.4 ms beside 12 ms a frame on an H100.
+# A turn to the CPU and back waits for the device while the host draws, by this share of its busy time: 4.4 ms beside
+# 12 ms a frame on an H100.
 _BUSY_TURN = 1 / 3
 _NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True)
 class TierPlan:
-    """Graphs of at least ``min_tokens`` tokens: for each shard of the ladder what it does while it is not resident.
+    """Placements for graphs of at least ``min_tokens`` tokens.
 
-    ``predicted_s`` and ``bound_s`` are for one graph of ``n_tokens``; ``n_*`` and ``*_bytes`` count placements as they
-    are at the plan's budget (a shard of which a part is resident counts by its bytes, and as what its rest does).
+    :param placements: by shard of the ladder, STREAMED or CPU: what it does while it is not resident.
+    :param predicted_s: time of a graph of ``n_tokens``; ``bound_s`` is its lower bound.
+
+    The counts and bytes are placements at the plan's budget. A shard of which a part is resident counts as what the
+    rest of it does.
     """
 
     min_tokens: int
@@ -198,7 +199,7 @@ def make_plan(
     budget = budget_bytes or full
     if budget < floor:
         raise below_floor(budget, floor)
-    # What of the context fits beside a ring of some steps. The others pass through a window, which has room there too.
+    # The KV cache in VRAM leaves room for a ring of some steps. The rest of it passes through the KV window.
     room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
     if context.used <= room:
         kv_room = float("inf")
@@ -206,7 +207,7 @@ def make_plan(
     else:
         kv_room = max(room - context.window, 0)
         fixed_bytes += max(room, context.window)
-    # Beside a game copies go on while the device is not ours, as far as the ring holds them.
+    # Copies also run while the host keeps the device busy, as far as the ring has room.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
     least_ring = n_steps * layout.min_ring_bytes + min(round(gpu_busy_s * profile.h2d), room // 8)
@@ -239,8 +240,7 @@ def make_plan(
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
-    """Sizes of the ring to choose from: beside what streams it holds single experts, of all layers that are not
-    resident, up to all the room that other weights leave."""
+    """Sizes of the ring to choose from: the least, and larger ones with room for the expert cache."""
     yield least
     experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
     others = sum(shard.n_bytes for shard in layout.ladder) - experts

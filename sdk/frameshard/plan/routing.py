@@ -1,4 +1,4 @@
-"""How the routers of a mixture of experts choose: from counts, and kept with the profiles from one run to the next."""
+"""How often the routers of a mixture of experts choose each expert. Counts are kept with the profiles between runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from frameshard.plan.model import Model
 
 logger = logging.getLogger(__name__)
 
-_ENOUGH = 16  # choices of each expert, on average, before a layer's counts say anything
+_ENOUGH = 16  # choices of each expert on average, below which a layer's counts are ignored
 
 
 def shares(uses: Collection[Sequence[int]]) -> tuple[float, ...]:
-    """Of a layer's choices the share of the expert that is chosen most, of the next, and so on; the mean over layers.
-    ``uses`` are counts by expert, for each layer. Empty while too little was seen."""
+    """Shares of a layer's choices by expert, descending; the mean over layers.
+
+    :param uses: counts by expert, for each layer.
+    :returns: as many as there are experts, with sum 1; empty while there are too few counts.
+    """
     found = []
     for counts in uses:
         each = np.array(counts, dtype=np.float64)
         mean = float(each.mean()) if each.size else 0.0
         if mean >= _ENOUGH:
-            # Counts differ also where all experts are alike: what chance alone makes of them (Poisson) is taken out.
+            # Counts differ by chance alone where all experts are alike: that part (Poisson) is removed.
             variance = float(each.var())
             spread = max(variance - mean, 0.0) / variance if variance else 0.0
             found.append(np.sort(mean + spread * (each - mean))[::-1] / each.sum())

@@ -1,0 +1,249 @@
+"""Checks of a GGUF header. llama.cpp trusts much of it and ends the process where it is wrong (a repeated token string,
+more experts used than there are, a norm of integers). What it fails on in any architecture becomes :class:`BadModel`
+here; a check that single architectures lack ends at worst an engine process.
+
+Each function raises :class:`~.header.Wrong`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from frameshard.plan.header import GGML_TYPES, Header, Tensor, Value, whole, wrong
+
+_MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+MAX_EMBD = 1 << 20
+_MAX_HEADS = 1 << 16
+_BYTE = 6  # token type
+_PLAIN = ("F32", "F16", "BF16")
+_NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
+_TABLE = re.compile(r"tid2eid|ordering|d2t|position_ids")
+ROPE_SCALING = ("none", "linear", "yarn", "longrope")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Of llama.cpp at the pin: architectures that do not rotate keys, and those that rotate all of a head or abort.
+_UNROTATED = _words(
+    "gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 t5 t5encoder jais rwkv6 rwkv6qwen2 rwkv7 arwkv7"
+    " wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next"
+)
+_ROTATED_WHOLE = _words(
+    "apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5"
+    " ernie4_5-moe exaone exaone-moe exaone4 falcon granite granite_swa graniteswitch grok grovemoe hunyuan-moe"
+    " hunyuan_vl hy_v3 internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo olmo2 olmoe orion"
+    " paddleocr pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss"
+    " smallthinker smollm3 starcoder2 talkie xverse"
+)
+
+
+def check_vocabulary(header: Header) -> int:
+    """The number of tokens; 0 for a file without a vocabulary."""
+    if header.tokens is None:
+        if "tokenizer.ggml.tokens" in header.array_lengths:
+            wrong("tokenizer.ggml.tokens are not strings")
+        return 0
+    n_vocab = len(header.tokens)
+    # As llama.cpp sees them: C strings, and empty ones are given a name by their number.
+    words = [token.partition(b"\0")[0] or b"[EMPTY_%d]" % i for i, token in enumerate(header.tokens)]
+    if len(set(words)) != n_vocab:
+        seen: set[bytes] = set()
+        for i, word in enumerate(words):
+            if word in seen:
+                wrong(f"token {i} ({word[:80]!r}) is in the vocabulary twice")
+            seen.add(word)
+    _check_bytes(header, words)
+    for name in ("scores", "token_type"):
+        n = header.array_lengths.get(f"tokenizer.ggml.{name}", n_vocab)
+        if n < n_vocab:
+            wrong(f"tokenizer.ggml.{name} has {n} entries for {n_vocab} tokens")
+    for key, value in header.metadata.items():
+        # Padding is never fed or sampled, and published files do have it out of range.
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and key != "tokenizer.ggml.padding_token_id":
+            token = whole(header.metadata, key, 0)
+            if not 0 <= token < n_vocab and token not in (-1, 0xFFFFFFFF):
+                wrong(f"{key} is {value}, the vocabulary has {n_vocab} tokens")
+    return n_vocab
+
+
+def _check_bytes(header: Header, words: list[bytes]) -> None:
+    """In a sentencepiece vocabulary any byte must have a token, and byte tokens are read as hexadecimal. In a wordpiece
+    vocabulary there are none."""
+    types = header.token_types[: len(words)] if header.token_types is not None else np.zeros(0)
+    if header.metadata.get("tokenizer.ggml.model") == "bert" and _BYTE in types:
+        wrong("tokenizer.ggml.model is bert, whose vocabularies have no byte tokens, and this one has")
+    if header.metadata.get("tokenizer.ggml.model") != "llama":
+        return
+    known = set(words)
+    for byte in range(256):
+        if b"<0x%02X>" % byte not in known and bytes([byte]) not in known:
+            wrong(f"the vocabulary has no token for byte 0x{byte:02X}")
+    for i in np.flatnonzero(types == _BYTE):
+        if not re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", words[i]):
+            wrong(f"token {i} ({words[i][:80]!r}) is marked as a byte but names none")
+
+
+def check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
+    for key, value in metadata.items():
+        if key.startswith(f"{arch}."):
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                wrong(f"{key} is {value}")
+            if key.endswith("_epsilon") and not (isinstance(value, float) and value >= 0):
+                wrong(f"{key} is {value}, not a number from 0 up")
+            if (key.endswith((".rope.freq_base", ".rope.freq_base_swa")) and arch not in _UNROTATED) and not (
+                isinstance(value, float) and value > 0
+            ):
+                wrong(f"{key} is {value}, not a number above 0")
+
+
+def check_type(tensor: Tensor) -> None:
+    name, kind = tensor.name, GGML_TYPES[tensor.ggml_type][0]
+    if name.endswith(".bias") or "norm" in name:
+        # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
+        if kind not in (_PLAIN if len(tensor.shape) > 1 and not name.endswith("norm.weight") else ("F32",)):
+            wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
+    elif kind != "F32" and ("lerp_" in name or (len(tensor.shape) == 1 and "scale" in name)):
+        wrong(f"tensor {name} is of type {kind}, which no scale can be")
+    elif kind in _NO_WEIGHTS and not _TABLE.search(name):
+        wrong(f"tensor {name} is of type {kind}, which no weights can be")
+
+
+def check_biases(tensors: tuple[Tensor, ...]) -> None:
+    """A bias that one layer alone lacks: llama.cpp would follow a null pointer."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for tensor in tensors:
+        match = _PART.fullmatch(tensor.name)
+        if match is not None:
+            found.setdefault((match[2], match[3]), set()).add(int(match[1]))
+    for (part, suffix), weights in found.items():
+        without = weights - found.get((part, "bias"), set())
+        if suffix == "weight" and len(weights) > 2 and len(without) == 1:
+            wrong(f"tensor blk.{without.pop()}.{part}.bias is missing, and every other layer has one")
+
+
+_PART = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def whole_by_layer(metadata: Mapping[str, Value], key: str, n_layer: int, default: int) -> list[int]:
+    value = metadata.get(key, default)
+    if isinstance(value, tuple):
+        if len(value) < n_layer:
+            wrong(f"{key} has {len(value)} entries for {n_layer} layers")
+        return [v if isinstance(v, int) else wrong(f"{key} has {v!r} in it") for v in value[:n_layer]]
+    return [whole(metadata, key, default)] * n_layer
+
+
+def check_heads(
+    metadata: Mapping[str, Value], arch: str, n_layer: int, n_embd: int, tensors: tuple[Tensor, ...]
+) -> None:
+    heads = whole_by_layer(metadata, f"{arch}.attention.head_count", n_layer, 0)
+    kv_heads = metadata.get(f"{arch}.attention.head_count_kv")
+    by_layer = heads if kv_heads is None else whole_by_layer(metadata, f"{arch}.attention.head_count_kv", n_layer, 0)
+    for layer, (n_head, n_head_kv) in enumerate(zip(heads, by_layer, strict=True)):
+        if not 0 <= n_head <= _MAX_HEADS or not 0 <= n_head_kv <= _MAX_HEADS or (n_head_kv and n_head % n_head_kv):
+            wrong(f"layer {layer} has {n_head} attention heads and {n_head_kv} key-value heads")
+    n_head, rotated = max(heads, default=0), 0
+    for suffix in ("", "_swa"):
+        lengths = [whole(metadata, f"{arch}.attention.{key}_length{suffix}", 0) for key in ("key", "value")]
+        if not all(0 <= length <= MAX_EMBD for length in lengths):
+            wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
+        width = lengths[0] or whole(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
+        # Without the key whole heads are rotated, and in windows as much as elsewhere.
+        usual = 0 if arch in _UNROTATED else rotated if suffix else width
+        rotated = max(whole_by_layer(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, usual), default=0)
+        if n_head:
+            _check_rotated(metadata, arch, suffix, width)
+        latent = whole(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
+        rank = whole(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
+        if latent and max(by_layer) != 1:
+            wrong(f"latent attention has {max(by_layer)} key-value heads, not 1")
+        if latent and rotated and (rotated >= latent or width != rank + rotated):
+            wrong(f"latent attention of rank {rank} and {rotated} rotated values has keys {width} and {latent} wide")
+    for tensor in tensors:
+        match = _PROJECTION.fullmatch(tensor.name)
+        if match is not None and len(tensor.shape) == 2 and int(match[1]) < n_layer:
+            layer = int(match[1])
+            _check_projection(metadata, arch, tensor, heads[layer], by_layer[layer], n_embd)
+    head_size = whole(metadata, f"{arch}.wkv.head_size", 1)
+    if head_size < 1 or n_embd % head_size:
+        wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
+
+
+def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width: int) -> None:
+    """Of heads ``width`` wide."""
+    key = f"{arch}.rope.dimension_count{suffix}"
+    value = metadata.get(key, width)
+    for rotated in value if isinstance(value, tuple) else (whole(metadata, key, width),):
+        if not isinstance(rotated, int) or not 0 <= rotated <= width or (rotated % 2 and rotated != width):
+            wrong(f"{key} is {rotated}, not an even number up to the {width} values of a head")
+        if rotated == 0 and key in metadata and arch not in _UNROTATED:
+            wrong(f"{key} is 0, not an even number from 2 to the {width} values of a head")
+        if rotated != width and not suffix and arch in _ROTATED_WHOLE:
+            wrong(f"{key} is {rotated}, and {arch} rotates all {width} values of a head")
+
+
+_PROJECTION = re.compile(r"blk\.(\d+)\.attn_([qk])\.weight")
+_GATED = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
+
+
+def _check_projection(
+    metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_head: int, n_head_kv: int, n_embd: int
+) -> None:
+    """Queries and keys are heads one after another, with a gate as wide beside each query in some architectures."""
+    if not n_head or not n_head_kv:
+        return
+    names = ("attention.key_length_swa", "attention.key_length_mla")
+    widths = {whole(metadata, f"{arch}.attention.key_length", n_embd // n_head)}
+    widths |= {whole(metadata, f"{arch}.{name}", 0) for name in names}
+    queries = tensor.name.endswith("attn_q.weight")
+    n = (n_head * (2 if arch in _GATED else 1)) if queries else n_head_kv
+    fits = {each * width for width in widths for each in (n, n_head)}  # linear attention has a key head for each
+    fits.add(n_head * whole(metadata, f"{arch}.kda.head_dim", 0))
+    if tensor.shape[1] not in fits:
+        key = "head_count" if queries else "head_count_kv"
+        wrong(f"{tensor.name} has {tensor.shape[1]} rows, which {arch}.attention.{key} {n} does not fit")
+
+
+def check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
+    """Layers without a KV cache use that of the last layer that has one, or of the one before it, whichever has the
+    same kind of window."""
+    n_shared = whole(metadata, f"{arch}.attention.shared_kv_layers", 0)
+    if not 0 <= n_shared <= max(n_layer - 2, 0):
+        wrong(f"{n_shared} of {n_layer} layers share the KV cache of others")
+    windows = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    none_left = windows == 1 or (isinstance(windows, tuple) and not any(windows[:n_layer]))
+    if whole(metadata, f"{arch}.attention.sliding_window", 0) and none_left:
+        wrong(f"{arch}.attention.sliding_window_pattern is {windows}, which leaves no layer with the window")
+    if n_shared and isinstance(windows, tuple):
+        if len(windows) != n_layer:
+            wrong(f"{arch}.attention.sliding_window_pattern has {len(windows)} entries for {n_layer} layers")
+        owners = windows[: n_layer - n_shared][-2:]
+        if any(bool(owners[0 if window else 1]) != bool(window) for window in windows[n_layer - n_shared :]):
+            wrong(f"{arch} has layers that share a KV cache with another kind of window")
+
+
+def check_experts(metadata: Mapping[str, Value], arch: str, n_layer: int) -> tuple[int, list[int]]:
+    """The number of experts and how many of them each layer uses."""
+    n_expert = whole(metadata, f"{arch}.expert_count", 0)
+    used = whole_by_layer(metadata, f"{arch}.expert_used_count", n_layer, 0)
+    if arch.startswith("hunyuan") and n_expert == 1:
+        return 0, [0] * n_layer  # how its dense models are written
+    if not 0 <= n_expert <= _MAX_EXPERTS:
+        wrong(f"{arch}.expert_count is {n_expert}, more than {_MAX_EXPERTS}")
+    most = max(used, default=0)
+    if min(used, default=0) < 0 or most > n_expert or (n_expert and not most):
+        wrong(f"{arch} uses {most} of {n_expert} experts")
+    groups = whole(metadata, f"{arch}.expert_group_count", 0)
+    groups_used = whole(metadata, f"{arch}.expert_group_used_count", 0)
+    if groups < 0 or (groups and groups >= n_expert):
+        wrong(f"{arch} has {groups} groups of {n_expert} experts")
+    if groups > 1 and (n_expert % groups or not 0 < groups_used < groups):
+        wrong(f"{arch} uses {groups_used} of {groups} groups of {n_expert} experts")
+    return n_expert, used
