@@ -13,11 +13,12 @@ import for_csharp
 import for_document
 import for_lua
 import for_python
+import for_unreal
 import manifest
 from files import BINDINGS, ROOT
 
 # Each makes files of the manifest and of the files that those before it have made.
-GENERATORS = (for_document, for_c, for_lua, for_csharp, for_python)
+GENERATORS = (for_document, for_c, for_lua, for_csharp, for_python, for_unreal)
 
 
 def files() -> dict[Path, str]:

@@ -364,34 +364,147 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress" }
-local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
-local REASONS = { "stop", "length" }
 local STATES = { "loading", "ready", "closed" }
-local LEASE_STATES = { "active", "parked", "hibernated" }
+-- generated: words
 local DECISIONS = { "granted", "partial" }
+local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
+local IMAGE_FORMATS = { "encoded", "rgb", "rgba" }
+local LEASE_STATES = { "active", "parked", "hibernated" }
 local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state" }
 local PHASES = { "encode", "prefill" }
-local IMAGE_FORMATS = { "encoded", "rgb", "rgba" }
+local REASONS = { "stop", "length" }
 local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
+-- end of words
 
-local LAUNCH = {
-  texts = { "model", "mmproj", "device", "transport", "endpoint", "connect_file", "python", "log_file", "client_name",
-    "extra_json", "mode", "speculate", "draft_model", "kv_type" },
-  integers = { "n_ctx", "n_parallel", "n_ubatch", "n_threads" },
-  numbers = { "silent_s" },
+-- What the options of a launch, of sampling and of a lease are, by struct: the kind of value, then for "mebibytes" the
+-- member of the struct, for numbers the bounds, for "word" the words.
+-- generated: options
+local OPTIONS = {
+  fs_launch_options = {
+    -- Path of a GGUF file; the only option without a default.
+    model = { "text" },
+    -- `auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:
+    -- `emulated:25` copies 25e9 bytes/s at most. Default auto.
+    device = { "text" },
+    -- All that the sidecar may hold in VRAM; 0: no limit. In MiB.
+    vram_budget_mb = { "mebibytes", "vram_budget_bytes" },
+    -- Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use. Default 4096.
+    n_ctx = { "integer", 1, 16777216 },
+    -- Jobs that run at once, each in a context of its own. Default 4.
+    n_parallel = { "integer", 1, 64 },
+    -- Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many, and the buffers
+    -- for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and the first 16 tokens
+    -- of its answer, with a floor of about half of the budget at most (or that of 512, if it is higher); without a
+    -- budget 512. Default 512.
+    n_ubatch = { "integer", 0, 65536 },
+    -- CPU threads; 0: half of the CPUs.
+    n_threads = { "integer", 0, 1024 },
+    -- A client whose connection is gone and that does not come back for so long loses its jobs. One that is connected
+    -- and silent (a breakpoint, a long load) keeps them. Default 10.0.
+    silent_s = { "number", 0, 1000000 },
+    -- How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted. One of ipc,
+    -- tcp.
+    transport = { "text" },
+    -- Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place.
+    endpoint = { "text" },
+    -- Where to leave what further clients need to connect, readable by this user only; without it, a fresh place.
+    -- Refused with `bad_argument` where it cannot be written.
+    connect_file = { "text" },
+    -- Python in which frameshard is installed. Default python3, from PATH.
+    python = { "text" },
+    -- The sidecar appends its log here. Default: standard error.
+    log_file = { "text" },
+    -- At most 64 bytes, for the sidecar's log. Default c.
+    client_name = { "text" },
+    -- A JSON object with further fields of the sidecar's first line; they win. Default: none.
+    extra_json = { "text" },
+    -- Path of the GGUF file that reads images for this model; empty: none.
+    mmproj = { "text" },
+    -- `stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only. Default planned.
+    mode = { "text" },
+    -- Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that
+    -- pays; `off`: never. One of auto, off. Default auto.
+    speculate = { "text" },
+    -- Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what does not repeat,
+    -- where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at most) in host memory.
+    -- Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or with recurrent models.
+    draft_model = { "text" },
+    -- Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some loss.
+    -- Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by it on
+    -- NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16, q8_0, q4_0. Default
+    -- f16.
+    kv_type = { "text" },
+    -- Jobs of all clients that have not ended. Default 256.
+    max_jobs = { "integer", 1, 1024 },
+    -- Jobs of one client that have not ended. Default 64.
+    max_client_jobs = { "integer", 1, 1024 },
+    -- Text kept for one job whose client does not read; beyond, the job fails. Default 49152.
+    held_bytes = { "integer", 0, 49152 },
+    -- An engine without work that does not answer for so long is replaced. Default 5.0.
+    hang_idle_s = { "number", 0, 1000000 },
+    -- An engine with work that does not answer for so long is replaced. Default 60.0.
+    hang_busy_s = { "number", 0, 1000000 },
+    -- An engine that loads and does not answer for so long is replaced. Default 600.0.
+    hang_load_s = { "number", 0, 1000000 },
+    -- An engine of which no thread runs for so long is stopped, and replaced whatever it does. Default 5.0.
+    hang_still_s = { "number", 0, 1000000 },
+    -- Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after which
+    -- it is off for `off_pause_s`. Default 3.
+    restart_limit = { "integer", 0, 1000 },
+    -- Span of time for `restart_limit`. Default 300.0.
+    restart_window_s = { "number", 0, 1000000 },
+    -- Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last. Default
+    -- 1.0.
+    off_pause_s = { "number", 0, 1000000 },
+    -- The longest such pause. Default 60.0.
+    off_pause_max_s = { "number", 0, 1000000 },
+  },
+  fs_sampling = {
+    -- Length of the answer at most. Default 256.
+    max_tokens = { "integer", 1, 1048576 },
+    -- Only so many of the likeliest tokens; 0: off. Default 40.
+    top_k = { "integer", 0, 1048576 },
+    -- Randomness of the choice; 0: always the likeliest token. Default 0.8.
+    temperature = { "number", 0, 5 },
+    -- Only the likeliest tokens of so much probability; 1: off. Default 0.95.
+    top_p = { "number", 0, 1 },
+    -- Only tokens of at least this share of the likeliest one's probability; 0: off. Default 0.05.
+    min_p = { "number", 0, 1 },
+    -- Makes tokens of the last ones less likely; 1: off. Default 1.0.
+    repeat_penalty = { "number", 0.5, 2 },
+    -- Seed of the random numbers; without it the sidecar draws one.
+    seed = { "integer", 0, 4294967295 },
+    -- The answer ends before any of these.
+    stop = { "texts" },
+    -- A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off.
+    json_schema = { "text" },
+  },
+  fs_lease = {
+    -- `parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process. One of active,
+    -- parked, hibernated. Default active.
+    state = { "word", LEASE_STATES },
+    -- All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to. In MiB.
+    vram_budget_mb = { "mebibytes", "vram_budget_bytes" },
+    -- What the sidecar keeps while it is idle; 0: it gives nothing back on its own. In MiB.
+    floor_mb = { "mebibytes", "floor_bytes" },
+    -- Refused with `stale_lease` unless it is above the one in force; 0: the last word counts.
+    version = { "integer", 0, 9007199254740991 },
+    -- Deadline of the release. Default 5.0.
+    timeout_s = { "number", 0.001, 60 },
+    -- For the sidecar's log.
+    reason = { "text" },
+  },
 }
-local KNOWN = { launch = { vram_budget_mb = true } }
-for _, names in pairs(LAUNCH) do
-  for _, name in ipairs(names) do
-    KNOWN.launch[name] = true
-  end
-end
-KNOWN.job = { conversation = true, system = true, sampling = true, timeline = true, window = true, images = true,
-  response_updated = true, response_finished = true, response_failed = true }
-KNOWN.sampling = { max_tokens = true, temperature = true, top_k = true, top_p = true, min_p = true,
-  repeat_penalty = true, seed = true, stop = true }
-KNOWN.image = { format = true, width = true, height = true, stride = true, data = true }
-KNOWN.lease = { vram_budget_mb = true, state = true, floor_mb = true, version = true, timeout_s = true, reason = true }
+-- end of options
+
+local KNOWN = {
+  launch = OPTIONS.fs_launch_options,
+  sampling = OPTIONS.fs_sampling,
+  lease = OPTIONS.fs_lease,
+  job = { conversation = true, system = true, sampling = true, timeline = true, window = true, images = true,
+    response_updated = true, response_finished = true, response_failed = true },
+  image = { format = true, width = true, height = true, stride = true, data = true },
+}
 
 local function known(options, kind)
   if type(options) ~= "table" then
@@ -404,35 +517,45 @@ local function known(options, kind)
   end
 end
 
--- The C structs point into Lua strings, which the caller's tables keep alive for the length of the call; `keep` is what
--- they do not.
-local function sampling_of(options, keep)
-  known(options, "sampling")
-  local sampling = ffi.new("fs_sampling")
-  lib.fs_sampling_init(sampling, ffi.sizeof(sampling))
-  for _, name in ipairs({ "temperature", "top_p", "min_p", "repeat_penalty" }) do
-    if options[name] ~= nil then
-      sampling[name] = number_of(options[name], name, -1e9, 1e9)
+-- Sets the members of a C struct. Structs point into Lua strings, which the caller's tables keep alive for the length of
+-- the call; `keep` holds what they do not.
+local SET = {
+  text = function(made, member, value)
+    made[member] = name_of(value, member)
+  end,
+  mebibytes = function(made, member, value, field)
+    made[field[2]] = bytes_of(value, member)
+  end,
+  integer = function(made, member, value, field)
+    made[member] = integer_of(value, member, field[2], field[3])
+  end,
+  number = function(made, member, value, field)
+    made[member] = number_of(value, member, field[2], field[3])
+  end,
+  word = function(made, member, value, field)
+    made[member] = place_of(value, field[2], member)
+  end,
+  texts = function(made, member, value, _, keep)
+    local texts = ffi.new("const char *[?]", #value + 1)
+    for index, text in ipairs(value) do
+      texts[index - 1] = name_of(text, member)
+    end
+    made[member], made["n_" .. member] = texts, #value
+    keep[#keep + 1] = texts
+  end,
+}
+
+local function struct_of(name, options, kind, keep)
+  known(options, kind)
+  local made = ffi.new(name)
+  lib[name .. "_init"](made, ffi.sizeof(made))
+  for option, field in pairs(OPTIONS[name]) do
+    if options[option] ~= nil then
+      SET[field[1]](made, option, options[option], field, keep)
     end
   end
-  for _, name in ipairs({ "max_tokens", "top_k" }) do
-    if options[name] ~= nil then
-      sampling[name] = integer_of(options[name], name, 0, 2 ^ 31 - 1)
-    end
-  end
-  if options.seed ~= nil then
-    sampling.seed = integer_of(options.seed, "seed", 0, 2 ^ 32 - 1)
-  end
-  if options.stop ~= nil then
-    local stop = ffi.new("const char *[?]", #options.stop + 1)
-    for index, text in ipairs(options.stop) do
-      stop[index - 1] = name_of(text, "stop")
-    end
-    sampling.stop, sampling.n_stop = stop, #options.stop
-    keep[#keep + 1] = stop
-  end
-  keep[#keep + 1] = sampling
-  return sampling
+  keep[#keep + 1] = made
+  return made
 end
 
 local function images_of(images, keep)
@@ -462,7 +585,7 @@ local function job_options_of(options, keep)
     made.system = name_of(options.system, "system")
   end
   if options.sampling ~= nil then
-    made.sampling = sampling_of(options.sampling, keep)
+    made.sampling = struct_of("fs_sampling", options.sampling, "sampling", keep)
   end
   if options.timeline ~= nil then
     made.timeline = integer_of(options.timeline, "timeline", 0, 2 ^ 53 - 1)
@@ -513,34 +636,17 @@ end
 
 --- Starts a sidecar. Returns at once: the event "ready" follows when the model is loaded, or "closed" with the reason.
 -- What is asked before that waits.
--- @param options `model` (path of a GGUF file) and, as in frameshard.h, `mmproj` (reads images), `device`, `n_ctx`,
---   `n_parallel`, `n_ubatch`, `n_threads`, `silent_s`, `transport`, `endpoint`, `connect_file`, `python`,
---   `log_file`, `client_name`, `extra_json`; `vram_budget_mb` is all that it may hold in VRAM, in MiB (0: no limit).
+-- @param options `model` (path of a GGUF file); the others are in the table OPTIONS above, under `fs_launch_options`.
 function frameshard.launch(options)
-  known(options, "launch")
-  local made = ffi.new("fs_launch_options")
-  lib.fs_launch_options_init(made, ffi.sizeof(made))
-  made.client_name = "lua"
-  for _, name in ipairs(LAUNCH.texts) do
-    if options[name] ~= nil then
-      made[name] = name_of(options[name], name)
-    end
-  end
-  for _, name in ipairs(LAUNCH.integers) do
-    if options[name] ~= nil then
-      made[name] = integer_of(options[name], name, 0, 2 ^ 32 - 1)
-    end
-  end
-  for _, name in ipairs(LAUNCH.numbers) do
-    if options[name] ~= nil then
-      made[name] = number_of(options[name], name, 0, 1e6)
-    end
-  end
-  if options.vram_budget_mb ~= nil then
-    made.vram_budget_bytes = bytes_of(options.vram_budget_mb, "vram_budget_mb")
+  local keep = {}
+  local made = struct_of("fs_launch_options", options, "launch", keep)
+  if options.client_name == nil then
+    made.client_name = "lua"
   end
   local client = ffi.new("fs_client *[1]")
-  return new_sidecar(lib.fs_launch(made, client), client)
+  local status = lib.fs_launch(made, client)
+  keep[1] = nil -- until here, at least
+  return new_sidecar(status, client)
 end
 
 --- Joins a sidecar that runs, by the path of its connect file.
@@ -560,6 +666,11 @@ end
 --- "loading", "ready" or "closed".
 function Sidecar:state()
   return self._client and STATES[lib.fs_state(self._client)] or "closed"
+end
+
+--- Whether the sidecar supports a feature, a name from PROTOCOL.md ("Features"); false before it is "ready".
+function Sidecar:has_feature(feature)
+  return lib.fs_has_feature(client_of(self), name_of(feature, "feature")) ~= 0
 end
 
 --- What is loaded, once it is "ready": `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`, `chat`,
@@ -606,8 +717,8 @@ local function begin(self, options, submit)
 end
 
 --- Says `text` to the model and returns a job. With a `conversation`, what was said in it before belongs to the prompt.
--- @param options `conversation`, `system` (the conversation's persona from now on), `sampling` (a table: `max_tokens`,
---   `temperature`, `top_k`, `top_p`, `min_p`, `repeat_penalty`, `seed`, `stop`), `timeline`, `window`, `images` (tables
+-- @param options `conversation`, `system` (the conversation's persona from now on), `sampling` (a table with fields
+--   of OPTIONS above, under `fs_sampling`), `timeline`, `window`, `images` (tables
 --   with `data`, a string: a PNG or JPEG file, or pixels with `format` = "rgb" or "rgba", `width`, `height`, `stride`;
 --   they stand before the text, for models that see), and callbacks:
 --   `response_updated(delta, job)`, `response_finished(text, job)`, `response_failed(error, job)`. All are optional.
@@ -647,24 +758,12 @@ end
 
 --- Proposes a lease: all that the sidecar holds in VRAM has to fit into it from then on. Answers go on. Returns the
 -- number that the events "lease", "budget_released", then "budget_observed", or "refused" will have as `request`.
--- @param lease `vram_budget_mb` (0, the default: no limit), `state` ("active" by default, "parked", "hibernated"),
---   `floor_mb` (what an idle sidecar keeps; 0, the default: it gives nothing back on its own), `version`, `timeout_s`
---   (deadline of the release, 5 by default), `reason`; see fs_lease in frameshard.h.
+-- @param lease the fields of the table OPTIONS above, under `fs_lease`; all are optional.
 function Sidecar:set_lease(lease)
-  known(lease, "lease")
-  local made = ffi.new("fs_lease")
-  lib.fs_lease_init(made, ffi.sizeof(made))
-  made.vram_budget_bytes = bytes_of(lease.vram_budget_mb or 0, "vram_budget_mb")
-  made.floor_bytes = bytes_of(lease.floor_mb or 0, "floor_mb")
-  made.version = integer_of(lease.version or 0, "version", 0, 2 ^ 53 - 1)
-  made.state = place_of(lease.state or "active", LEASE_STATES, "state")
-  if lease.timeout_s ~= nil then
-    made.timeout_s = number_of(lease.timeout_s, "timeout_s", 0.001, 60)
-  end
-  if lease.reason ~= nil then
-    made.reason = name_of(lease.reason, "reason")
-  end
-  check(lib.fs_set_lease(client_of(self), made, self._number))
+  local keep = {}
+  local status = lib.fs_set_lease(client_of(self), struct_of("fs_lease", lease, "lease", keep), self._number)
+  keep[1] = nil -- until here, at least
+  check(status)
   return tonumber(self._number[0])
 end
 

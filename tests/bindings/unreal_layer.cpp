@@ -1,6 +1,7 @@
-/* The Unreal layer over tests/unreal_stubs, against a real sidecar: unreal_layer MODEL PYTHON */
+/* The Unreal layer over tests/unreal_stubs, against a real sidecar: unreal_layer MODEL PYTHON MMPROJ */
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <string>
 #include <thread>
 
@@ -36,7 +37,7 @@ template <class Done> void play(UFrameshardSubsystem &sidecar, Done done) {
 } // namespace
 
 int main(int argc, char **argv) {
-    if (argc < 3) {
+    if (argc < 4) {
         return 2;
     }
     const char text[] = "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\x88";
@@ -45,7 +46,10 @@ int main(int argc, char **argv) {
     UFrameshardSettings *settings = GetMutableDefault<UFrameshardSettings>();
     settings->Model = FrameshardText(argv[1]);
     settings->Python = FrameshardText(argv[2]);
+    settings->Mmproj = FrameshardText(argv[3]);
     settings->Device = TEXT("emulated");
+    settings->KvType = TEXT("f16");
+    settings->NThreads = 1;
     settings->VramBudgetMb = 0;
     FSubsystemCollectionBase collection;
     UFrameshardSubsystem sidecar;
@@ -80,18 +84,106 @@ int main(int argc, char **argv) {
     check("is ready", ready == 1 && sidecar.IsReady());
     check("answers", answers == 1 && !answer.IsEmpty() && answer == token && sentences > 0 && !npc->IsSpeaking());
 
-    UFrameshardSetBudgetAsync *budget = UFrameshardSetBudgetAsync::SetFrameshardVramBudget(npc.get(), 1);
+    UFrameshardSetLeaseAsync *budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), 1);
     int refused = 0, changed = 0, released = 0;
     budget->OnFailed.Listeners.push_back([&](const FString &, int32 code) { refused = code; });
     budget->Activate();
     play(sidecar, [&] { return refused != 0; });
     check("a budget below the floor is refused", refused == FS_BUDGET_BELOW_FLOOR && budget->Ready);
-    budget = UFrameshardSetBudgetAsync::SetFrameshardVramBudget(npc.get(), 150);
+    budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), 150);
     budget->OnReleased.Listeners.push_back([&](const FFrameshardBudget &now) { released = now.BudgetMb == 150; });
     sidecar.OnBudgetChanged.Listeners.push_back([&](const FFrameshardBudget &) { ++changed; });
     budget->Activate();
     play(sidecar, [&] { return changed > 0; });
     check("another is taken", released == 1 && changed == 1);
+
+    FFrameshardLease lease;
+    lease.VramBudgetMb = 150;
+    lease.State = EFrameshardLeaseState::Parked;
+    lease.Version = 7;
+    lease.Reason = TEXT("cut scene");
+    int decided = 0, states = 0;
+    auto propose = [&] {
+        UFrameshardSetLeaseAsync *node = UFrameshardSetLeaseAsync::SetFrameshardLease(npc.get(), lease);
+        node->OnDecided.Listeners.push_back([&](const FFrameshardDecision &decision) {
+            decided += decision.Decision == EFrameshardDecision::Granted && decision.Version == lease.Version;
+        });
+        node->OnFailed.Listeners.push_back([&](const FString &, int32 code) { refused = code; });
+        node->Activate();
+        return node;
+    };
+    sidecar.OnNotice.Listeners.push_back([&](const FFrameshardNotice &notice) {
+        states += notice.Kind == EFrameshardNoticeKind::State && notice.Text == TEXT("parked");
+    });
+    UFrameshardSetLeaseAsync *parked = propose();
+    play(sidecar, [&] { return parked->Ready && states > 0; });
+    check("parks, and a notice says so", decided == 1 && changed == 2 && states == 1);
+    refused = 0;
+    UFrameshardSetLeaseAsync *late = propose(); // with the version of before
+    play(sidecar, [&] { return late->Ready; });
+    check("a late lease is refused", refused == FS_STALE_LEASE && changed == 2);
+    lease.State = EFrameshardLeaseState::Active;
+    lease.FloorMb = 100;
+    lease.Version = 8;
+    UFrameshardSetLeaseAsync *active = propose();
+    play(sidecar, [&] { return active->Ready; });
+    check("becomes active again", decided == 2 && changed == 3);
+    sidecar.SetPacing(EFrameshardSchedulingMode::PrioritizeCompute, 0);
+    check("has no unknown feature", !sidecar.HasFeature(TEXT("songs")));
+
+    auto ask = [&](const FFrameshardAskParams &params, std::function<void(const FFrameshardProgress &)> progress) {
+        FFrameshardAnswer ended;
+        int32 status = -1;
+        FFrameshardListener listener;
+        listener.OnProgress = progress;
+        listener.OnEnd = [&](const FFrameshardAnswer &whole, int32 code, const FString &) {
+            ended = whole;
+            status = code;
+        };
+        int64 job = 0;
+        FString error;
+        int32 code = sidecar.Ask(TEXT("Count: 1, 2, 3, 4, 5, 6,"), params, listener, job, error);
+        if (code != FS_OK) {
+            status = code;
+        }
+        play(sidecar, [&] { return status >= 0; });
+        return std::make_pair(status, ended);
+    };
+    FFrameshardAskParams params;
+    params.Temperature = 0;
+    params.MaxTokens = 24;
+    params.Timeline = 3;
+    auto whole = ask(params, {});
+    const std::string said = FrameshardUtf8(whole.second.Text);
+    check("says how it ended", whole.first == FS_OK && whole.second.Timeline == 3 && said.size() > 4 &&
+                                   whole.second.Reason != EFrameshardReason::Unknown);
+    if (said.size() > 4) {
+        params.Stop.Add(FrameshardText(said.substr(2, 2)));
+    }
+    auto stopped_early = ask(params, {});
+    check("ends before a stop string", stopped_early.second.Reason == EFrameshardReason::Stop &&
+                                           FrameshardUtf8(stopped_early.second.Text) == said.substr(0, 2));
+    params.Stop = {};
+    params.JsonSchema = TEXT("{\"enum\": [\"yes\", \"no\"]}");
+    const std::string fitted = FrameshardUtf8(ask(params, {}).second.Text);
+    check("fits a JSON schema", fitted == "\"yes\"" || fitted == "\"no\"");
+    params.JsonSchema = TEXT("");
+    params.MaxTokens = 1;
+    FFrameshardImage image;
+    image.Format = EFrameshardImageFormat::Rgb;
+    image.Width = image.Height = 8;
+    image.Data.Init(255, 191); // a byte is missing
+    params.Images.Add(image);
+    check("a wrong image is refused", ask(params, {}).first == FS_BAD_ARGUMENT);
+    params.Images = {};
+    image.Data.Init(255, 192);
+    params.Images.Add(image);
+    bool encoded = false;
+    auto seen = ask(params, [&](const FFrameshardProgress &progress) {
+        encoded = encoded || progress.Phase == EFrameshardPhase::Encode;
+    });
+    check("an image is more to read",
+          seen.first == FS_OK && encoded && seen.second.PromptTokens > whole.second.PromptTokens);
 
     npc->Params.MaxTokens = 800;
     token = TEXT("");

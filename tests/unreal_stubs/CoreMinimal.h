@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+using uint8 = std::uint8_t;
 using int32 = std::int32_t;
 using int64 = std::int64_t;
 using uint32 = std::uint32_t;
@@ -21,6 +22,8 @@ using ANSICHAR = char;
 #define FRAMESHARD_API
 #define UCLASS(...)
 #define USTRUCT(...)
+#define UENUM(...)
+#define UMETA(...)
 #define UPROPERTY(...)
 #define UFUNCTION(...)
 #define GENERATED_BODY()
@@ -41,6 +44,19 @@ class FString {
 
   private:
     std::u16string Text_;
+};
+
+template <class T> class TArray {
+  public:
+    int32 Num() const { return static_cast<int32>(Items.size()); }
+    const T *GetData() const { return Items.data(); }
+    void Add(const T &Item) { Items.push_back(Item); }
+    void Init(const T &Item, int32 Count) { Items.assign(static_cast<size_t>(Count), Item); }
+    auto begin() const { return Items.begin(); }
+    auto end() const { return Items.end(); }
+
+  private:
+    std::vector<T> Items;
 };
 
 class FUTF8ToTCHAR {

@@ -101,6 +101,9 @@ class Client {
     void close(double timeout_s = kCloseSeconds) noexcept { fs_close(std::exchange(client_, nullptr), timeout_s); }
 
     int32_t state() const noexcept { return fs_state(client_); }
+    bool has_feature(const std::string &feature) const noexcept {
+        return fs_has_feature(client_, feature.c_str()) != 0;
+    }
     fs_model model() const {
         fs_model model{};
         model.struct_size = sizeof model;

@@ -1,6 +1,6 @@
-/* What the layer of a game engine needs above frameshard.h, without engine types, exceptions or threads: answers come to
- * whoever asked, whole sentences for speech, no more events in a frame than the game allows. (frameshard.hpp is for
- * programs with exceptions.)
+/* For the layer of a game engine above frameshard.h, without engine types, exceptions or threads: answers are handed to
+ * whoever asked, cut into sentences for speech, and no more events in a frame than the game allows. (frameshard.hpp is
+ * for programs with exceptions.)
  *
  *     frameshard::Game game;
  *     if (game.launch(options) != FS_OK) report(fs_last_error(nullptr));
@@ -10,9 +10,9 @@
  *     ... each frame:
  *     game.pump(64);
  *
- * All is called from one thread, callbacks inside pump() and close() only. A callback may call anything here, close() too.
- * Texts given to a callback are valid until it returns or closes. What callbacks use must outlive the Game, whose
- * destructor closes. C++17; compiles with exceptions and RTTI off. */
+ * Call everything from one thread. Callbacks run inside pump() and close() only. A callback may call anything here, also
+ * close(). Texts given to a callback are valid until it returns or closes. What callbacks use must outlive the Game,
+ * whose destructor closes. C++17; compiles with exceptions and RTTI off. */
 #ifndef FRAMESHARD_GAME_HPP
 #define FRAMESHARD_GAME_HPP
 
@@ -29,13 +29,13 @@
 
 namespace frameshard {
 
-/* Cuts a text that arrives in pieces into sentences, for speech that begins before the answer is complete.
+/* Cuts a text that arrives in parts into sentences, so that speech can begin before the answer is complete.
  *
- * A sentence ends behind . ! ? or the ellipsis, with the quotes and brackets that close there, when space and something
- * other than a small letter follow; at a new line; and behind the full-width marks of Chinese and Japanese at once. It
- * does not end behind an initial, a number at its beginning ("1. Take the key"), or a title such as "Mr.". So a sentence
- * is known when the next one begins; finish() gives the last. No sentence is empty or begins or ends with space. Pieces
- * must not cut a character, as those of fs_poll never do. */
+ * A sentence ends after . ! ? or an ellipsis and the closing quotes and brackets there, if space and no small letter
+ * follow; at a new line; and after the full-width marks of Chinese and Japanese. It does not end after an initial, after
+ * a number at its beginning ("1. Take the key"), or after a title such as "Mr.". So the end of a sentence is known when
+ * the next one begins; finish() gives the last. No sentence is empty, or begins or ends with space. Parts must not cut a
+ * character; those of fs_poll never do. */
 class SentenceSplitter {
   public:
     /* Takes more text; calls `sentence` with a std::string_view for each sentence that is complete. */
@@ -58,7 +58,7 @@ class SentenceSplitter {
     }
 
   private:
-    // In bytes, since compilers differ in what they make of characters beyond ASCII.
+    // As bytes: compilers differ in how they read characters beyond ASCII.
     static constexpr const char *kStops = ". ! ? \xe2\x80\xa6";                                // and ellipsis
     static constexpr const char *kFullWidth = "\xe3\x80\x82 \xef\xbc\x81 \xef\xbc\x9f";        // . ! ?
     static constexpr const char *kClosing = "\" ' ) ] } * \xe2\x80\x9d \xe2\x80\x99 \xc2\xbb " // quotes
@@ -175,12 +175,13 @@ struct Ending {
 
 /* Who listens to one answer; each may be empty. After on_end nothing follows. */
 struct Listener {
+    std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, of a job with images
     std::function<void(std::string_view)> on_text;
     std::function<void(std::string_view)> on_sentence;
     std::function<void(const Ending &)> on_end;
 };
 
-/* What became of a budget. */
+/* What became of a lease. */
 struct BudgetResult {
     fs_status status = FS_OK; // FS_BUDGET_BELOW_FLOOR: nothing changed
     std::string message;
@@ -223,17 +224,19 @@ class Game {
         ready_ = false;
         frame_request_ = 0;
         auto answers = std::exchange(answers_, {});
-        auto budgets = std::exchange(budgets_, {});
+        auto leases = std::exchange(leases_, {});
         for (auto &item : answers) {
             item.second->ending.status = FS_CANCELLED;
             item.second->ending.message = "the session was closed";
             end(*item.second);
         }
-        for (auto &item : budgets) {
+        for (auto &item : leases) {
             BudgetResult result;
             result.status = FS_CANCELLED;
             result.message = "the session was closed";
-            item.second(result);
+            if (item.second.done) {
+                item.second.done(result);
+            }
         }
         fs_close(client, timeout_s);
     }
@@ -260,14 +263,25 @@ class Game {
     /* The answer's on_end follows with FS_CANCELLED, unless another end came first. */
     fs_status cancel(uint64_t job) { return fs_cancel(client_, job); }
 
-    /* fs_set_budget; if that is FS_OK, `done` is called once, with the release or the refusal. */
-    fs_status set_budget(uint64_t bytes, double timeout_s, std::function<void(const BudgetResult &)> done) {
+    /* fs_set_lease; if that is FS_OK, `decided` is called with FS_EVENT_LEASE, unless the lease is refused at once, and
+     * `done` once, with the release or the refusal. Both may be empty. */
+    fs_status set_lease(const fs_lease &lease, std::function<void(const BudgetResult &)> done,
+                        std::function<void(const fs_event &)> decided = {}) {
         uint64_t request = 0;
-        fs_status status = fs_set_budget(client_, bytes, timeout_s, &request);
+        fs_status status = fs_set_lease(client_, &lease, &request);
         if (status == FS_OK) {
-            budgets_.emplace(request, std::move(done));
+            leases_.emplace(request, Lease{std::move(decided), std::move(done)});
         }
         return status;
+    }
+
+    /* set_lease with nothing but a budget and a deadline. */
+    fs_status set_budget(uint64_t bytes, double timeout_s, std::function<void(const BudgetResult &)> done) {
+        fs_lease lease;
+        fs_lease_init(&lease, sizeof lease);
+        lease.vram_budget_bytes = bytes;
+        lease.timeout_s = timeout_s;
+        return set_lease(lease, std::move(done));
     }
 
     /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it keeps out of its way. 0: no more.
@@ -309,8 +323,14 @@ class Game {
         Ending ending;
     };
 
+    struct Lease {
+        std::function<void(const fs_event &)> decided;
+        std::function<void(const BudgetResult &)> done;
+    };
+
     static void end(Answer &answer) {
-        if (answer.ending.status == FS_OK && answer.listener.on_sentence) { // what was broken off is not to be said
+        // A sentence that is cut off is not handed out.
+        if (answer.ending.status == FS_OK && answer.listener.on_sentence) {
             answer.sentences.finish(answer.listener.on_sentence);
         }
         if (answer.listener.on_end) {
@@ -322,21 +342,10 @@ class Game {
         auto found = answers_.find(event.job);
         if (event.job != 0 && found != answers_.end()) {
             hear(event, found->second);
-        } else if (auto asked = budgets_.find(event.request);
-                   asked != budgets_.end() &&
-                   (event.type == FS_EVENT_BUDGET_RELEASED || event.type == FS_EVENT_REFUSED)) {
-            auto done = std::move(asked->second);
-            budgets_.erase(asked);
-            BudgetResult result;
-            result.status = event.status;
-            result.message.assign(event.text, event.text_length);
-            result.budget_bytes = event.budget_bytes;
-            result.used_bytes = event.used_bytes;
-            result.floor_bytes = event.floor_bytes;
-            result.seconds = event.seconds;
-            if (done) {
-                done(result);
-            }
+        } else if (auto asked = leases_.find(event.request);
+                   asked != leases_.end() && (event.type == FS_EVENT_LEASE || event.type == FS_EVENT_BUDGET_RELEASED ||
+                                              event.type == FS_EVENT_REFUSED)) {
+            hear(event, asked);
         } else if (frame_request_ != 0 && event.request == frame_request_) {
             frame_request_ = 0;
             if (event.type == FS_EVENT_FRAME_BLOCK && target_frame_s_ > 0) {
@@ -362,10 +371,37 @@ class Game {
         }
     }
 
+    void hear(const fs_event &event, std::map<uint64_t, Lease>::iterator asked) {
+        if (event.type == FS_EVENT_LEASE) {
+            auto decided = std::move(asked->second.decided); // a callback may close, and so forget it
+            if (decided) {
+                decided(event);
+            }
+            return;
+        }
+        auto done = std::move(asked->second.done);
+        leases_.erase(asked);
+        BudgetResult result;
+        result.status = event.status;
+        result.message.assign(event.text, event.text_length);
+        result.budget_bytes = event.budget_bytes;
+        result.used_bytes = event.used_bytes;
+        result.floor_bytes = event.floor_bytes;
+        result.seconds = event.seconds;
+        if (done) {
+            done(result);
+        }
+    }
+
     /* `answer` by value: a callback may close, and so forget it. */
     void hear(const fs_event &event, std::shared_ptr<Answer> answer) {
         std::string_view text(event.text, event.text_length);
         switch (event.type) {
+        case FS_EVENT_PROGRESS:
+            if (answer->listener.on_progress) {
+                answer->listener.on_progress(event);
+            }
+            return;
         case FS_EVENT_TEXT: {
             answer->ending.text.append(text);
             uint64_t closed = closed_;
@@ -407,11 +443,11 @@ class Game {
     fs_client *client_ = nullptr;
     fs_frame_block *frames_ = nullptr;
     bool ready_ = false;
-    uint64_t closed_ = 0; // how often, so that what goes on after a callback can tell
+    uint64_t closed_ = 0; // counts close(), to notice one that a callback has made
     double target_frame_s_ = 0;
     uint64_t frame_request_ = 0;
     std::map<uint64_t, std::shared_ptr<Answer>> answers_;
-    std::map<uint64_t, std::function<void(const BudgetResult &)>> budgets_;
+    std::map<uint64_t, Lease> leases_; // by request
 };
 
 } // namespace frameshard

@@ -244,6 +244,7 @@ namespace Frameshard
         [DllImport(Library)] internal static extern int fs_launch(ref LaunchOptions options, out ClientHandle client);
         [DllImport(Library)] internal static extern int fs_connect(IntPtr file, IntPtr name, out ClientHandle client);
         [DllImport(Library)] internal static extern void fs_close(IntPtr client, double timeout);
+        [DllImport(Library)] internal static extern int fs_has_feature(ClientHandle client, IntPtr feature);
         [DllImport(Library)] internal static extern int fs_get_model(ClientHandle client, ref Model model);
         [DllImport(Library)] internal static extern void fs_sampling_init(out Sampling sampling, uint size);
         [DllImport(Library)] internal static extern void fs_job_options_init(out JobOptions options, uint size);

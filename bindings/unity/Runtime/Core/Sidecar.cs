@@ -90,23 +90,7 @@ namespace Frameshard
             using (var texts = new Utf8())
             {
                 Native.fs_launch_options_init(out var native, Size<Native.LaunchOptions>());
-                native.Model = texts.Name(options.Model);
-                if (options.Mmproj != null) native.Mmproj = texts.Name(options.Mmproj);
-                if (options.Device != null) native.Device = texts.Name(options.Device);
-                native.VramBudgetBytes = Bytes(options.VramBudgetMb);
-                if (options.Mode != null) native.Mode = texts.Name(options.Mode);
-                native.NCtx = options.NCtx ?? native.NCtx;
-                native.NParallel = options.NParallel ?? native.NParallel;
-                native.NUbatch = options.NUbatch ?? native.NUbatch;
-                native.NThreads = options.NThreads ?? native.NThreads;
-                native.SilentS = options.SilentSeconds ?? native.SilentS;
-                if (options.Transport != null) native.Transport = texts.Name(options.Transport);
-                if (options.Endpoint != null) native.Endpoint = texts.Name(options.Endpoint);
-                if (options.ConnectFile != null) native.ConnectFile = texts.Name(options.ConnectFile);
-                if (options.Python != null) native.Python = texts.Name(options.Python);
-                if (options.LogFile != null) native.LogFile = texts.Name(options.LogFile);
-                if (options.ClientName != null) native.ClientName = texts.Name(options.ClientName);
-                if (options.ExtraJson != null) native.ExtraJson = texts.Name(options.ExtraJson);
+                Options.Fill(ref native, options, texts);
                 Check(Native.fs_launch(ref native, out var client));
                 return new Sidecar(client);
             }
@@ -120,6 +104,17 @@ namespace Frameshard
             {
                 Check(Native.fs_connect(texts.Name(connectFile), texts.Name(clientName), out var client));
                 return new Sidecar(client);
+            }
+        }
+
+        /// <summary>Whether the sidecar supports a feature, a name from PROTOCOL.md ("Features"); false before it is
+        /// <see cref="Ready"/>.</summary>
+        public bool HasFeature(string feature)
+        {
+            using (var texts = new Utf8())
+            {
+                var name = texts.Name(feature);
+                lock (_gate) return !_closed && Native.fs_has_feature(_client, name) != 0;
             }
         }
 
@@ -200,12 +195,7 @@ namespace Frameshard
             using (var texts = new Utf8())
             {
                 Native.fs_lease_init(out var native, Size<Native.Lease>());
-                native.VramBudgetBytes = Bytes(lease.VramBudgetMb);
-                native.State = (int)lease.State;
-                native.FloorBytes = Bytes(lease.FloorMb);
-                native.Version = lease.Version;
-                native.TimeoutS = lease.TimeoutSeconds ?? native.TimeoutS;
-                native.Reason = texts.Name(lease.Reason);
+                Options.Fill(ref native, lease, texts);
                 Begin((out ulong id) => Native.fs_set_lease(_client, ref native, out id),
                     (answer, text, detail) => Go(change, answer), error =>
                     {
@@ -401,20 +391,7 @@ namespace Frameshard
         private static IntPtr Pin(Utf8 texts, Sampling sampling)
         {
             Native.fs_sampling_init(out var native, Size<Native.Sampling>());
-            native.MaxTokens = sampling.MaxTokens ?? native.MaxTokens;
-            native.Temperature = sampling.Temperature ?? native.Temperature;
-            native.TopK = sampling.TopK ?? native.TopK;
-            native.TopP = sampling.TopP ?? native.TopP;
-            native.MinP = sampling.MinP ?? native.MinP;
-            native.RepeatPenalty = sampling.RepeatPenalty ?? native.RepeatPenalty;
-            native.Seed = sampling.Seed ?? native.Seed;
-            if (sampling.Stop != null)
-            {
-                native.NStop = (uint)sampling.Stop.Length;
-                native.Stop = texts.Block(sampling.Stop.Length * IntPtr.Size);
-                for (var index = 0; index < sampling.Stop.Length; index++)
-                    Marshal.WriteIntPtr(native.Stop, index * IntPtr.Size, texts.Name(sampling.Stop[index] ?? ""));
-            }
+            Options.Fill(ref native, sampling, texts);
             var block = texts.Block(Marshal.SizeOf(typeof(Native.Sampling)));
             Marshal.StructureToPtr(native, block, false);
             return block;

@@ -54,48 +54,120 @@ namespace Frameshard
         }
     }
 
-    /// <summary>How to start a sidecar. What is null or not set has the default of frameshard.h.</summary>
+    /// <summary>How to start a sidecar. Null is the default of frameshard.h.</summary>
     public sealed class LaunchOptions
     {
-        /// <summary>Path of a GGUF file; the only value without a default.</summary>
+        // generated: fs_launch_options
+        /// <summary>Path of a GGUF file; the only option without a default.</summary>
         public string Model;
-        /// <summary>Path of a GGUF file that reads images for the model.</summary>
-        public string Mmproj;
-        /// <summary>"auto" (first GPU, else CPU), "cpu", "emulated", or a name such as "CUDA0".</summary>
+        /// <summary>`auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
+        /// tests: `emulated:25` copies 25e9 bytes/s at most. Default auto.</summary>
         public string Device;
-        /// <summary>All that the sidecar may hold in VRAM, in MiB; 0: no limit.</summary>
+        /// <summary>All that the sidecar may hold in VRAM; 0: no limit. In MiB.</summary>
         public double VramBudgetMb;
-        /// <summary>"planned" (default), or "stream_only": the same bits at any budget, at the cost of speed.</summary>
-        public string Mode;
-        /// <summary>Tokens of context of each conversation; <see cref="NParallel"/> of them run at a time.</summary>
+        /// <summary>Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use.
+        /// Default 4096.</summary>
         public uint? NCtx;
+        /// <summary>Jobs that run at once, each in a context of its own. Default 4.</summary>
         public uint? NParallel;
+        /// <summary>Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many,
+        /// and the buffers for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and
+        /// the first 16 tokens of its answer, with a floor of about half of the budget at most (or that of 512, if it
+        /// is higher); without a budget 512. Default 512.</summary>
         public uint? NUbatch;
+        /// <summary>CPU threads; 0: half of the CPUs.</summary>
         public uint? NThreads;
+        /// <summary>A client whose connection is gone and that does not come back for so long loses its jobs. One that
+        /// is connected and silent (a breakpoint, a long load) keeps them. Default 10.0.</summary>
         public double? SilentSeconds;
+        /// <summary>How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted.
+        /// One of ipc, tcp.</summary>
         public string Transport;
+        /// <summary>Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place.</summary>
         public string Endpoint;
+        /// <summary>Where to leave what further clients need to connect, readable by this user only; without it, a
+        /// fresh place. Refused with `bad_argument` where it cannot be written.</summary>
         public string ConnectFile;
-        /// <summary>Python in which frameshard is installed; "python3" by default.</summary>
+        /// <summary>Python in which frameshard is installed. Default python3, from PATH.</summary>
         public string Python;
-        /// <summary>The sidecar appends its log here; the game's standard error by default.</summary>
+        /// <summary>The sidecar appends its log here. Default: standard error.</summary>
         public string LogFile;
+        /// <summary>At most 64 bytes, for the sidecar's log. Default c.</summary>
         public string ClientName = "csharp";
-        /// <summary>Further fields of the sidecar's first line, a JSON object; they win.</summary>
+        /// <summary>A JSON object with further fields of the sidecar's first line; they win. Default: none.</summary>
         public string ExtraJson;
+        /// <summary>Path of the GGUF file that reads images for this model; empty: none.</summary>
+        public string Mmproj;
+        /// <summary>`stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only.
+        /// Default planned.</summary>
+        public string Mode;
+        /// <summary>Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time
+        /// where that pays; `off`: never. One of auto, off. Default auto.</summary>
+        public string Speculate;
+        /// <summary>Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what
+        /// does not repeat, where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at
+        /// most) in host memory. Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or
+        /// with recurrent models.</summary>
+        public string DraftModel;
+        /// <summary>Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`,
+        /// at some loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not
+        /// lower by it on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16,
+        /// q8_0, q4_0. Default f16.</summary>
+        public string KvType;
+        /// <summary>Jobs of all clients that have not ended. Default 256.</summary>
+        public ulong? MaxJobs;
+        /// <summary>Jobs of one client that have not ended. Default 64.</summary>
+        public ulong? MaxClientJobs;
+        /// <summary>Text kept for one job whose client does not read; beyond, the job fails. Default 49152.</summary>
+        public ulong? HeldBytes;
+        /// <summary>An engine without work that does not answer for so long is replaced. Default 5.0.</summary>
+        public double? HangIdleSeconds;
+        /// <summary>An engine with work that does not answer for so long is replaced. Default 60.0.</summary>
+        public double? HangBusySeconds;
+        /// <summary>An engine that loads and does not answer for so long is replaced. Default 600.0.</summary>
+        public double? HangLoadSeconds;
+        /// <summary>An engine of which no thread runs for so long is stopped, and replaced whatever it does. Default
+        /// 5.0.</summary>
+        public double? HangStillSeconds;
+        /// <summary>Deaths of the engine within `restart_window_s`, without a new token in between and while no job
+        /// runs, after which it is off for `off_pause_s`. Default 3.</summary>
+        public ulong? RestartLimit;
+        /// <summary>Span of time for `restart_limit`. Default 300.0.</summary>
+        public double? RestartWindowSeconds;
+        /// <summary>Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the
+        /// last. Default 1.0.</summary>
+        public double? OffPauseSeconds;
+        /// <summary>The longest such pause. Default 60.0.</summary>
+        public double? OffPauseMaxSeconds;
+        // end of fs_launch_options
     }
 
-    /// <summary>How tokens are chosen. What is null has the protocol's default.</summary>
+    /// <summary>How tokens are chosen. Null is the protocol's default. In mode "stream_only" the same values, prompt and
+    /// seed give the same text.</summary>
     public sealed class Sampling
     {
+        // generated: fs_sampling
+        /// <summary>Length of the answer at most. Default 256.</summary>
         public int? MaxTokens;
-        public double? Temperature;
+        /// <summary>Only so many of the likeliest tokens; 0: off. Default 40.</summary>
         public int? TopK;
+        /// <summary>Randomness of the choice; 0: always the likeliest token. Default 0.8.</summary>
+        public double? Temperature;
+        /// <summary>Only the likeliest tokens of so much probability; 1: off. Default 0.95.</summary>
         public double? TopP;
+        /// <summary>Only tokens of at least this share of the likeliest one's probability; 0: off. Default
+        /// 0.05.</summary>
         public double? MinP;
+        /// <summary>Makes tokens of the last ones less likely; 1: off. Default 1.0.</summary>
         public double? RepeatPenalty;
+        /// <summary>Seed of the random numbers; without it the sidecar draws one.</summary>
         public uint? Seed;
+        /// <summary>The answer ends before any of these.</summary>
         public string[] Stop;
+        /// <summary>A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before;
+        /// empty: off.</summary>
+        public string JsonSchema;
+        // end of fs_sampling
     }
 
     /// <summary>What else a job may be given.</summary>
@@ -114,7 +186,14 @@ namespace Frameshard
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Else rows of pixels from the top, 8 bits a channel.</summary>
-    public enum ImageFormat { Encoded = 1, Rgb = 2, Rgba = 3 }
+    public enum ImageFormat
+    {
+        // generated: ImageFormat
+        Encoded = 1,
+        Rgb = 2,
+        Rgba = 3,
+        // end of ImageFormat
+    }
 
     /// <summary>An image in memory.</summary>
     public sealed class Image
@@ -129,7 +208,13 @@ namespace Frameshard
     }
 
     /// <summary>Images are encoded; then the prompt is read.</summary>
-    public enum Phase { Encode = 1, Prefill = 2 }
+    public enum Phase
+    {
+        // generated: Phase
+        Encode = 1,
+        Prefill = 2,
+        // end of Phase
+    }
 
     /// <summary>How far a job with images is: images, or tokens of the prompt.</summary>
     public struct Progress
@@ -153,20 +238,65 @@ namespace Frameshard
     }
 
     /// <summary>Stop: the model ended or a stop string came. Length: MaxTokens.</summary>
-    public enum StopReason { Stop = 1, Length = 2 }
+    public enum StopReason
+    {
+        // generated: StopReason
+        Stop = 1,
+        Length = 2,
+        // end of StopReason
+    }
 
-    public enum EngineState { Loading = 1, Ready = 2, Restarting = 3, Off = 4, Hibernated = 5 }
+    public enum EngineState
+    {
+        // generated: EngineState
+        Loading = 1,
+        Ready = 2,
+        Restarting = 3,
+        Off = 4,
+        Hibernated = 5,
+        // end of EngineState
+    }
 
     /// <summary>Parked: only the driver's context is left in VRAM. Hibernated: nothing is, the engine has ended.</summary>
-    public enum LeaseState { Active = 1, Parked = 2, Hibernated = 3 }
+    public enum LeaseState
+    {
+        // generated: LeaseState
+        Active = 1,
+        Parked = 2,
+        Hibernated = 3,
+        // end of LeaseState
+    }
 
     /// <summary>Partial: by the deadline only a part of what was asked for.</summary>
-    public enum LeaseDecision { Granted = 1, Partial = 2 }
+    public enum LeaseDecision
+    {
+        // generated: LeaseDecision
+        Granted = 1,
+        Partial = 2,
+        // end of LeaseDecision
+    }
 
-    public enum NoticeKind { Wants = 1, GivesBack = 2, Late = 3, Pressure = 4, OtherProcess = 5, State = 6 }
+    public enum NoticeKind
+    {
+        // generated: NoticeKind
+        Wants = 1,
+        GivesBack = 2,
+        Late = 3,
+        Pressure = 4,
+        OtherProcess = 5,
+        State = 6,
+        // end of NoticeKind
+    }
 
     /// <summary>Whose work on the GPU comes first.</summary>
-    public enum SchedulingMode { PrioritizeGraphics = 1, Balance = 2, PrioritizeCompute = 3 }
+    public enum SchedulingMode
+    {
+        // generated: SchedulingMode
+        PrioritizeGraphics = 1,
+        Balance = 2,
+        PrioritizeCompute = 3,
+        // end of SchedulingMode
+    }
 
     /// <summary>A finished answer.</summary>
     public sealed class Completion
@@ -179,20 +309,25 @@ namespace Frameshard
         public double DecodeSeconds { get; internal set; }
     }
 
-    /// <summary>What the game proposes. What is null has the default of frameshard.h.</summary>
+    /// <summary>What the game proposes. Null is the default of frameshard.h.</summary>
     public sealed class Lease
     {
-        /// <summary>All that the sidecar holds in VRAM has to fit, in MiB; 0: no limit.</summary>
-        public double VramBudgetMb;
+        // generated: fs_lease
+        /// <summary>`parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine
+        /// process.</summary>
         public LeaseState State = LeaseState.Active;
-        /// <summary>Kept while the sidecar is idle, in MiB; 0: it gives nothing back on its own.</summary>
+        /// <summary>All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back
+        /// to. In MiB.</summary>
+        public double VramBudgetMb;
+        /// <summary>What the sidecar keeps while it is idle; 0: it gives nothing back on its own. In MiB.</summary>
         public double FloorMb;
-        /// <summary>A lease whose version is not above that in force is refused; 0: the last word counts.</summary>
+        /// <summary>Refused with `stale_lease` unless it is above the one in force; 0: the last word counts.</summary>
         public ulong Version;
-        /// <summary>Deadline of the release.</summary>
+        /// <summary>Deadline of the release. Default 5.0.</summary>
         public double? TimeoutSeconds;
-        /// <summary>For logs.</summary>
+        /// <summary>For the sidecar's log.</summary>
         public string Reason;
+        // end of fs_lease
     }
 
     /// <summary>A proposed lease, on its way. The tasks end in this order, or with a <see cref="FrameshardException"/>;

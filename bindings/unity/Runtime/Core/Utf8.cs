@@ -5,7 +5,7 @@ using System.Text;
 
 namespace Frameshard
 {
-    /// <summary>Texts for the length of one call: allocated for C, freed on Dispose.</summary>
+    /// <summary>Texts for one call: allocated for C, freed by Dispose.</summary>
     internal sealed class Utf8 : IDisposable
     {
         private static readonly UTF8Encoding Strict = new UTF8Encoding(false, true);
@@ -19,6 +19,16 @@ namespace Frameshard
             if (text != null && text.IndexOf('\0') >= 0)
                 throw new FrameshardException(ErrorCode.BadArgument, "a name or path must not contain a NUL character");
             return Text(text);
+        }
+
+        /// <summary>An array of pointers to texts that C reads up to their first NULs.</summary>
+        internal IntPtr Names(string[] texts, out uint count)
+        {
+            count = (uint)texts.Length;
+            var block = Block(texts.Length * IntPtr.Size);
+            for (var index = 0; index < texts.Length; index++)
+                Marshal.WriteIntPtr(block, index * IntPtr.Size, Name(texts[index] ?? ""));
+            return block;
         }
 
         internal IntPtr Text(string text, out int length)

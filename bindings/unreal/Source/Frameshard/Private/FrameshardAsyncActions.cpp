@@ -49,6 +49,13 @@ void UFrameshardAskAsync::Activate()
 			Self->OnSentence.Broadcast(Sentence);
 		}
 	};
+	Listener.OnProgress = [Weak](const FFrameshardProgress& Progress)
+	{
+		if (UFrameshardAskAsync* Self = Weak.Get())
+		{
+			Self->OnProgress.Broadcast(Progress);
+		}
+	};
 	Listener.OnEnd = [Weak](const FFrameshardAnswer& Answer, int32 Code, const FString& Message)
 	{
 		if (UFrameshardAskAsync* Self = Weak.Get())
@@ -82,22 +89,37 @@ void UFrameshardAskAsync::Cancel()
 	}
 }
 
-UFrameshardSetBudgetAsync* UFrameshardSetBudgetAsync::SetFrameshardVramBudget(
-	UObject* WorldContextObject, double Megabytes)
+UFrameshardSetLeaseAsync* UFrameshardSetLeaseAsync::SetFrameshardLease(
+	UObject* WorldContextObject, const FFrameshardLease& Lease)
 {
-	UFrameshardSetBudgetAsync* Node = NewObject<UFrameshardSetBudgetAsync>();
+	UFrameshardSetLeaseAsync* Node = NewObject<UFrameshardSetLeaseAsync>();
 	Node->Sidecar = SidecarOf(WorldContextObject);
-	Node->BudgetMb = Megabytes;
+	Node->Proposed = Lease;
 	Node->RegisterWithGameInstance(WorldContextObject);
 	return Node;
 }
 
-void UFrameshardSetBudgetAsync::Activate()
+UFrameshardSetLeaseAsync* UFrameshardSetLeaseAsync::SetFrameshardVramBudget(
+	UObject* WorldContextObject, double Megabytes)
 {
-	const TWeakObjectPtr<UFrameshardSetBudgetAsync> Weak(this);
+	FFrameshardLease Lease;
+	Lease.VramBudgetMb = Megabytes;
+	return SetFrameshardLease(WorldContextObject, Lease);
+}
+
+void UFrameshardSetLeaseAsync::Activate()
+{
+	const TWeakObjectPtr<UFrameshardSetLeaseAsync> Weak(this);
+	auto Decided = [Weak](const FFrameshardDecision& Decision)
+	{
+		if (UFrameshardSetLeaseAsync* Self = Weak.Get())
+		{
+			Self->OnDecided.Broadcast(Decision);
+		}
+	};
 	auto Done = [Weak](const FFrameshardBudget& Budget, int32 Code, const FString& Message)
 	{
-		if (UFrameshardSetBudgetAsync* Self = Weak.Get())
+		if (UFrameshardSetLeaseAsync* Self = Weak.Get())
 		{
 			if (Code == FS_OK)
 			{
@@ -112,7 +134,7 @@ void UFrameshardSetBudgetAsync::Activate()
 	};
 	if (Sidecar.IsValid())
 	{
-		Sidecar->RequestVramBudget(BudgetMb, Done);
+		Sidecar->RequestLease(Proposed, Done, Decided);
 	}
 	else
 	{

@@ -55,6 +55,13 @@ void UFrameshardNpcComponent::Ask(const FString& Text)
 			Self->OnSentenceGenerated.Broadcast(Sentence);
 		}
 	};
+	Listener.OnProgress = [Listening](const FFrameshardProgress& Progress)
+	{
+		if (UFrameshardNpcComponent* Self = Listening())
+		{
+			Self->OnProgress.Broadcast(Progress);
+		}
+	};
 	Listener.OnEnd = [Listening](const FFrameshardAnswer& Answer, int32 Code, const FString& Message)
 	{
 		if (UFrameshardNpcComponent* Self = Listening())

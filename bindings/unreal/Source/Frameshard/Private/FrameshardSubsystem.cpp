@@ -1,9 +1,7 @@
 #include "FrameshardSubsystem.h"
 
-#include "Misc/Paths.h"
-
+#include "FrameshardOptions.h"
 #include "FrameshardSettings.h"
-#include "FrameshardText.h"
 
 #include <frameshard_game.hpp>
 
@@ -11,16 +9,7 @@ DEFINE_LOG_CATEGORY_STATIC(LogFrameshard, Log, All);
 
 namespace
 {
-constexpr double BytesPerMb = 1024.0 * 1024.0;
-constexpr double BudgetSeconds = 5;
 const TCHAR* const NoSidecar = TEXT("there is no sidecar: Launch it");
-
-/** UTF-8 of a path that may begin in the project's Content folder. */
-std::string ContentPath(const FString& Path)
-{
-	const FString Content = FPaths::ConvertRelativePathToFull(FPaths::ProjectContentDir());
-	return FrameshardUtf8(FPaths::ConvertRelativePathToFull(Content, Path));
-}
 
 FString LastError()
 {
@@ -28,13 +17,93 @@ FString LastError()
 	const char* Text = fs_last_error(&Length);
 	return FrameshardText(std::string_view(Text, Length));
 }
+
+/** The images in C, which point into Params. */
+std::vector<fs_image> ImagesOf(const FFrameshardAskParams& Params)
+{
+	std::vector<fs_image> Images;
+	for (const FFrameshardImage& Image : Params.Images)
+	{
+		fs_image Made{};
+		Made.format = static_cast<uint32_t>(Image.Format);
+		Made.width = static_cast<uint32_t>(Image.Width);
+		Made.height = static_cast<uint32_t>(Image.Height);
+		Made.stride = static_cast<uint32_t>(Image.Stride);
+		Made.data = Image.Data.GetData();
+		Made.size = static_cast<uint64_t>(Image.Data.Num());
+		Images.push_back(Made);
+	}
+	return Images;
+}
+
+/** The listener of the client library for one of this plugin. */
+frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
+{
+	frameshard::Listener Inner;
+	if (Listener.OnToken)
+	{
+		Inner.on_text = [OnToken = std::move(Listener.OnToken)](std::string_view Piece) { OnToken(FrameshardText(Piece)); };
+	}
+	if (Listener.OnSentence)
+	{
+		Inner.on_sentence = [OnSentence = std::move(Listener.OnSentence)](std::string_view Sentence)
+		{ OnSentence(FrameshardText(Sentence)); };
+	}
+	if (Listener.OnProgress)
+	{
+		Inner.on_progress = [OnProgress = std::move(Listener.OnProgress)](const fs_event& Event)
+		{
+			FFrameshardProgress Progress;
+			Progress.Phase = static_cast<EFrameshardPhase>(Event.phase);
+			Progress.Done = static_cast<int32>(Event.done);
+			Progress.Total = static_cast<int32>(Event.total);
+			OnProgress(Progress);
+		};
+	}
+	if (Listener.OnEnd)
+	{
+		Inner.on_end = [OnEnd = std::move(Listener.OnEnd), Timeline](const frameshard::Ending& Ending)
+		{
+			FFrameshardAnswer Answer;
+			Answer.Text = FrameshardText(Ending.text);
+			Answer.Reason = static_cast<EFrameshardReason>(Ending.reason);
+			Answer.PromptTokens = static_cast<int32>(Ending.n_prompt);
+			Answer.GeneratedTokens = static_cast<int32>(Ending.n_generated);
+			Answer.PrefillSeconds = Ending.prefill_s;
+			Answer.DecodeSeconds = Ending.decode_s;
+			Answer.Timeline = Timeline;
+			OnEnd(Answer, Ending.status, FrameshardText(Ending.message));
+		};
+	}
+	return Inner;
+}
 }
 
 void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 {
 	Super::Initialize(Collection);
 	Game = std::make_shared<frameshard::Game>();
-	Game->on_ready = [this](const fs_model&) { OnReady.Broadcast(); };
+	Game->on_ready = [this](const fs_model&)
+	{
+		SetPacing(GetDefault<UFrameshardSettings>()->Scheduling, 0);
+		OnReady.Broadcast();
+	};
+	Game->on_event = [this](const fs_event& Event)
+	{
+		if (Event.type == FS_EVENT_NOTICE)
+		{
+			FFrameshardNotice Notice;
+			Notice.Kind = static_cast<EFrameshardNoticeKind>(Event.notice);
+			Notice.BudgetMb = FrameshardMegabytes(Event.budget_bytes);
+			Notice.Seconds = Event.seconds;
+			Notice.Text = FrameshardText(std::string_view(Event.text, Event.text_length));
+			OnNotice.Broadcast(Notice);
+		}
+		else if (Event.type == FS_EVENT_REFUSED) // of SetPacing
+		{
+			OnError.Broadcast(FrameshardText(std::string_view(Event.text, Event.text_length)), Event.status);
+		}
+	};
 	Game->on_closed = [this](fs_status Status, std::string_view Message)
 	{
 		UE_LOG(LogFrameshard, Error, TEXT("%s"), *FrameshardText(Message));
@@ -56,21 +125,14 @@ void UFrameshardSubsystem::Deinitialize()
 void UFrameshardSubsystem::Launch()
 {
 	const UFrameshardSettings* Settings = GetDefault<UFrameshardSettings>();
-	const std::string Model = ContentPath(Settings->Model);
-	const std::string Device = FrameshardUtf8(Settings->Device);
-	const std::string Python = Settings->Python.IsEmpty() ? std::string() : ContentPath(Settings->Python);
+	FFrameshardTexts Texts;
 	fs_launch_options Options;
 	fs_launch_options_init(&Options, sizeof Options);
-	Options.model = Model.c_str();
-	Options.device = Device.c_str();
-	Options.vram_budget_bytes = static_cast<uint64_t>(Settings->VramBudgetMb * BytesPerMb);
-	Options.n_ctx = static_cast<uint32_t>(Settings->ContextTokens);
-	Options.n_parallel = static_cast<uint32_t>(Settings->Parallel);
+	FrameshardFill(Options, *Settings, Texts);
+	Options.python = Texts.Path(Settings->Python);
+	Options.log_file = Texts.Text(Settings->LogFile);
+	Options.extra_json = Texts.Text(Settings->ExtraJson);
 	Options.client_name = "unreal";
-	if (!Python.empty())
-	{
-		Options.python = Python.c_str();
-	}
 	Game->keep_out_of_frames(Settings->TargetFrameMs / 1000);
 	Report(Game->launch(Options));
 }
@@ -104,9 +166,21 @@ void UFrameshardSubsystem::Report(int32 Status)
 	}
 }
 
+bool UFrameshardSubsystem::HasFeature(const FString& Feature) const
+{
+	return Game && fs_has_feature(Game->client(), FrameshardUtf8(Feature).c_str()) != 0;
+}
+
 void UFrameshardSubsystem::SetVramBudget(double Megabytes)
 {
-	RequestVramBudget(Megabytes,
+	FFrameshardLease Lease;
+	Lease.VramBudgetMb = Megabytes;
+	SetLease(Lease);
+}
+
+void UFrameshardSubsystem::SetLease(const FFrameshardLease& Lease)
+{
+	RequestLease(Lease,
 		[this](const FFrameshardBudget&, int32 Code, const FString& Message)
 		{
 			if (Code != FS_OK && Code != FS_CANCELLED)
@@ -116,30 +190,64 @@ void UFrameshardSubsystem::SetVramBudget(double Megabytes)
 		});
 }
 
-void UFrameshardSubsystem::RequestVramBudget(
-	double Megabytes, std::function<void(const FFrameshardBudget&, int32, const FString&)> Done)
+void UFrameshardSubsystem::RequestLease(const FFrameshardLease& Lease,
+	std::function<void(const FFrameshardBudget&, int32, const FString&)> Done,
+	std::function<void(const FFrameshardDecision&)> Decided)
 {
 	if (!Game || !Game->client())
 	{
 		Done(FFrameshardBudget(), FS_CONNECTION_LOST, NoSidecar);
 		return;
 	}
-	const fs_status Status = Game->set_budget(static_cast<uint64_t>(Megabytes * BytesPerMb), BudgetSeconds,
+	FFrameshardTexts Texts;
+	fs_lease Made;
+	fs_lease_init(&Made, sizeof Made);
+	FrameshardFill(Made, Lease, Texts);
+	auto Hear = [Decided](const fs_event& Event)
+	{
+		FFrameshardDecision Decision;
+		Decision.Decision = static_cast<EFrameshardDecision>(Event.decision);
+		Decision.BudgetMb = FrameshardMegabytes(Event.budget_bytes);
+		Decision.Seconds = Event.seconds;
+		Decision.Version = static_cast<int64>(Event.version);
+		if (Decided)
+		{
+			Decided(Decision);
+		}
+	};
+	const fs_status Status = Game->set_lease(Made,
 		[this, Done](const frameshard::BudgetResult& Result)
 		{
 			FFrameshardBudget Budget;
-			Budget.BudgetMb = static_cast<double>(Result.budget_bytes) / BytesPerMb;
-			Budget.UsedMb = static_cast<double>(Result.used_bytes) / BytesPerMb;
+			Budget.BudgetMb = FrameshardMegabytes(Result.budget_bytes);
+			Budget.UsedMb = FrameshardMegabytes(Result.used_bytes);
 			Budget.Seconds = Result.seconds;
 			Done(Budget, Result.status, FrameshardText(Result.message));
 			if (Result.status == FS_OK)
 			{
 				OnBudgetChanged.Broadcast(Budget);
 			}
-		});
+		},
+		Hear);
 	if (Status != FS_OK)
 	{
 		Done(FFrameshardBudget(), Status, LastError());
+	}
+}
+
+void UFrameshardSubsystem::SetPacing(EFrameshardSchedulingMode Scheduling, double TargetTokensPerSecond)
+{
+	if (Game && Game->client())
+	{
+		Report(fs_set_pacing(Game->client(), static_cast<int32_t>(Scheduling), TargetTokensPerSecond, nullptr));
+	}
+}
+
+void UFrameshardSubsystem::Forget(const FString& Conversation)
+{
+	if (Game && Game->client())
+	{
+		Report(fs_forget(Game->client(), FrameshardUtf8(Conversation).c_str()));
 	}
 }
 
@@ -152,44 +260,23 @@ int32 UFrameshardSubsystem::Ask(
 		Error = NoSidecar;
 		return FS_CONNECTION_LOST;
 	}
-	const std::string Conversation = FrameshardUtf8(Params.Conversation);
-	const std::string Persona = FrameshardUtf8(Params.Persona);
+	FFrameshardTexts Texts;
 	fs_sampling Sampling;
 	fs_sampling_init(&Sampling, sizeof Sampling);
-	Sampling.max_tokens = Params.MaxTokens;
-	Sampling.temperature = Params.Temperature;
-	Sampling.seed = Params.Seed < 0 ? -1 : Params.Seed;
+	FrameshardFill(Sampling, Params, Texts);
+	const std::vector<fs_image> Images = ImagesOf(Params);
 	fs_job_options Options;
 	fs_job_options_init(&Options, sizeof Options);
-	Options.conversation = Conversation.empty() ? nullptr : Conversation.c_str();
-	Options.system = Persona.empty() ? nullptr : Persona.c_str();
+	Options.conversation = Texts.Text(Params.Conversation);
+	Options.system = Texts.Text(Params.Persona);
 	Options.sampling = &Sampling;
-
-	frameshard::Listener Inner;
-	if (Listener.OnToken)
-	{
-		Inner.on_text = [OnToken = std::move(Listener.OnToken)](std::string_view Piece) { OnToken(FrameshardText(Piece)); };
-	}
-	if (Listener.OnSentence)
-	{
-		Inner.on_sentence = [OnSentence = std::move(Listener.OnSentence)](std::string_view Sentence)
-		{ OnSentence(FrameshardText(Sentence)); };
-	}
-	if (Listener.OnEnd)
-	{
-		Inner.on_end = [OnEnd = std::move(Listener.OnEnd)](const frameshard::Ending& Ending)
-		{
-			FFrameshardAnswer Answer;
-			Answer.Text = FrameshardText(Ending.text);
-			Answer.PromptTokens = static_cast<int32>(Ending.n_prompt);
-			Answer.GeneratedTokens = static_cast<int32>(Ending.n_generated);
-			Answer.PrefillSeconds = Ending.prefill_s;
-			Answer.DecodeSeconds = Ending.decode_s;
-			OnEnd(Answer, Ending.status, FrameshardText(Ending.message));
-		};
-	}
+	Options.timeline = static_cast<uint64_t>(Params.Timeline);
+	Options.window = static_cast<uint32_t>(Params.Window);
+	Options.images = Images.data();
+	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;
-	const fs_status Status = Game->ask(FrameshardUtf8(Text), Options, std::move(Inner), &Number);
+	const fs_status Status =
+		Game->ask(FrameshardUtf8(Text), Options, Wrapped(std::move(Listener), Params.Timeline), &Number);
 	Job = static_cast<int64>(Number);
 	if (Status != FS_OK)
 	{
@@ -202,7 +289,7 @@ void UFrameshardSubsystem::Cancel(int64 Job)
 {
 	if (Game)
 	{
-		Game->cancel(static_cast<uint64_t>(Job)); // one that has ended meanwhile needs nothing
+		Game->cancel(static_cast<uint64_t>(Job)); // a job that has ended is no error here
 	}
 }
 
@@ -221,7 +308,7 @@ ETickableTickType UFrameshardSubsystem::GetTickableTickType() const
 
 bool UFrameshardSubsystem::IsTickableWhenPaused() const
 {
-	return true; // or the sidecar would take the game for gone
+	return true; // a client has to poll also while the game is paused
 }
 
 bool UFrameshardSubsystem::IsTickableInEditor() const

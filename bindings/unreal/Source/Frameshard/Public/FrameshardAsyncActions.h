@@ -22,6 +22,10 @@ public:
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardText OnSentence;
 
+	/** Of a question with images. */
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardProgressed OnProgress;
+
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardAnswered OnCompleted;
 
@@ -46,13 +50,17 @@ private:
 	int64 Job = 0;
 };
 
-/** A Blueprint node that changes the VRAM budget and goes on when the memory is given back. */
+/** Blueprint nodes that propose a lease and go on when the memory is given back. */
 UCLASS()
-class FRAMESHARD_API UFrameshardSetBudgetAsync : public UBlueprintAsyncActionBase
+class FRAMESHARD_API UFrameshardSetLeaseAsync : public UBlueprintAsyncActionBase
 {
 	GENERATED_BODY()
 
 public:
+	/** At once: what can be reached by the deadline. Not called if the lease is refused. */
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardDecided OnDecided;
+
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardBudgetChanged OnReleased;
 
@@ -61,12 +69,18 @@ public:
 
 	UFUNCTION(BlueprintCallable, Category = "frameshard",
 		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
+			DisplayName = "Set frameshard lease"))
+	static UFrameshardSetLeaseAsync* SetFrameshardLease(UObject* WorldContextObject, const FFrameshardLease& Lease);
+
+	/** A lease with nothing but a budget, in MiB; 0: no limit. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
 			DisplayName = "Set frameshard VRAM budget"))
-	static UFrameshardSetBudgetAsync* SetFrameshardVramBudget(UObject* WorldContextObject, double Megabytes);
+	static UFrameshardSetLeaseAsync* SetFrameshardVramBudget(UObject* WorldContextObject, double Megabytes);
 
 	virtual void Activate() override;
 
 private:
 	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
-	double BudgetMb = 0;
+	FFrameshardLease Proposed;
 };

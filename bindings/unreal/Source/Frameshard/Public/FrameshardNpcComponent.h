@@ -14,7 +14,7 @@ class FRAMESHARD_API UFrameshardNpcComponent : public UActorComponent
 	GENERATED_BODY()
 
 public:
-	/** Persona, length and temperature. An empty conversation is named after the actor. */
+	/** Persona, sampling and images. An empty conversation is named after the actor. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FFrameshardAskParams Params;
 
@@ -22,9 +22,13 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardText OnTokenGenerated;
 
-	/** A whole sentence of the answer, for text to speech, while the next is being made. */
+	/** A whole sentence of the answer, for text to speech, while the next one is generated. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardText OnSentenceGenerated;
+
+	/** Of a question with images, before its text. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardProgressed OnProgress;
 
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardAnswered OnResponseGenerated;
@@ -32,11 +36,11 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardError OnError;
 
-	/** Says something to the character. A question that is being answered is ended first. */
+	/** Asks the character. An answer that is being generated is ended first. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Ask(const FString& Text);
 
-	/** Ends the answer that is being given; nothing more is heard of it. */
+	/** Ends the answer that is being generated; no more delegates are called for it. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void StopGeneration();
 
@@ -46,8 +50,8 @@ public:
 	virtual void EndPlay(const EEndPlayReason::Type EndPlayReason) override;
 
 private:
-	/** The answer that is listened to; 0: none. */
+	/** The job whose events are handed on; 0: none. */
 	int64 Job = 0;
-	/** Counts the questions, so that what is left of an older answer is not taken for the new one. */
+	/** Counts the questions, to tell late events of an older answer. */
 	int32 Question = 0;
 };

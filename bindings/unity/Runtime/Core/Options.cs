@@ -1,0 +1,66 @@
+namespace Frameshard
+{
+    /// <summary>Fills the structs of frameshard.h. Null is the default, which the struct has already.</summary>
+    internal static class Options
+    {
+        // generated: options
+        internal static void Fill(ref Native.LaunchOptions native, LaunchOptions options, Utf8 texts)
+        {
+            if (options.Model != null) native.Model = texts.Name(options.Model);
+            if (options.Device != null) native.Device = texts.Name(options.Device);
+            native.VramBudgetBytes = Sidecar.Bytes(options.VramBudgetMb);
+            native.NCtx = options.NCtx ?? native.NCtx;
+            native.NParallel = options.NParallel ?? native.NParallel;
+            native.NUbatch = options.NUbatch ?? native.NUbatch;
+            native.NThreads = options.NThreads ?? native.NThreads;
+            native.SilentS = options.SilentSeconds ?? native.SilentS;
+            if (options.Transport != null) native.Transport = texts.Name(options.Transport);
+            if (options.Endpoint != null) native.Endpoint = texts.Name(options.Endpoint);
+            if (options.ConnectFile != null) native.ConnectFile = texts.Name(options.ConnectFile);
+            if (options.Python != null) native.Python = texts.Name(options.Python);
+            if (options.LogFile != null) native.LogFile = texts.Name(options.LogFile);
+            if (options.ClientName != null) native.ClientName = texts.Name(options.ClientName);
+            if (options.ExtraJson != null) native.ExtraJson = texts.Name(options.ExtraJson);
+            if (options.Mmproj != null) native.Mmproj = texts.Name(options.Mmproj);
+            if (options.Mode != null) native.Mode = texts.Name(options.Mode);
+            if (options.Speculate != null) native.Speculate = texts.Name(options.Speculate);
+            if (options.DraftModel != null) native.DraftModel = texts.Name(options.DraftModel);
+            if (options.KvType != null) native.KvType = texts.Name(options.KvType);
+            native.MaxJobs = options.MaxJobs ?? native.MaxJobs;
+            native.MaxClientJobs = options.MaxClientJobs ?? native.MaxClientJobs;
+            native.HeldBytes = options.HeldBytes ?? native.HeldBytes;
+            native.HangIdleS = options.HangIdleSeconds ?? native.HangIdleS;
+            native.HangBusyS = options.HangBusySeconds ?? native.HangBusyS;
+            native.HangLoadS = options.HangLoadSeconds ?? native.HangLoadS;
+            native.HangStillS = options.HangStillSeconds ?? native.HangStillS;
+            native.RestartLimit = options.RestartLimit ?? native.RestartLimit;
+            native.RestartWindowS = options.RestartWindowSeconds ?? native.RestartWindowS;
+            native.OffPauseS = options.OffPauseSeconds ?? native.OffPauseS;
+            native.OffPauseMaxS = options.OffPauseMaxSeconds ?? native.OffPauseMaxS;
+        }
+
+        internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)
+        {
+            native.MaxTokens = options.MaxTokens ?? native.MaxTokens;
+            native.TopK = options.TopK ?? native.TopK;
+            native.Temperature = options.Temperature ?? native.Temperature;
+            native.TopP = options.TopP ?? native.TopP;
+            native.MinP = options.MinP ?? native.MinP;
+            native.RepeatPenalty = options.RepeatPenalty ?? native.RepeatPenalty;
+            native.Seed = options.Seed ?? native.Seed;
+            if (options.Stop != null) native.Stop = texts.Names(options.Stop, out native.NStop);
+            if (options.JsonSchema != null) native.JsonSchema = texts.Name(options.JsonSchema);
+        }
+
+        internal static void Fill(ref Native.Lease native, Lease options, Utf8 texts)
+        {
+            native.State = (int)options.State;
+            native.VramBudgetBytes = Sidecar.Bytes(options.VramBudgetMb);
+            native.FloorBytes = Sidecar.Bytes(options.FloorMb);
+            native.Version = options.Version;
+            native.TimeoutS = options.TimeoutSeconds ?? native.TimeoutS;
+            if (options.Reason != null) native.Reason = texts.Name(options.Reason);
+        }
+        // end of options
+    }
+}

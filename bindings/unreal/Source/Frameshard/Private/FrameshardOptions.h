@@ -1,0 +1,114 @@
+#pragma once
+
+#include "Misc/Paths.h"
+
+#include "FrameshardSettings.h"
+#include "FrameshardText.h"
+#include "FrameshardTypes.h"
+
+#include <frameshard.h>
+
+#include <deque>
+#include <vector>
+
+/** Keeps texts for the length of one call of the client library. */
+class FFrameshardTexts
+{
+public:
+	/** nullptr for an empty text: the library's default. */
+	const char* Text(const FString& Value)
+	{
+		return Value.IsEmpty() ? nullptr : Kept.emplace_back(FrameshardUtf8(Value)).c_str();
+	}
+
+	/** A path that may begin in the project's Content folder. */
+	const char* Path(const FString& Value)
+	{
+		const FString Content = FPaths::ConvertRelativePathToFull(FPaths::ProjectContentDir());
+		return Value.IsEmpty() ? nullptr : Text(FPaths::ConvertRelativePathToFull(Content, Value));
+	}
+
+	const char* const* List(const TArray<FString>& Values)
+	{
+		std::vector<const char*>& List = Lists.emplace_back();
+		for (const FString& Value : Values)
+		{
+			List.push_back(Kept.emplace_back(FrameshardUtf8(Value)).c_str());
+		}
+		return List.data();
+	}
+
+private:
+	std::deque<std::string> Kept;
+	std::deque<std::vector<const char*>> Lists;
+};
+
+constexpr double FrameshardBytesPerMb = 1024.0 * 1024.0;
+
+/** Bytes of a size in MiB; what is below 0 becomes more than the library accepts. */
+inline uint64_t FrameshardBytes(double Megabytes)
+{
+	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(Megabytes * FrameshardBytesPerMb) : UINT64_MAX;
+}
+
+inline double FrameshardMegabytes(uint64_t Bytes)
+{
+	return static_cast<double>(Bytes) / FrameshardBytesPerMb;
+}
+
+// generated: options
+inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& From, FFrameshardTexts& Texts)
+{
+	Made.model = Texts.Path(From.Model);
+	Made.device = Texts.Text(From.Device);
+	Made.vram_budget_bytes = FrameshardBytes(From.VramBudgetMb);
+	Made.n_ctx = static_cast<decltype(Made.n_ctx)>(From.NCtx);
+	Made.n_parallel = static_cast<decltype(Made.n_parallel)>(From.NParallel);
+	Made.n_ubatch = static_cast<decltype(Made.n_ubatch)>(From.NUbatch);
+	Made.n_threads = static_cast<decltype(Made.n_threads)>(From.NThreads);
+	Made.silent_s = static_cast<decltype(Made.silent_s)>(From.SilentSeconds);
+	Made.transport = Texts.Text(From.Transport);
+	Made.endpoint = Texts.Text(From.Endpoint);
+	Made.connect_file = Texts.Text(From.ConnectFile);
+	Made.mmproj = Texts.Path(From.Mmproj);
+	Made.mode = Texts.Text(From.Mode);
+	Made.speculate = Texts.Text(From.Speculate);
+	Made.draft_model = Texts.Path(From.DraftModel);
+	Made.kv_type = Texts.Text(From.KvType);
+	Made.max_jobs = static_cast<decltype(Made.max_jobs)>(From.MaxJobs);
+	Made.max_client_jobs = static_cast<decltype(Made.max_client_jobs)>(From.MaxClientJobs);
+	Made.held_bytes = static_cast<decltype(Made.held_bytes)>(From.HeldBytes);
+	Made.hang_idle_s = static_cast<decltype(Made.hang_idle_s)>(From.HangIdleSeconds);
+	Made.hang_busy_s = static_cast<decltype(Made.hang_busy_s)>(From.HangBusySeconds);
+	Made.hang_load_s = static_cast<decltype(Made.hang_load_s)>(From.HangLoadSeconds);
+	Made.hang_still_s = static_cast<decltype(Made.hang_still_s)>(From.HangStillSeconds);
+	Made.restart_limit = static_cast<decltype(Made.restart_limit)>(From.RestartLimit);
+	Made.restart_window_s = static_cast<decltype(Made.restart_window_s)>(From.RestartWindowSeconds);
+	Made.off_pause_s = static_cast<decltype(Made.off_pause_s)>(From.OffPauseSeconds);
+	Made.off_pause_max_s = static_cast<decltype(Made.off_pause_max_s)>(From.OffPauseMaxSeconds);
+}
+
+inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)
+{
+	Made.max_tokens = static_cast<decltype(Made.max_tokens)>(From.MaxTokens);
+	Made.top_k = static_cast<decltype(Made.top_k)>(From.TopK);
+	Made.temperature = static_cast<decltype(Made.temperature)>(From.Temperature);
+	Made.top_p = static_cast<decltype(Made.top_p)>(From.TopP);
+	Made.min_p = static_cast<decltype(Made.min_p)>(From.MinP);
+	Made.repeat_penalty = static_cast<decltype(Made.repeat_penalty)>(From.RepeatPenalty);
+	Made.seed = From.Seed < 0 ? -1 : From.Seed;
+	Made.n_stop = static_cast<decltype(Made.n_stop)>(From.Stop.Num());
+	Made.stop = Texts.List(From.Stop);
+	Made.json_schema = Texts.Text(From.JsonSchema);
+}
+
+inline void FrameshardFill(fs_lease& Made, const FFrameshardLease& From, FFrameshardTexts& Texts)
+{
+	Made.state = static_cast<decltype(Made.state)>(From.State);
+	Made.vram_budget_bytes = FrameshardBytes(From.VramBudgetMb);
+	Made.floor_bytes = FrameshardBytes(From.FloorMb);
+	Made.version = static_cast<decltype(Made.version)>(From.Version);
+	Made.timeout_s = static_cast<decltype(Made.timeout_s)>(From.TimeoutSeconds);
+	Made.reason = Texts.Text(From.Reason);
+}
+// end of options
