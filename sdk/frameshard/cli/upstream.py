@@ -1,7 +1,7 @@
-"""llama.cpp as it comes, beside us: its own benchmark, with as much of the model on the GPU as a budget holds.
+"""Stock llama.cpp for comparison: its own benchmark, with as much of the model on the GPU as a budget holds.
 
-A budget is all for weights here: context and buffers come on top of it, so upstream may hold more VRAM than it was
-allowed, never less. Dense models get the largest ``-ngl``; mixtures of experts ``-ngl 999`` with the experts of as few
+The whole budget is for weights: context and buffers come on top of it, so llama.cpp may use more VRAM than the budget,
+never less. Dense models get the largest ``-ngl``; mixtures of experts ``-ngl 999`` with the experts of as few
 layers as possible on the CPU (``-ncmoe``), which is faster than ``-ngl`` at every budget where it fits.
 """
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from frameshard.engine.nvml import Observer
 
 BATCH = ["-b", "2048", "-ub", "2048"]
-"""The size at which upstream reads prompts fastest."""
+"""Sizes with which llama.cpp prefills fastest."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: seconds until the prompts are read, tokens per second of all sequences, bytes by NVML."""
+    """One run: seconds of the prefill, tokens per second of all sequences, bytes by NVML."""
 
     ttft_s: float
     decode_tps: float
@@ -39,7 +39,7 @@ class Measured:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what :mod:`frameshard.engine` sets for its own process."""
+    """This process's environment, without what :mod:`frameshard.engine` sets."""
     return {key: value for key, value in os.environ.items() if key != "GGML_NO_BACKTRACE"}
 
 
@@ -75,7 +75,7 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
 
 
 def kv_type(name: str) -> list[str]:
-    """Upstream's arguments for keys and values of a type."""
+    """llama.cpp's arguments for a type of the KV cache."""
     return ["-ctk", name, "-ctv", name]
 
 

@@ -1,9 +1,9 @@
 """Images for the language model: libmtmd's vision tower on the shard device.
 
-The tower's weights lie in host memory and are streamed while an image is encoded; VRAM for it is borrowed from the
-language model's budget for that time alone. On the CPU the tower is stock libmtmd. What an image was encoded to is kept
-in host memory, so that the same image in another prompt costs nothing but its reading. A :class:`Vision` belongs to the
-thread of its :class:`~frameshard.engine.runtime.Runtime`, except for what says [any thread].
+The tower's weights are in host memory and are streamed while an image is encoded. It uses VRAM of the language model's
+budget for that time alone. On the CPU the tower is stock libmtmd. Embeddings are kept in host memory, so that the same
+image in another prompt costs its prefill alone. A :class:`Vision` belongs to the thread of its
+:class:`~frameshard.engine.runtime.Runtime`, except for what says [any thread].
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Image:
 
 
 def _read(path: str, size: int) -> bytes:
-    """A copy of the bytes at ``path``: what is checked must be what is used, whatever their owner does to them."""
+    """A copy of the bytes at ``path``: their owner may change them between the check and the use."""
     try:
         with open(path, "rb", buffering=0) as file:
             data = file.read(size)

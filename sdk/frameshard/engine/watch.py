@@ -1,7 +1,7 @@
-"""What happens to the device's memory beside us: the cross-check of the host's word.
+"""Watches the device's memory and the other processes that use it: a cross-check of the host's budget.
 
-The driver tells through NVML; the emulated device tells by itself, and plays another process where its fault script
-says so. Elsewhere nobody tells, which is said once, and the host's word is what counts.
+The figures come from NVML, or from the emulated device, which plays another process where its fault script says so.
+Elsewhere there are none, which is logged once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from frameshard.wire import engine as em
 logger = logging.getLogger("frameshard.engine")
 
 UNIT = 1 << 20
-"""Figures are told in MiB, so that a change of a few bytes is none."""
+"""Free bytes are rounded down to this, so that a change of a few bytes sends no event."""
 
 EXCESS_LOOKS = 8
-"""So many looks in turn have to find more than the budget: the driver's figure lags behind a release."""
+"""Looks in a row that must find more than the budget: the driver's figure lags behind a release."""
 
 
 class Watcher:
@@ -31,10 +31,12 @@ class Watcher:
         self._used = 0
         self._played = 0
         if runtime.device is not None and runtime.device_name != EMULATED and self._totals() is None:
-            logger.warning("nothing tells how full this GPU is or who else uses it: the host's word is what counts")
+            logger.warning(
+                "this GPU does not report its free memory or other processes: the host's budget alone counts"
+            )
 
     def look(self, *, parked: bool) -> em.Watch:
-        """The event for the broker. A process counts as appeared once, those there at the first look never."""
+        """The event for the broker. A process is reported once, when it appears; those of the first look never are."""
         runtime = self._runtime
         if runtime.device is None:
             return em.Watch(0, 0, 0, None, None, (), 0)
@@ -62,19 +64,19 @@ class Watcher:
         return runtime.device.memory()
 
     def _others(self, used_bytes: int) -> dict[int, int]:
-        """By process; 0 stands for one that the emulated device plays."""
+        """Bytes of other processes, by process id; id 0 is the one that the emulated device plays."""
         if self._runtime.observer is not None:
             return self._runtime.observer.others()
         totals = self._totals()
         assert totals is not None
-        # Two looks in turn: an allocation that is under way is in the one count and not yet in the other.
+        # The lesser of two looks: an allocation in progress is in one count and not yet in the other.
         before, self._played = self._played, totals[1] - totals[0] - used_bytes
         played = min(before, self._played)
         return {0: played} if played >= UNIT else {}
 
     def _excess(self, used_bytes: int) -> int:
-        """Bytes that the driver counts above the budget, and goes on counting while the ledger stands still. The budget
-        thread corrects the ledger then, and the device shrinks by as much."""
+        """Bytes above the budget that the driver keeps counting while the ledger stands still. The budget thread then
+        corrects the ledger, and the device evicts as much."""
         runtime = self._runtime
         observed = runtime.observer.used() if runtime.observer is not None else None
         budget, before, self._used = runtime.vram_budget_bytes, self._used, used_bytes

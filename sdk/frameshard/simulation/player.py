@@ -1,10 +1,10 @@
-"""Plays a trace against a sidecar as a game would, and judges what it sees.
+"""Plays a trace against a sidecar as a game would, and checks the lease.
 
-One task draws (it writes the frame block and sleeps for the frame's length: no GPU is used), one negotiates, one
-samples, and each conversation has one. Changes of the budget are asked for one after the other.
+One task draws (it writes the frame block and sleeps for the length of the frame; no GPU is used), one changes the
+budget, one samples the VRAM in use, and each conversation has a task. Changes of the budget come one after the other.
 
-The lease is kept if no sample taken after a change was released, or after its deadline, lies above the budget, and none
-in between above the larger of the two budgets. All jobs have to end as their question says.
+The lease holds if no sample after a change was released, or after its deadline, is above the budget, and none in
+between is above the larger of the two budgets. All jobs have to end as their question says.
 """
 
 from __future__ import annotations
