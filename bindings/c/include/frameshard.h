@@ -16,17 +16,17 @@
  *
  * Rules that hold for every function:
  *
- * Waiting    Nothing waits, but fs_wait and fs_close with a time limit of the caller's. No callbacks, no threads that
- *            the caller would notice: what happens is told by fs_poll, in the thread that calls it.
+ * Waiting    No function waits but fs_wait and fs_close, which take a time limit. There are no callbacks and no threads
+ *            that the caller would notice: fs_poll returns what has happened, in the thread that calls it.
  * Threads    Each function is marked. [any thread]: no state, or only the calling thread's. [client]: any thread, but
  *            one at a time for a client; two clients never share anything.
- * Polling    All work for a client is done inside calls for it. A host that stays away (a breakpoint, a long load) keeps
- *            its jobs: their text gathers at the sidecar, 48 KiB a job at most, then the job ends by FS_OVERLOADED.
+ * Polling    All work for a client is done inside calls for it. A host that does not poll (a breakpoint, a long load)
+ *            keeps its jobs: the sidecar holds their text, 48 KiB a job at most; beyond, the job ends by FS_OVERLOADED.
  * Errors     Functions return an fs_status: FS_OK, or the protocol's error code. fs_last_error has the sentence for the
- *            last failure on the calling thread. A call that fails has changed nothing. What goes wrong later comes as
- *            an event. No C++ exception ever leaves the library.
- * Strings    UTF-8. What goes in may carry its length or FS_NUL_TERMINATED, and is copied before the call returns. What
- *            comes out carries its length and ends with a NUL byte that the length does not count.
+ *            last failure on the calling thread. A call that fails has changed nothing. Later failures come as
+ *            events. No C++ exception leaves the library.
+ * Strings    UTF-8. A text given to the library has a length or FS_NUL_TERMINATED, and is copied before the call
+ *            returns. A text from the library has a length and a NUL byte behind it that the length does not count.
  * Structs    Those the caller fills begin with struct_size and are made by their _init function, which sets every
  *            default. They grow at the end only, so a program built against an older header goes on working.
  * Numbers    Sizes are bytes, times are seconds. Numbers of jobs and requests begin with 1; 0 is none.
@@ -361,7 +361,7 @@ FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length
 FS_API fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages,
                          const fs_job_options *options, uint64_t *job);
 
-/* What follows `prompt`, without a chat template. [client] */
+/* Completes `prompt`, without a chat template. [client] */
 FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length,
                              const fs_job_options *options, uint64_t *job);
 
@@ -369,7 +369,8 @@ FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prom
  * polled or it never was. [client] */
 FS_API fs_status fs_cancel(fs_client *client, uint64_t job);
 
-/* Begins a conversation of fs_ask anew, behind what was asked in it already. The system text stays. [client] */
+/* Clears the history of a conversation of fs_ask, after the questions that were asked before. The system text stays.
+ * [client] */
 FS_API fs_status fs_forget(fs_client *client, const char *conversation);
 
 /* ---- VRAM and figures ------------------------------------------------------------------------------------------ */
@@ -453,7 +454,7 @@ FS_API fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, doubl
  * [client] */
 FS_API fs_status fs_get_frame_block(fs_client *client, uint64_t *request);
 
-/* A page of shared memory in which the host says each frame when it draws. It belongs to no client: the thread that
+/* A page of shared memory in which the host tells the sidecar when it draws, each frame. It belongs to no client: the thread that
  * draws may write it while another polls. In the functions below, [block] is: any thread, one at a time for a block.
  * None of them waits, allocates or makes a system call but the first two. One process writes a sidecar's page. */
 typedef struct fs_frame_block fs_frame_block;

@@ -1,9 +1,9 @@
-/* The functions of frameshard.h: a ZeroMQ socket and perhaps a process around a Session.
+/* The functions of frameshard.h: a Session with a ZeroMQ socket and, if it was launched, a process.
  *
- * No thread of our own: ZeroMQ's receives in the background up to its high-water mark, and the rest waits at the
- * sidecar for credit. A thread that owned the socket was rejected: it costs a lock, a hand-over per event and a thread
- * that survives an engine's domain reload, to gain only pings while the game does not poll, which a launched sidecar
- * does not need (it watches the host's pipe). */
+ * There is no thread here: ZeroMQ's own thread receives up to the high-water mark, and the sidecar sends no more than it
+ * has credit for. A thread that owns the socket would only add pings while the game does not poll, which a launched
+ * sidecar does not need (it watches the host's pipe); it would cost a lock, a hand-over of each event, and would survive
+ * the reload of an engine's domain. */
 #include "frameshard.h"
 
 #include <algorithm>
@@ -88,7 +88,7 @@ struct fs_client {
     std::string model_name, model_arch, model_device, model_plan, model_vision;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
-    std::deque<Event> handed;                           // the last poll's, whose texts the program may look at
+    std::deque<Event> handed; // events of the last poll; the program may still read their texts
     std::map<uint64_t, frameshard_core::Images> images; // by job, until its last event is polled
 
     void begun(uint64_t job, frameshard_core::Images &&shown, uint64_t *place) {
@@ -111,7 +111,7 @@ void need(int result) {
 
 void set(void *socket, int option, int value) { need(zmq_setsockopt(socket, option, &value, sizeof value)); }
 
-/* What a process has written, as UTF-8 without space around it. */
+/* The output of a process as UTF-8, without space at both ends. */
 std::string valid_text(const std::string &bytes) {
     size_t begin = bytes.find_first_not_of(" \t\r\n"), end = bytes.find_last_not_of(" \t\r\n");
     std::string text = begin == std::string::npos ? "" : bytes.substr(begin, end + 1 - begin);
@@ -122,7 +122,7 @@ std::string valid_text(const std::string &bytes) {
     return text;
 }
 
-/* A path or a port of the loopback, and nothing behind it, which ZeroMQ might take for more addresses. */
+/* Whether the whole text is one path or one port of the loopback. ZeroMQ would accept further addresses behind it. */
 bool is_endpoint(const std::string &text) {
     const std::string ipc = "ipc:///", tcp = "tcp://127.0.0.1:";
     if (text.compare(0, ipc.size(), ipc) == 0) {
@@ -137,7 +137,7 @@ bool is_endpoint(const std::string &text) {
            port.find_first_not_of("0123456789") == std::string::npos && std::stoi(port) <= 65535;
 }
 
-/* ConnectInfo, as a ready line or a connect file has it. */
+/* Refuses what is not the ConnectInfo of a ready line or a connect file. */
 void check_info(const json &info) {
     bool right = info.is_object();
     for (const char *name : {"protocol", "epoch", "pid"}) {
@@ -169,7 +169,7 @@ fs_client &open_client(fs_client *client) {
     return *client;
 }
 
-/* The fields of submit that options give; the conversation, the system text and the images' memory apart. */
+/* The fields of submit that options give; the conversation, the system text and the memory of images separately. */
 json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system,
                 Images *images) {
     fs_job_options options;
@@ -285,13 +285,13 @@ void fs_client::load(double time) {
     line.clear();
 }
 
-/* The process has closed its output without a line: says how it ended, and what Python said. */
+/* The process has closed its output without a line: ends the session with its exit status and the output of Python. */
 void fs_client::fail_to_start(double time) {
     std::string how;
     output_ended = output_ended > 0 ? output_ended : time;
     bool ended = process.ended(&how);
     if (!ended && time < output_ended + kEndSeconds) {
-        return; // its end may be a moment later
+        return; // it may end a moment later
     }
     loading = false;
     std::string words = valid_text(process.words());
@@ -305,7 +305,7 @@ void fs_client::fail_to_start(double time) {
                   {{"python", python}, {"status", how}}});
 }
 
-/* What is due by the clock. */
+/* Does what is due at `time`: looks at the process, sends a beat. */
 void fs_client::work(double time) {
     if (launched && time >= next_look) {
         next_look = time + kLookAtProcessSeconds;
@@ -313,13 +313,13 @@ void fs_client::work(double time) {
         if (loading) {
             load(time);
         } else if (process.ended(&how)) {
-            while (receive()) { // its last words
+            while (receive()) { // what it has sent before
             }
             lose(FS_CONNECTION_LOST, "the sidecar has ended " + how);
         }
     }
     if (time >= next_beat && socket != nullptr) {
-        next_beat = time + kBeatSeconds; // not the last one plus: a host that slept must not blame the sidecar
+        next_beat = time + kBeatSeconds; // from now: the time that a host has slept is not counted against the sidecar
         session.beat();
         flush();
     }
@@ -345,7 +345,7 @@ bool fs_client::receive() {
     return there;
 }
 
-/* Waits until there may be something to receive, at most so long. */
+/* Waits until there may be something to receive, `milliseconds` at most. */
 void fs_client::wait(int milliseconds) {
     if (loading) {
         process.wait_readable(milliseconds);
@@ -488,7 +488,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         if (info.is_null()) {
             refuse(FS_CONNECTION_LOST, "the model is not loaded yet");
         }
-        auto &texts = const_cast<fs_client &>(*client); // kept for the caller to point to; what they say never changes
+        auto &texts = const_cast<fs_client &>(*client); // the caller gets pointers to them; they are written once
         if (texts.model_plan.empty()) {
             texts.model_name = info["name"];
             texts.model_arch = info["arch"];
@@ -650,7 +650,7 @@ fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double targe
                         uint64_t *request) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        if (target_tokens_per_second != 0) { // else no bound
+        if (target_tokens_per_second != 0) { // 0: no limit
             check_range("target_tokens_per_second", target_tokens_per_second, 0.1, 10000);
         }
         ask_for(open,
@@ -686,7 +686,7 @@ int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_
         client->work(now());
         while (count < capacity && (client->session.has_event() || client->receive())) {
             if (!client->session.has_event()) {
-                continue; // an answer that is not the program's business
+                continue; // an answer that makes no event
             }
             Event &event = client->handed.emplace_back(client->session.take());
             event.fields.text = event.text.c_str();
@@ -725,7 +725,7 @@ int32_t fs_wait(fs_client *client, double timeout_s) {
             if (session.has_event() || !(time < deadline)) { // NaN included
                 break;
             }
-            // Beats and looks at the process are due in between.
+            // Not longer than the next look at the process.
             client->wait(int(std::ceil(1000 * std::min(deadline - time, kLookAtProcessSeconds))));
             if (session.lost()) {
                 break;

@@ -28,7 +28,7 @@ namespace {
 constexpr size_t kPageBytes = 4096;
 constexpr uint32_t kMagic = 0x42465346, kVersion = 1, kIdle = 1;
 
-/* The page's half of the host, and the sidecar's behind it. */
+/* The page: the host's half, then the sidecar's. */
 struct Page {
     uint32_t magic, version;
     std::atomic<uint32_t> sequence;
@@ -53,7 +53,7 @@ uint64_t clock_ns() {
 
 uint64_t nanoseconds_of(double seconds) { return uint64_t(seconds * 1e9); }
 
-const char kTooShort[] = "too short"; // it would be a fault at the first store
+const char kTooShort[] = "too short"; // mapped all the same, the first store would be a fault
 
 /* The page at `path`; nullptr with the reason in *why. */
 #ifdef _WIN32
@@ -106,7 +106,7 @@ void unmap_page(void *page) { munmap(page, kPageBytes); }
 
 struct fs_frame_block {
     Page *page = nullptr;
-    uint64_t start_ns = 0; // of the frame that is drawn; 0 behind a pause, which is no frame
+    uint64_t start_ns = 0; // of the current frame; 0 after a pause, which is no frame
     uint64_t gpu_busy_ns = 0;
 
     ~fs_frame_block() {
@@ -115,7 +115,7 @@ struct fs_frame_block {
         }
     }
 
-    /* Stores fields between the two counts of `sequence`, so that a reader that came in between knows. */
+    /* Stores fields between two increments of `sequence`, by which a reader notices a write in progress. */
     template <class Store> void write(Store store) {
         uint32_t odd = page->sequence.load(std::memory_order_relaxed) | 1;
         page->sequence.store(odd, std::memory_order_relaxed);

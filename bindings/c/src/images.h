@@ -1,4 +1,4 @@
-/* Images on their way to the sidecar: bindings/PROTOCOL.md, "Images". */
+/* Images for the sidecar: bindings/PROTOCOL.md, "Images". */
 #ifndef FRAMESHARD_IMAGES_H
 #define FRAMESHARD_IMAGES_H
 
@@ -9,7 +9,7 @@
 
 namespace frameshard_core {
 
-/* The images of a job, and the shared memory in which they wait for the sidecar. */
+/* The images of a job, and their shared memory, which lives as long as this object. */
 class Images {
   public:
     Images() = default;
@@ -17,7 +17,7 @@ class Images {
     Images(Images &&other) noexcept : files_(std::move(other.files_)) { other.files_.clear(); }
     Images &operator=(Images &&) = delete;
 
-    /* Copies an image; what the protocol calls Image, or it is refused. */
+    /* Copies an image and returns the protocol's Image; refuses a wrong one. */
     json add(const fs_image &image);
 
     bool empty() const { return files_.empty(); }

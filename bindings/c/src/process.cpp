@@ -1,4 +1,4 @@
-/* Process over POSIX; process_windows.cpp is the other one. */
+/* Process for POSIX; process_windows.cpp is the one for Windows. */
 #include "process.h"
 
 #include <algorithm>
@@ -30,8 +30,8 @@ void close_fd(int *fd) {
     }
 }
 
-/* Makes *fd one that no child inherits and that is none of those that the child will have, which it is copied to: a host
- * may have closed its standard descriptors. */
+/* Replaces *fd by a descriptor that no child inherits and whose number is above those of the child: a host may have
+ * closed its standard descriptors. */
 bool move_up(int *fd) {
     int moved = *fd < 0 ? -1 : fcntl(*fd, F_DUPFD_CLOEXEC, kLogFd + 1);
     close_fd(fd);
@@ -60,7 +60,7 @@ int open_log(const std::string &file) {
     return log;
 }
 
-/* Writes what can be written at once. A log that nobody reads must neither hold up the host nor end it by SIGPIPE. */
+/* Writes if that does not wait. A log that nobody reads must neither block the host nor end it by SIGPIPE. */
 void write_log(int log, const char *text, size_t size) {
     pollfd item = {log, POLLOUT, 0};
     sigset_t broken, before;
@@ -92,7 +92,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
         *why = "cannot open " + (log_file.empty() ? std::string("a log") : log_file);
     }
     if (failed == 0) {
-        // The line is written before there is a reader that could die and leave the host with a SIGPIPE; a pipe holds it.
+        // Written before the child exists: a child that ends at once would cause a SIGPIPE. The pipe's buffer holds the line.
         fcntl(in[1], F_SETFL, O_NONBLOCK);
         failed = write(in[1], line.data(), line.size()) == ssize_t(line.size())
                      ? spawn(python, in[0], out[1], errors[1])
@@ -119,7 +119,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     return true;
 }
 
-/* 0, or what posix_spawn says. */
+/* 0, or the error of posix_spawn. */
 int Process::spawn(const std::string &python, int input, int output, int errors) {
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
@@ -137,7 +137,7 @@ int Process::spawn(const std::string &python, int input, int output, int errors)
     }
     posix_spawnattr_setsigmask(&attributes, &none);
     posix_spawnattr_setsigdefault(&attributes, &defaults);
-    // A session of its own: a Ctrl-C in the terminal is the host's to answer.
+    // A session of its own: Ctrl-C in a terminal reaches the host alone.
     posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
 
     std::string words[] = {python, "-c", kProgram, "--log-fd", std::to_string(kLogFd)};
@@ -204,7 +204,7 @@ void Process::stop_reading() {
 }
 
 void Process::wait_readable(int milliseconds) {
-    pollfd items[] = {{output_, POLLIN, 0}, {errors_, POLLIN, 0}}; // a negative one is left out
+    pollfd items[] = {{output_, POLLIN, 0}, {errors_, POLLIN, 0}}; // poll ignores negative descriptors
     poll(items, 2, milliseconds);
 }
 

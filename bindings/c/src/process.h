@@ -1,4 +1,4 @@
-/* The sidecar's process, as the host that started it sees it. */
+/* The sidecar's process, for the host that starts it. */
 #ifndef FRAMESHARD_PROCESS_H
 #define FRAMESHARD_PROCESS_H
 
@@ -30,9 +30,9 @@ class Process {
 
     /* Appends what the process has written to its standard output; false when nothing more will come. Never waits. */
     bool read(std::string *text);
-    /* Waits until read() may have something, at most so long. */
+    /* Waits until read() may have something, `milliseconds` at most. */
     void wait_readable(int milliseconds);
-    /* What comes after this is not read. */
+    /* Closes the outputs: nothing is read after this. */
     void stop_reading();
 
     /* Whether it has ended, and how, in words. Never waits. */
@@ -40,7 +40,7 @@ class Process {
     /* The end of what Python wrote to standard error before the sidecar ran; "" where that went elsewhere. */
     const std::string &words() const { return words_; }
 
-    /* Closes its standard input, which ends it; waits at most so long, then kills it. */
+    /* Closes its standard input, which ends it; waits `timeout_s` at most, then kills it. */
     void end(double timeout_s);
 
   private:

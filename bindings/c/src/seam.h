@@ -1,5 +1,5 @@
-/* What stands between the C functions and the C++ behind them: exceptions become statuses with a sentence, and what the
- * caller hands in is checked and copied. */
+/* Between the C functions and the C++ code: turns exceptions into statuses with a sentence, and checks and copies the
+ * caller's arguments. */
 #ifndef FRAMESHARD_SEAM_H
 #define FRAMESHARD_SEAM_H
 
@@ -14,7 +14,7 @@
 
 namespace frameshard_core {
 
-/* What a call refuses; becomes its status at the seam. */
+/* Thrown where a call is refused; becomes the call's status. */
 struct Refused {
     fs_status status;
     std::string message;
@@ -42,11 +42,11 @@ template <class Body> fs_status guarded(Body body) noexcept {
             return FS_INTERNAL;
         }
     } catch (...) {
-        return FS_OUT_OF_MEMORY; // not even the sentence fits
+        return FS_OUT_OF_MEMORY; // there is no memory for the sentence either
     }
 }
 
-/* A copy of the caller's text, which is UTF-8 of `least` to `most` bytes; or it is refused. */
+/* A copy of the caller's text. Refuses what is not UTF-8 of `least` to `most` bytes. */
 std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most);
 std::string text_of(const char *what, const char *text, size_t least, size_t most);
 
@@ -64,7 +64,7 @@ template <size_t N> std::string word_of(const char *what, uint64_t number, const
     return words[number - 1];
 }
 
-/* The caller's struct as this library knows it: what an older program does not have keeps its default. */
+/* The caller's struct as this library knows it: members that an older program does not have get their defaults. */
 template <class T> T known_part(const T *given, T defaults, const char *init) {
     if (given->struct_size < sizeof(uint32_t) || given->struct_size > 4096) {
         refuse(FS_BAD_ARGUMENT, std::string("struct_size is wrong: use ") + init);

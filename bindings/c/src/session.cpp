@@ -6,10 +6,10 @@ namespace frameshard_core {
 namespace {
 
 constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
-constexpr int kStoppedBeats = 40; // with a connection that takes pings: the sidecar is stopped, or hangs
+constexpr int kStoppedBeats = 40; // while the connection takes pings: the sidecar may be stopped by a debugger
 constexpr size_t kMaxMessages = 1024;
 
-/* At most `size` bytes of a text, whole characters. */
+/* The first `size` bytes of a text at most, without cutting a character. */
 std::string cut(const std::string &text, size_t size) {
     if (text.size() <= size) {
         return text;
@@ -40,7 +40,7 @@ uint32_t lease_state(const std::string &word) { return place_of(word, {"active",
 
 int64_t or_unknown(const json &bytes) { return bytes.is_null() ? -1 : bytes.get<int64_t>(); }
 
-/* Requests whose answers are the program's business. */
+/* Whether the program gets the answers to this request as events. */
 bool asked_by_program(const json &request) {
     const std::string &name = request["t"].get_ref<const std::string &>();
     return name != "submit" && name != "cancel" && name != "model_info" && name != "shutdown" && name != "bye";
@@ -109,7 +109,7 @@ void Session::forget(const std::string &conversation) {
     advance(conversation);
 }
 
-/* Begins what is next in a conversation, unless somebody speaks. */
+/* Submits the next job of a conversation, unless one is running. */
 void Session::advance(const std::string &conversation) {
     Conversation &said = conversations_[conversation];
     while (said.speaking == 0 && !said.waiting.empty()) {
@@ -128,7 +128,7 @@ void Session::advance(const std::string &conversation) {
     }
 }
 
-/* Submits a job; one of fs_ask with what was said so far. */
+/* Submits a job; one of fs_ask with the history of its conversation. */
 void Session::open(uint64_t number) {
     Job &job = jobs_.at(number);
     if (job.turn) {
@@ -139,7 +139,7 @@ void Session::open(uint64_t number) {
         if (!system.empty()) {
             told.push_back(message("system", system));
         }
-        // What fits a frame with room for the rest; the sidecar says whether it fits the context.
+        // As much history as fits a frame; the sidecar refuses what does not fit the context.
         size_t bytes = system.size() + job.question.size(), first = said.exchanges.size();
         size_t most = kMaxFrame - 2 * kMaxString;
         while (first > 0 && said.exchanges.size() - first < kMaxMessages / 2 - 2) {
@@ -221,7 +221,7 @@ void Session::beat() {
     if (++silent_beats_ > (state_ == State::Greeting ? kGreetingBeats : connected)) {
         lose({FS_CONNECTION_LOST, "the sidecar does not answer"});
     } else if (!outgoing_.empty()) {
-        // The transport takes nothing now; more would not help.
+        // The socket does not take frames now.
     } else if (state_ == State::Open) {
         send({{"t", "ping"}, {"id", ++ids_}, {"epoch", epoch_}});
     } else {
@@ -313,7 +313,7 @@ void Session::refused(const json &message) {
     uint64_t id = message["id"].is_null() ? 0 : message["id"].get<uint64_t>();
     uint64_t epoch = message["epoch"];
     if (state_ == State::Greeting || state_ == State::Resuming) {
-        // What was under way while we say hello again is refused too; only hello's own answer counts.
+        // Requests sent before the new hello are refused too; only the answer to hello counts.
         if (id == hello_) {
             lose(std::move(error));
         }
@@ -339,7 +339,7 @@ void Session::refused(const json &message) {
             Event &event = put(FS_EVENT_REFUSED);
             event.fields.request = id;
             put_error(event, error);
-        } // cancel: the job has ended, which its last event says
+        } // a refused cancel: the job has ended, and its last event tells it
     }
 }
 
@@ -353,7 +353,7 @@ void Session::answered_by(const json &message) {
     if (name == "lease" || name == "released") {
         std::string &heard = found->second.last_heard;
         if (heard == name || heard == "released") {
-            return; // once more after a resumption
+            return; // repeated after a resumption
         }
         heard = name;
         Event &event = put(name == "lease" ? FS_EVENT_LEASE : FS_EVENT_BUDGET_RELEASED);
@@ -464,7 +464,7 @@ void Session::job_event(const json &message) {
         return;
     }
     if (name == "started" && job.started) {
-        job.granted = seq + 1; // of a shortened question, which has said so before
+        job.granted = seq + 1; // repeated by a shortened question; the program has this event
         return;
     }
     Event &event = put(name == "started"    ? FS_EVENT_STARTED
@@ -549,7 +549,7 @@ void Session::compare(const json &message) {
                 forgotten.push_back(item.first);
             }
         } else if (found->second > job.expected) {
-            job.asked_again = false; // what was asked for has been lost as well
+            job.asked_again = false; // the events sent again were lost too
             ask_again(job);
         }
     }
@@ -559,14 +559,14 @@ void Session::compare(const json &message) {
     }
     for (const auto &[wire, count] : sent) {
         if (by_wire_.count(wire) == 0) {
-            // We have taken its last event, and our saying so was lost.
+            // The credit for its last event was lost.
             send({{"t", "credit"}, {"epoch", epoch_}, {"job", wire}, {"next", count}});
         }
     }
 }
 
 void Session::ask_again(Job &job) {
-    // One request for a gap: what follows the gap and is still under way must not ask for it again.
+    // One request for each gap: later events that are on their way must not repeat it.
     if (!job.asked_again) {
         job.asked_again = true;
         grant(job, job.granted, true);
@@ -628,7 +628,7 @@ void Session::put_error(Event &event, const Error &error) {
     }
 }
 
-/* A job's end that the sidecar did not send. */
+/* Ends a job without an event of the sidecar. */
 void Session::end_job(uint64_t number, uint32_t type, const Error &error) {
     Job &job = jobs_.at(number);
     job.ended = true;

@@ -1,5 +1,5 @@
-/* The client's side of one session, without I/O and without a clock: frames and beats in, frames and events out. It is
- * bindings/PROTOCOL.md's "A client in ten steps", and above that the conversations of fs_ask. */
+/* The client's side of one session, without I/O and without a clock: it takes frames and beats, and gives frames and
+ * events. It implements bindings/PROTOCOL.md, "A client in ten steps", and above that the conversations of fs_ask. */
 #ifndef FRAMESHARD_SESSION_H
 #define FRAMESHARD_SESSION_H
 
@@ -22,11 +22,11 @@ struct Error {
     json detail = json::object();
 };
 
-/* What the program gets, with the texts that it points to. */
+/* An event for the program, with the texts that it points to. */
 struct Event {
     fs_event fields{};
     std::string text, detail;
-    uint64_t wire = 0; // the protocol's number of the job, where the event came over the wire
+    uint64_t wire = 0; // the protocol's number of the job; 0: the event was made here
     uint64_t seq = 0;
 };
 
@@ -34,30 +34,30 @@ class Session {
   public:
     explicit Session(std::string client_name) : name_(std::move(client_name)) {}
 
-    /* The sidecar's address is known: says hello. */
+    /* Sends hello; to be called once when the connection is made. */
     void greet(uint64_t epoch);
 
     const std::string *next_frame() const { return outgoing_.empty() ? nullptr : &outgoing_.front(); }
     void sent() { outgoing_.pop_front(); }
     void receive(const char *data, size_t size);
-    /* To be called every kBeatSeconds while the program polls: pings, and finds out that nobody is there. */
+    /* To be called every kBeatSeconds while the program polls: sends a ping, and loses the session after long silence. */
     void beat();
-    /* Ends everything: each open job and request hears why, then FS_EVENT_CLOSED. Once. */
+    /* Ends the session once: each open job fails and each open request is refused with `error`; FS_EVENT_CLOSED follows. */
     void lose(Error error);
 
     bool has_event() const { return !events_.empty(); }
-    /* The next event for the program. What the program has taken is credited to the sidecar. */
+    /* The next event for the program. Gives the sidecar credit for it. */
     Event take();
 
     bool lost() const { return state_ == State::Lost; }
     const Error &error() const { return error_; }
-    /* Answered, by whatever answer. */
+    /* Whether the request has its last answer. */
     bool answered(uint64_t request) const { return unanswered_.count(request) == 0; }
     const json &model() const { return model_; } // null before FS_EVENT_READY
-    /* Whether the sidecar has named this feature in its welcome. */
+    /* Whether the sidecar has announced this feature in its welcome. */
     bool has_feature(const std::string &name) const;
 
-    /* fields: those of submit but job, epoch and id. */
+    /* `fields` are those of submit without job, epoch and id. */
     uint64_t submit(json fields);
     uint64_t ask(std::string text, const std::string &conversation, const std::string *system, json fields);
     bool cancel(uint64_t job);
@@ -73,7 +73,7 @@ class Session {
     struct Conversation {
         std::string system;
         std::deque<Exchange> exchanges;
-        std::deque<uint64_t> waiting; // jobs in their order; 0: forget what was before
+        std::deque<uint64_t> waiting; // jobs in their order; 0: clear the history
         uint64_t speaking = 0;
     };
     struct Job {
@@ -81,7 +81,7 @@ class Session {
         std::string question, answer;
         std::string conversation;
         std::unique_ptr<std::string> system;
-        uint64_t wire = 0; // 0: waits for its conversation
+        uint64_t wire = 0; // number of the job in the protocol; 0: it waits for its conversation
         uint64_t expected = 0, granted = 0;
         bool turn = false; // of fs_ask
         bool accepted = false, asked_again = false, started = false, ended = false;
@@ -128,12 +128,12 @@ class Session {
     std::deque<Event> events_;
 };
 
-/* Whether it is a job's last event. */
+/* Whether this type of event is the last of a job. */
 inline bool is_end(uint32_t type) {
     return type == FS_EVENT_DONE || type == FS_EVENT_FAILED || type == FS_EVENT_CANCELLED;
 }
 
-/* ErrorInfo to ours; a code that is not known is FS_INTERNAL. */
+/* The error of an ErrorInfo; an unknown code becomes FS_INTERNAL. */
 Error error_of(const json &info);
 
 } // namespace frameshard_core
