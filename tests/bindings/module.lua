@@ -7,7 +7,7 @@ local MIB = 1024 * 1024
 local function launch(model)
   return frameshard.launch({
     model = model or os.getenv("FRAMESHARD_MODEL"), mmproj = os.getenv("FRAMESHARD_MMPROJ"),
-    python = os.getenv("FRAMESHARD_PYTHON"), device = "emulated", n_ctx = 1024, n_parallel = 1,
+    python = os.getenv("FRAMESHARD_PYTHON"), device = "emulated", n_ctx = 1024, n_parallel = 1, kv_type = "f16", speculate = "off",
   })
 end
 
@@ -110,6 +110,12 @@ local pixels = { format = "rgb", width = 8, height = 8, data = ("\255"):rep(192)
 assert(length_with({ pixels }) > length_with(nil))
 pixels.data = pixels.data:sub(2)
 assert(failure(sidecar.ask, sidecar, "And now?", { images = { pixels } }).name == "bad_argument")
+
+-- an answer that fits a schema
+job = sidecar:ask("Yes or no?", { sampling = { json_schema = '{"enum": ["yes", "no"]}', temperature = 0 } })
+poll_until(sidecar, function() return job.ended end)
+assert(job.text == '"yes"' or job.text == '"no"', job.text)
+assert(not sidecar:has_feature("songs"))
 
 -- what is refused
 sidecar:set_budget(1)
