@@ -150,7 +150,7 @@ async def test_parking_before_the_engine_is_back_is_hibernating() -> None:
                 state: m.LeaseState, n_mb: int, pause_s: float = pause_s, results: list[int] = results
             ) -> None:
                 await trio.sleep(pause_s if state == "parked" else 0)
-                results.append((await client.set_budget(n_mb, state=state, timeout_s=20)).budget_bytes)
+                results.append((await client.set_budget(n_mb, state=state, timeout_s=20)).vram_budget_bytes)
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(change, "active", 65)

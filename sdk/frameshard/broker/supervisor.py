@@ -153,8 +153,6 @@ class Supervisor:
         self._progress = False
         self._stopping = False
         self._ending = False
-        self._living = False
-        """A process is there or being made."""
         self._woken = trio.Event()
         self._fatal: FrameshardError | None = None
         self._killed_for = ""
@@ -165,11 +163,7 @@ class Supervisor:
         """Returns after :meth:`stop`, or after a first load that fails; :attr:`error` says why."""
         policy = RestartPolicy(self._config)
         while True:
-            self._living = True
-            try:
-                status = await self._live()
-            finally:
-                self._living = False
+            status = await self._live()
             if self._stopping:
                 return
             was = self.state
@@ -255,12 +249,12 @@ class Supervisor:
     def hibernate(self) -> bool:
         """Ends the engine; the next one comes with :meth:`wake`. Such an end never counts as a death.
 
-        :returns: false where there is no process, and none is being made.
+        :returns: false where it is hibernated already; else :meth:`Owner.engine_hibernated` follows.
         """
         if self.pid is not None and not self._ending:
             self._ending = True
             self.send(em.Stop())
-        return self._living
+        return self.state is not states.Engine.HIBERNATED
 
     async def stop(self) -> None:
         """Ends the engine and :meth:`run`; at once while it loads."""
