@@ -103,6 +103,8 @@ typedef struct fs_sampling {
   int64_t seed;
   const char *const *stop;
   const char *json_schema;
+  double frequency_penalty;
+  double presence_penalty;
 } fs_sampling;
 void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3, };
@@ -478,6 +480,10 @@ local OPTIONS = {
     stop = { "texts" },
     -- A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off.
     json_schema = { "text" },
+    -- Taken from a token's logit for each time that it is among the last 64; 0: off.
+    frequency_penalty = { "number", -2, 2 },
+    -- Taken from a token's logit once if it is among the last 64; 0: off.
+    presence_penalty = { "number", -2, 2 },
   },
   fs_lease = {
     -- `parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process. One of active,

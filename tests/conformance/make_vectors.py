@@ -40,7 +40,9 @@ VALID: dict[str, m.Message] = {
         8,
         "completion",
         prompt="Once upon a time",
-        sampling=m.Sampling(16, 0.0, 0, 1.0, 0.0, 1.1, 2**32 - 1, ("\n", "END")),
+        sampling=m.Sampling(
+            16, 0.0, 0, 1.0, 0.0, 1.1, 2**32 - 1, ("\n", "END"), frequency_penalty=0.25, presence_penalty=-0.5
+        ),
         window=1,
     ),
     "submit-images": m.Submit(
@@ -204,6 +206,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "window-257": (submit(window=257), "a window of 257"),
     "conversation-empty": (submit(conversation=""), "an empty name of a conversation"),
     "temperature": (submit(sampling={"temperature": -0.1}), "a temperature below 0"),
+    "penalty": (submit(sampling={"frequency_penalty": 2.1}), "a penalty above 2"),
     "top_p-text": (submit(sampling={"top_p": "0.9"}), "a string where a number should be"),
     "seed": (submit(sampling={"seed": 2**32}), "a seed of 2^32"),
     "stop-17": (submit(sampling={"stop": ["x"] * 17}), "17 stop strings"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,17 @@ def test_a_seed_repeats_and_another_differs(cpu: EngineProcess) -> None:
     assert first[0]["seed"] == 7
     assert ids(cpu.run(CASTLE, params={**warm, "seed": 7})) == ids(first)
     assert ids(cpu.run(CASTLE, params={**warm, "seed": 8})) != ids(first)
+
+
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
+def test_penalties_make_tokens_of_the_last_ones_rarer(cpu: EngineProcess, penalty: str) -> None:
+    def repeated(weight: float) -> int:
+        """How often the answer has the token that it repeats most."""
+        said = ids(cpu.run("one one one one one one", params={"max_tokens": 30, penalty: weight}))
+        return collections.Counter(said).most_common(1)[0][1]
+
+    assert repeated(2.0) < repeated(0.0)
+    assert repeated(-2.0) >= repeated(0.0)
 
 
 def test_without_a_seed_the_started_event_names_one_that_repeats(cpu: EngineProcess) -> None:
@@ -155,6 +167,7 @@ def test_reading_again_can_be_cancelled_and_lets_others_talk(model_path: Path) -
     [
         ({"temperature": 0.0, "max_tokens": 20}, 1),
         ({"temperature": 0.9, "seed": 11, "repeat_penalty": 1.1, "max_tokens": 20}, 4),
+        ({"temperature": 0.9, "seed": 12, "frequency_penalty": 0.5, "presence_penalty": 0.2, "max_tokens": 20}, 7),
     ],
 )
 def test_resume_at_any_token(exact: EngineProcess, params: dict[str, object], stride: int) -> None:

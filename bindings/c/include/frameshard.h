@@ -296,6 +296,10 @@ typedef struct fs_sampling {
     /* A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off. At
        most 65536 bytes; NULL (default): none. */
     const char *json_schema;
+    /* Taken from a token's logit for each time that it is among the last 64; 0: off. -2..2. Default 0. */
+    double frequency_penalty;
+    /* Taken from a token's logit once if it is among the last 64; 0: off. -2..2. Default 0. */
+    double presence_penalty;
     /* end of fs_sampling */
 } fs_sampling;
 

@@ -144,6 +144,14 @@ json fields_of(const fs_sampling &given) {
     if (given.json_schema != nullptr) {
         fields["json_schema"] = text_of("json_schema", given.json_schema, 0, 65536);
     }
+    if (given.frequency_penalty != 0) {
+        check_range("frequency_penalty", double(given.frequency_penalty), -2, 2);
+        fields["frequency_penalty"] = given.frequency_penalty;
+    }
+    if (given.presence_penalty != 0) {
+        check_range("presence_penalty", double(given.presence_penalty), -2, 2);
+        fields["presence_penalty"] = given.presence_penalty;
+    }
     return fields;
 }
 

@@ -17,7 +17,10 @@ from frameshard.engine.schema import Matcher
 from frameshard.wire.messages import Sampling
 
 PENALTY_WINDOW = 64
-"""Tokens (prompt and answer) that ``repeat_penalty`` looks back on."""
+"""Tokens (prompt and answer) that the penalties look back on."""
+
+NO_PENALTIES = (1.0, 0.0, 0.0)
+"""Of repetition, frequency and presence."""
 
 GREEDY_BELOW = 0.001  # dividing logits by less leaves the range of a float
 
@@ -54,8 +57,9 @@ class Sampler:
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         steps = []
-        if params.repeat_penalty != 1.0:
-            penalties = llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, params.repeat_penalty, 0.0, 0.0)
+        weights = params.repeat_penalty, params.frequency_penalty, params.presence_penalty
+        if weights != NO_PENALTIES:
+            penalties = llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, *weights)
             for token in context_tokens[-PENALTY_WINDOW:]:
                 llama_cpp.llama_sampler_accept(penalties, token)
             steps.append(penalties)

@@ -112,6 +112,12 @@ class Sampling:
         Text,
         "A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off.",
     ] = ""
+    frequency_penalty: Annotated[
+        float, checks.number(-2, 2), "Taken from a token's logit for each time that it is among the last 64; 0: off."
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, checks.number(-2, 2), "Taken from a token's logit once if it is among the last 64; 0: off."
+    ] = 0.0
 
 
 DEFAULT_SAMPLING = Sampling()

@@ -128,6 +128,8 @@ namespace Frameshard
             internal long Seed;
             internal IntPtr Stop;
             internal IntPtr JsonSchema;
+            internal double FrequencyPenalty;
+            internal double PresencePenalty;
             // end of fs_sampling
         }
 

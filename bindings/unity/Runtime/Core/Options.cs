@@ -50,6 +50,8 @@ namespace Frameshard
             native.Seed = options.Seed ?? native.Seed;
             if (options.Stop != null) native.Stop = texts.Names(options.Stop, out native.NStop);
             if (options.JsonSchema != null) native.JsonSchema = texts.Name(options.JsonSchema);
+            native.FrequencyPenalty = options.FrequencyPenalty ?? native.FrequencyPenalty;
+            native.PresencePenalty = options.PresencePenalty ?? native.PresencePenalty;
         }
 
         internal static void Fill(ref Native.Lease native, Lease options, Utf8 texts)

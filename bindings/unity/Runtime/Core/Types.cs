@@ -167,6 +167,10 @@ namespace Frameshard
         /// <summary>A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before;
         /// empty: off.</summary>
         public string JsonSchema;
+        /// <summary>Taken from a token's logit for each time that it is among the last 64; 0: off.</summary>
+        public double? FrequencyPenalty;
+        /// <summary>Taken from a token's logit once if it is among the last 64; 0: off.</summary>
+        public double? PresencePenalty;
         // end of fs_sampling
     }
 

@@ -100,6 +100,8 @@ inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, 
 	Made.n_stop = static_cast<decltype(Made.n_stop)>(From.Stop.Num());
 	Made.stop = Texts.List(From.Stop);
 	Made.json_schema = Texts.Text(From.JsonSchema);
+	Made.frequency_penalty = static_cast<decltype(Made.frequency_penalty)>(From.FrequencyPenalty);
+	Made.presence_penalty = static_cast<decltype(Made.presence_penalty)>(From.PresencePenalty);
 }
 
 inline void FrameshardFill(fs_lease& Made, const FFrameshardLease& From, FFrameshardTexts& Texts)

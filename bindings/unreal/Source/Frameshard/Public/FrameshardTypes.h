@@ -158,6 +158,14 @@ struct FRAMESHARD_API FFrameshardAskParams
 	/** A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString JsonSchema;
+
+	/** Taken from a token's logit for each time that it is among the last 64; 0: off. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-2", ClampMax = "2"))
+	double FrequencyPenalty = 0;
+
+	/** Taken from a token's logit once if it is among the last 64; 0: off. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-2", ClampMax = "2"))
+	double PresencePenalty = 0;
 	// end of sampling
 };
 
