@@ -295,8 +295,8 @@ void Compiler::place_in_cache(ggml_tensor *s, const ggml_tensor *t) {
         return;
     }
     const KvBlock &b = *c->block;
-    char *base = b.on_host ? d.kv.pane_of(b) : b.base;
-    s->buffer = b.on_host ? d.kv.window() : b.storage.get();
+    char *base = b.in_host_memory ? d.kv.pane_of(b) : b.base;
+    s->buffer = b.in_host_memory ? d.kv.window() : b.storage.get();
     if (!base) {
         s->data = nullptr; // no node of this graph computes with it
         return;
@@ -458,7 +458,7 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     KvBlock *block = nullptr;
     for (int i = node0; i < node1 && !block; i++) {
         block = block_of(g->nodes[i]);
-        block = block && block->on_host ? block : nullptr;
+        block = block && block->in_host_memory ? block : nullptr;
     }
     Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
     const bool merge = last && !last->cpu && last->entry < 0 && last->group < 0 && streamed.empty() &&

@@ -1,6 +1,6 @@
-#include "device.h"
+#include "kv_cache.h"
 
-#include <cstring>
+#include <algorithm>
 
 namespace fsd {
 

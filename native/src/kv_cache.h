@@ -1,4 +1,4 @@
-// What outlives graphs (keys and values, recurrent state), in no more VRAM than is in use of it.
+// The KV cache of one buffer of llama.cpp: keys, values and recurrent state, in no more memory than is in use of them.
 //
 // llama.cpp sees every cached tensor whole: rows of so many cells, stream after stream. Behind that a KV block has storage for
 // the first cells of the first streams only, which grows when a graph reaches further. The shapes that kernels see stay as
@@ -24,17 +24,17 @@ namespace fsd {
 struct KvGroup;
 struct KvTensor;
 
-// A layer's tensors.
+// A layer's tensors: the unit that moves between VRAM and host memory.
 struct KvBlock {
     KvGroup *group = nullptr;
-    std::string key; // what the names of its tensors have in common
+    std::string key; // the end that the names of its tensors share
     InnerBuffer storage;
     char *base = nullptr;
     size_t bytes = 0;
-    int64_t cells = 0, streams = 0; // held of each tensor
-    bool on_host = false;
-    size_t pane = 0;    // of the window, while it is on the host
-    bool stays = false; // one node needs it beside another block: not for the window
+    int64_t cells = 0, streams = 0; // that each tensor has storage for
+    bool in_host_memory = false;
+    size_t pane = 0;    // of the window, while it is in host memory
+    bool stays = false; // in VRAM: a node needs it beside another block, and the window has one at a time for a node
     std::vector<KvTensor *> tensors;
 };
 
@@ -57,27 +57,27 @@ struct KvTensor {
     }
 };
 
-// Tensors with as many cells and streams, which grow together: one list of row numbers serves them all.
+// Tensors with the same number of cells and streams. They grow together, because one list of row numbers is for all of them.
 struct KvGroup {
     int64_t cells = 0, streams = 0;
-    std::vector<int64_t> used;  // cells by stream, as graphs have shown them
-    std::vector<int64_t> asked; // what the engine says is in use or soon will be; -1: nothing yet
-    bool by_rows = false;       // written by row number: a stream's cells have an end, known from what is read
+    std::vector<int64_t> used;  // cells by stream, as seen in graphs
+    std::vector<int64_t> asked; // by stream, what fsd_use_kv said; -1: nothing yet
+    bool by_rows = false;       // written by row number, so that the number of cells in use is known by stream
     std::vector<KvBlock *> blocks;
 };
 
 // Which part of a cached tensor a view of it covers.
 struct Reach {
-    bool whole = true; // not a run of cells in each of neighbouring streams
+    bool whole = true; // the view is not a run of cells in each of neighbouring streams
     int64_t stream0 = 0, streams = 0, cells = 0;
-    size_t rest = 0; // bytes from the first stream's begin
+    size_t rest = 0; // bytes from the start of the first stream
 };
 
-// Bytes of a buffer that lie together in a block's storage, or in none.
+// Bytes of a buffer that lie together in the storage of a block. Null address: they have no storage.
 struct KvRun {
     KvBlock *block;
     char *address;
-    size_t from, bytes; // from the begin of what was asked for
+    size_t from, bytes; // `from`: from the start of the range that was asked for
 };
 
 class KvCache {

@@ -38,7 +38,7 @@ size_t KvStore::lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::v
 }
 
 void KvStore::release_block(KvBlock &b) {
-    if (b.on_host) {
+    if (b.in_host_memory) {
         b.storage.reset();
         host_bytes_ -= b.bytes;
     } else {
@@ -47,13 +47,13 @@ void KvStore::release_block(KvBlock &b) {
     b.base = nullptr;
     b.bytes = 0;
     b.cells = b.streams = 0;
-    b.on_host = false;
+    b.in_host_memory = false;
     generation_++;
 }
 
 bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host) {
     inner_.synchronize();
-    ggml_backend_synchronize(inner_.copy); // may be reading it into the window_
+    ggml_backend_synchronize(inner_.copy); // it may be reading the block
     std::vector<size_t> at;
     const size_t bytes = lay_out(b, cells, streams, at);
     InnerBuffer storage;
@@ -69,7 +69,7 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
         if (!storage) {
             return false;
         }
-        ggml_backend_buffer_clear(storage.get(), 0); // kernels read past what is in use, and multiply it by zero
+        ggml_backend_buffer_clear(storage.get(), 0); // kernels read past the cells in use and multiply by zero
         base = (char *)ggml_backend_buffer_get_base(storage.get());
     }
     for (size_t i = 0; i < b.tensors.size(); i++) {
@@ -93,17 +93,16 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     b.bytes = bytes;
     b.cells = cells;
     b.streams = streams;
-    b.on_host = to_host && bytes > 0;
-    host_bytes_ += b.on_host ? bytes : 0;
+    b.in_host_memory = to_host && bytes > 0;
+    host_bytes_ += b.in_host_memory ? bytes : 0;
     return true;
 }
 
-// What the window_ lacks of the room that blocks on the host need: for two of them, if there are so many.
 size_t KvStore::window_lacks() {
     size_t largest = 0, n = 0;
     each_block([&](const KvBlock &b) {
-        largest = std::max(largest, b.on_host ? b.bytes : 0);
-        n += b.on_host;
+        largest = std::max(largest, b.in_host_memory ? b.bytes : 0);
+        n += b.in_host_memory;
     });
     const size_t held = window_bytes(), needed = weights_.layout.granular(std::min<size_t>(n, 2) * largest);
     return needed > held ? needed - held : 0;
@@ -116,7 +115,7 @@ bool KvStore::fits(int64_t more) {
 // The last layer first: the copies of the blocks of earlier layers would have less computing to hide behind.
 bool KvStore::spill_block() {
     KvBlock *last = nullptr;
-    each_block([&](KvBlock &b) { last = b.bytes > 0 && !b.on_host && !b.stays ? &b : last; });
+    each_block([&](KvBlock &b) { last = b.bytes > 0 && !b.in_host_memory && !b.stays ? &b : last; });
     return last && relocate(*last, last->cells, last->streams, true);
 }
 
@@ -124,8 +123,8 @@ bool KvStore::ensure_window() {
     for (;;) {
         size_t largest = 0, n = 0;
         each_block([&](KvBlock &b) {
-            largest = std::max(largest, b.on_host ? b.bytes : 0);
-            b.pane = b.on_host ? n++ % 2 : 0;
+            largest = std::max(largest, b.in_host_memory ? b.bytes : 0);
+            b.pane = b.in_host_memory ? n++ % 2 : 0;
         });
         const bool two = n > 1 && fits((int64_t)weights_.layout.granular(2 * largest) - (int64_t)window_bytes());
         if (window_ && (n == 0 || pane_bytes_ < largest || (two && n_panes_ < 2))) {
@@ -168,13 +167,13 @@ void KvStore::spill_surplus() {
 
 size_t KvStore::fetch_blocks() {
     size_t all = 0, done = 0;
-    each_block([&](const KvBlock &b) { all += b.on_host ? weights_.layout.granular(b.bytes) : 0; });
+    each_block([&](const KvBlock &b) { all += b.in_host_memory ? weights_.layout.granular(b.bytes) : 0; });
     const bool all_fit = fits((int64_t)all - (int64_t)window_bytes());
     if (window_ && all_fit) {
         release_window();
     }
     each_block([&](KvBlock &b) {
-        if (b.on_host && (all_fit || fits((int64_t)(weights_.layout.granular(b.bytes) + window_lacks()))) &&
+        if (b.in_host_memory && (all_fit || fits((int64_t)(weights_.layout.granular(b.bytes) + window_lacks()))) &&
             relocate(b, b.cells, b.streams, false)) {
             done += b.bytes;
         }
@@ -183,7 +182,7 @@ size_t KvStore::fetch_blocks() {
     return done;
 }
 
-// The cells and streams to hold of each block of a group, of at most half as much if it may shrink.
+// The cells and streams that each block of a group should have storage for.
 static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink) {
     int64_t used = 0, streams = 0, held = 0, held_streams = 0;
     for (int64_t s = 0; s < g.streams; s++) {
@@ -205,13 +204,13 @@ static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink) 
 bool KvStore::resize(KvBlock &b, int64_t cells, int64_t streams) {
     std::vector<size_t> at;
     const size_t bytes = weights_.layout.granular(lay_out(b, cells, streams, at));
-    const int64_t more = (int64_t)bytes - (int64_t)(b.on_host ? 0 : weights_.layout.granular(b.bytes));
-    const bool in_vram = !b.on_host && fits(more);
+    const int64_t more = (int64_t)bytes - (int64_t)(b.in_host_memory ? 0 : weights_.layout.granular(b.bytes));
+    const bool in_vram = !b.in_host_memory && fits(more);
     // With no room for both, the block grows by way of host memory.
     if (!(in_vram && relocate(b, cells, streams, false)) && !relocate(b, cells, streams, true)) {
         return false;
     }
-    if (in_vram && b.on_host) {
+    if (in_vram && b.in_host_memory) {
         relocate(b, cells, streams, false);
     }
     return true;
@@ -259,7 +258,7 @@ void KvStore::clear(KvCache &cache, uint8_t value) {
 void KvStore::park() {
     pageable_ = true;
     each_block([&](KvBlock &b) {
-        if (b.bytes > 0 && !b.on_host) {
+        if (b.bytes > 0 && !b.in_host_memory) {
             relocate(b, b.cells, b.streams, true);
         }
     });
@@ -271,7 +270,7 @@ void KvStore::park() {
 void KvStore::unpark() {
     pageable_ = false;
     each_block([&](KvBlock &b) {
-        if (b.on_host) {
+        if (b.in_host_memory) {
             relocate(b, b.cells, b.streams, true);
         }
     });
@@ -293,14 +292,14 @@ void KvStore::use_cells(uint32_t stream, uint64_t cells) {
         for (KvGroup &g : cache->groups) {
             if (g.by_rows && stream < g.used.size()) {
                 g.asked[stream] = (int64_t)std::min<uint64_t>(cells, (uint64_t)g.cells);
-                // Where the cells of a shortened sequence lie shows in its next graph; an empty one has none.
+                // Where the cells of a shortened sequence lie is known from its next graph. An empty one has none.
                 g.used[stream] = cells == 0 ? 0 : std::max(g.used[stream], g.asked[stream]);
             }
         }
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------- graphs
+// -------------------------------------------------------------------------------------------------------------- graphs
 
 bool writes_rows(const ggml_tensor *node, const KvTensor &c) {
     const ggml_tensor *ids = node->src[1];
@@ -355,7 +354,7 @@ static KvAccess access_of(const ggml_cgraph *graph) {
             want(g, r.stream0, r.streams, r.cells);
         }
     }
-    // One list of numbers can serve but one weights_.layout.
+    // One list of row numbers can be changed for only one group: the others hold all of their cells.
     for (const auto &r : a.rows) {
         for (const auto &other : a.rows) {
             if (r.numbers == other.numbers && r.group != other.group) {
@@ -406,13 +405,13 @@ bool KvStore::prepare(const KvAccess &a) {
         return false;
     }
     for (KvBlock *b : a.together) {
-        if (b->on_host && !relocate(*b, b->cells, b->streams, false)) {
+        if (b->in_host_memory && !relocate(*b, b->cells, b->streams, false)) {
             return false;
         }
     }
     std::vector<int64_t> inside;
     for (const auto &r : a.rows) {
-        const KvBlock &b = *r.group->blocks.front(); // all of the group hold as much
+        const KvBlock &b = *r.group->blocks.front(); // all blocks of a group have the same size
         if (b.streams == 1) {
             continue; // row numbers of the first stream are the same in both
         }

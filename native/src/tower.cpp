@@ -1,9 +1,9 @@
-// The vision tower's ggml device.
+// The vision tower: its buffers, and the run of its graphs.
 //
-// Guarantees: its weights and the scheduler's compute buffers are host memory; a graph borrows its whole need (buffers,
-// small weights, ring, scratch) from the language model's ledger before the first allocation, which evicts language
-// shards from the ladder's tail, and returns it at its end, whatever that is. So the two never hold more than the budget.
-// A budget that falls below what is held ends the encode at its next step; the caller encodes again.
+// Guarantees: its weights and the scheduler's compute buffers are host memory. A graph borrows all the VRAM that it needs
+// (buffers, core, ring, scratch) from the language model's ledger before its first allocation, and gives it back at its end,
+// also after a failure, so the two never hold more than the budget. A budget that falls below what is in use ends the encode
+// at its next step; the caller encodes again.
 #include "tower.h"
 
 #include "executor.h"
@@ -27,8 +27,8 @@ static Device &tower() {
     return *d;
 }
 
-// Buffers that hold no weights, which a graph gets VRAM for as far as it uses them. Guarded by the tower's graph_mutex; not
-// among its `buffers`, as commit() would take memory for all of each.
+// Buffers without weights. A graph gets VRAM for the part of them that it uses, so they are not among the device's `buffers`,
+// for all of which commit() takes VRAM. Guarded by the tower's graph_mutex.
 static std::vector<Buffer *> &activations() {
     static auto *v = new std::vector<Buffer *>;
     return *v;
@@ -61,7 +61,7 @@ static void buffer_memset(ggml_backend_buffer_t, ggml_tensor *t, uint8_t value, 
     memset((char *)t->data + offset, value, size);
 }
 
-// A large image's mask has a GiB.
+// A large image's mask has a GiB: one thread would take long.
 static void copy_with_threads(char *to, const char *from, size_t size) {
     constexpr size_t least = (size_t)32 << 20;
     const size_t n = std::max<size_t>(1, std::min<size_t>(device().n_threads, size / least));
@@ -76,7 +76,7 @@ static void copy_with_threads(char *to, const char *from, size_t size) {
     }
 }
 
-// Only now does a buffer's usage show that it holds weights: ggml sets it after the buffer is made.
+// ggml sets the usage of a buffer after it is made, so only now is it known whether it holds weights.
 static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
     copy_with_threads((char *)t->data + offset, (const char *)data, size);
     if (b->usage != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
@@ -124,7 +124,7 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
         return nullptr;
     }
 #if defined(__linux__)
-    madvise(c->base, size, MADV_HUGEPAGE); // most of the time of a large copy went into its pages
+    madvise(c->base, size, MADV_HUGEPAGE); // page faults took most of the time of a large copy
 #endif
     Device &t = tower();
     std::lock_guard<std::mutex> lock(t.graph_mutex);
@@ -151,7 +151,7 @@ ggml_backend_buffer_type_t tower_buffer_type() {
 
 // -------------------------------------------------------------------------------------------------------------- running
 
-// What of each buffer a graph touches, what it reads from before it, and what is read after it.
+// How much of each buffer a graph uses, and the tensors that it reads from before and that are read after it.
 struct Traffic {
     std::map<Buffer *, size_t> extent;
     std::set<const ggml_tensor *> in, out;
@@ -176,7 +176,7 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
             if (const ggml_tensor *src = n->src[j]) {
                 uses[src]++;
                 uses[root_of(src)] += src->view_src ? 1 : 0;
-                if (src != n && touch(src) && !made.count(root_of(src))) { // a cast names itself as what it writes to
+                if (src != n && touch(src) && !made.count(root_of(src))) { // a cast has itself among its sources
                     touch(root_of(src));
                     r.in.insert(root_of(src));
                 }
@@ -205,9 +205,9 @@ static void start_tower(Device &t, Device &d) {
         t.n_threads = d.n_threads;
         t.configured.store(true);
     }
-    t.weights.sizes = d.weights.layout.sizes; // no piece is larger than what the language model's ring has room for
+    t.weights.sizes = d.weights.layout.sizes; // so that no piece is larger than the language model's ring
     for (Buffer *b : t.buffers) {
-        // Its bytes are all there by now: a driver that pins untouched pages for reading would go on seeing zeros.
+        // Only now, when all bytes are written: a driver that pins untouched pages for reading would go on seeing zeros.
         b->pinned = b->pinned || t.inner.pin(b->base, b->size);
     }
 }
@@ -300,7 +300,7 @@ ggml_status encode_image(ggml_cgraph *graph) {
         GGML_LOG_ERROR("frameshard: an image was encoded before fsd_commit\n");
         return GGML_STATUS_FAILED;
     }
-    t.abort.store(false); // then the other's: whoever sets both sets that one first
+    t.abort.store(false); // before the language model's is read: fsd_set_abort sets that one first
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
@@ -308,13 +308,13 @@ ggml_status encode_image(ggml_cgraph *graph) {
     d.inner.synchronize();
     const size_t ring = d.ring.capacity();
     start_tower(t, d);
-    const ggml_status status = encode(t, d, graph, traffic); // run_graph takes the tower's own mutex
+    const ggml_status status = encode(t, d, graph, traffic); // run_graph() locks the tower's graph_mutex
     stop_tower(t);
     t.ledger.give_back();
     if (d.requests.pending()) {
         d.requests.apply();
     } else if (d.ring.capacity() < ring && d.ledger.used() + ring <= d.ledger.budget() + d.ring.capacity()) {
-        d.ring.resize(ring); // before weights come back into its room
+        d.ring.resize(ring); // before fill() takes its VRAM for weights
     }
     if (tiling && status == GGML_STATUS_SUCCESS) {
         tiling->finish();

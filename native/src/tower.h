@@ -1,5 +1,5 @@
-// The vision tower's share of the shard device: a second ggml device, FRAMESHARD_VISION, over the same inner device and
-// under the same budget. It holds VRAM only while one of its graphs runs.
+// The vision tower: a second ggml device, FRAMESHARD_VISION, over the same inner device and under the same budget. It holds
+// VRAM only while one of its graphs runs.
 #pragma once
 
 #include "device.h"

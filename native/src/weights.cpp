@@ -26,6 +26,10 @@ const Weight *Weights::of(const ggml_tensor *t) const {
 }
 
 bool Weights::lay_out(ggml_backend_buffer_type_t buft, std::string &why) {
+    if (all.empty()) {
+        why = "the model has no weights on this device";
+        return false;
+    }
     std::vector<int> order(all.size());
     std::vector<LadderPlace> places(all.size());
     n_shards = std::max(1u, n_named_shards);
@@ -46,7 +50,7 @@ bool Weights::lay_out(ggml_backend_buffer_type_t buft, std::string &why) {
         WeightShape shape = {w.name, w.shard, w.shape.type, {}};
         std::copy_n(w.shape.ne, GGML_MAX_DIMS, shape.ne);
         if (ggml_backend_buft_get_alloc_size(buft, &w.shape) > device_bytes(shape.type, shape.ne[0], w.bytes)) {
-            why = "the device wants more memory for " + w.name + " than the shard device knows of";
+            why = "the device wants more memory for " + w.name + " than its layout has";
             return false;
         }
         shapes.push_back(std::move(shape));
