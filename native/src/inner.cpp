@@ -41,6 +41,7 @@ bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     // ggml-cuda registers host memory only if this is set. llama.cpp's own use of it does not apply to our buffers.
     setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
     if (!open_streams()) {
+        close_streams();
         dev = nullptr;
         return false;
     }

@@ -20,7 +20,8 @@ TEST(quirks_go_by_the_name_of_the_device) {
 TEST(uploads_of_any_size_arrive) {
     Pacing pacing;
     Inner inner(pacing);
-    CHECK(inner.open(fs_emulated_device({}), 1000));
+    ggml_backend_dev_t device = fs_emulated_device({});
+    CHECK(inner.open(device, 1000));
     CHECK(inner.quirks.emulated);
     InnerBuffer buffer(ggml_backend_buft_alloc_buffer(inner.buffer_type(), 1 << 20));
     char *base = (char *)ggml_backend_buffer_get_base(buffer.get());
@@ -42,6 +43,9 @@ TEST(uploads_of_any_size_arrive) {
             CHECK(got[bytes] == 77);
         }
     }
+    buffer.reset();
+    inner.close_streams();
+    fs_emulated_free(device);
 }
 
 } // namespace
