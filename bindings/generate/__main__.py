@@ -1,4 +1,4 @@
-"""``make generate``: rewrites bindings/manifest.json and what mirrors it.
+"""``make generate``: rewrites bindings/generated-manifest.json and what mirrors it.
 
 With ``--check`` nothing is written; files that are not up to date are named and the exit status is 1.
 """
@@ -24,7 +24,7 @@ GENERATORS = (for_document, for_c, for_lua, for_csharp, for_python, for_unreal)
 def files() -> dict[Path, str]:
     """Every generated file with the content that it should have."""
     made = manifest.make()
-    contents = {BINDINGS / "manifest.json": manifest.text(made)}
+    contents = {BINDINGS / "generated-manifest.json": manifest.text(made)}
     for generator in GENERATORS:
         contents |= generator.generate(made, contents)
     return contents

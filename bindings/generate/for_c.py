@@ -335,7 +335,7 @@ def _enumerators(old: str, prefix: str, known: dict[str, int]) -> str:
 
 def _options(manifest: Manifest) -> str:
     parts = [
-        "// Written by `make generate` from bindings/manifest.json; do not edit.\n",
+        "// Written by `make generate` from bindings/generated-manifest.json; do not edit.\n",
         '#include "options.h"\n',
         '#include "seam.h"\n#include "words.h"\n',
         "namespace frameshard_core {\n",
@@ -351,7 +351,7 @@ def _options_h(manifest: Manifest) -> str:
     declared = [f"json fields_of(const {struct.name} &given);" for struct in structs(manifest)]
     return "\n".join(
         [
-            "/* Written by `make generate` from bindings/manifest.json; do not edit. */",
+            "/* Written by `make generate` from bindings/generated-manifest.json; do not edit. */",
             "#ifndef FRAMESHARD_OPTIONS_H",
             "#define FRAMESHARD_OPTIONS_H",
             "",
@@ -447,7 +447,7 @@ def _checked(name: str, field: dict[str, Any]) -> str:
 
 def _words_h(manifest: Manifest) -> str:
     lines = [
-        "/* Written by `make generate` from bindings/manifest.json; do not edit. */",
+        "/* Written by `make generate` from bindings/generated-manifest.json; do not edit. */",
         "#ifndef FRAMESHARD_WORDS_H",
         "#define FRAMESHARD_WORDS_H",
         "",

@@ -14,7 +14,7 @@ OPTIONS = ROOT / "sdk" / "frameshard" / "options.py"
 
 HEAD = '''"""Keyword arguments that :mod:`frameshard` and :mod:`frameshard.sync` share.
 
-Written by `make generate` from bindings/manifest.json; do not edit.
+Written by `make generate` from bindings/generated-manifest.json; do not edit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The manifest: what messages.py and launch.py say, as data for all generators.
 
-bindings/manifest.json has
+bindings/generated-manifest.json has
 
 - ``protocol``: the version;
 - ``words``: by name, the words that a field may have (``name_of_words`` of the field);
@@ -56,7 +56,7 @@ def make() -> Manifest:
 
 
 def text(manifest: Manifest) -> str:
-    """manifest.json's content."""
+    """The content of generated-manifest.json."""
     return json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
 
 

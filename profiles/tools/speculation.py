@@ -36,7 +36,7 @@ from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Runtime
 from frameshard.models import resolve
-from frameshard.plan.context import DRIVER_BYTES, estimate_fixed
+from frameshard.plan.memory import DRIVER_BYTES, estimate_fixed
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.profile import Profile

@@ -1,6 +1,6 @@
 """Keyword arguments that :mod:`frameshard` and :mod:`frameshard.sync` share.
 
-Written by `make generate` from bindings/manifest.json; do not edit.
+Written by `make generate` from bindings/generated-manifest.json; do not edit.
 """
 
 from __future__ import annotations

@@ -732,11 +732,11 @@ async def test_shutdown_by_a_client_tells_the_others() -> None:
 def test_a_defect_over_a_request_is_that_requests_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python runs when it starts makes one request meet a defect, in each process that follows."""
     patch = """
-from frameshard.broker import server
-whole = server.Server._handle
-def broken(self, session, request):
-    return 1 / 0 if getattr(request, "prompt", "") == "poison" else whole(self, session, request)
-server.Server._handle = broken
+from frameshard.broker.requests import Requests
+whole = Requests.carry_out
+def broken(self, connection, request):
+    return 1 / 0 if getattr(request, "prompt", "") == "poison" else whole(self, connection, request)
+Requests.carry_out = broken
 """
     (tmp_path / "sitecustomize.py").write_text(patch)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -22,7 +22,7 @@ from frameshard.wire import checks
 from frameshard.wire import messages as m
 
 BINDINGS = Path(__file__).parents[2] / "bindings"
-MANIFEST: dict[str, Any] = json.loads((BINDINGS / "manifest.json").read_text())
+MANIFEST: dict[str, Any] = json.loads((BINDINGS / "generated-manifest.json").read_text())
 PARITY: dict[str, Any] = json.loads((BINDINGS / "parity.json").read_text())
 NATIVE = ("c", "lua", "csharp", "unreal")
 

@@ -12,7 +12,7 @@ RUN = """
 import json, sys
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
-from frameshard.plan.context import estimate_fixed
+from frameshard.plan.memory import estimate_fixed
 from frameshard.plan.layout import lay_out
 from frameshard.plan.model import read_model
 from frameshard.plan.workload import Workload

@@ -13,7 +13,7 @@ from engine_driver import engine, text, user
 
 import frameshard
 from frameshard.errors import BadArgument, Unsupported
-from frameshard.plan.context import check_kv_type, estimate_context
+from frameshard.plan.memory import check_kv_type, estimate_context
 from frameshard.plan.model import read_model
 from frameshard.plan.workload import Workload
 from frameshard.wire import messages as m

@@ -72,7 +72,7 @@ from collections import Counter
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 from frameshard.plan.model import read_model
-from frameshard.plan.context import estimate_context, estimate_fixed
+from frameshard.plan.memory import estimate_context, estimate_fixed
 from frameshard.plan.layout import lay_out
 from frameshard.plan.workload import Workload
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from frameshard.errors import BudgetBelowFloor
 from frameshard.native import CPU, STREAMED
-from frameshard.plan.bounds import least_seconds
-from frameshard.plan.context import Context, estimate_context, estimate_fixed
 from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
+from frameshard.plan.memory import Context, estimate_context, estimate_fixed
 from frameshard.plan.model import Model, Shard, read_model
 from frameshard.plan.plans import Mode, Plan, make_plan
 from frameshard.plan.profile import Profile
+from frameshard.plan.roofline import least_seconds
 from frameshard.plan.ubatch import choose_launch_ubatch, choose_ubatch
 from frameshard.plan.workload import Workload
 from work import count_calls

@@ -1,4 +1,4 @@
-/* Written by `make generate` from bindings/manifest.json; do not edit. */
+/* Written by `make generate` from bindings/generated-manifest.json; do not edit. */
 #ifndef FRAMESHARD_OPTIONS_H
 #define FRAMESHARD_OPTIONS_H
 

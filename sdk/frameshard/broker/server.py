@@ -7,21 +7,18 @@ answered or dropped.
 from __future__ import annotations
 
 import logging
-import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
 
 import trio
 
-from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
+from frameshard.broker.requests import Requests
 from frameshard.broker.session import Session, Sessions
 from frameshard.broker.supervisor import Supervisor
-from frameshard.errors import ConnectionLost, EngineDied, FrameshardError, Overloaded, internal
+from frameshard.errors import ConnectionLost, FrameshardError, internal
 from frameshard.transport import Flooded, Socket, Unreachable
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
@@ -35,8 +32,6 @@ RETRY_S = 0.02
 
 SILENCE_CHECK_S = 0.5
 NEGOTIATE_S = 0.25
-MAX_ASKED = 64
-"""Requests for statistics and plans that may wait for the engine."""
 
 
 class Server:
@@ -55,19 +50,22 @@ class Server:
             held_bytes=config.held_bytes,
             silent_s=config.silent_s,
             max_client_jobs=config.max_client_jobs,
-            describe=lambda: (self._supervisor.state.value, self._model),
+            describe=lambda: (self._supervisor.state.value, self._requests.model),
             is_connected=self._is_connected,
         )
         self._jobs = Jobs(slots=config.n_parallel, max_jobs=config.max_jobs, max_client_jobs=config.max_client_jobs)
         self._lease = Lease(config.vram_budget_bytes, epoch)
         self._supervisor = Supervisor(config, self, self._engine_config)
-        self._model: m.ModelInfo | None = None
+        self._requests = Requests(
+            config,
+            epoch,
+            jobs=self._jobs,
+            lease=self._lease,
+            supervisor=self._supervisor,
+            n_sessions=self._sessions.__len__,
+            end_engine_if_asked=self._end_engine_if_asked,
+        )
         self._n_ubatch = config.n_ubatch
-        self._asked: dict[int, tuple[Session, m.StatsGet | m.PlanGet]] = {}
-        self._frame_block = FrameBlockMemory()
-        self._settings: dict[type, em.Command] = {}  # sent to each engine when it is ready
-        self._numbers = 0
-        self._started_at = time.monotonic()
         self._announce: Callable[[], None] | None = None
         self._stop = trio.Event()
         self._blocked = trio.Event()
@@ -172,119 +170,23 @@ class Server:
                 session.reachable = False
         return session.reachable
 
-    # ---- requests ---------------------------------------------------------------------------------------------------
+    # ---- sessions ---------------------------------------------------------------------------------------------------
 
     def _serve(self, session: Session, request: m.Request) -> None:
         """Carries out a request. Any exception is answered as the failure of this request alone."""
         try:
-            self._handle(session, request)
+            if isinstance(request, m.Bye):
+                session.connection.ok(request.id)
+                self._flush()
+                self._forget(session)
+            elif isinstance(request, m.Shutdown):
+                session.connection.ok(request.id)
+                self.stop()
+            else:
+                self._requests.carry_out(session.connection, request)
         except Exception as error:
             why = internal(logger, f"the request {type(request).__name__}", error)
             session.connection.refuse(None if isinstance(request, m.Credit) else request.id, why)
-
-    def _handle(self, session: Session, request: m.Request) -> None:
-        connection = session.connection
-        if isinstance(request, m.Submit):
-            self._demand_engine()
-            self._jobs.submit(connection, request)
-            connection.ok(request.id)
-            self._negotiate()
-        elif isinstance(request, m.Cancel):
-            self._jobs.cancel(connection, request.job)
-            connection.ok(request.id)
-        elif isinstance(request, m.BudgetSet):
-            self._lease.set(connection, request, trio.current_time())
-            self._end_engine_if_asked()
-            if self._lease.state == "active" or self._supervisor.state is states.Engine.OFF:
-                self._supervisor.wake()
-        elif isinstance(request, m.BudgetGet):
-            connection.reply(self._lease.describe(request.id, self._jobs.open))
-        elif isinstance(request, m.CapsGet):
-            connection.reply(self._caps(request.id))
-        elif isinstance(request, m.PlanGet):
-            self._ask(session, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
-        elif isinstance(request, m.FrameBlockGet):
-            path = self._frame_block.path()
-            if em.OpenFrameBlock not in self._settings:  # each command maps it anew
-                self._set(em.OpenFrameBlock(path))
-            connection.reply(m.FrameBlock(request.id, self._epoch, path))
-        elif isinstance(request, m.Pacing):
-            self._set(em.SetPacing(request.scheduling_mode, request.target_tokens_per_second))
-            connection.ok(request.id)
-        elif isinstance(request, m.ModelInfoGet):
-            assert self._model is not None  # no client can connect before the first load
-            connection.reply(m.Model(request.id, self._epoch, self._model))
-        elif isinstance(request, m.StatsGet):
-            self._ask(session, request, em.GetStats)
-        elif isinstance(request, m.Bye):
-            connection.ok(request.id)
-            self._flush()
-            self._forget(session)
-        elif isinstance(request, m.Shutdown):
-            connection.ok(request.id)
-            self.stop()
-
-    def _set(self, command: em.Command) -> None:
-        self._settings[type(command)] = command
-        if self._supervisor.state is states.Engine.READY:
-            self._supervisor.send(command)
-
-    def _demand_engine(self) -> None:
-        if self._supervisor.state is states.Engine.OFF:
-            self._supervisor.wake()
-            raise self._supervisor.off()
-
-    def _ask(self, session: Session, request: m.StatsGet | m.PlanGet, command: Callable[[int], em.Command]) -> None:
-        if self._supervisor.state is not states.Engine.READY:
-            self._answer(session, request, None)
-        elif len(self._asked) >= MAX_ASKED:
-            raise Overloaded("too many requests for figures wait")
-        else:
-            self._numbers += 1
-            self._asked[self._numbers] = session, request
-            self._supervisor.send(command(self._numbers))
-
-    def _answer(self, session: Session, request: m.StatsGet | m.PlanGet, event: em.Stats | em.Plans | None) -> None:
-        """`event` is None when there is no engine to answer."""
-        if isinstance(request, m.StatsGet):
-            self._answer_stats(session, request.id, event.stats if isinstance(event, em.Stats) else None)
-        elif not isinstance(event, em.Plans):
-            off = self._supervisor.state is states.Engine.OFF
-            why = self._supervisor.off() if off else EngineDied("no engine runs now that could make a plan")
-            session.connection.refuse(request.id, why)
-        elif event.error is not None:
-            session.connection.refuse(request.id, event.error.exception())
-        else:
-            session.connection.reply(m.PlanAnswer(request.id, self._epoch, event.rows))
-
-    def _caps(self, request_id: int) -> m.Caps:
-        assert self._model is not None
-        lease = self._lease
-        return m.Caps(
-            request_id,
-            self._epoch,
-            device=self._model.device,
-            total_bytes=lease.total_bytes,
-            free_bytes=lease.free_bytes,
-            floor_bytes=lease.floor_bytes,
-            full_bytes=lease.full_bytes,
-            context=self._model.n_ctx,
-            mode=self._config.mode,
-        )
-
-    def _answer_stats(self, session: Session, request_id: int, engine: Mapping[str, Any] | None) -> None:
-        supervisor = self._supervisor
-        broker = m.BrokerStats(
-            pid=os.getpid(),
-            engine_pid=supervisor.pid,
-            engine=supervisor.state.value,
-            engine_restarts=supervisor.restarts,
-            sessions=len(self._sessions),
-            jobs_queued=self._jobs.queued,
-            jobs_running=self._jobs.running,
-            uptime_s=time.monotonic() - self._started_at,
-        )
-        session.connection.reply(m.Stats(request_id, self._epoch, broker, engine))
 
     def _forget_evicted(self) -> None:
         while self._sessions.evicted:
@@ -298,15 +200,14 @@ class Server:
     # ---- engine (called by the supervisor) --------------------------------------------------------------------------
 
     def engine_ready(self, ready: em.Ready) -> None:
-        self._model = ready.model
+        self._requests.model = ready.model
         # Later engines use what the first one has chosen: conversations must be read again in the same steps.
         self._n_ubatch = self._n_ubatch or ready.n_ubatch
         self._lease.load_s = self._supervisor.load_s
         self._lease.engine_ready(
             ready.model.floor_bytes, ready.model.full_bytes, ready.vram_budget_bytes, trio.current_time()
         )
-        for command in self._settings.values():
-            self._supervisor.send(command)
+        self._requests.engine_ready()
         self._jobs.engine_ready()
         self._tell_all()
         self._end_engine_if_asked()  # the process was being made when it was asked for
@@ -322,9 +223,7 @@ class Server:
         if isinstance(event, em.BudgetEvent | em.Watch):
             self._lease.engine_event(event, trio.current_time())
         elif isinstance(event, em.Stats | em.Plans):
-            asked = self._asked.pop(event.seq, None)
-            if asked is not None:
-                self._answer(*asked, event)
+            self._requests.engine_answered(event)
         elif isinstance(event, em.JobEvent):
             return self._jobs.engine_event(event)
         return False
@@ -332,9 +231,7 @@ class Server:
     def engine_lost(self, death: FrameshardError | None) -> None:
         self._jobs.engine_lost(death)
         self._lease.engine_lost(trio.current_time())
-        waiting, self._asked = self._asked, {}
-        for session, request in waiting.values():
-            self._answer(session, request, None)
+        self._requests.engine_lost()
         if self._supervisor.state is not states.Engine.HIBERNATED:
             self._tell_all()
 

@@ -105,16 +105,16 @@ class _Forecast:
 
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
-        from frameshard.plan import context, plans, routing, ubatch
+        from frameshard.plan import memory, plans, routing, ubatch
         from frameshard.plan.workload import Workload
 
-        context.check_kv_type(model, args.kv_type)
+        memory.check_kv_type(model, args.kv_type)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
         self.device = profile.device
         self.where = str(profile.fingerprint.get("gpus", self.device))
         if profile.sources and not profile.products:
             self.where += ", by its spec sheet (not measured)"
-        overhead = 0 if self.device == native.EMULATED else context.DRIVER_BYTES
+        overhead = 0 if self.device == native.EMULATED else memory.DRIVER_BYTES
         shares = routing.recall(model)
         workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, kv_type=args.kv_type)
         choose = partial(
@@ -123,8 +123,8 @@ class _Forecast:
         self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
         self.n_used = min(args.prompt, args.ctx)
         workload = replace(workload, n_prompt=self.n_used, n_ubatch=self.n_ubatch)
-        self.fixed = context.estimate_fixed(model, self.device, workload, overhead)
-        self.context = context.estimate_context(model, self.device, workload)
+        self.fixed = memory.estimate_fixed(model, self.device, workload, overhead)
+        self.context = memory.estimate_context(model, self.device, workload)
         self._plan = partial(
             plans.make_plan,
             model,

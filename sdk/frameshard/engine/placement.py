@@ -16,9 +16,9 @@ from frameshard.engine.probe import load_or_probe
 from frameshard.errors import BudgetBelowFloor, OutOfMemory
 from frameshard.native import CPU, EMULATED, ShardDevice
 from frameshard.plan import routing
-from frameshard.plan.context import DRIVER_BYTES, Context, estimate_context
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import lay_out
+from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile

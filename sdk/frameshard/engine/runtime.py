@@ -34,7 +34,7 @@ from frameshard.engine.schema import Schemas
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, ContextOverflow
 from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
-from frameshard.plan.context import check_kv_type, logits_rows
+from frameshard.plan.memory import check_kv_type, logits_rows
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.ubatch import PLAIN_UBATCH
 from frameshard.wire.engine import EngineConfig

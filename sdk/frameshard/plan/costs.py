@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from frameshard.plan import bounds
-from frameshard.plan.context import kv_bytes
+from frameshard.plan import roofline
 from frameshard.plan.layout import Layout
+from frameshard.plan.memory import kv_bytes
 from frameshard.plan.profile import KvType, Profile, heads_of
 from frameshard.plan.weights import Experts, Mask, Shards
 
@@ -93,7 +93,7 @@ class Costs:
             cpu.append(graph.on_host * left_out * graph.uncached)
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
             memory_s += graph.memory_s
-        return bounds.least_seconds(
+        return roofline.least_seconds(
             np.concatenate(copy),
             np.concatenate(device),
             np.concatenate(cpu) if may_use_cpu else None,

@@ -21,9 +21,9 @@ import numpy as np
 
 from frameshard.errors import below_floor
 from frameshard.native import CPU, STREAMED
-from frameshard.plan.context import Context
 from frameshard.plan.costs import Conditions, Costs, Graph
 from frameshard.plan.layout import Layout, lay_out
+from frameshard.plan.memory import Context
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
 from frameshard.plan.weights import Mask

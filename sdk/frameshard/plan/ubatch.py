@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from frameshard.errors import BudgetBelowFloor
-from frameshard.plan.context import estimate_context, estimate_fixed
+from frameshard.plan.memory import estimate_context, estimate_fixed
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile

@@ -40,7 +40,7 @@ class Refused(ValueError):
 class Check:
     """What a field takes.
 
-    :param description: the same as data, as bindings/manifest.json has it.
+    :param description: the same as data, as bindings/generated-manifest.json has it.
     :param take: the typed value of what msgpack gave, or raises :class:`Refused`. Its second argument is true for
         strict: unknown fields and unknown words are refused.
     """

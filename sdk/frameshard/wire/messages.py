@@ -1,8 +1,8 @@
 """The protocol: one frozen dataclass for each message, checked in both directions.
 
 This file is the source of everything that mirrors the protocol. The annotation of a field has its check
-(:mod:`frameshard.wire.checks`) and one line of text. ``make generate`` writes bindings/manifest.json from them, and
-from that the tables of bindings/PROTOCOL.md and the declarations of the bindings.
+(:mod:`frameshard.wire.checks`) and one line of text. ``make generate`` writes bindings/generated-manifest.json from
+them, and from that the tables of bindings/PROTOCOL.md and the declarations of the bindings.
 """
 
 from __future__ import annotations

@@ -1,0 +1,179 @@
+"""What a client asks for: each request is carried out here, at once or by the engine's answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import trio
+
+from frameshard.broker.frameblock import FrameBlockMemory
+from frameshard.broker.jobs import Jobs
+from frameshard.broker.leases import Lease
+from frameshard.broker.supervisor import Supervisor
+from frameshard.errors import EngineDied, Overloaded
+from frameshard.wire import engine as em
+from frameshard.wire import messages as m
+from frameshard.wire import states
+from frameshard.wire.connection import ServerConnection
+from frameshard.wire.launch import ServeConfig
+
+MAX_ASKED = 64
+"""Requests for statistics and plans that may wait for the engine."""
+
+
+class Requests:
+    """Carries out the requests of all sessions, but those that end a session or the sidecar.
+
+    :param epoch: number of the launch.
+    :param n_sessions: how many sessions there are.
+    :param end_engine_if_asked: ends the engine if the lease is to hibernate.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        epoch: int,
+        *,
+        jobs: Jobs,
+        lease: Lease,
+        supervisor: Supervisor,
+        n_sessions: Callable[[], int],
+        end_engine_if_asked: Callable[[], None],
+    ) -> None:
+        self.model: m.ModelInfo | None = None
+        """None until the first load."""
+        self._config = config
+        self._epoch = epoch
+        self._jobs = jobs
+        self._lease = lease
+        self._supervisor = supervisor
+        self._n_sessions = n_sessions
+        self._end_engine_if_asked = end_engine_if_asked
+        self._asked: dict[int, tuple[ServerConnection, m.StatsGet | m.PlanGet]] = {}
+        self._numbers = 0
+        self._frame_block = FrameBlockMemory()
+        self._settings: dict[type, em.Command] = {}  # sent to each engine when it is ready
+        self._started_at = time.monotonic()
+
+    def carry_out(self, connection: ServerConnection, request: m.Request) -> None:
+        """
+        :raises FrameshardError: the answer to the request.
+        """
+        if isinstance(request, m.Submit):
+            self._demand_engine()
+            self._jobs.submit(connection, request)
+            connection.ok(request.id)
+            self._lease.tick(trio.current_time(), self._jobs.open)
+            self._end_engine_if_asked()
+        elif isinstance(request, m.Cancel):
+            self._jobs.cancel(connection, request.job)
+            connection.ok(request.id)
+        elif isinstance(request, m.BudgetSet):
+            self._lease.set(connection, request, trio.current_time())
+            self._end_engine_if_asked()
+            if self._lease.state == "active" or self._supervisor.state is states.Engine.OFF:
+                self._supervisor.wake()
+        elif isinstance(request, m.BudgetGet):
+            connection.reply(self._lease.describe(request.id, self._jobs.open))
+        elif isinstance(request, m.CapsGet):
+            connection.reply(self._caps(request.id))
+        elif isinstance(request, m.PlanGet):
+            self._ask(connection, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
+        elif isinstance(request, m.FrameBlockGet):
+            path = self._frame_block.path()
+            if em.OpenFrameBlock not in self._settings:  # each command maps it anew
+                self._set(em.OpenFrameBlock(path))
+            connection.reply(m.FrameBlock(request.id, self._epoch, path))
+        elif isinstance(request, m.Pacing):
+            self._set(em.SetPacing(request.scheduling_mode, request.target_tokens_per_second))
+            connection.ok(request.id)
+        elif isinstance(request, m.ModelInfoGet):
+            assert self.model is not None  # no client can connect before the first load
+            connection.reply(m.Model(request.id, self._epoch, self.model))
+        elif isinstance(request, m.StatsGet):
+            self._ask(connection, request, em.GetStats)
+
+    def _set(self, command: em.Command) -> None:
+        self._settings[type(command)] = command
+        if self._supervisor.state is states.Engine.READY:
+            self._supervisor.send(command)
+
+    def _demand_engine(self) -> None:
+        if self._supervisor.state is states.Engine.OFF:
+            self._supervisor.wake()
+            raise self._supervisor.off()
+
+    def _ask(
+        self, connection: ServerConnection, request: m.StatsGet | m.PlanGet, command: Callable[[int], em.Command]
+    ) -> None:
+        if self._supervisor.state is not states.Engine.READY:
+            self._answer(connection, request, None)
+        elif len(self._asked) >= MAX_ASKED:
+            raise Overloaded("too many requests for figures wait")
+        else:
+            self._numbers += 1
+            self._asked[self._numbers] = connection, request
+            self._supervisor.send(command(self._numbers))
+
+    def _answer(
+        self, connection: ServerConnection, request: m.StatsGet | m.PlanGet, event: em.Stats | em.Plans | None
+    ) -> None:
+        """`event` is None when there is no engine to answer."""
+        if isinstance(request, m.StatsGet):
+            self._answer_stats(connection, request.id, event.stats if isinstance(event, em.Stats) else None)
+        elif not isinstance(event, em.Plans):
+            off = self._supervisor.state is states.Engine.OFF
+            why = self._supervisor.off() if off else EngineDied("no engine runs now that could make a plan")
+            connection.refuse(request.id, why)
+        elif event.error is not None:
+            connection.refuse(request.id, event.error.exception())
+        else:
+            connection.reply(m.PlanAnswer(request.id, self._epoch, event.rows))
+
+    def _caps(self, request_id: int) -> m.Caps:
+        assert self.model is not None
+        lease = self._lease
+        return m.Caps(
+            request_id,
+            self._epoch,
+            device=self.model.device,
+            total_bytes=lease.total_bytes,
+            free_bytes=lease.free_bytes,
+            floor_bytes=lease.floor_bytes,
+            full_bytes=lease.full_bytes,
+            context=self.model.n_ctx,
+            mode=self._config.mode,
+        )
+
+    def _answer_stats(self, connection: ServerConnection, request_id: int, engine: Mapping[str, Any] | None) -> None:
+        supervisor = self._supervisor
+        broker = m.BrokerStats(
+            pid=os.getpid(),
+            engine_pid=supervisor.pid,
+            engine=supervisor.state.value,
+            engine_restarts=supervisor.restarts,
+            sessions=self._n_sessions(),
+            jobs_queued=self._jobs.queued,
+            jobs_running=self._jobs.running,
+            uptime_s=time.monotonic() - self._started_at,
+        )
+        connection.reply(m.Stats(request_id, self._epoch, broker, engine))
+
+    # ---- engine -----------------------------------------------------------------------------------------------------
+
+    def engine_ready(self) -> None:
+        for command in self._settings.values():
+            self._supervisor.send(command)
+
+    def engine_answered(self, event: em.Stats | em.Plans) -> None:
+        asked = self._asked.pop(event.seq, None)
+        if asked is not None:
+            self._answer(*asked, event)
+
+    def engine_lost(self) -> None:
+        waiting, self._asked = self._asked, {}
+        for connection, request in waiting.values():
+            self._answer(connection, request, None)
