@@ -1,30 +1,32 @@
-"""Scheduling: which tokens to decode next and for which jobs, and the events that follow from it.
+"""Scheduling: chooses which tokens of which jobs to decode next, and returns the events of each decode.
 
-A running job has one sequence. A decode step takes the last token of every job that generates. Prompts are prefilled
-one job at a time in chunks of ``n_ubatch``; chunks and decode steps alternate, so that a long prompt stops no other
-job. An image in a prompt takes two such turns: it is encoded, then its embeddings are prefilled.
+Each running job has one sequence. A decode step decodes the last token of every job that generates. Prompts are
+prefilled one job at a time, in chunks of ``n_ubatch`` tokens. Chunks and decode steps alternate, so a long prompt does
+not stop the other jobs. An image in a prompt takes two turns: the first encodes it, the second prefills its embeddings.
 
-Speculative decoding: a decode step also takes drafted tokens where, by the plan's times, that gives more tokens per
-second. Drafts come from a lookup in the text or from a draft model: for each job from whichever is expected to yield
-more, and the draft model's own time counts. Each row of logits goes through the job's sampler as if it had been decoded
-alone, as long as the sampled token is the drafted one; the rest is removed from the cache. So drafts change how fast an
-answer comes and nothing else. All sequences of a step get the same number of tokens: llama.cpp would compute what
-exceeds the others as a separate graph and copy all streamed weights again.
+Speculative decoding: a decode step includes drafted tokens if the plan predicts more tokens per second with them.
+Drafts come from the lookup or from the draft model. Each job uses the source that is expected to yield more tokens; the
+time of the draft model is part of that decision. The sampler takes the rows of logits in order, as if each token had
+been decoded alone, and stops at the first row where the sampled token is not the drafted one. The cells of the rejected
+tokens are removed from the KV cache. So drafts change the speed of an answer, not its text. All sequences of a step get
+the same number of tokens. With different numbers llama.cpp would split the step into several graphs and copy all
+streamed weights for each.
 
-Resuming after an engine's death: a job comes with the tokens that were sent before (``resume``), and none of them is
-sent again. In planned mode they are prefilled as the end of its prompt: 800 tokens take as long as a prompt of 800
-tokens. The answer continues, but it may differ from that of an undisturbed run: kernels, and so the last bits of the
-logits, depend on the *shapes* in which a sequence was decoded (a chunk or a token at a time), and where two tokens are
-nearly equally likely these bits decide. Plans and drafts change shapes too, so planned mode never promises more.
+Resuming after an engine's death: a job comes with the tokens that were sent before (``resume``). They are not sent
+again. In planned mode they are prefilled as the end of the prompt: 800 tokens take as long as a prompt of 800 tokens.
+The answer continues, but its text may differ from that of an undisturbed run. The last bits of the logits depend on the
+kernels, and these depend on the *shapes* in which a sequence was decoded (in chunks or one token at a time). If two
+tokens are almost equally likely, these bits decide. Plans and drafts change the shapes too, so planned mode does not
+promise the same text in any case.
 
-Stream-only mode promises the same text. There a resumed job repeats the shapes: its prompt in the chunks of the first
-run (``history``, from its "started" event), then its own tokens one at a time, or with the drafts of the first run,
-which follow from the text alone. This takes as long as generating them took. Prefilling them in chunks was rejected: on
-the CPU it gave the same bits with Q4_1 weights in all shapes that were tried, and different ones with F16. It depends
-on the kernels for each type, shape and length of context.
+Stream-only mode promises the same text. A resumed job therefore repeats the shapes of the first run. Its prompt is
+decoded in the same chunks (``history``, from the "started" event). Its answer is decoded one token at a time, or with
+the same drafts, because drafts depend only on the text. This takes as long as the first run. Prefilling the answer in
+chunks was rejected, because whether that gives the same bits depends on the kernels for each type, shape and length of
+context. On the CPU it did with Q4_1 weights in all shapes that were tried, and it did not with F16.
 
-Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker. Requests are
-read in :mod:`frameshard.engine.request`: a job that comes here has its tokens.
+Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker.
+:mod:`frameshard.engine.request` reads requests, so each job that comes here already has its tokens.
 """
 
 from __future__ import annotations
@@ -61,25 +63,25 @@ from frameshard.wire import messages as m
 logger = logging.getLogger("frameshard.engine")
 
 Shape = tuple[int, int]
-"""A decode of one sequence: tokens that the sequence kept, and tokens decoded."""
+"""One decode of one sequence: the number of tokens that the sequence kept, and the number that was decoded."""
 
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
 
 
 class _NotFinite(Exception):
-    """A row of logits has NaN or infinity in it."""
+    """A row of logits contains NaN or infinity."""
 
 
 @dataclass(eq=False)
 class Job:
     """One request.
 
-    :param resume: tokens of the answer that an earlier engine produced.
-    :param history: shapes in which that engine decoded.
-    :param grammar: grammar that the answer is held to; "" is none.
-    :param shapes: chunks of the prompt that are still to be decoded.
-    :param pictures: images in the prompt by their first token. Tokens of an image are negative.
+    :param resume: the tokens of the answer that an earlier engine produced.
+    :param history: the shapes in which the earlier engine decoded the prompt.
+    :param grammar: the grammar that the answer must follow; "" for none.
+    :param shapes: the chunks of the prompt that are not decoded yet.
+    :param pictures: the images in the prompt, by the index of their first token. Tokens of an image are negative.
     """
 
     id: int
@@ -99,13 +101,13 @@ class Job:
     first_token_at: float = 0.0
     pictures: dict[int, Picture] = field(default_factory=dict)
     lookup: Lookup | None = None
-    """Drafts by lookup; None where nothing is drafted."""
+    """The source of drafts by lookup; ``None`` if nothing is drafted for this job."""
     draft_state: DraftState | None = None
     to_prefill: list[int] = field(default_factory=list)
-    """Tokens that its sequence holds before it generates: the prompt, and the part of ``resume`` that is prefilled."""
+    """The tokens to prefill before the job generates: the prompt, and in planned mode also ``resume``."""
 
     def next_tokens(self, n: int) -> list[int]:
-        """The token that was sampled last and ``n - 1`` drafted ones, filled up with copies of the last."""
+        """The last sampled token and up to ``n - 1`` drafted ones, filled up to ``n`` with copies of the last."""
         tokens = self.produced[-1:]
         if self.draft_state is not None and self.draft_state.next:
             tokens += self.draft_state.next
@@ -114,7 +116,7 @@ class Job:
         return tokens + tokens[-1:] * (n - len(tokens))
 
     def expected(self, n_drafted: int, *, with_draft: bool = False) -> float:
-        """Expected tokens of a decode with ``n_drafted`` drafted tokens."""
+        """The expected number of tokens that a decode with ``n_drafted`` drafted tokens yields."""
         if self.lookup is None:
             return 1.0
         looked_up = self.lookup.expected(n_drafted)
@@ -128,19 +130,23 @@ class Job:
 
     @property
     def resumed(self) -> bool:
-        """It ran before, in an earlier engine."""
+        """The job has run before, in an earlier engine."""
         return bool(self.resume or self.history)
 
     @property
     def prefilling(self) -> bool:
-        """Part of :attr:`to_prefill` is still to be decoded."""
+        """Part of :attr:`to_prefill` is not decoded yet."""
         return bool(self.shapes)
 
 
 @dataclass(eq=False)
 class Slot:
-    """A sequence of the context and what its key-value cells hold: ``tokens``, decoded in batches of ``shapes``;
-    ``pictures`` are begin, tokens and positions of the images among them."""
+    """One sequence of the context.
+
+    :param tokens: the tokens in its KV cells.
+    :param shapes: the shapes in which they were decoded.
+    :param pictures: for each image among them the index of its first token, its tokens and its positions.
+    """
 
     seq: int
     tokens: list[int] = field(default_factory=list)
@@ -151,11 +157,11 @@ class Slot:
     pictures: list[tuple[int, int, int]] = field(default_factory=list)
 
     def whole(self, length: int) -> int:
-        """``length``, or less where that is inside an image."""
+        """``length``; if that lies inside an image, the index where the image begins."""
         return min([length, *(at for at, n, _ in self.pictures if at < length < at + n)])
 
     def positions(self, length: int) -> int:
-        """Positions of the first ``length`` tokens: an image may take fewer positions than tokens."""
+        """The number of positions of the first ``length`` tokens. An image may have fewer positions than tokens."""
         return length - sum(n_tokens - n_pos for at, n_tokens, n_pos in self.pictures if at < length)
 
     def cut(self, length: int) -> None:
@@ -172,7 +178,7 @@ class Slot:
 
 
 class Batcher:
-    """The jobs of one :class:`Runtime`. Belongs to the runtime's thread, except for what says [any thread]."""
+    """The jobs of one :class:`Runtime`. Only the runtime's thread may call it, except for methods with [any thread]."""
 
     def __init__(self, runtime: Runtime, vision: Vision | None = None, draft: DraftModel | None = None) -> None:
         self._runtime = runtime
@@ -191,13 +197,13 @@ class Batcher:
         self._model_drafted = self._model_accepted = 0
         self._costs = StepCosts(runtime)
         self.chunk = runtime.n_ubatch
-        """Prompt tokens that jobs which start from now on read in one go."""
+        """The number of prompt tokens in one chunk. A change applies to jobs that start afterwards."""
 
     # --- requests and figures -------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """A job waits or runs."""
+        """At least one job waits or runs."""
         return bool(self._queued) or any(slot.job for slot in self._slots)
 
     @property
@@ -206,9 +212,9 @@ class Batcher:
         return bool(self._in_flight)
 
     def statistics(self) -> dict[str, object]:
-        """[any thread] Jobs running and queued, conversations kept, tokens per second of the last two seconds, and
-        since the load tokens of prompts read, tokens drafted and accepted, and the part of both that comes from the
-        draft model."""
+        """[any thread] The numbers of running jobs, queued jobs and conversations, and the tokens per second of the
+        last two seconds. Since the load: prompt tokens, drafted and accepted tokens, and how many of these two are from
+        the draft model."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
@@ -237,7 +243,10 @@ class Batcher:
         self._queued.append(job)
 
     def cancel(self, job_id: int) -> list[em.JobEvent]:
-        """Ends the job; its conversation keeps what was decoded. No event where no such job is known (it has ended)."""
+        """Ends the job. Its conversation keeps the decoded tokens.
+
+        :returns: the "cancelled" event; empty if the job has already ended.
+        """
         with self._lock:
             self._interrupted.discard(job_id)
         for job in self._jobs():
@@ -248,21 +257,22 @@ class Batcher:
         return []
 
     def interrupt(self, job_id: int) -> None:
-        """[any thread] Stops decoding for this job, also the running decode unless it works for other jobs, too. A
-        :meth:`cancel` has to follow."""
+        """[any thread] Stops decoding for this job. The running decode is aborted if no other job takes part in it. The
+        caller must call :meth:`cancel` afterwards."""
         with self._lock:
             self._interrupted.add(job_id)
             if self._in_flight and self._in_flight <= self._interrupted:
                 self._runtime.abort()
 
     def step(self) -> list[em.JobEvent]:
-        """Starts what can start, or else runs one decode, and returns what happened.
+        """Starts queued jobs; if none can start, runs one decode.
 
-        :raises FrameshardError: the device failed; the runtime must not be used any more.
+        :returns: the events of this step.
+        :raises FrameshardError: the device failed. The runtime must not be used any more.
         """
         events = self._start_queued()
         if events:
-            return events  # sent before a decode that may take long
+            return events  # the next decode may take long: send these first
         jobs = self._choose()
         if not jobs:
             return events
@@ -324,9 +334,10 @@ class Batcher:
     def _emit_all(
         self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float
     ) -> list[em.JobEvent]:
-        """Events of a decode, which yielded the same number of rows of ``outputs`` for each job.
+        """The events of one decode.
 
-        :raises FrameshardError: the device computes no numbers any more.
+        :param outputs: rows of logits, the same number for each job of ``batch``.
+        :raises FrameshardError: the device has failed: it computes NaN or infinity for a single token too.
         """
         events: list[em.JobEvent] = []
         failed: list[Job] = []
@@ -351,7 +362,10 @@ class Batcher:
         return events
 
     def _see(self, picture: Picture, slot: Slot, at: int) -> bool:
-        """Encodes the picture, or prefills it when that is done; true in the first case."""
+        """Encodes the picture; if it is already encoded, prefills it.
+
+        :returns: true if it was encoded.
+        """
         assert self._vision is not None
         if picture.embedding is None:
             self._vision.encode(picture)
@@ -377,7 +391,7 @@ class Batcher:
         yield from (slot.job for slot in self._slots if slot.job is not None)
 
     def _choose(self) -> list[Job]:
-        """Jobs to decode next, sequences in ascending order: one that prefills, or all that generate."""
+        """The jobs to decode next: one that prefills, or all that generate, in ascending order of their sequences."""
         running = [slot.job for slot in self._slots if slot.job is not None]
         generating = [job for job in running if not job.prefilling]
         prefilling = min((job for job in running if job.prefilling), key=lambda job: job.started_at, default=None)
@@ -393,11 +407,11 @@ class Batcher:
         at = len(job_slot(prefilling).tokens)
         kept, decoded = prefilling.shapes[0]
         tokens = prefilling.to_prefill[at : at + kept]
-        # Of rejected tokens behind them only the number matters for the bits.
+        # Rejected tokens change the bits by their number only, so copies of the last token stand for them.
         return tokens + tokens[-1:] * (decoded - kept)
 
     def _batch_with_drafts(self, generating: Sequence[Job]) -> list[tuple[Job, list[int]]]:
-        """The last token of each job, and as many drafted ones as should pay."""
+        """The last token of each job, and the number of drafted tokens that gives the most tokens per second."""
         n, runtime = len(generating), self._runtime
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in generating)
         room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
@@ -414,9 +428,10 @@ class Batcher:
         return [(job, job.next_tokens(length)) for job in generating]
 
     def _ask_draft(self, draft: DraftModel, generating: Sequence[Job], room: int, rate: float) -> int:
-        """Drafts with the draft model where that promises more than ``rate`` tokens per second.
+        """Drafts with the draft model if that is expected to give more than ``rate`` tokens per second.
 
-        :returns: how many tokens of each job to decode; 0 where it does not pay, and while the draft model still reads.
+        :returns: the number of tokens of each job to decode; 0 if nothing was drafted, because it does not pay or
+            because the draft model is still prefilling.
         """
         drafting = {
             job_slot(job).seq: job
@@ -467,9 +482,9 @@ class Batcher:
         return events
 
     def _defect(self, job: Job, error: Exception) -> em.JobEvent:
-        """Ends a job whose sampler, matcher or text raised an unforeseen exception. Other jobs go on."""
+        """Ends a job whose sampler, matcher or text raised an unexpected exception. Other jobs continue."""
         if job.slot is not None:
-            job.slot.conversation = None  # what its sequence holds is not known
+            job.slot.conversation = None  # the content of its sequence is unknown
         defect = internal(logger, f"job {job.id}", error)
         return self._end(job, em.Failed(job.id, m.ErrorInfo.of(defect)))
 
@@ -479,8 +494,8 @@ class Batcher:
                 if slot.conversation == job.conversation:
                     return slot if slot.job is None else None
         idle = [slot for slot in self._slots if slot.job is None]
-        # An empty one first; else that of the least recently used conversation, which is prefilled again when it
-        # continues.
+        # Take an empty sequence first, then that of the least recently used conversation. A conversation that loses its
+        # sequence is prefilled again when it continues.
         return min(idle, key=lambda slot: (slot.conversation is not None, slot.used_at, slot.seq), default=None)
 
     def _start(self, job: Job, slot: Slot) -> list[em.JobEvent]:
@@ -490,7 +505,7 @@ class Batcher:
         history = job.history if exact else []
         keep = 0
         if slot.conversation == job.conversation and job.conversation is not None and not (exact and job.resumed):
-            # At least one token is decoded: its logits are what the answer starts from.
+            # Decode at least the last token: the first token of the answer is sampled from its logits.
             keep = slot.whole(min(common_prefix(slot.tokens, job.to_prefill), len(job.to_prefill) - 1))
         position = slot.positions(keep)
         slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
@@ -501,11 +516,11 @@ class Batcher:
         job.shapes.extend(history)
         self._cut_into_chunks(job, kept + sum(n_kept for n_kept, _ in history))
         job.started_at = time.monotonic()
-        if self._draft is not None and job.lookup is not None and not job.pictures:  # a draft reads text alone
+        if self._draft is not None and job.lookup is not None and not job.pictures:  # a draft model cannot read images
             self._draft.check_file()
             job.draft_state = DraftState()
             if exact:
-                self._draft.forget(slot.seq)  # what it makes of a text may depend on how it was read
+                self._draft.forget(slot.seq)  # its drafts may depend on the shapes in which it read the text
         matcher = self._runtime.schemas.matcher(job.grammar) if job.grammar else None
         seen = [token for token in job.prompt if token >= 0]
         job.sampler = Sampler(job.sampling, job.seed, self._runtime.n_vocab, seen, matcher)
@@ -514,7 +529,7 @@ class Batcher:
         return [started] if exact else [started, *self._take_up(job)]
 
     def _cut_into_chunks(self, job: Job, at: int) -> None:
-        """Cuts the tokens that a job still has to prefill into chunks, from ``at``."""
+        """Cuts ``job.to_prefill`` into chunks, starting at index ``at``."""
         while at < len(job.to_prefill):
             if at in job.pictures:
                 shape = job.pictures[at].n_tokens
@@ -525,8 +540,8 @@ class Batcher:
             at += shape
 
     def _take_up(self, job: Job) -> list[em.JobEvent]:
-        """Brings a job, except its sequence, to its state after ``resume``. Its answer may have been complete already
-        when the earlier engine died."""
+        """Brings the sampler, the text and the drafts of a job to their state after ``resume``. The answer may already
+        be complete: then the "done" event is returned."""
         assert job.sampler is not None
         for token in job.resume:
             try:
@@ -548,7 +563,7 @@ class Batcher:
             self._runtime.trim(slot.seq, self._runtime.length(slot.seq) - (len(tokens) - kept))
 
     def _emit(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[em.JobEvent]:
-        """Samples a token from each row, as long as the token equals the one that was drafted for the next row."""
+        """Samples a token from each row in order. Stops at the first token that differs from the drafted one."""
         events: list[em.JobEvent] = []
         by_model = job.draft_state is not None and bool(job.draft_state.next)
         refusal: BadArgument | None = None
@@ -576,7 +591,7 @@ class Batcher:
     def _next_token(self, job: Job, row: int, now: float, events: list[em.JobEvent]) -> m.Reason | None:
         """Samples a token and adds its event.
 
-        :returns: why it is the last token, or ``None``.
+        :returns: the reason why the answer ends with it; ``None`` if the answer goes on.
         """
         assert job.sampler is not None
         if not self._runtime.is_finite(row):
@@ -598,7 +613,7 @@ class Batcher:
     def _add(self, job: Job, token: int) -> tuple[str, m.Reason | None]:
         """Appends ``token`` to the answer.
 
-        :returns: text that can be sent now, and why it is the last token, or ``None``.
+        :returns: the text that can be sent now, and the reason why the answer ends here; ``None`` if it goes on.
         """
         job.produced.append(token)
         if job.lookup is not None:
@@ -653,11 +668,11 @@ class Batcher:
 
 
 def job_slot(job: Job) -> Slot:
-    """The sequence of a job that runs."""
+    """The sequence of a running job."""
     assert job.slot is not None
     return job.slot
 
 
 def _pack_shapes(shapes: Iterable[Shape]) -> em.Shapes:
-    """[(3, 8), (1, 1), (1, 1)] -> ((3, 8, 1), (1, 1, 2)): tokens kept, tokens decoded and how often in a row."""
+    """Run-length encodes shapes as (kept, decoded, count): [(3, 8), (1, 1), (1, 1)] -> ((3, 8, 1), (1, 1, 2))."""
     return tuple((*shape, len(list(run))) for shape, run in itertools.groupby(shapes))

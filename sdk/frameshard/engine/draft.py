@@ -1,11 +1,11 @@
 """Drafts tokens with a small model of the same vocabulary: speculative decoding (Leviathan et al., 2023).
 
-The draft model drafts greedily. The target model samples every token of the answer from its own logits.
+The draft model drafts greedily. The *target*, the model that answers, samples every token from its own logits.
 
 The draft model is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: its weights and KV cache are in host
-memory, outside the ledger and the budget. Its context is as long as the target's, but it is allocated at once and
-therefore limited; longer texts are not drafted for. It computes between the decodes of the target, with as many
-threads. Its KV cache is never saved: it can be computed again from the text.
+memory and do not count against the budget. Its KV cache is allocated at once, so its context is as long as the target's
+only up to :data:`CONTEXT` tokens. Nothing is drafted for longer texts. The draft model computes between the decodes of
+the target, with the same number of threads.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from frameshard.errors import BadModel, Unsupported
 from frameshard.wire.engine import EngineConfig
 
 CONTEXT = 16384
-"""Most tokens of context, of all sequences together."""
+"""The most tokens in the draft model's context, all sequences together."""
 
 CHUNK = 256
-"""Most tokens of prefill between two decodes of the target, so that a long prompt delays no other job."""
+"""The most tokens that are prefilled between two decodes of the target, so that a long prompt delays no other job."""
 
-# Vocabularies of one family may differ in the number of tokens at the end and in the first tokens. llama.cpp has the
-# same limits.
+# Vocabularies of one model family may differ in size by _PADDING tokens and in the first _FIRST tokens. llama.cpp has
+# the same limits.
 _PADDING = 128
 _FIRST = 5
-# In stream-only mode costs must not depend on measured times. There a drafted token costs this share of a decode, times
-# the size of the draft model's file relative to the target's: host memory is read two to five times as fast as a link
-# copies. A token of prefill costs _PREFILL_COST of a drafted token.
+# In stream-only mode costs must not depend on measured times, so they are constants. A drafted token costs _SHARE of a
+# decode of the target, times the ratio of the two file sizes: host memory is read two to five times as fast as weights
+# are copied. A token of prefill costs _PREFILL_COST of a drafted token.
 _SHARE = 0.3
 _PREFILL_COST = 0.125
-_SPREAD = 64  # most decodes over which the cost of a prefill is spread
-_NEW_WEIGHT = 0.1  # of a new measurement in the moving average
-_FADING = 0.995  # factor of the measured times for each decode without the draft model
+_SPREAD = 64  # the cost of a prefill is spread over at most so many decodes
+_NEW_WEIGHT = 0.1  # weight of a new measurement in the moving average
+_FADING = 0.995  # each decode without the draft model multiplies the measured times by this
 
 _DECAY = 0.95  # weight of an observation relative to the next one
-_PRIOR_WEIGHT = 4.0  # observations that the usual rate counts as
+_PRIOR_WEIGHT = 4.0  # the usual rate counts as so many observations
 _USUAL = 0.6  # usual acceptance rate
 
 
 class DraftState:
-    """What the draft model has drafted for one answer, and its recent acceptance rate. Depends on the text alone."""
+    """The drafted tokens for one answer, and their recent acceptance rate. Both depend only on the text."""
 
     def __init__(self) -> None:
         self.next: list[int] = []
-        """Drafted tokens that follow the text so far."""
+        """The drafted tokens that would follow the text so far."""
         self._accepted = self._tried = 0.0
 
     def add(self, token: int) -> None:
@@ -64,19 +64,19 @@ class DraftState:
                 self.next.clear()
 
     def expected(self, n: int) -> float:
-        """Expected tokens of a decode with ``n`` drafted tokens; see :meth:`Lookup.expected`."""
+        """The expected number of tokens that a decode with ``n`` drafted tokens yields; as :meth:`Lookup.expected`."""
         rate = (self._accepted + _PRIOR_WEIGHT * _USUAL) / (self._tried + _PRIOR_WEIGHT)
         return sum(rate**i for i in range(n + 1))
 
 
 class DraftModel:
-    """A loaded draft model. It belongs to the thread of ``target``; an abort of the target aborts it too.
+    """A loaded draft model. Only the thread of ``target`` may use it. An abort of the target aborts it too.
 
-    :param target: the runtime of the model that it drafts for.
+    :param target: the runtime of the model that answers.
     :param path: the draft model's GGUF file.
     :raises ModelNotFound: no such file.
     :raises BadModel: the file is damaged, or the vocabulary differs from the target's.
-    :raises Unsupported: a model of a kind that cannot draft.
+    :raises Unsupported: the model cannot draft, because it has a recurrent state or is not a text generator.
     :raises OutOfMemory: host memory was refused.
     """
 
@@ -109,15 +109,15 @@ class DraftModel:
             raise
 
     def has_room(self, n_tokens: int) -> bool:
-        """A text of ``n_tokens``, drafted ones included, fits the context."""
+        """Whether a text of ``n_tokens`` tokens, drafted ones included, fits the context."""
         return n_tokens <= self._runtime.n_ctx_seq
 
     def draft(self, texts: Mapping[int, Sequence[int]], n: int) -> dict[int, list[int]]:
         """Drafts the next ``n`` tokens of each text.
 
-        :param texts: texts by sequence.
-        :returns: drafted tokens by sequence; empty while too much of the texts has to be read first. Each such call
-            reads up to :data:`CHUNK` tokens.
+        :param texts: the text of each sequence.
+        :returns: the drafted tokens of each sequence. Empty if the texts have more than :data:`CHUNK` tokens to
+            prefill: then the call has prefilled :data:`CHUNK` of them.
         :raises DecodeAborted: the target's abort is in force.
         :raises FrameshardError: llama.cpp failed. The draft model must not be used any more.
         """
@@ -139,8 +139,8 @@ class DraftModel:
         return drafted
 
     def unread(self, seq: int, text: Sequence[int]) -> int:
-        """How many tokens of ``text`` are not in the cache of ``seq`` yet. Tokens there that differ from ``text`` are
-        removed."""
+        """The number of tokens of ``text`` that are not in the KV cache of ``seq`` yet. Removes tokens from the cache
+        that differ from ``text``."""
         held = self._held[seq]
         if text[: len(held)] != held:
             self._cut(seq, common_prefix(held, text))
@@ -151,13 +151,13 @@ class DraftModel:
         self._cut(seq, 0)
 
     def seconds(self, n_seq: int, n_drafted: int, n_unread: int, n_left: int) -> float:
-        """Predicted time of a draft, from recent measurements. In stream-only mode a multiple of a decode's time as in
-        :meth:`Runtime.verify_seconds`, which depends on the arguments alone.
+        """The predicted time of a draft, from recent measurements. In stream-only mode it is relative to the time of a
+        decode, as in :meth:`StepCosts.seconds`, and depends only on the arguments.
 
-        :param n_seq: texts that are drafted for.
-        :param n_drafted: tokens of each of them.
-        :param n_unread: tokens of prefill that come first, of all texts together; a share of it counts.
-        :param n_left: tokens that the answers still have, over which the prefill is spread.
+        :param n_seq: the number of texts to draft for.
+        :param n_drafted: the drafted tokens of each text.
+        :param n_unread: the tokens to prefill first, all texts together. Their cost is spread over several decodes.
+        :param n_left: the most tokens that the answers can still get; limits the number of these decodes.
         """
         if not n_seq:
             return 0.0
@@ -167,16 +167,20 @@ class DraftModel:
         return self._fading * (self.step_seconds(n_seq) * n_drafted + prefill_s)
 
     def pass_over(self) -> None:
-        """Notes a decode without the draft model. The measured times fade with each, so that the draft model is tried
-        again: the last measurement may have been an outlier."""
+        """To be called for each decode without the draft model. It lowers the measured times a little, so that the
+        draft model is tried again at some time: the last measurement may have been an outlier."""
         self._fading *= _FADING
 
     def step_seconds(self, n_seq: int) -> float:
-        """Recent time of one decode with ``n_seq`` sequences; that of fewer sequences until so many were decoded."""
+        """The recent time of one decode with ``n_seq`` sequences. If that was not measured yet, the time of the next
+        smaller number."""
         return self._step_s[max(n for n in self._step_s if n <= n_seq)]
 
     def check_file(self) -> None:
-        """:raises BadModel: the draft model's file was changed in place since it was loaded."""
+        """Checks that the draft model's file was not changed in place.
+
+        :raises BadModel: it was changed since it was loaded.
+        """
         self._runtime.check_file()
 
     def close(self) -> None:
@@ -206,7 +210,7 @@ class DraftModel:
                 yield f"token {token} is {shown}"
 
     def _measure(self) -> None:
-        """First figures for :meth:`seconds`."""
+        """Measures the first times for :meth:`seconds`."""
         self._step_s: dict[int, float] = {}
         self._fading = 1.0
         n = max(1, min(32, self._runtime.n_ubatch, self._runtime.n_ctx_seq - 5))
@@ -223,10 +227,13 @@ class DraftModel:
         self._runtime.clear(0)
 
     def _decode(self, texts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Decodes ``texts``, by sequence, and returns the likeliest next token of each."""
+        """Decodes the text of each sequence.
+
+        :returns: for each sequence the most likely next token.
+        """
         runtime, n, n_seq = self._runtime, sum(map(len, texts.values())), len(texts)
         start = time.perf_counter()
-        # The target may have a few more tokens at the end of its vocabulary, which are padding.
+        # The target's vocabulary may be a few tokens longer. The last tokens are padding.
         rows = [Rows(seq, [min(token, runtime.n_vocab - 1) for token in text]) for seq, text in texts.items()]
         outputs = runtime.decode(rows)
         for seq, text in texts.items():
@@ -235,7 +242,7 @@ class DraftModel:
         likeliest = {seq: int(runtime.logits(row)[:n_vocab].argmax()) for seq, row in zip(texts, outputs, strict=True)}
         took = time.perf_counter() - start
         self._fading = 1.0
-        if n <= 2 * n_seq:  # drafting, not prefill: the first decode of a draft may have two tokens
+        if n <= 2 * n_seq:  # a drafting step, not a prefill: its first decode may have two tokens for each sequence
             known = self._step_s.setdefault(n_seq, took)
             self._step_s[n_seq] = known + _NEW_WEIGHT * (took - known)
         else:

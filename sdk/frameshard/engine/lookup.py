@@ -1,12 +1,11 @@
 """Drafts tokens by a lookup in the text so far: prompt lookup decoding (Saxena, 2023).
 
-The last tokens of the sequence are searched for in its earlier text (prompt and answer). The tokens that followed there
-are the draft. The acceptance rate is learned from the answer itself, by length of the match: every new token is
-compared with the one that the lookup predicted, whether or not that one was decoded. A text that does not repeat
-therefore costs next to nothing.
+The lookup searches the earlier text (prompt and answer) for the last tokens of the sequence. The tokens that followed
+there are the draft. The lookup learns the acceptance rate for each length of the match. It compares every new token
+with the predicted one, also if the prediction was not decoded. So a text without repetitions is soon decoded without
+drafts and costs almost nothing.
 
-Everything here depends on the tokens alone: the same text gives the same drafts, also when an engine reads it again
-after a crash.
+Everything here depends only on the tokens: the same text gives the same drafts, also in a new engine after a crash.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Callable, Sequence
 
 SHORTEST = 2
 LONGEST = 16
-"""Least length of a match in tokens, and the most that is counted."""
+"""The length of a match in tokens: the minimum, and the maximum that is searched for."""
 
-_LENGTHS = (2, 4, 8, 16)  # tokens of each sequence in one graph; few values, because each new one rebuilds the graph
-_LEAST_GAIN = 1.03  # in tokens per second, below which nothing is drafted
-_PLACES = 16  # earlier matches that are compared, the latest first
+_LENGTHS = (2, 4, 8, 16)  # tokens of each sequence in one graph; few values, because each change rebuilds the graph
+_LEAST_GAIN = 1.03  # drafts must raise the tokens per second by at least this factor
+_PLACES = 16  # so many earlier matches are compared, the latest first
 _DECAY = 0.95  # weight of an observation relative to the next one
-_PRIOR_WEIGHT = 4.0  # observations that the usual rate counts as
-# Usual acceptance rates after matches of 2, 3, 4-5, 6-9 and more tokens.
+_PRIOR_WEIGHT = 4.0  # a usual rate counts as so many observations
+# The usual acceptance rates after matches of 2, 3, 4-5, 6-9 and more tokens.
 _USUAL = (0.35, 0.6, 0.7, 0.8, 0.9)
 _CLASSES = (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * (LONGEST - 9))
 
@@ -30,12 +29,12 @@ _CLASSES = (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * (LONGEST - 9))
 class Lookup:
     """Drafts for one sequence.
 
-    :param prompt: the tokens that it begins with. Negative ones stand for images and are never drafted.
+    :param prompt: the first tokens of the sequence. Negative ones stand for images and are never drafted.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, int], list[int]] = {}  # positions that follow these two tokens
+        self._after: dict[tuple[int, int], list[int]] = {}  # for each two tokens, the positions that follow them
         self._accepted = [rate * _PRIOR_WEIGHT for rate in _USUAL]
         self._tried = [_PRIOR_WEIGHT] * len(_USUAL)
         for token in prompt:
@@ -44,7 +43,7 @@ class Lookup:
 
     @property
     def matched(self) -> bool:
-        """The lookup has a draft."""
+        """Whether the lookup has a draft."""
         return self._match > 0
 
     def add(self, token: int) -> None:
@@ -57,11 +56,11 @@ class Lookup:
         self._find()
 
     def draft(self, n: int) -> list[int]:
-        """Drafts the next ``n`` tokens; fewer where an image follows, none without a match."""
+        """Drafts the next ``n`` tokens; fewer if an image follows, none without a match."""
         drafted: list[int] = []
         if self._match:
             for at in range(self._at, self._at + n):
-                # A draft that reaches the end of the text continues with its own beginning: the text is periodic.
+                # At the end of the text the draft continues with its own first tokens, as in a text that repeats.
                 token = self._tokens[at] if at < len(self._tokens) else drafted[at - len(self._tokens)]
                 if token < 0:
                     break
@@ -69,8 +68,8 @@ class Lookup:
         return drafted
 
     def expected(self, n: int) -> float:
-        """Expected tokens of a decode with ``n`` drafted tokens: one, and the drafted ones before the first that is
-        rejected."""
+        """The expected number of tokens that a decode with ``n`` drafted tokens yields: the accepted ones, and one
+        more."""
         total = chance = 1.0
         for match in range(self._match, self._match + n) if self._match else ():
             kind = _CLASSES[min(match, LONGEST)]
@@ -85,7 +84,7 @@ class Lookup:
             self._after.setdefault((first, second), []).append(len(self._tokens) - 1)
 
     def _find(self) -> None:
-        """Finds the longest match of the last tokens, the latest of several."""
+        """Finds the longest match of the last tokens; of equally long ones the latest."""
         tokens, end = self._tokens, len(self._tokens)
         self._match = self._at = 0
         if end < SHORTEST or min(tokens[-2:]) < 0:
@@ -103,10 +102,10 @@ class Lookup:
 def best_length(expected: Callable[[int], float], seconds: Callable[[int], float], room: int) -> tuple[int, float]:
     """Chooses how many tokens of each sequence to decode in one graph.
 
-    :param expected: expected tokens of all sequences together with ``n`` drafted tokens each.
-    :param seconds: time of a graph with ``n`` tokens of each sequence.
+    :param expected: gives the expected tokens of all sequences together, for ``n`` drafted tokens of each.
+    :param seconds: gives the time of a graph with ``n`` tokens of each sequence.
     :param room: the most tokens of each sequence.
-    :returns: tokens of each sequence, and the expected tokens per second.
+    :returns: the number of tokens of each sequence, and the expected tokens per second.
     """
     best, most = 1, _LEAST_GAIN * expected(0) / seconds(1)
     for length in _LENGTHS:

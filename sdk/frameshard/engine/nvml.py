@@ -1,7 +1,7 @@
-"""What the NVIDIA driver counts for this process: the cross-check of the device's own ledger.
+"""Reads from the NVIDIA driver (NVML) how much VRAM this process uses, to check the device's own ledger.
 
-Not every system tells: without NVIDIA's library, under Windows' WDDM, or where process numbers are hidden,
-:meth:`Observer.used` is ``None`` and the ledger stands alone.
+Some systems do not report it: without NVIDIA's library, under Windows' WDDM, or in a container that hides process ids.
+There :meth:`Observer.used` is ``None`` and the ledger is not checked.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from frameshard.native import ShardDevice
 logger = logging.getLogger("frameshard.engine")
 
 
-# What the driver may take on top of what it was last seen to hold. Kernels and workspaces that are used for the first
-# time take memory: on an H100 the driver's share grew by 50 MiB from the end of the load on, by 24 at most at once.
+# VRAM that is kept free for the driver to grow. Kernels and workspaces take memory at their first use: on an H100 the
+# driver's share grew by 50 MiB after the load, and by at most 24 MiB at once.
 DRIVER_MARGIN = 64 << 20
 
 MAX_UNLISTED = 128 << 20
-"""More than that is another process that came at the same time."""
+"""If more unlisted VRAM appears, it belongs to another process that started at the same time."""
 
 WINDOW_S = 0.25
 LOOKS = 4
 
 
 class OverheadMeter:
-    """How much VRAM the driver holds beyond the device's ledger, from looks at both while work goes on.
+    """Computes from repeated samples how much VRAM the driver holds beyond the device's ledger, while decodes run.
 
-    A driver may count an allocation or a release late. A late release looks like overhead, so the smallest of the
-    figures of the last :data:`WINDOW_S` seconds is believed, and only once there are :data:`LOOKS` of them.
+    A driver may count an allocation or a release late, and a late release looks like overhead. So the result is the
+    minimum of the last :data:`WINDOW_S` seconds, and only if there are at least :data:`LOOKS` samples.
     """
 
     def __init__(self) -> None:
         self._looks: collections.deque[tuple[float, int]] = collections.deque()
 
     def look(self, now: float, observed_bytes: int, ledger_bytes: int, counted_bytes: int) -> int | None:
-        """Takes a look; returns the overhead to count from now on, or ``None`` while ``counted_bytes`` will do.
+        """Adds a sample.
 
-        :param now: seconds of any steady clock.
-        :param observed_bytes: what the driver counts for the process.
-        :param ledger_bytes: what the device's ledger explains of that.
-        :param counted_bytes: the overhead that the device counts now, :data:`DRIVER_MARGIN` included.
+        :param now: seconds of a monotonic clock.
+        :param observed_bytes: the VRAM that the driver counts for the process.
+        :param ledger_bytes: the VRAM in the device's ledger, without its overhead.
+        :param counted_bytes: the overhead in the ledger now, with :data:`DRIVER_MARGIN`.
+        :returns: the overhead to count from now on, with :data:`DRIVER_MARGIN`; ``None`` if ``counted_bytes`` is still
+            large enough.
         """
         self._looks.append((now, observed_bytes - ledger_bytes))
         while len(self._looks) > LOOKS and now - self._looks[1][0] >= WINDOW_S:
@@ -57,13 +59,17 @@ class OverheadMeter:
         return held + DRIVER_MARGIN if held + DRIVER_MARGIN // 2 > counted_bytes else None
 
     def clear(self) -> None:
-        """Forgets all looks: the ledger was corrected by other means."""
+        """Forgets all samples, after the ledger's overhead was set."""
         self._looks.clear()
 
 
 class Observer:
-    """Make it before the process opens a GPU: a process that NVML lists only afterwards, when its numbers are those of
-    another namespace, is this one. ``pid`` may be set to that of a child started since."""
+    """NVML's figures for this process and the whole device.
+
+    Make it before the process opens a GPU. In a container NVML may list this process under another process id: then it
+    is the one that NVML lists only after the GPU was opened. ``pid`` may be set to that of a child process that was
+    started after this object was made.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -80,20 +86,21 @@ class Observer:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             self._before = set(self._processes())
             self._unlisted_before = self._unlisted_bytes()
-        except Exception as error:  # nvmlInit raises a class of its own for each thing that can be missing
+        except Exception as error:  # nvmlInit raises a different class for each part that can be missing
             self._nvml = None
             logger.info("no NVML, VRAM is counted by the device's ledger alone: %s", error)
 
     @property
     def available(self) -> bool:
-        """NVML answers on this machine."""
+        """Whether NVML works on this machine."""
         return self._nvml is not None
 
     def used(self) -> int | None:
-        """Bytes of VRAM that the driver counts for the process over all GPUs; ``None`` where it does not tell.
+        """The bytes of VRAM that the driver counts for the process on all GPUs; ``None`` if it does not report them.
 
-        A process takes a little more of the card than the driver lists for it: 37 MiB on an H100. What the card lacked
-        beyond all listed processes once this one had opened it, and not before, is counted too.
+        A process takes a little more VRAM than the driver lists for it: 37 MiB more on an H100. This unlisted part is
+        included. It is measured once: how much the VRAM in use that no process is listed for has grown since this
+        object was made.
         """
         if self._nvml is None:
             return None
@@ -118,8 +125,8 @@ class Observer:
         return None if self._listed_as is None else processes.get(self._listed_as)
 
     def totals(self) -> tuple[int, int] | None:
-        """Bytes free and in all on the GPUs that this process uses (on the first while it uses none); ``None`` where
-        the driver does not tell."""
+        """The free and the total bytes of the GPUs that this process uses, or of the first GPU if it uses none;
+        ``None`` if the driver does not report them."""
         if self._nvml is None:
             return None
         try:
@@ -130,7 +137,8 @@ class Observer:
         return sum(each.free for each in memory), sum(each.total for each in memory)
 
     def others(self) -> dict[int, int]:
-        """Bytes that each other process holds on any GPU, those that draw included; empty where nothing is told."""
+        """The bytes of VRAM of every other process, by process id, all GPUs together. Processes that only draw are
+        included. Empty if the driver does not report them."""
         found: dict[int, int] = {}
         if self._nvml is not None:
             try:
@@ -144,12 +152,12 @@ class Observer:
     def _on(self, handle: Any) -> dict[int, int]:
         nvml = self._nvml
         listed = [*nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-        with contextlib.suppress(nvml.NVMLError):  # not every card draws
+        with contextlib.suppress(nvml.NVMLError):  # some GPUs have no graphics
             listed += nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return {process.pid: process.usedGpuMemory or 0 for process in listed}
 
     def _unlisted_bytes(self) -> int:
-        """What is used of the cards and listed for no process."""
+        """The bytes of VRAM in use on all GPUs that NVML lists for no process."""
         used = sum(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
         return int(used) - sum(sum(self._on(handle).values()) for handle in self._handles)
 
@@ -163,7 +171,7 @@ class Observer:
 
 
 class DriverOverhead:
-    """Keeps the ledger's overhead at what the driver holds for this process beyond the ledger's other uses."""
+    """Updates the overhead in the device's ledger: the VRAM that the driver holds for this process for its own use."""
 
     def __init__(self, device: ShardDevice, observer: Observer | None) -> None:
         self._device = device
@@ -171,10 +179,10 @@ class DriverOverhead:
         self._meter = OverheadMeter()
 
     def measure(self) -> None:
-        """[any thread] Counts the overhead. Only while the ledger stands still: the driver's figure may be late by
-        seconds.
+        """[any thread] Measures the overhead and sets it. Call it only while nothing is allocated or freed: the
+        driver's figure may be seconds late.
 
-        :raises BudgetBelowFloor: what the driver holds leaves less than the floor.
+        :raises BudgetBelowFloor: with this overhead the budget is below the floor.
         """
         used = self._observer.used() if self._observer is not None else None
         if used is not None:
@@ -183,8 +191,8 @@ class DriverOverhead:
             self._meter.clear()
 
     def follow(self) -> None:
-        """Counts what the driver has taken since :meth:`measure`, while work goes on. To be called between decodes;
-        takes 0.05 ms. Weights make room for it at once, so that the driver's margin is whole again."""
+        """Raises the overhead if the driver has taken more VRAM since :meth:`measure`. Call it between decodes; it
+        takes 0.05 ms. The device evicts weights at once, so that :data:`DRIVER_MARGIN` is free again."""
         if self._observer is None:
             return
         before = self._device.stats()

@@ -1,6 +1,6 @@
-"""What the shard device does with each shard: plans, the budget, room for the KV cache, and the experts that are used.
+"""Drives the shard device of a loaded model: plans, the budget, room for the KV cache, and counts of chosen experts.
 
-A :class:`Placement` belongs to the thread that decodes, except for what says [any thread].
+Only the thread that decodes may use a :class:`Placement`, except for methods marked [any thread].
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from frameshard.wire.engine import EngineConfig
 
 logger = logging.getLogger("frameshard.engine")
 
-_ROUTING_CHANGED = 0.08  # share of choices
+_ROUTING_CHANGED = 0.08  # share of the routers' choices that must differ before a new plan is made
 REPLAN_SHARE = 16
-"""A new plan is made when the KV cache has grown or shrunk by more than one in so many bytes of the budget."""
-_LEAST_CTX_USED = 512  # tokens of context that decoding is planned for at least
+"""A new plan is made when the size of the KV cache has changed by more than the budget divided by this number."""
+_LEAST_CTX_USED = 512  # plans assume at least so many tokens of context
 
 
 class Placement:
-    """Placements of a model's shards on a shard device.
+    """Placements of a model's shards on a shard device. Make it before the weights are loaded into ``device``.
 
-    :param device_name: the device as the options have it.
-    :param model: what the file's header says; its weights are loaded into ``device`` afterwards.
-    :param observer: NVML's view of this process; ``None`` where there is none.
+    :param device_name: the device's name in the launch options.
+    :param model: the header of the model file.
+    :param observer: what NVML counts for this process; ``None`` if NVML is not used.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class Placement:
         self.mode = config.mode
         """"planned" or "stream_only"; a change takes effect with the next :meth:`replan`."""
         self.gpu_busy_s = 0.0
-        """How long the host keeps the device busy in each frame; a change takes effect with the next
+        """Seconds of each frame in which the host keeps the device busy; a change takes effect with the next
         :meth:`replan`."""
         self.routing: tuple[float, ...] = ()
-        """How the model's routers choose experts, as plans have it; see :meth:`learn`."""
+        """How often the routers choose each expert, as in :func:`routing.shares`; :meth:`learn` updates it."""
         self.unfilled = False
-        """Part of the KV cache was freed: :meth:`fill` finds room for weights."""
+        """Part of the KV cache was freed, so :meth:`fill` can make more weights resident."""
         self._device_name, self._model, self._config, self._n_threads = device_name, model, config, n_threads
         self._profile: Profile | None = None
         self._plan: Plan | None = None
         self._lengths: Sequence[int] = ()
-        self._expected: list[int] = []  # tokens of each sequence for which the device has room
+        self._expected: list[int] = []  # for each sequence, the number of tokens that the device has room for
         self._cut = False
         self._kv_planned = self._ring_planned = 0
         device.set_shards([[tensor.name for tensor in shard.tensors] for shard in self.ladder])
 
     @property
     def profile(self) -> Profile:
-        """[any thread] Rates of the machine; measured at the first use."""
+        """[any thread] The machine's profile; loaded or measured at the first use."""
         if self._profile is None:
             self._profile = load_or_probe(
                 self.device,
@@ -93,17 +93,20 @@ class Placement:
 
     @property
     def vram_budget_bytes(self) -> int:
-        """[any thread] The budget in force; 0 is no limit."""
+        """[any thread] The budget in force, in bytes; 0 for no limit."""
         return _limit(self.device.stats().budget_bytes)
 
     def choose_ubatch(self, budgets: Sequence[int], n_prompt: int) -> int:
-        """``n_ubatch`` for prompts of ``n_prompt`` tokens in each sequence at each of ``budgets``; without these, for
-        the budget of the configuration and half of it."""
+        """Chooses ``n_ubatch``.
+
+        :param budgets: the budgets in bytes to choose it for; if empty, the configured budget and half of it.
+        :param n_prompt: tokens of the prompt in each sequence.
+        """
         config = self._config
         try:
             profile = self.profile
             self.overhead.measure()
-            # Some of the driver's libraries are loaded with the first graph.
+            # The driver loads some of its libraries with the first graph, so the measured overhead may still be small.
             least = 0 if self.device.inner == EMULATED else DRIVER_BYTES
             overhead_bytes = max(least, self.device.stats().overhead_bytes)
             workload = Workload(config.n_ctx, n_prompt, n_parallel=config.n_parallel, kv_type=config.kv_type)
@@ -112,13 +115,13 @@ class Placement:
                 return choose_launch_ubatch(self._model, profile, config.vram_budget_bytes, workload, **estimated)
             together = config.n_parallel
             return choose_ubatch(self._model, profile, budgets, workload, n_together=together, **estimated)
-        except (BudgetBelowFloor, OutOfMemory):  # by an estimate: the device knows the floor and names it
+        except (BudgetBelowFloor, OutOfMemory):  # this was an estimate: the device knows the floor and reports it
             return LEAST_UBATCH
 
     def start(self, llama: Llama, lengths: Sequence[int]) -> None:
-        """Takes the VRAM that the model cannot do without, and makes the first plan.
+        """Takes the VRAM that the model needs at any budget, and makes the first plan.
 
-        :param lengths: tokens that each sequence holds; changes as the runtime decodes.
+        :param lengths: the number of tokens in each sequence. The runtime updates this list as it decodes.
         :raises BudgetBelowFloor: the budget is too small for this model and context.
         :raises OutOfMemory: the device refuses the memory.
         """
@@ -128,7 +131,7 @@ class Placement:
         try:
             _ = self.profile
         except OutOfMemory:
-            self.device.commit()  # a budget without room for the probe is below the floor: this names it
+            self.device.commit()  # without room for the probe the budget is below the floor: this raises with the floor
             raise
         self.device.commit()
         kept = routing.load(self._model) if self._model.n_expert else {}
@@ -136,9 +139,9 @@ class Placement:
         self.replan()
 
     def settle(self, *, fill: bool) -> None:
-        """Ends the load, after the first graph: counts what the driver's libraries took, and fills the budget with
-        weights if ``fill``."""
-        # The device recalls the counts of the last run alone: the token of the warm-up says nothing.
+        """Ends the load, after the first graph: measures the VRAM of the driver's libraries, and makes weights resident
+        if ``fill``."""
+        # The counts come from earlier runs only, because the warm-up has decoded a meaningless token.
         kept = routing.load(self._model) if self._model.n_expert else {}
         for i, shard in enumerate(self.ladder):
             if shard.kind == "experts":
@@ -151,8 +154,8 @@ class Placement:
     # --- plans ----------------------------------------------------------------------------------------------------
 
     def replan(self) -> None:
-        """Makes the plan for the budget in force and gives it to the device. To be called between decodes after the
-        budget changed; before that the device keeps within its budget by the old plan.
+        """Makes the plan for the budget in force and gives it to the device. Call it between decodes, after the budget
+        has changed. Until then the device keeps within the new budget with the old plan.
 
         :raises BudgetBelowFloor: the floor has risen above the budget.
         """
@@ -168,7 +171,7 @@ class Placement:
                     raise
 
     def adopt(self, plan: Plan) -> None:
-        """Gives a plan to the device. Between decodes."""
+        """Gives a plan to the device. Call it between decodes."""
         self._plan = plan
         tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
         self.device.set_plan(tiers, plan.ring_bytes, plan.expert_stream_share, exact=self.mode == "stream_only")
@@ -177,9 +180,11 @@ class Placement:
     def plan_for(
         self, vram_budget_bytes: int, n_ctx_used: int, n_parallel: int = 0, *, gpu_busy_s: float = 0.0
     ) -> Plan:
-        """[any thread] The plan for a budget when each token sees ``n_ctx_used`` others, and the context is what it is
-        now, or that of ``n_parallel`` sequences as long if that is more; changes nothing.
+        """[any thread] Makes the plan for a budget; changes nothing.
 
+        :param n_ctx_used: tokens of context that each decoded token attends to.
+        :param n_parallel: if not 0, the KV cache is at least that of so many sequences of ``n_ctx_used`` tokens.
+        :param gpu_busy_s: seconds of each frame in which the host keeps the device busy.
         :raises BudgetBelowFloor: the budget is below the floor.
         """
         stats, model, name, kv_type = self.device.stats(), self._model, self.device.inner, self._config.kv_type
@@ -210,7 +215,7 @@ class Placement:
         )
 
     def what_if(self, vram_budget_bytes: int, n_prompt: int) -> dict[str, object]:
-        """[any thread] Whether a budget fits, where weights would be, and predicted times; changes nothing."""
+        """[any thread] Whether a budget fits, the bytes of each placement and the predicted times; changes nothing."""
         row: dict[str, object] = {
             "vram_budget_bytes": vram_budget_bytes,
             "fits": False,
@@ -225,8 +230,8 @@ class Placement:
         return {**row, **sizes}
 
     def by_kind(self) -> dict[str, str]:
-        """[any thread] What decoding does with each shard right now: by kind one letter a layer, R resident,
-        S streamed, C on the CPU, and a point where a layer has no shard of that kind."""
+        """[any thread] The placement of each shard while decoding: for each kind a string with one letter per layer,
+        R resident, S streamed, C on the CPU, and a point if the layer has no shard of that kind."""
         resident, others = self.device.stats().resident_shards, self.plan.tiers[0].placements
         letters = {
             (shard.kind, shard.layer or 0): "R" if i < resident else "C" if others[i] == CPU else "S"
@@ -238,8 +243,11 @@ class Placement:
         return {kind: "".join(letters.get((kind, i), ".") for i in range(n)) for kind, n in lengths.items()}
 
     def learn(self) -> bool:
-        """Looks at the experts that were chosen of late. If they differ much from what the plan in force was made for,
-        keeps them for the next run, and a new plan is due. Between decodes."""
+        """Compares the experts that the routers chose recently with those that the plan in force was made for. If they
+        differ much, saves the counts for the next run. Call it between decodes.
+
+        :returns: whether a new plan is needed.
+        """
         if not self._model.n_expert:
             return False
         seen = {
@@ -257,10 +265,9 @@ class Placement:
     # --- room -----------------------------------------------------------------------------------------------------
 
     def fill(self, max_bytes: int = 2**63) -> int:
-        """Copies up to about ``max_bytes`` of weights into free budget.
+        """Makes up to about ``max_bytes`` more of the weights resident.
 
-        :returns: bytes copied; 0 when there is no more to do, or when another process holds memory that the budget
-            allows.
+        :returns: bytes copied; 0 if no more fit in the budget, or if other processes have taken the VRAM.
         """
         try:
             self.unfilled = False
@@ -272,8 +279,7 @@ class Placement:
             return 0
 
     def expect(self, seq: int, length: int) -> None:
-        """Sequence ``seq`` will soon hold ``length`` tokens: takes room for all of them, and plans for the budget that
-        is left.
+        """Takes room for ``length`` tokens in sequence ``seq``, and makes a new plan if much less budget is left.
 
         :raises OutOfMemory: neither VRAM nor host memory has room.
         """
@@ -284,7 +290,7 @@ class Placement:
         self._replan_for_context()
 
     def shrink(self, seq: int) -> None:
-        """Sequence ``seq`` was cut: gives back the room beyond its length."""
+        """Frees the room beyond the length of sequence ``seq``, after it was cut."""
         expected = _pages(self._lengths[seq])
         if expected < self._expected[seq]:
             self._expected[seq] = expected
@@ -292,21 +298,22 @@ class Placement:
             self.unfilled = self._cut = True
 
     def after_decode(self) -> None:
-        """After each decode: follows the driver. Only now does the device know where the cells of a cut sequence lie,
-        and so which can be freed."""
+        """Counts what the driver has taken. Call it after each decode. After a cut it sets :attr:`unfilled` again,
+        because the device learns only with the next decode which cells it can free."""
         self.unfilled, self._cut = self.unfilled or self._cut, False
         self.overhead.follow()
 
     def _replan_for_context(self) -> None:
-        """A plan takes tens of milliseconds: it stays while the context changes little."""
+        """Makes a new plan if the KV cache has changed much. A plan takes tens of milliseconds, so small changes keep
+        the old one."""
         stats = self.device.stats()
         changed = abs(stats.kv_bytes + stats.kv_host_bytes - self._kv_planned)
-        # A ring that has shrunk has no room for the experts that it kept.
+        # A ring that has shrunk keeps fewer experts than the plan counts on.
         shrunk = stats.ring_bytes < self._ring_planned
         if self._plan is not None and (shrunk or changed * REPLAN_SHARE > stats.budget_bytes):
             try:
                 self.replan()
-            except BudgetBelowFloor as error:  # the driver took more meanwhile: the plan in force still works
+            except BudgetBelowFloor as error:  # the driver has taken more VRAM; the plan in force still works
                 logger.warning("%s", error)
 
 
@@ -315,5 +322,5 @@ def _pages(length: int) -> int:
 
 
 def _limit(budget_bytes: int) -> int:
-    """The device's "no limit" is a number beyond any memory; everywhere else it is 0."""
+    """The budget with 0 for no limit. The device's own value for no limit is a number larger than any memory."""
     return budget_bytes if budget_bytes < 2**53 else 0

@@ -1,9 +1,9 @@
-"""Makes jobs ready beside the decode thread: a request may take seconds before it has tokens.
+"""Turns requests into jobs in threads of their own: to tokenise a long prompt may take seconds, and decoding goes on.
 
-Guarantees: jobs of one conversation are delivered in the order they came; nothing of a job is delivered after its
-:meth:`Preparation.cancel`; whatever a request raises becomes that job's failure alone.
+Guarantees: jobs of one conversation are delivered in the order of their requests. Nothing is delivered for a job after
+its :meth:`Preparation.cancel`. If a request raises an exception, only its own job fails.
 
-There are two threads. Short texts have one to themselves, so that they never wait for a long prompt or an image.
+There are two threads. One handles only short texts, so they never wait for a long prompt or an image.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from frameshard.wire.engine import Submit
 logger = logging.getLogger("frameshard.engine")
 
 SHORT_CHARS = 1 << 14
-"""A request with more text, or with an image, is prepared behind others like it."""
+"""The most characters of a short request. A request with more text, or with an image, goes to the other thread."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A request on its way. ``outcome`` is there when it is prepared."""
+    """A request that is not delivered yet. ``outcome`` is set when it is prepared."""
 
     request: Submit
     line: object
-    """Its conversation."""
+    """The conversation of the request; an object of its own if it has none."""
     outcome: Job | FrameshardError | None = None
 
 
 class Preparation:
     """
-    :param read: makes a job of a request; called in a thread of its own.
-    :param deliver: gets the job's number, and the job or the error; called in any thread, must not wait.
+    :param read: turns a request into a job; called in the threads of this object.
+    :param deliver: receives the job's number, and the job or the error; called in any thread; must not wait.
     """
 
     def __init__(self, read: Callable[[Submit], Job], deliver: Callable[[int, Job | FrameshardError], None]) -> None:
@@ -58,7 +58,7 @@ class Preparation:
             thread.start()
 
     def submit(self, request: Submit) -> None:
-        """Takes a request. Its job or its error is delivered."""
+        """Takes a request. ``deliver`` gets its job or its error."""
         number = request.job
         entry = _Entry(request, object() if request.conversation is None else request.conversation)
         with self._lock:
@@ -73,7 +73,10 @@ class Preparation:
         (self._short if _is_short(request) else self._long).put(entry)
 
     def cancel(self, number: int) -> bool:
-        """Nothing will be delivered of this job any more. False where none is on its way."""
+        """Drops the request of job ``number``: nothing is delivered for it any more.
+
+        :returns: false if there is no such request.
+        """
         with self._lock:
             entry = self._open.pop(number, None)
             if entry is None:
@@ -83,7 +86,11 @@ class Preparation:
             return True
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the threads; false where they still work after ``timeout_s``."""
+        """Ends the threads.
+
+        :param timeout_s: seconds to wait for them.
+        :returns: false if a thread still runs after that.
+        """
         with self._lock:
             self._open.clear()
             self._lines.clear()
@@ -117,7 +124,7 @@ class Preparation:
             del self._open[entry.request.job]
             self._deliver(entry.request.job, outcome)
         if not waiting:
-            self._lines.pop(line, None)  # an empty one, or none
+            self._lines.pop(line, None)
 
 
 def _is_short(request: Submit) -> bool:

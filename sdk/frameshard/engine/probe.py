@@ -1,9 +1,9 @@
-"""Measures the machine: probes the shard device and keeps the resulting profile.
+"""Measures the machine with the shard device, and keeps the resulting profile.
 
-A measured profile belongs to a fingerprint: the processor, the thread count, the device with its driver and link. It is
-measured once in a few seconds and kept in frameshard's cache directory until the fingerprint changes. What depends on
-the model (products with its kinds of weights, attention with its heads) is measured when a model first needs it and
-added. Rates are per second.
+A profile belongs to a fingerprint: the processor, the thread count, the device, its driver and its link. The
+measurement takes a few seconds. The profile is kept in frameshard's cache directory until the fingerprint changes. Some
+rates depend on the model: products with its kinds of weights, and attention with its heads. These are measured when a
+model first needs them, and added to the profile. Rates are per second.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ from frameshard.plan.profile import (
 
 logger = logging.getLogger("frameshard.plan")
 
-_COPY_BYTES = 16 << 20  # of one copy, as the shard device has it by default
-# Large enough, and simple enough to compute, for its rate with one column to be that of the device's memory.
+_COPY_BYTES = 16 << 20  # size of one copy; the shard device's default
+# This matrix is so large, and its type so simple to compute, that a product with one column runs at the full rate of
+# the device's memory.
 _MEMORY_KIND = ("F16", 8192, 8192)
-_CELLS = (1024, 8192)  # contexts at which attention is measured
+_CELLS = (1024, 8192)  # context lengths at which attention is measured
 
 
 def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
-    """What a profile depends on.
+    """The properties of machine and device that a profile is valid for.
 
-    :param device: as for :func:`frameshard.native.parse_device`.
+    :param device: the device's name, as for :func:`frameshard.native.parse_device`.
+    :param n_threads: threads of the CPU part.
     """
     name, link_gbps = parse_device(device)
     out: dict[str, str | int | float] = {
@@ -67,7 +69,7 @@ def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
 
 
 def cached_path(key: Mapping[str, str | int | float]) -> Path:
-    """Path of the profile that is kept for a fingerprint."""
+    """The path of the kept profile with the fingerprint ``key``."""
     digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
     return cache_dir() / "profiles" / f"{digest}.json"
 
@@ -82,10 +84,11 @@ def load_or_probe(
     refresh: bool = False,
     seconds: float = 5.0,
 ) -> Profile:
-    """The profile of this machine and device for a model: the one that is kept, completed by measurements.
+    """Loads the kept profile of this machine and device. Measures the rates that this model needs and that are not in
+    the profile yet.
 
-    :param refresh: measure everything anew.
-    :param seconds: time for all measurements together.
+    :param refresh: measure everything again.
+    :param seconds: time in seconds for all measurements together.
     :raises BadArgument: the model has no matrices.
     :raises OutOfMemory: the budget has no room for the measurements.
     """
@@ -93,7 +96,7 @@ def load_or_probe(
     path = cached_path(key)
     kept = None
     if not refresh and path.is_file():
-        with contextlib.suppress(BadArgument):  # written by another version: measure anew
+        with contextlib.suppress(BadArgument):  # another version has written it: measure again
             kept = load(path)
         if kept is not None and dict(kept.fingerprint) != key:
             kept = None
@@ -114,7 +117,10 @@ def _measure(
     key: Mapping[str, str | int | float],
     seconds: float,
 ) -> Profile:
-    """``kept`` with what this model needs and is not in it; ``kept`` itself if nothing is missing."""
+    """Measures the rates that this model needs and that are not in ``kept``.
+
+    :returns: ``kept`` with the new rates; ``kept`` itself if there are none.
+    """
     known = kept.products if kept else {}
     products = {}
     kinds = kinds_of(model)
@@ -127,7 +133,7 @@ def _measure(
     for kind in kinds:
         if kind in new:
             rates = device.probe_product(GGML_NUMBERS[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
-            # The largest products of a small budget find no room.
+            # In a small budget there is no room for the largest products. Their rates are 0.
             found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]
             products[kind_name(kind)] = Product(
                 tuple(rates.tokens[i] for i in found),
@@ -159,10 +165,10 @@ def _measure(
     values = dataclasses.asdict(machine)
     return Profile(
         fingerprint=key,
-        h2d=max(machine.h2d_pinned[: piece + 1]),  # larger pieces are no slower
+        h2d=max(machine.h2d_pinned[: piece + 1]),  # a larger copy is never slower, so a lower rate is a disturbance
         d2h=machine.d2h_pageable[piece],
         dram=max(machine.dram),
-        cpu_gemv=1.0,  # these four are what a model sees: seen_by()
+        cpu_gemv=1.0,  # these four depend on the model: seen_by() sets them
         gpu_gemv=1.0,
         cpu_flops=1.0,
         gpu_flops=1.0,
@@ -185,7 +191,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_names() -> dict[str, str | int | float]:
-    """Names of NVIDIA's GPUs, their driver and links; empty where there is no such driver."""
+    """The names of NVIDIA's GPUs, their driver and links; empty without NVIDIA's driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -205,5 +211,5 @@ def _link(gpu: Any) -> str:
     try:
         generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)
         return f"PCIe {generation} x{pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)}"
-    except pynvml.NVMLError:  # some virtual machines do not tell
+    except pynvml.NVMLError:  # some virtual machines do not report the link
         return "unknown"

@@ -1,7 +1,7 @@
-"""Makes a :class:`Job`, with its prompt in tokens, of a :class:`frameshard.wire.engine.Submit`.
+"""Turns a :class:`frameshard.wire.engine.Submit` into a :class:`Job` with a tokenised prompt.
 
-Templates, tokenisers, image decoders and schemas may take seconds, so this runs beside the decode thread. Nothing here
-changes the runtime or the vision tower.
+Templates, tokenisers, image decoders and schemas may take seconds, so this does not run in the decode thread. Nothing
+here changes the runtime or the vision tower.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from frameshard.wire.engine import Shapes, Submit
 
 
 class RequestReader:
-    """Reads requests for one runtime, and its vision tower if it has one. [any thread]"""
+    """[any thread] Reads requests for one runtime and, if there is one, its vision tower."""
 
     def __init__(self, runtime: Runtime, vision: Vision | None = None) -> None:
         self._runtime = runtime
         self._vision = vision
 
     def read(self, request: Submit) -> Job:
-        """The job of a request.
+        """Makes the job of a request.
 
         :raises BadArgument: the prompt is empty, the chat template refuses it, or ``resume`` or ``history`` do not fit
             the job.
-        :raises ContextOverflow: prompt and answer do not fit one sequence of the context.
-        :raises Unsupported: a chat with a model that has no chat template, images without a vision tower, or a JSON
-            schema with a model that has no token that ends an answer.
+        :raises ContextOverflow: prompt and answer together are longer than a sequence.
+        :raises Unsupported: it is a chat and the model has no chat template; it has images and there is no vision
+            tower; or it has a JSON schema and the model has no token that ends an answer.
         """
         runtime, sampling = self._runtime, request.sampling
         grammar = runtime.schemas.grammar(sampling.json_schema) if sampling.json_schema else ""
@@ -88,7 +88,7 @@ class RequestReader:
 
     def _check_fits(self, n_prompt: int, n_answer: int, *, least: bool = False) -> None:
         n_ctx = self._runtime.n_ctx_seq
-        if n_prompt and n_prompt + n_answer > n_ctx:  # 0 is not known
+        if n_prompt and n_prompt + n_answer > n_ctx:  # 0: not known
             raise ContextOverflow(
                 f"a prompt of {'at least ' if least else ''}{n_prompt} tokens and an answer of {n_answer} do not fit "
                 f"the {n_ctx} tokens of a conversation: shorten the prompt, lower max_tokens, or launch with "
@@ -98,8 +98,12 @@ class RequestReader:
             )
 
     def _marked_text(self, request: Submit, marks: str) -> tuple[str, bool]:
-        """The prompt with ``marks`` for images before its last message, and whether BOS has to be added. libmtmd reads
-        control tokens wherever they stand, so messages must have none."""
+        """Puts ``marks``, the image markers, before the last message. libmtmd parses control tokens anywhere in a text,
+        so a message must not contain one.
+
+        :returns: the text of the prompt, and whether BOS must be added.
+        :raises BadArgument: a message contains a control token.
+        """
         if request.kind == "completion":
             contents, text, add_special = [request.prompt], marks + request.prompt, True
         else:
@@ -114,13 +118,14 @@ class RequestReader:
 
 
 def _messages(request: Submit) -> list[dict[str, str]]:
-    """As chat templates read them."""
+    """The messages in the form that chat templates take."""
     return [{"role": message.role, "content": message.content} for message in request.messages]
 
 
 def _unpack_shapes(packed: Shapes, n_prompt: int, n_ubatch: int) -> list[Shape]:
-    """
-    :raises BadArgument: the engine cannot have read a prompt of ``n_prompt`` tokens in these shapes.
+    """Reverses the run-length encoding of shapes.
+
+    :raises BadArgument: a prompt of ``n_prompt`` tokens cannot have been decoded in these shapes.
     """
     shapes: list[Shape] = []
     total, kept, decoded = 0, 0, 0

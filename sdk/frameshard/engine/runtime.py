@@ -1,14 +1,13 @@
-"""One loaded model and what its sequences hold. Calls into llama.cpp are made in ``llama``, ``tokenizer`` and
-``sampling`` alone.
+"""One loaded model and its sequences. Only ``llama``, ``tokenizer`` and ``sampling`` call llama.cpp.
 
-Guarantees: a :class:`Runtime` belongs to the thread that made it, except for what says [any thread]; what a sequence
-holds is known exactly after every call, also after an aborted one.
+Guarantees: only the thread that made a :class:`Runtime` may use it, except for methods marked [any thread]. The number
+of tokens in each sequence is known exactly after every call, also after an aborted one.
 
-Each sequence has KV cells of its own (``kv_unified`` off). A unified cache would let one conversation use the room of
-all, but then the cells of a sequence, and with them the order in which attention adds up, depend on what other
-sequences do: the same text could not be promised. So every sequence has room for ``n_ctx`` tokens, and llama.cpp's own
-``n_ctx`` is that times ``n_parallel``. VRAM is taken for the cells in use alone. An unused context costs its mask in
-the compute buffers, and the KV window for one layer in the floor.
+Each sequence has KV cells of its own (``kv_unified`` off). With a unified cache one conversation could use the room of
+all. But the cells of a sequence, and so the order in which attention adds up, would depend on the other sequences, and
+the same text could not be promised. So every sequence has room for ``n_ctx`` tokens, and llama.cpp's own ``n_ctx`` is
+that times ``n_parallel``. Only cells in use take VRAM. Unused context costs two things: its mask in the compute
+buffers, and in the floor the KV window for one layer.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from frameshard.wire.engine import EngineConfig
 logger = logging.getLogger("frameshard.engine")
 
 STOCK = "stock:"
-"""Before a device's name: llama.cpp uses it without the shard device."""
+"""Prefix of a device's name: llama.cpp then uses the device directly, without the shard device."""
 
 
 class Runtime:
-    """A loaded model with its context. Make it with :meth:`load`; a context manager that closes it."""
+    """A loaded model with its context. Made by :meth:`load`. As a context manager it closes itself at the end."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Nothing is loaded yet; use :meth:`load`."""
+        """Loads nothing; use :meth:`load`."""
         self.config = config
         self.device: ShardDevice | None = None
-        """The shard device; ``None`` on the CPU."""
+        """The shard device; ``None`` if the model runs without one."""
         self.placement: Placement | None = None
-        """What the shard device does with each shard; ``None`` on the CPU."""
+        """The placement of each shard; ``None`` without a shard device."""
         self.device_name = ""
         self.observer: Observer | None = None
-        """NVML's view of this process; only for a real GPU."""
+        """What NVML counts for this process; ``None`` without a real GPU."""
         self._llama: Llama | None = None
         self._tokenizer: Tokenizer | None = None
         self._schemas: Schemas | None = None
@@ -70,14 +69,16 @@ class Runtime:
     ) -> Runtime:
         """Checks the file, loads the model, makes the context, takes the VRAM and decodes one token.
 
-        Where ``config.n_ubatch`` is 0, that is chosen for a prompt of ``n_prompt`` tokens in each sequence at each of
-        ``budgets``; without these, for ``config.vram_budget_bytes`` and what it may shrink to.
+        If ``config.n_ubatch`` is 0, it is chosen here.
 
-        :param fill: make weights resident.
+        :param budgets: the budgets in bytes for which ``n_ubatch`` is chosen; if empty, ``config.vram_budget_bytes``
+            and half of it.
+        :param n_prompt: tokens of the prompt in each sequence for which ``n_ubatch`` is chosen.
+        :param fill: make weights resident at once.
         :raises ModelNotFound: no such file.
-        :raises BadModel: not a GGUF that can be served.
-        :raises Unsupported: a model of a kind that cannot chat or complete (encoder, diffusion), or that has no KV
-            cache of type ``config.kv_type``.
+        :raises BadModel: the file is not a GGUF that can be served.
+        :raises Unsupported: the model cannot chat or complete (encoder, diffusion), or it cannot have a KV cache of
+            type ``config.kv_type``.
         :raises UnknownDevice: no such device.
         :raises BudgetBelowFloor: the budget is too small for this model and context; the error names the floor.
         :raises OutOfMemory: the device or the host refuses the memory.
@@ -95,7 +96,7 @@ class Runtime:
         llamalog.install()
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
-        # What was checked must be what is served: the file is held open and compared before each job.
+        # The file must not change after the check. It stays open, and its size and time are compared before each job.
         self._file = open(config.model, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
         self.n_threads = config.n_threads or default_threads()
@@ -114,8 +115,8 @@ class Runtime:
             chosen = self.placement.choose_ubatch(budgets, n_prompt) if self.placement else PLAIN_UBATCH
             config = self.config = replace(config, n_ubatch=max(chosen, config.n_parallel))
         rows = logits_rows(config.n_parallel, config.n_ubatch, can_speculate=self.can_speculate)
-        # Counting nodes shows that a long decode on the CPU moves. It costs 2 % of a token of a 135M model, less of
-        # others.
+        # On the CPU, progress of a long decode is the count of its nodes. Counting takes 2 % of the time of a token
+        # with a 135M model, and less with larger ones.
         counter = None if self.device is not None else llama_cpp.ggml_abort_callback(lambda _: self.on_node())
         llama.make_context(config, self.n_threads, config.n_outputs_max or rows, counter)
         self.n_ctx_seq, self.n_ubatch, self.n_outputs_max = llama.n_ctx_seq, llama.n_ubatch, llama.n_outputs_max
@@ -127,12 +128,12 @@ class Runtime:
             self.placement.settle(fill=fill)
 
     def _open_device(self, device: str) -> ctypes.Array[ctypes.c_void_p]:
-        """Makes the shard device where there is one.
+        """Makes the shard device, if the model uses one.
 
-        :returns: the devices on which llama.cpp puts the model.
+        :returns: the devices for llama.cpp, as an array that ends with NULL.
         """
         if device == "cpu":
-            return (ctypes.c_void_p * 1)(None)  # an empty list: otherwise llama.cpp takes every GPU that it finds
+            return (ctypes.c_void_p * 1)(None)  # an empty list; without a list llama.cpp takes every GPU that it finds
         if device.startswith(STOCK):
             return (ctypes.c_void_p * 2)(device_handle(device[len(STOCK) :]), None)
         if self.device_name != EMULATED:
@@ -144,10 +145,11 @@ class Runtime:
         return devices
 
     def _warm_up(self) -> None:
-        """A model whose first decode fails must fail here, not in a job. On a GPU a graph of the largest size runs,
-        too: drivers allocate workspaces at first use, and that must happen while the arena is still empty.
+        """Decodes one token, so that a damaged model fails at the load and not in a job. On a GPU it first runs a graph
+        of the largest size: drivers allocate workspaces at their first use, and that must happen before the arena is
+        filled.
 
-        :raises BadModel: its logits are not finite.
+        :raises BadModel: the logits are not finite.
         """
         token = self.tokenizer.first_token
         if self.observer is not None:
@@ -184,7 +186,7 @@ class Runtime:
 
     @property
     def llama(self) -> Llama:
-        """The model and context in llama.cpp, for a sampler or a vision tower."""
+        """The model and context in llama.cpp, for samplers and the vision tower."""
         assert self._llama is not None
         return self._llama
 
@@ -196,7 +198,7 @@ class Runtime:
 
     @property
     def schemas(self) -> Schemas:
-        """[any thread] Holds answers to JSON schemas."""
+        """[any thread] Grammars and matchers for JSON schemas."""
         assert self._schemas is not None
         return self._schemas
 
@@ -207,30 +209,33 @@ class Runtime:
 
     @property
     def vram_budget_bytes(self) -> int:
-        """[any thread] The VRAM budget in force; 0 for no limit."""
+        """[any thread] The VRAM budget in force, in bytes; 0 for no limit."""
         return 0 if self.placement is None else self.placement.vram_budget_bytes
 
     @property
     def can_speculate(self) -> bool:
-        """Drafted tokens can be decoded: rejected ones can be removed from the cache, and there is a shard device,
-        whose plan predicts the cost."""
+        """Whether drafted tokens can be decoded. That needs a KV cache from which rejected tokens can be removed, and a
+        shard device, because its plan predicts the cost."""
         return self.config.speculate == "auto" and self.device is not None and self.llama.can_trim
 
     def check_file(self) -> None:
-        """:raises BadModel: the model file was changed in place since it was loaded; its mapping cannot be trusted."""
+        """Checks that the model file was not changed in place since it was loaded.
+
+        :raises BadModel: it was changed, so the mapped weights cannot be trusted.
+        """
         if _state(os.fstat(self._file.fileno())) != self._file_state:
             raise BadModel(f"{self.config.model} was changed while it was in use")
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def length(self, seq: int) -> int:
-        """Tokens that sequence ``seq`` holds."""
+        """The number of positions in sequence ``seq``."""
         return self._lengths[seq]
 
     def trim(self, seq: int, length: int) -> int:
-        """Cuts sequence ``seq`` to its first ``length`` tokens.
+        """Cuts sequence ``seq`` to its first ``length`` positions.
 
-        :returns: its length: ``length``, or 0 where the model's memory cannot be cut (recurrent state).
+        :returns: its new length; 0 if the model has a recurrent state, which cannot be cut.
         """
         if length >= self._lengths[seq]:
             return self._lengths[seq]
@@ -246,11 +251,11 @@ class Runtime:
         self._set_length(seq, 0)
 
     def advance(self, seq: int, positions: int) -> None:
-        """Sequence ``seq`` has grown by ``positions`` in the context, by a decode that was not made here."""
+        """Adds ``positions`` to the length of sequence ``seq``, after libmtmd has decoded an image into it."""
         self._lengths[seq] += positions
 
     def expect(self, seq: int, length: int) -> None:
-        """Sequence ``seq`` will soon hold ``length`` tokens: takes room for all of them at once.
+        """Takes room for ``length`` tokens in sequence ``seq``, before they are decoded.
 
         :raises OutOfMemory: neither VRAM nor host memory has room.
         """
@@ -267,12 +272,12 @@ class Runtime:
     def decode(self, batch: Sequence[Rows]) -> list[int]:
         """Runs one batch of at most ``n_ubatch`` tokens.
 
-        Rows of several sequences must come in ascending order of ``seq``: adjacent ones are computed together.
-
+        :param batch: the tokens of each sequence, in ascending order of ``seq``: llama.cpp computes only adjacent
+            sequences together.
         :returns: the rows for :meth:`logits`, in the order of the batch.
         :raises DecodeAborted: :meth:`abort` was called.
         :raises ContextOverflow: a sequence is full; nothing was changed.
-        :raises BadArgument: the batch is empty or too large, or a token id is impossible; nothing was changed.
+        :raises BadArgument: the batch is empty or too large, or a token is not in the vocabulary; nothing was changed.
         :raises FrameshardError: the device or llama.cpp failed. The runtime must not be used any more.
         """
         starts = [self._lengths[rows.seq] for rows in batch]
@@ -286,7 +291,7 @@ class Runtime:
             self.llama.decode()
         except DecodeAborted:
             for rows in batch:
-                # llama.cpp removed some of it or none; a recurrent state is lost either way
+                # llama.cpp may have kept part of the batch: cut it. A recurrent state is lost.
                 before, self._lengths[rows.seq] = self._lengths[rows.seq], self.n_ctx_seq
                 self.trim(rows.seq, before)
             raise
@@ -297,10 +302,10 @@ class Runtime:
         return outputs
 
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
-        """Appends ``tokens`` to sequence ``seq`` in chunks of ``n_ubatch``. Raises like :meth:`decode`.
+        """Appends ``tokens`` to sequence ``seq`` in chunks of ``n_ubatch``. Raises the errors of :meth:`decode`.
 
-        :param logits: as of :class:`Rows`; "all" needs a configuration with ``n_outputs_max`` of ``n_ubatch``.
-        :returns: the logits asked for, shape [n, n_vocab].
+        :param logits: as for :class:`Rows`; "all" needs a configuration with ``n_outputs_max`` of ``n_ubatch``.
+        :returns: a copy of the requested logits, shape [n, n_vocab].
         """
         out = []
         self.expect(seq, min(self._lengths[seq] + len(tokens), self.n_ctx_seq))
@@ -312,17 +317,19 @@ class Runtime:
         return np.stack(out) if out else np.empty((0, self.n_vocab), np.float32)
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """The logits of a row of the last decode, shape [n_vocab]; a view that the next decode overwrites."""
+        """The logits of a row of the last decode, shape [n_vocab]. It is a view that the next decode overwrites."""
         return self.llama.logits(row)
 
     def is_finite(self, row: int) -> bool:
-        """The largest logit of a row of the last decode is a number; NaN anywhere in the row makes it none."""
+        """Whether the largest logit of a row of the last decode is finite. It is NaN if any logit of the row is."""
         return bool(np.isfinite(self.logits(row).max()))
 
     def computes(self, seq: int) -> bool:
-        """One token alone, in the empty sequence ``seq``, gives finite logits. It did when the model was loaded: if
-        not, the device has failed. Overwrites all rows and leaves ``seq`` empty.
+        """Decodes one token alone in sequence ``seq``, which must be empty and is empty afterwards. Overwrites all rows
+        of the last decode.
 
+        :returns: whether the logits are finite. They were when the model was loaded, so false means that the device has
+            failed.
         :raises DecodeAborted: :meth:`abort` was called.
         """
         (row,) = self.decode([Rows(seq, [self.tokenizer.first_token])])
@@ -333,13 +340,13 @@ class Runtime:
     # --- abort and progress ---------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """[any thread] The running decode, or else the next, ends with :class:`DecodeAborted`, until :meth:`resume`."""
+        """[any thread] Decodes, also the running one, raise :class:`DecodeAborted` until :meth:`resume` is called."""
         self._abort = True
         if self.device is not None:
             self.device.set_abort(True)
 
     def resume(self) -> None:
-        """[any thread] Takes :meth:`abort` back."""
+        """[any thread] Allows decodes again after :meth:`abort`."""
         if self._abort:
             self._abort = False
             if self.device is not None:
@@ -347,7 +354,7 @@ class Runtime:
 
     @property
     def aborted(self) -> bool:
-        """[any thread] :meth:`abort` is in force."""
+        """[any thread] :meth:`abort` was called, and :meth:`resume` was not called since."""
         return self._abort
 
     @property
@@ -356,13 +363,16 @@ class Runtime:
         return self._nodes + (0 if self.device is None else self.device.stats().steps)
 
     def on_node(self) -> bool:
-        """For callbacks of computations on the CPU: counts progress, and is true when :meth:`abort` is in force."""
+        """Callback for each node that the CPU has computed: counts progress.
+
+        :returns: :attr:`aborted`.
+        """
         self._nodes += 1
         return self._abort
 
 
 def resolve_device(name: str) -> str:
-    """The device that ``name`` stands for: ``auto`` is the first GPU, else the CPU, which the log says."""
+    """The device to use: ``name``, or for ``auto`` the first GPU, or the CPU if there is none. The log says which."""
     if name != "auto":
         return name
     found = gpu_devices()

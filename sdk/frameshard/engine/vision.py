@@ -1,9 +1,9 @@
 """Images for the language model: libmtmd's vision tower on the shard device.
 
-The tower's weights are in host memory and are streamed while an image is encoded. It uses VRAM of the language model's
-budget for that time alone. On the CPU the tower is stock libmtmd. Embeddings are kept in host memory, so that the same
-image in another prompt costs its prefill alone. A :class:`Vision` belongs to the thread of its
-:class:`~frameshard.engine.runtime.Runtime`, except for what says [any thread].
+The tower's weights are in host memory and are streamed while an image is encoded. The tower takes VRAM from the
+language model's budget, and only during that time. On the CPU the tower is stock libmtmd. Embeddings are kept in host
+memory, so the same image in another prompt is only prefilled, not encoded again. Only the thread of the
+:class:`~frameshard.engine.runtime.Runtime` may use its :class:`Vision`, except for methods marked [any thread].
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from frameshard.wire import messages as m
 
 try:
     from llama_cpp import mtmd_cpp as mtmd
-except (OSError, RuntimeError):  # llama.cpp was built without libmtmd, or lies elsewhere; text needs none
+except (OSError, RuntimeError):  # there is no libmtmd beside llama.cpp; text works without it
     mtmd = None
 
 _logger = logging.getLogger("frameshard.mtmd")
 _errors: collections.deque[str] = collections.deque(maxlen=3)
 VISION_DEVICE = "FRAMESHARD_VISION"
 MAX_PIXELS = 16 << 20
-"""A larger picture is refused: no tower sees more than a part of that."""
+"""Larger images are refused: every tower scales images down to far fewer pixels."""
 
 CACHE_BYTES = 256 << 20
-"""Of encoded images."""
+"""The most host memory for embeddings that are kept."""
 
 TRY_SIDE = 64
-"""Pixels of the image that a new tower is tried with; towers for one size scale it up."""
+"""Width and height in pixels of the image that a new tower is tried with. The tower scales it to its own size."""
 
 NODES_A_LOOK = 16
-"""On the CPU, between two looks at an abort."""
+"""On the CPU, the number of graph nodes between two checks for an abort."""
 
 _FORMATS = ("PNG", "JPEG")
 _CHANNELS = {"rgb": 3, "rgba": 4}
@@ -66,7 +66,10 @@ _CHANNELS = {"rgb": 3, "rgba": 4}
 
 @dataclass(frozen=True)
 class Image:
-    """RGB pixels, 8 bits each, row by row. ``digest`` names them in caches."""
+    """An image: RGB, 8 bits per channel, row by row, without padding.
+
+    :raises BadArgument: the size is not allowed, or does not match the pixels.
+    """
 
     width: int
     height: int
@@ -80,16 +83,16 @@ class Image:
 
     @property
     def digest(self) -> bytes:
-        """A hash of size and pixels."""
+        """A hash of size and pixels; the key of caches."""
         size = self.width.to_bytes(4, "little") + self.height.to_bytes(4, "little")
         return hashlib.sha256(size + self.pixels).digest()
 
     @classmethod
     def read(cls, image: m.Image) -> Image:
-        """[any thread] The pixels of an image of a request. Alpha is dropped.
+        """[any thread] Reads an image of a request. An alpha channel is dropped.
 
-        :raises BadArgument: it cannot be read, is no PNG or JPEG, is cut off or too large.
-        :raises Unsupported: an encoded image, and Pillow is not installed.
+        :raises BadArgument: it cannot be read, is not a PNG or JPEG, is cut off or too large.
+        :raises Unsupported: it is a PNG or JPEG, and Pillow is not installed.
         """
         data = _read(image.path, image.size) if image.path else image.data
         if image.format == "encoded":
@@ -108,7 +111,7 @@ class Image:
 
 
 def _read(path: str, size: int) -> bytes:
-    """A copy of the bytes at ``path``: their owner may change them between the check and the use."""
+    """Copies ``size`` bytes from ``path``. The copy is needed because the client may change the file at any time."""
     try:
         with open(path, "rb", buffering=0) as file:
             data = file.read(size)
@@ -131,33 +134,36 @@ def _decode(data: bytes) -> Image:
             return Image(opened.width, opened.height, opened.convert("RGB").tobytes())
     except FrameshardError:
         raise
-    except Exception as error:  # on wrong bytes its decoders raise of everything
+    except Exception as error:  # Pillow's decoders raise many types of exceptions on damaged files
         raise BadArgument(f"an image is no PNG or JPEG, or cut off: {error}", field="images") from None
 
 
 class Picture:
-    """An image, or a tile of one, in a prompt: ``n_tokens`` of the context, which move the text on by ``n_pos``."""
+    """An image in a prompt, or one tile of an image. It takes ``n_tokens`` KV cells and ``n_pos`` positions."""
 
     def __init__(self, chunk: Any, digest: bytes) -> None:
-        """Takes over ``chunk``."""
+        """
+        :param chunk: a chunk of libmtmd; it is freed with this object.
+        :param digest: the hash that identifies the image or tile.
+        """
         self.chunk = chunk
         weakref.finalize(self, mtmd.mtmd_input_chunk_free, chunk)
         self.digest = digest
         self.n_tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
         self.n_pos = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
         self.embedding: npt.NDArray[np.float32] | None = None
-        """Set by :meth:`Vision.encode`."""
+        """Shape [n_tokens, n_embd]; set by :meth:`Vision.encode`."""
         words = np.frombuffer(hashlib.shake_128(digest).digest(4 * self.n_tokens), np.uint32)
         self.ids = [-1 - int(word) for word in words]
-        """What stands for its tokens where prompts are compared: negative, and another image's are others."""
+        """Numbers that stand for its tokens when prompts are compared: negative, and different for each image."""
 
 
 class Vision:
     """The vision tower of an mmproj file, for one runtime's model.
 
     :raises ModelNotFound: no such file.
-    :raises BadModel: the file is no vision tower or contradicts itself, libmtmd refuses it, or it does not belong to
-        this model.
+    :raises BadModel: the file is not a vision tower, contradicts itself, or does not belong to this model; or libmtmd
+        refuses it.
     :raises Unsupported: there is no libmtmd.
     """
 
@@ -180,7 +186,7 @@ class Vision:
         params = mtmd.mtmd_context_params_default()
         params.media_marker = self._marker_bytes
         params.print_timings = False
-        params.warmup = False  # it would take VRAM before there is an image
+        params.warmup = False  # a warm-up would take VRAM before there is an image
         params.n_threads = runtime.n_threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.use_gpu = runtime.device_name != "cpu"
@@ -198,8 +204,11 @@ class Vision:
             raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
 
     def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
-        """The scheduler asks of each node whether the caller wants to see it, and shows it when all up to it are
-        computed; a "no" then ends the graph. So an encode on the CPU can be stopped, and shows that it moves."""
+        """Callback of ggml's scheduler, so that an encode on the CPU can be aborted and counts its progress.
+
+        :param ask: true before the node is computed: the result says whether to call again after it. False after it:
+            the result says whether to go on with the graph.
+        """
         if ask:
             self._asked += 1
             return self._asked % NODES_A_LOOK == 0
@@ -207,13 +216,14 @@ class Vision:
 
     @property
     def marker(self) -> str:
-        """Stands for an image in a prompt. It is random, so that no prompt can contain it."""
+        """The text that stands for an image in a prompt. It is random, so a user's text cannot contain it."""
         return self._marker
 
     def tokenize(self, prompt: str, images: Sequence[Image], *, add_special: bool) -> list[list[int] | Picture]:
-        """[any thread] The parts of ``prompt``: text and pictures. Each :attr:`marker` stands for one of
-        ``images``; control tokens written out in the text are read.
+        """[any thread] Splits ``prompt`` into text tokens and pictures.
 
+        :param prompt: text with one :attr:`marker` for each of ``images``. Control tokens in it are parsed.
+        :param add_special: add BOS.
         :raises BadArgument: libmtmd cannot use an image.
         """
         digests = [image.digest for image in images]
@@ -234,7 +244,7 @@ class Vision:
                 if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
                     parts.append(_tokens(chunk))
                     continue
-                # An image may be cut into tiles, in an order that depends on its size alone.
+                # An image may be cut into tiles. Their order depends only on its size, so the index identifies a tile.
                 image = mtmd.mtmd_input_chunk_get_id(chunk)
                 digest = hashlib.sha256(image + tiles[image].to_bytes(4, "little")).digest()
                 tiles[image] += 1
@@ -246,10 +256,10 @@ class Vision:
                 mtmd.mtmd_bitmap_free(bitmap)
 
     def try_out(self) -> None:
-        """Encodes a small image, so that a tower that fails does so here and not in somebody's job. A file that passed
-        is not tried again on the same device until it changes.
+        """Encodes a small image, so that a damaged tower fails at launch and not in a job. A file that has passed is
+        not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
 
-        :raises BadModel: what it computes is not finite. Where libmtmd aborts, the process ends.
+        :raises BadModel: the embeddings are not finite.
         """
         passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
         if passed.exists():
@@ -264,16 +274,16 @@ class Vision:
                         " do not fit them",
                         path=self._path,
                     )
-        except BudgetBelowFloor as error:  # a larger budget may come, and jobs with images are refused until then
+        except BudgetBelowFloor as error:  # jobs with images are refused until the budget is large enough
             _logger.warning("the vision tower is not tried: %s", error)
             return
         models.pass_verdict(passed)
 
     def encode(self, picture: Picture) -> None:
-        """Sets ``picture.embedding``, from the cache when the same image was encoded lately.
+        """Sets ``picture.embedding``, from the cache if the same image was encoded recently.
 
         :raises DecodeAborted: the runtime was aborted.
-        :raises BudgetBelowFloor: the budget has no room for an image of this size; detail has what it needs.
+        :raises BudgetBelowFloor: the budget has no room for an image of this size; the error has the budget it needs.
         """
         known = self._cache.pop(picture.digest, None)
         picture.embedding = self._encode(picture) if known is None else known
@@ -295,7 +305,7 @@ class Vision:
             if device is None:
                 raise FrameshardError("the vision tower failed")
             stats = device.stats()
-            if stats.budget_generation == generation:  # else a smaller budget ended the encode: begin again within it
+            if stats.budget_generation == generation:  # otherwise a smaller budget has ended the encode: try it again
                 raise BudgetBelowFloor(
                     f"an image of this size needs a VRAM budget of {-(-stats.image_floor_bytes >> 20)} MiB:"
                     " raise it or send a smaller one",
@@ -306,10 +316,11 @@ class Vision:
         return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()
 
     def decode(self, seq: int, picture: Picture) -> None:
-        """Reads an encoded picture to the end of sequence ``seq``.
+        """Prefills an encoded picture at the end of sequence ``seq``. After an error the sequence is as before, or
+        empty if the model has a recurrent state.
 
-        :raises DecodeAborted: the runtime was aborted; the sequence is as it was, or empty as after ``Runtime.decode``.
-        :raises ContextOverflow: it does not fit; the sequence likewise.
+        :raises DecodeAborted: the runtime was aborted.
+        :raises ContextOverflow: the sequence has no room for it.
         """
         assert picture.embedding is not None
         runtime, past = self._runtime, self._runtime.length(seq)
@@ -332,7 +343,7 @@ class Vision:
             runtime.placement.overhead.follow()
         if code == 0:
             return
-        runtime.trim(seq, past)  # of what was decoded
+        runtime.trim(seq, past)
         if code == 2:
             raise DecodeAborted
         if code == 1:

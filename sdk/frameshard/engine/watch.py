@@ -1,7 +1,7 @@
-"""Watches the device's memory and the other processes that use it: a cross-check of the host's budget.
+"""Watches the device's memory and the other processes that use it, to check the host's budget.
 
-The figures come from NVML, or from the emulated device, which plays another process where its fault script says so.
-Elsewhere there are none, which is logged once.
+The figures come from NVML or from the emulated device. The emulated device simulates another process if its fault
+script says so. On other devices there are no figures; the log says so once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ UNIT = 1 << 20
 """Free bytes are rounded down to this, so that a change of a few bytes sends no event."""
 
 EXCESS_LOOKS = 8
-"""Looks in a row that must find more than the budget: the driver's figure lags behind a release."""
+"""The number of consecutive looks that must find more than the budget: the driver counts a release late."""
 
 
 class Watcher:
-    """Looks at one device. For one thread."""
+    """Looks at one device. Use it from one thread only."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -36,7 +36,10 @@ class Watcher:
             )
 
     def look(self, *, parked: bool) -> em.Watch:
-        """The event for the broker. A process is reported once, when it appears; those of the first look never are."""
+        """Makes the event for the broker. A process is reported once, when it appears. The first look reports none.
+
+        :param parked: the lease is parked; memory above the budget is then not reported.
+        """
         runtime = self._runtime
         if runtime.device is None:
             return em.Watch(0, 0, 0, None, None, (), 0)
@@ -64,19 +67,19 @@ class Watcher:
         return runtime.device.memory()
 
     def _others(self, used_bytes: int) -> dict[int, int]:
-        """Bytes of other processes, by process id; id 0 is the one that the emulated device plays."""
+        """The bytes of VRAM of other processes, by process id. Id 0 is the one that the emulated device simulates."""
         if self._runtime.observer is not None:
             return self._runtime.observer.others()
         totals = self._totals()
         assert totals is not None
-        # The lesser of two looks: an allocation in progress is in one count and not yet in the other.
+        # Take the smaller of two looks: an allocation in progress may be in one count and not yet in the other.
         before, self._played = self._played, totals[1] - totals[0] - used_bytes
         played = min(before, self._played)
         return {0: played} if played >= UNIT else {}
 
     def _excess(self, used_bytes: int) -> int:
-        """Bytes above the budget that the driver keeps counting while the ledger stands still. The budget thread then
-        corrects the ledger, and the device evicts as much."""
+        """The bytes above the budget that the driver has counted for :data:`EXCESS_LOOKS` looks while the ledger did
+        not change; otherwise 0. The budget thread then corrects the ledger, and the device evicts that much."""
         runtime = self._runtime
         observed = runtime.observer.used() if runtime.observer is not None else None
         budget, before, self._used = runtime.vram_budget_bytes, self._used, used_bytes
