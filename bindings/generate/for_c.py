@@ -116,14 +116,24 @@ def structs(manifest: Manifest) -> list[Struct]:
             tuple(launch),
             (
                 Member(
-                    "const char *", "python", "Python in which frameshard is installed. Default python3, from PATH."
+                    "const char *",
+                    "python",
+                    "Command of the Python that has frameshard installed. Default: python3, from PATH.",
                 ),
-                Member("const char *", "log_file", "The sidecar appends its log here. Default: standard error."),
-                Member("const char *", "client_name", "At most 64 bytes, for the sidecar's log. Default c."),
+                Member(
+                    "const char *",
+                    "log_file",
+                    "Path of a file to which the sidecar appends its log. Default: standard error.",
+                ),
+                Member(
+                    "const char *",
+                    "client_name",
+                    "Name of the client in the sidecar's log, at most 64 bytes. Default c.",
+                ),
                 Member(
                     "const char *",
                     "extra_json",
-                    "A JSON object with further fields of the sidecar's first line; they win. Default: none.",
+                    "A JSON object with further launch options; they take precedence over the others. Default: none.",
                 ),
             ),
         ),
@@ -165,22 +175,22 @@ def _event(manifest: Manifest) -> list[Member]:
             if member not in (None, "text", "detail", "job", "request", "timeline"):
                 about = field["text"]
                 if _is_number(field):
-                    about += f" {ENUMS[field['name_of_words']]}..., 0: a word of a newer sidecar."
+                    about += f" {ENUMS[field['name_of_words']]}..., or 0 for a value that this library does not know."
                 elif field.get("nullable"):
-                    about += " -1: not told." if field["type"] == "int" else " 0: not told."
+                    about += " -1 if missing." if field["type"] == "int" else " 0 if missing."
                 texts.setdefault(str(member), {}).setdefault(about, []).append(event)
                 kinds[str(member)] = _kind(field)
     own = {
         "type": "FS_EVENT_...",
-        "status": "FS_OK, or what went wrong.",
-        "job": "As fs_ask, fs_chat or fs_complete gave it.",
-        "request": "As the function that asked gave it.",
-        "timeline": "The job's.",
-        "text": "Valid until the next fs_poll or fs_close of this client.",
-        "detail": "A JSON object, or empty; likewise.",
-        "text_length": "Bytes.",
-        "detail_length": "Bytes.",
-        "reserved": "0.",
+        "status": "FS_OK, or the error.",
+        "job": "Number of the job, from fs_ask, fs_chat or fs_complete. 0: the event belongs to no job.",
+        "request": "Number of the request, from the function that made it. 0: the event answers no request.",
+        "timeline": "The `timeline` of the job's fs_job_options.",
+        "text": "UTF-8 with a NUL at the end. Valid until the next fs_poll or fs_close of this client.",
+        "detail": "A JSON object, or empty. Valid as long as `text`.",
+        "text_length": "Length of `text` in bytes, without the NUL.",
+        "detail_length": "Length of `detail` in bytes, without the NUL.",
+        "reserved": "Always 0.",
     }
     there = _there("fs_event")
     order = {name: kind.strip() for kind, name in there}
@@ -189,10 +199,10 @@ def _event(manifest: Manifest) -> list[Member]:
 
 
 def _each(texts: dict[str, list[str]]) -> str:
-    """What a member means, by event where that differs."""
+    """What a member means: one line for each meaning if it depends on the event."""
     if len(texts) == 1:
         return next(iter(texts))
-    return " ".join(f"{', '.join(events)}: {text[0].lower()}{text[1:]}" for text, events in texts.items())
+    return "\n".join(f"{', '.join(f'FS_EVENT_{event}' for event in events)}: {text}" for text, events in texts.items())
 
 
 def numbers(manifest: Manifest) -> dict[str, dict[str, int]]:
@@ -249,7 +259,7 @@ def _expected(struct: Struct) -> Iterator[Member]:
     for field in struct.fields:
         name, text = field["name"], c_text(field)
         if field["type"] == "array":
-            yield Member("uint64_t", f"n_{name}", f"Of `{name}`; at most {field['max']}.")
+            yield Member("uint64_t", f"n_{name}", f"Number of strings in `{name}`, at most {field['max']}.")
             yield Member("const char *const *", name, text, field)
         else:
             yield Member(_kind(field), name, text, field)
@@ -276,10 +286,12 @@ def c_text(field: dict[str, Any]) -> str:
     """The field's text, its range and its default, for a comment."""
     parts = [field["text"].rstrip(".")]
     if field.get("nullable") and field["type"] == "int":
-        parts.append(f"{field['min']}..{field['max']}, or -1: not given. Default -1")
+        parts.append(f"Range {field['min']}..{field['max']}, or -1: not given. Default -1")
     elif field["type"] in ("int", "number"):
         if field["max"] < 2**53 - 1:
-            parts.append(f"{'0 or ' if field.get('or_zero') else ''}{figure(field['min'])}..{figure(field['max'])}")
+            unit = f" {field['unit']}" if field.get("unit") else ""
+            least = f"{'0 or ' if field.get('or_zero') else ''}{figure(field['min'])}"
+            parts.append(f"Range {least}..{figure(field['max'])}{unit}")
         if "default" in field:
             parts.append(f"Default {figure(field['default'])}")
     elif field["type"] == "text" and "default" not in field:
@@ -292,12 +304,12 @@ def c_text(field: dict[str, Any]) -> str:
     elif field["type"] == "word":
         parts.append(f"One of {', '.join(field['words'])}; NULL: the default, {_or_none(field)}")
     elif field["type"] == "array":
-        parts.append(f"Each of {field['items']['min']}..{field['items']['max']} bytes with a NUL at the end")
+        parts.append(f"Each has {field['items']['min']}..{field['items']['max']} bytes and a NUL at the end")
     return ". ".join(parts) + "."
 
 
 def _or_none(field: dict[str, Any]) -> str:
-    return str(field.get("default_words") or field.get("default") or "none")
+    return str(field.get("default_words") or field.get("default") or "not given")
 
 
 def figure(value: float) -> str:
@@ -305,8 +317,9 @@ def figure(value: float) -> str:
 
 
 def comment(text: str, indent: int = 4) -> str:
-    """A C comment of one or more lines."""
-    lines = textwrap.wrap(text.replace("*/", "* /"), WIDTH - indent - 6)
+    """A C comment; each line of `text` begins a new one."""
+    paragraphs = text.replace("*/", "* /").splitlines()
+    lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, WIDTH - indent - 6)]
     return " " * indent + "/* " + ("\n" + " " * (indent + 3)).join(lines) + " */"
 
 
@@ -360,7 +373,7 @@ def _options_h(manifest: Manifest) -> str:
             "",
             "namespace frameshard_core {",
             "",
-            "/* The fields that a struct stands for, without those that have their default. Wrong ones are refused. */",
+            "/* The protocol's fields for a struct, without defaults. Throws on a value that is out of range. */",
             *declared,
             "",
             "} // namespace frameshard_core",
@@ -453,7 +466,7 @@ def _words_h(manifest: Manifest) -> str:
         "",
         "namespace frameshard_core {",
         "",
-        "/* The protocol's words by their numbers in frameshard.h; the first has the number 1. */",
+        "/* The protocol's words. Word 0 of a list has the number 1 in frameshard.h, and so on. */",
     ]
     for name, known in numbers(manifest).items():
         words = ", ".join(f'"{word}"' for word in known)

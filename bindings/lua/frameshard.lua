@@ -385,119 +385,125 @@ local OPTIONS = {
   fs_launch_options = {
     -- Path of a GGUF file; the only option without a default.
     model = { "text" },
-    -- `auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:
-    -- `emulated:25` copies 25e9 bytes/s at most. Default auto.
+    -- `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
+    -- tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.
     device = { "text" },
-    -- All that the sidecar may hold in VRAM; 0: no limit. In MiB.
+    -- Limit for all VRAM that the sidecar uses; 0: no limit. In MiB.
     vram_budget_mb = { "mebibytes", "vram_budget_bytes" },
-    -- Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use. Default 4096.
+    -- Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only for the tokens
+    -- in the context. Default 4096.
     n_ctx = { "integer", 1, 16777216 },
-    -- Jobs that run at once, each in a context of its own. Default 4.
+    -- Number of jobs that run at once, each in its own context. Default 4.
     n_parallel = { "integer", 1, 64 },
-    -- Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many, and the buffers
-    -- for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and the first 16 tokens
-    -- of its answer, with a floor of about half of the budget at most (or that of 512, if it is higher); without a
-    -- budget 512. Default 512.
+    -- Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph.
+    -- The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long prompt and the
+    -- first 16 tokens of its answer; the floor is then at most about half of the budget, or the floor with 512 if that
+    -- is higher. Without a budget it chooses 512. Default 512.
     n_ubatch = { "integer", 0, 65536 },
-    -- CPU threads; 0: half of the CPUs.
+    -- Number of CPU threads; 0: half of the CPUs.
     n_threads = { "integer", 0, 1024 },
-    -- A client whose connection is gone and that does not come back for so long loses its jobs. One that is connected
-    -- and silent (a breakpoint, a long load) keeps them. Default 10.0.
+    -- A client that stays disconnected for this long loses its jobs. A client that is connected but silent (a
+    -- breakpoint, a long load) keeps them. Default 10.0.
     silent_s = { "number", 0, 1000000 },
-    -- How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted. One of ipc,
-    -- tcp.
+    -- How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are encrypted. One
+    -- of ipc, tcp.
     transport = { "text" },
-    -- Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place.
+    -- Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses.
     endpoint = { "text" },
-    -- Where to leave what further clients need to connect, readable by this user only; without it, a fresh place.
-    -- Refused with `bad_argument` where it cannot be written.
+    -- Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
+    -- sidecar chooses a path. Refused with `bad_argument` if it cannot be written.
     connect_file = { "text" },
-    -- Python in which frameshard is installed. Default python3, from PATH.
+    -- Command of the Python that has frameshard installed. Default: python3, from PATH.
     python = { "text" },
-    -- The sidecar appends its log here. Default: standard error.
+    -- Path of a file to which the sidecar appends its log. Default: standard error.
     log_file = { "text" },
-    -- At most 64 bytes, for the sidecar's log. Default c.
+    -- Name of the client in the sidecar's log, at most 64 bytes. Default c.
     client_name = { "text" },
-    -- A JSON object with further fields of the sidecar's first line; they win. Default: none.
+    -- A JSON object with further launch options; they take precedence over the others. Default: none.
     extra_json = { "text" },
-    -- Path of the GGUF file that reads images for this model; empty: none.
+    -- Path of the GGUF file with the model's vision tower; empty: none.
     mmproj = { "text" },
-    -- `stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only. Default planned.
+    -- `planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget. One of
+    -- planned, stream_only. Default planned.
     mode = { "text" },
-    -- Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that
-    -- pays; `off`: never. One of auto, off. Default auto.
+    -- Speculative decoding. `auto`: repeated text is drafted by lookup, and several tokens are verified in one graph,
+    -- where that is faster. `off`: never. One of auto, off. Default auto.
     speculate = { "text" },
-    -- Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what does not repeat,
-    -- where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at most) in host memory.
-    -- Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or with recurrent models.
+    -- Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It drafts text that
+    -- does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at most 16,384 tokens)
+    -- are in host memory. It is not loaded with `speculate` off, without a GPU, or with recurrent models.
     draft_model = { "text" },
-    -- Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some loss.
-    -- Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by it on
-    -- NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16, q8_0, q4_0. Default
-    -- f16.
+    -- Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`, at some loss
+    -- of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32. On NVIDIA GPUs
+    -- the floor stays the same, because a prompt also needs one layer's whole context in 16 bits. One of f16, q8_0,
+    -- q4_0. Default f16.
     kv_type = { "text" },
-    -- Jobs of all clients that have not ended. Default 256.
+    -- Maximum number of unfinished jobs of all clients. Default 256.
     max_jobs = { "integer", 1, 1024 },
-    -- Jobs of one client that have not ended. Default 64.
+    -- Maximum number of unfinished jobs of one client. Default 64.
     max_client_jobs = { "integer", 1, 1024 },
-    -- Text kept for one job whose client does not read; beyond, the job fails. Default 49152.
+    -- Maximum text kept for one job whose client does not read; with more, the job fails. Default 49152.
     held_bytes = { "integer", 0, 49152 },
-    -- An engine without work that does not answer for so long is replaced. Default 5.0.
+    -- An engine without work that does not answer for this long is replaced. Default 5.0.
     hang_idle_s = { "number", 0, 1000000 },
-    -- An engine with work that does not answer for so long is replaced. Default 60.0.
+    -- An engine with work that does not answer for this long is replaced. Default 60.0.
     hang_busy_s = { "number", 0, 1000000 },
-    -- An engine that loads and does not answer for so long is replaced. Default 600.0.
+    -- An engine that loads and does not answer for this long is replaced. Default 600.0.
     hang_load_s = { "number", 0, 1000000 },
-    -- An engine of which no thread runs for so long is stopped, and replaced whatever it does. Default 5.0.
+    -- An engine in which no thread answers for this long counts as stopped and is replaced. Default 5.0.
     hang_still_s = { "number", 0, 1000000 },
-    -- Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after which
-    -- it is off for `off_pause_s`. Default 3.
+    -- Number of engine deaths within `restart_window_s` that are followed by a restart; after one more, the engine is
+    -- off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the count again. Default
+    -- 3.
     restart_limit = { "integer", 0, 1000 },
-    -- Span of time for `restart_limit`. Default 300.0.
+    -- Time span in which `restart_limit` counts deaths. Default 300.0.
     restart_window_s = { "number", 0, 1000000 },
-    -- Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last. Default
-    -- 1.0.
+    -- How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.
+    -- Default 1.0.
     off_pause_s = { "number", 0, 1000000 },
-    -- The longest such pause. Default 60.0.
+    -- Maximum length of such a pause. Default 60.0.
     off_pause_max_s = { "number", 0, 1000000 },
   },
   fs_sampling = {
-    -- Length of the answer at most. Default 256.
+    -- Maximum length of the answer in tokens. Default 256.
     max_tokens = { "integer", 1, 1048576 },
-    -- Only so many of the likeliest tokens; 0: off. Default 40.
+    -- Choose only among this many most likely tokens; 0: off. Default 40.
     top_k = { "integer", 0, 1048576 },
-    -- Randomness of the choice; 0: always the likeliest token. Default 0.8.
+    -- Randomness of the choice; 0: always the most likely token. Default 0.8.
     temperature = { "number", 0, 5 },
-    -- Only the likeliest tokens of so much probability; 1: off. Default 0.95.
+    -- Choose only among the most likely tokens whose probabilities add up to this value; 1: off. Default 0.95.
     top_p = { "number", 0, 1 },
-    -- Only tokens of at least this share of the likeliest one's probability; 0: off. Default 0.05.
+    -- Choose only among tokens with at least this fraction of the highest probability; 0: off. Default 0.05.
     min_p = { "number", 0, 1 },
-    -- Makes tokens of the last ones less likely; 1: off. Default 1.0.
+    -- Above 1, tokens that occur among the last 64 become less likely; 1: off. Default 1.0.
     repeat_penalty = { "number", 0.5, 2 },
-    -- Seed of the random numbers; without it the sidecar draws one.
+    -- Seed of the random numbers; without it the sidecar chooses one.
     seed = { "integer", 0, 4294967295 },
-    -- The answer ends before any of these.
+    -- Strings that end the answer; they are not part of it.
     stop = { "texts" },
-    -- A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off.
+    -- A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer early; empty:
+    -- off.
     json_schema = { "text" },
-    -- Taken from a token's logit for each time that it is among the last 64; 0: off.
+    -- Subtracted from a token's logit for each time that the token occurs among the last 64; 0: off.
     frequency_penalty = { "number", -2, 2 },
-    -- Taken from a token's logit once if it is among the last 64; 0: off.
+    -- Subtracted once from a token's logit if the token is among the last 64; 0: off.
     presence_penalty = { "number", -2, 2 },
   },
   fs_lease = {
-    -- `parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process. One of active,
-    -- parked, hibernated. Default active.
+    -- `parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is used. One
+    -- of active, parked, hibernated. Default active.
     state = { "word", LEASE_STATES },
-    -- All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to. In MiB.
+    -- Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it is
+    -- active again. In MiB.
     vram_budget_mb = { "mebibytes", "vram_budget_bytes" },
-    -- What the sidecar keeps while it is idle; 0: it gives nothing back on its own. In MiB.
+    -- A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. In MiB.
     floor_mb = { "mebibytes", "floor_bytes" },
-    -- Refused with `stale_lease` unless it is above the one in force; 0: the last word counts.
+    -- Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0: never
+    -- refused for its version.
     version = { "integer", 0, 9007199254740991 },
-    -- Deadline of the release. Default 5.0.
+    -- Time that the sidecar has to release the VRAM above the budget. Default 5.0.
     timeout_s = { "number", 0.001, 60 },
-    -- For the sidecar's log.
+    -- Text for the sidecar's log.
     reason = { "text" },
   },
 }

@@ -1,6 +1,8 @@
-/* frameshard: a language model beside your game, in a process of its own that gives VRAM back while it talks.
+/* frameshard: runs a language model next to your game, in a separate process that can give VRAM back while it
+ * generates text.
  *
- * This is the whole C interface. A host launches (or connects to) a sidecar, asks, and polls once a frame:
+ * This is the whole C interface. A host launches a sidecar (or connects to one), asks questions, and polls for events
+ * once a frame:
  *
  *     fs_launch_options options;
  *     fs_launch_options_init(&options, sizeof options);
@@ -16,23 +18,23 @@
  *
  * Rules that hold for every function:
  *
- * Waiting    No function waits but fs_wait and fs_close, which take a time limit. There are no callbacks and no threads
- *            that the caller would notice: fs_poll returns what has happened, in the thread that calls it.
- * Threads    Each function is marked. [any thread]: no state, or only the calling thread's. [client]: any thread, but
- *            one at a time for a client; two clients never share anything.
- * Polling    All work for a client is done inside calls for it. A host that does not poll (a breakpoint, a long load)
- *            keeps its jobs: the sidecar holds their text, 48 KiB a job at most; beyond, the job ends by FS_OVERLOADED.
- * Errors     Functions return an fs_status: FS_OK, or the protocol's error code. fs_last_error has the sentence for the
- *            last failure on the calling thread. A call that fails has changed nothing. Later failures come as
- *            events. No C++ exception leaves the library.
- * Strings    UTF-8. A text given to the library has a length or FS_NUL_TERMINATED, and is copied before the call
- *            returns. A text from the library has a length and a NUL byte behind it that the length does not count.
- * Structs    Those the caller fills begin with struct_size and are made by their _init function, which sets every
- *            default. They grow at the end only, so a program built against an older header goes on working.
- * Numbers    Sizes are bytes, times are seconds. Numbers of jobs and requests begin with 1; 0 is none.
+ * Waiting    Only fs_wait and fs_close wait, and both take a time limit. The library calls no callbacks. fs_poll
+ *            returns events in the thread that calls it.
+ * Threads    Each function is marked. [any thread]: any thread may call it at any time. [client]: any thread may call
+ *            it, but only one thread at a time for the same client. Two clients share nothing.
+ * Polling    The library works for a client only inside calls for that client. A host that stops polling (a
+ *            breakpoint, a long load) keeps its jobs: the sidecar holds at most 48 KiB of text for each job. A job with
+ *            more text ends with FS_OVERLOADED.
+ * Errors     Most functions return an fs_status: FS_OK, or an error code of the protocol. fs_last_error returns a
+ *            sentence about the last failed call on the calling thread. A call that fails has changed nothing. An
+ *            error that occurs after the call arrives as an event. The library throws no C++ exceptions.
+ * Strings    Texts are UTF-8. A text for the library has a length in bytes, or FS_NUL_TERMINATED, and is copied before
+ *            the call returns. A text from the library ends with a NUL byte, which its length does not count.
+ * Structs    A struct that the caller fills begins with struct_size. Its _init function sets struct_size and every
+ *            default. New members are added at the end only, so programs built with an older header keep working.
+ * Numbers    Sizes are in bytes, times in seconds. Numbers of jobs and requests begin with 1; 0 means none.
  *
- * This header is C99, needs nothing at run time that is not exported, and can be read by LuaJIT's ffi.cdef after the
- * preprocessor. */
+ * This header is C99. After the preprocessor, LuaJIT's ffi.cdef can read it. */
 #ifndef FRAMESHARD_H
 #define FRAMESHARD_H
 
@@ -59,7 +61,7 @@ extern "C" {
 
 /* ---- status ---------------------------------------------------------------------------------------------------- */
 
-/* The protocol's error codes (bindings/PROTOCOL.md, "Errors"). A code that is not listed means FS_INTERNAL. */
+/* The protocol's error codes (bindings/PROTOCOL.md, "Errors"). Treat a code that is not listed as FS_INTERNAL. */
 typedef int32_t fs_status;
 enum {
     /* generated: statuses */
@@ -87,414 +89,428 @@ enum {
     /* end of statuses */
 };
 
-/* The protocol's name of a status, such as "budget_below_floor"; "ok" for FS_OK, "internal" for what is unknown.
- * The text is static. [any thread] */
+/* Returns the protocol's name of a status, such as "budget_below_floor"; "ok" for FS_OK, "internal" for an unknown
+ * status. The text is static. [any thread] */
 FS_API const char *fs_status_name(fs_status status);
 
-/* 1 if the same call may succeed later without a change, else 0. [any thread] */
+/* Returns 1 if the same call may succeed later without a change, else 0. [any thread] */
 FS_API int32_t fs_status_retriable(fs_status status);
 
-/* The sentence for the last call that failed on this thread; "" if none has. `length` may be NULL.
- * The text is the library's and lives until the next call of any function here on this thread. [any thread] */
+/* Returns a sentence about the last failed call on this thread; "" if no call has failed. Sets *length to its bytes;
+ * `length` may be NULL. The text is valid until this thread calls any function of this header. [any thread] */
 FS_API const char *fs_last_error(uint32_t *length);
 
 /* ---- version --------------------------------------------------------------------------------------------------- */
 
-/* FS_ABI_VERSION of the library that is loaded. It grows when something that was there changes its meaning; functions
- * and trailing struct fields are added without. [any thread] */
+/* Returns the FS_ABI_VERSION that the loaded library was built with. The version grows when an existing function or
+ * struct member changes its meaning. It does not grow when functions or struct members are added. [any thread] */
 FS_API uint32_t fs_abi_version(void);
 
-/* The protocol version that the library was written for; the sidecar must have it or a newer one. [any thread] */
+/* Returns the protocol version of the library. The sidecar must have the same version or a newer one. [any thread] */
 FS_API uint32_t fs_protocol_version(void);
 
-/* The library's own version, such as "0.1.0". The text is static. [any thread] */
+/* Returns the library's own version, such as "0.1.0". The text is static. [any thread] */
 FS_API const char *fs_version(void);
 
 /* ---- a client -------------------------------------------------------------------------------------------------- */
 
-/* A session with one sidecar. Made by fs_launch or fs_connect, ended by fs_close. */
+/* A session with one sidecar. fs_launch or fs_connect creates it, fs_close frees it. */
 typedef struct fs_client fs_client;
 
-/* How to start a sidecar. Texts are UTF-8 with a NUL at the end; NULL is the default. */
+/* Options of fs_launch. Texts are UTF-8 with a NUL at the end; NULL means the default. */
 typedef struct fs_launch_options {
     /* generated: fs_launch_options */
     /* Set by fs_launch_options_init. */
     uint32_t struct_size;
     /* Path of a GGUF file; the only option without a default. 1..4096 bytes. */
     const char *model;
-    /* `auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:
-       `emulated:25` copies 25e9 bytes/s at most. At most 256 bytes; NULL (default): auto. */
+    /* `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`.
+       For tests, `emulated:25` limits copies to 25e9 bytes/s. At most 256 bytes; NULL (default): auto. */
     const char *device;
-    /* All that the sidecar may hold in VRAM; 0: no limit. Default 0. */
+    /* Limit for all VRAM that the sidecar uses; 0: no limit. Default 0. */
     uint64_t vram_budget_bytes;
-    /* Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use.
-       1..16777216. Default 4096. */
+    /* Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only for the
+       tokens in the context. Range 1..16777216 tokens. Default 4096. */
     uint32_t n_ctx;
-    /* Jobs that run at once, each in a context of its own. 1..64. Default 4. */
+    /* Number of jobs that run at once, each in its own context. Range 1..64. Default 4. */
     uint32_t n_parallel;
-    /* Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many, and the
-       buffers for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and the
-       first 16 tokens of its answer, with a floor of about half of the budget at most (or that of 512, if it is
-       higher); without a budget 512. 0..65536. Default 512. */
+    /* Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
+       graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long
+       prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or the
+       floor with 512 if that is higher. Without a budget it chooses 512. Range 0..65536 tokens. Default 512. */
     uint32_t n_ubatch;
-    /* CPU threads; 0: half of the CPUs. 0..1024. Default 0. */
+    /* Number of CPU threads; 0: half of the CPUs. Range 0..1024. Default 0. */
     uint32_t n_threads;
-    /* A client whose connection is gone and that does not come back for so long loses its jobs. One that is
-       connected and silent (a breakpoint, a long load) keeps them. 0..1000000. Default 10. */
+    /* A client that stays disconnected for this long loses its jobs. A client that is connected but silent (a
+       breakpoint, a long load) keeps them. Range 0..1000000 s. Default 10. */
     double silent_s;
-    /* How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted. One of
-       ipc, tcp; NULL: the default, by system. */
+    /* How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are encrypted.
+       One of ipc, tcp; NULL: the default, by system. */
     const char *transport;
-    /* Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place. At most 4096 bytes;
-       NULL (default): none. */
+    /* Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses. At most
+       4096 bytes; NULL (default): not given. */
     const char *endpoint;
-    /* Where to leave what further clients need to connect, readable by this user only; without it, a fresh place.
-       Refused with `bad_argument` where it cannot be written. At most 4096 bytes; NULL (default): none. */
+    /* Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
+       sidecar chooses a path. Refused with `bad_argument` if it cannot be written. At most 4096 bytes; NULL
+       (default): not given. */
     const char *connect_file;
-    /* Python in which frameshard is installed. Default python3, from PATH. */
+    /* Command of the Python that has frameshard installed. Default: python3, from PATH. */
     const char *python;
-    /* The sidecar appends its log here. Default: standard error. */
+    /* Path of a file to which the sidecar appends its log. Default: standard error. */
     const char *log_file;
-    /* At most 64 bytes, for the sidecar's log. Default c. */
+    /* Name of the client in the sidecar's log, at most 64 bytes. Default c. */
     const char *client_name;
-    /* A JSON object with further fields of the sidecar's first line; they win. Default: none. */
+    /* A JSON object with further launch options; they take precedence over the others. Default: none. */
     const char *extra_json;
-    /* Path of the GGUF file that reads images for this model; empty: none. At most 4096 bytes; NULL (default):
-       none. */
+    /* Path of the GGUF file with the model's vision tower; empty: none. At most 4096 bytes; NULL (default): not
+       given. */
     const char *mmproj;
-    /* `stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only; NULL: the
-       default, planned. */
+    /* `planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget. One of
+       planned, stream_only; NULL: the default, planned. */
     const char *mode;
-    /* Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that
-       pays; `off`: never. One of auto, off; NULL: the default, auto. */
+    /* Speculative decoding. `auto`: repeated text is drafted by lookup, and several tokens are verified in one
+       graph, where that is faster. `off`: never. One of auto, off; NULL: the default, auto. */
     const char *speculate;
-    /* Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what does not
-       repeat, where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at most) in
-       host memory. Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or with
-       recurrent models. At most 4096 bytes; NULL (default): none. */
+    /* Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It drafts text
+       that does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at most 16,384
+       tokens) are in host memory. It is not loaded with `speculate` off, without a GPU, or with recurrent models.
+       At most 4096 bytes; NULL (default): not given. */
     const char *draft_model;
-    /* Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some
-       loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by it
-       on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16, q8_0, q4_0;
-       NULL: the default, f16. */
+    /* Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`, at some
+       loss of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32. On
+       NVIDIA GPUs the floor stays the same, because a prompt also needs one layer's whole context in 16 bits. One
+       of f16, q8_0, q4_0; NULL: the default, f16. */
     const char *kv_type;
-    /* Jobs of all clients that have not ended. 1..1024. Default 256. */
+    /* Maximum number of unfinished jobs of all clients. Range 1..1024. Default 256. */
     uint64_t max_jobs;
-    /* Jobs of one client that have not ended. 1..1024. Default 64. */
+    /* Maximum number of unfinished jobs of one client. Range 1..1024. Default 64. */
     uint64_t max_client_jobs;
-    /* Text kept for one job whose client does not read; beyond, the job fails. 0..49152. Default 49152. */
+    /* Maximum text kept for one job whose client does not read; with more, the job fails. Range 0..49152 bytes.
+       Default 49152. */
     uint64_t held_bytes;
-    /* An engine without work that does not answer for so long is replaced. 0..1000000. Default 5. */
+    /* An engine without work that does not answer for this long is replaced. Range 0..1000000 s. Default 5. */
     double hang_idle_s;
-    /* An engine with work that does not answer for so long is replaced. 0..1000000. Default 60. */
+    /* An engine with work that does not answer for this long is replaced. Range 0..1000000 s. Default 60. */
     double hang_busy_s;
-    /* An engine that loads and does not answer for so long is replaced. 0..1000000. Default 600. */
+    /* An engine that loads and does not answer for this long is replaced. Range 0..1000000 s. Default 600. */
     double hang_load_s;
-    /* An engine of which no thread runs for so long is stopped, and replaced whatever it does. 0..1000000. Default
-       5. */
+    /* An engine in which no thread answers for this long counts as stopped and is replaced. Range 0..1000000 s.
+       Default 5. */
     double hang_still_s;
-    /* Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after
-       which it is off for `off_pause_s`. 0..1000. Default 3. */
+    /* Number of engine deaths within `restart_window_s` that are followed by a restart; after one more, the engine
+       is off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the count again.
+       Range 0..1000. Default 3. */
     uint64_t restart_limit;
-    /* Span of time for `restart_limit`. 0..1000000. Default 300. */
+    /* Time span in which `restart_limit` counts deaths. Range 0..1000000 s. Default 300. */
     double restart_window_s;
-    /* Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last.
-       0..1000000. Default 1. */
+    /* How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.
+       Range 0..1000000 s. Default 1. */
     double off_pause_s;
-    /* The longest such pause. 0..1000000. Default 60. */
+    /* Maximum length of such a pause. Range 0..1000000 s. Default 60. */
     double off_pause_max_s;
     /* end of fs_launch_options */
 } fs_launch_options;
 
-/* Sets struct_size and every default; `struct_size` is sizeof(fs_launch_options). [any thread] */
+/* Sets struct_size and every default. Pass sizeof(fs_launch_options) as `struct_size`. [any thread] */
 FS_API void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 
-/* Starts a sidecar and a session with it. Returns at once: FS_EVENT_READY follows when the model is loaded, or
- * FS_EVENT_CLOSED with the reason (FS_MODEL_NOT_FOUND, FS_BAD_MODEL, FS_UNKNOWN_DEVICE, FS_BUDGET_BELOW_FLOOR, ...;
- * FS_ENGINE_DIED if the process ended before it could say one: text has its program, its exit status and what it wrote
- * last, such as that frameshard is not installed there). What is asked before that waits. The sidecar ends with the
- * client, and with this process however that ends.
- * FS_BAD_ARGUMENT for options that are wrong by themselves, FS_INTERNAL if the process cannot be started or log_file
- * cannot be opened.
- * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
+/* Starts a sidecar and a session with it. Returns at once. FS_EVENT_READY follows when the model is loaded. If the
+ * launch fails, FS_EVENT_CLOSED follows with a status such as FS_MODEL_NOT_FOUND, FS_BAD_MODEL, FS_UNKNOWN_DEVICE or
+ * FS_BUDGET_BELOW_FLOOR. If the process ended without an error report, for example because frameshard is not installed,
+ * the status is FS_ENGINE_DIED, and the event's text has the program, its exit status and its last output. Jobs and
+ * requests made before FS_EVENT_READY wait for it. The sidecar ends when the client is closed, or when this process
+ * ends in any way.
+ * Returns FS_BAD_ARGUMENT if an option is invalid, FS_INTERNAL if the process cannot be started or log_file cannot be
+ * opened. On success the caller owns *client and must close it with fs_close; on failure *client is NULL.
+ * [any thread] */
 FS_API fs_status fs_launch(const fs_launch_options *options, fs_client **client);
 
-/* Joins a sidecar that runs, by the path of its connect file (UTF-8, NUL at the end). `client_name` may be NULL.
- * Returns at once: FS_EVENT_READY follows, or FS_EVENT_CLOSED with FS_CONNECTION_LOST when nobody answers there, or
- * FS_VERSION_MISMATCH.
- * FS_CONNECTION_LOST if there is no such file, FS_BAD_ARGUMENT if it is no connect file.
- * On success *client is the caller's, to be given to fs_close; on failure it is NULL. [any thread] */
+/* Starts a session with a running sidecar. `connect_file` is the path of the sidecar's connect file (UTF-8, NUL at the
+ * end). `client_name` is for the sidecar's log and may be NULL. Returns at once. FS_EVENT_READY follows, or
+ * FS_EVENT_CLOSED with FS_CONNECTION_LOST if no sidecar answers, or with FS_VERSION_MISMATCH.
+ * Returns FS_CONNECTION_LOST if the file does not exist, FS_BAD_ARGUMENT if it is not a connect file. On success the
+ * caller owns *client and must close it with fs_close; on failure *client is NULL. [any thread] */
 FS_API fs_status fs_connect(const char *connect_file, const char *client_name, fs_client **client);
 
-/* Ends the session: its jobs are cancelled, and a launched sidecar ends. Frees the client and all texts that its events
- * point to. Waits at most `timeout_s` for the sidecar to take its leave, then kills it; 0 kills it at once. NULL is
- * allowed. [client] */
+/* Ends the session: its jobs are cancelled, and a sidecar started by fs_launch ends. Frees the client and all texts
+ * that its events point to. Waits at most `timeout_s` for a launched sidecar to end, then kills it; 0 kills it at once.
+ * `client` may be NULL. [client] */
 FS_API void fs_close(fs_client *client, double timeout_s);
 
-/* Where a client stands. */
+/* State of a client. */
 enum {
     FS_STATE_LOADING = 1, /* until FS_EVENT_READY */
     FS_STATE_READY = 2,
-    FS_STATE_CLOSED = 3 /* FS_EVENT_CLOSED has come or will with the next poll; every call now fails */
+    FS_STATE_CLOSED = 3 /* FS_EVENT_CLOSED was polled or is the next event; every call fails */
 };
 
-/* One of the above; 0 for NULL. [client] */
+/* Returns FS_STATE_...; 0 for NULL. [client] */
 FS_API int32_t fs_state(const fs_client *client);
 
-/* 1 if the sidecar supports `feature`, a name from PROTOCOL.md ("Features"); 0 if it does not, before FS_EVENT_READY, and
- * for NULL. A program asks before it uses what an older sidecar lacks. [client] */
+/* Returns 1 if the sidecar supports `feature`, a name from PROTOCOL.md ("Features"). Returns 0 if it does not, before
+ * FS_EVENT_READY, and for NULL. Call it before you use something that older sidecars lack. [client] */
 FS_API int32_t fs_has_feature(const fs_client *client, const char *feature);
 
-/* What is loaded. Texts live as long as the client. */
+/* The loaded model. Texts are valid until fs_close. */
 typedef struct fs_model {
     uint32_t struct_size; /* sizeof(fs_model), set by the caller */
-    uint32_t n_ctx;       /* tokens of one conversation */
-    uint32_t n_parallel;
-    uint32_t n_vocab;
-    uint32_t n_layer;
-    int32_t chat;         /* 1: has a chat template */
-    uint64_t floor_bytes; /* no VRAM budget below it is possible */
-    uint64_t full_bytes;  /* with it all weights are resident */
+    uint32_t n_ctx;       /* context length of one conversation, in tokens */
+    uint32_t n_parallel;  /* jobs that run at once */
+    uint32_t n_vocab;     /* tokens in the vocabulary */
+    uint32_t n_layer;     /* layers */
+    int32_t chat;         /* 1: the model has a chat template */
+    uint64_t floor_bytes; /* the smallest VRAM budget that the model can run in */
+    uint64_t full_bytes;  /* with this VRAM budget all weights are resident */
     const char *name;
     const char *arch;
     const char *device;
-    const char *plan_json;    /* placements and predicted times at the budget of the load, a JSON object */
-    uint64_t pid;             /* of the sidecar */
-    const char *connect_file; /* what fs_connect was given, or options.connect_file; "" if neither */
-    const char *vision;       /* the name of what reads images; "" where nothing does */
+    const char *plan_json;    /* JSON object: placements and predicted times at the budget of the launch */
+    uint64_t pid;             /* process id of the sidecar */
+    const char *connect_file; /* the path given to fs_connect or fs_launch_options.connect_file; "" if neither */
+    const char *vision;       /* name of the vision tower; "" if the model has none */
 } fs_model;
 
-/* Fills *model. FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
+/* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
 FS_API fs_status fs_get_model(const fs_client *client, fs_model *model);
 
 /* ---- jobs ------------------------------------------------------------------------------------------------------ */
 
 /* How tokens are chosen. In mode stream_only the same values, prompt and seed give the same text. In mode planned the
- * plan, speculative decoding and a restart of the engine may change it where two tokens are nearly as likely. */
+ * plan, speculative decoding and a restart of the engine may change the text where two tokens are almost equally
+ * likely. */
 typedef struct fs_sampling {
     /* generated: fs_sampling */
     /* Set by fs_sampling_init. */
     uint32_t struct_size;
-    /* Length of the answer at most. 1..1048576. Default 256. */
+    /* Maximum length of the answer in tokens. Range 1..1048576 tokens. Default 256. */
     int32_t max_tokens;
-    /* Only so many of the likeliest tokens; 0: off. 0..1048576. Default 40. */
+    /* Choose only among this many most likely tokens; 0: off. Range 0..1048576. Default 40. */
     int32_t top_k;
-    /* Of `stop`; at most 16. */
+    /* Number of strings in `stop`, at most 16. */
     uint32_t n_stop;
-    /* Randomness of the choice; 0: always the likeliest token. 0..5. Default 0.8. */
+    /* Randomness of the choice; 0: always the most likely token. Range 0..5. Default 0.8. */
     double temperature;
-    /* Only the likeliest tokens of so much probability; 1: off. 0..1. Default 0.95. */
+    /* Choose only among the most likely tokens whose probabilities add up to this value; 1: off. Range 0..1.
+       Default 0.95. */
     double top_p;
-    /* Only tokens of at least this share of the likeliest one's probability; 0: off. 0..1. Default 0.05. */
+    /* Choose only among tokens with at least this fraction of the highest probability; 0: off. Range 0..1. Default
+       0.05. */
     double min_p;
-    /* Makes tokens of the last ones less likely; 1: off. 0.5..2. Default 1. */
+    /* Above 1, tokens that occur among the last 64 become less likely; 1: off. Range 0.5..2. Default 1. */
     double repeat_penalty;
-    /* Seed of the random numbers; without it the sidecar draws one. 0..4294967295, or -1: not given. Default -1. */
+    /* Seed of the random numbers; without it the sidecar chooses one. Range 0..4294967295, or -1: not given.
+       Default -1. */
     int64_t seed;
-    /* The answer ends before any of these. Each of 1..256 bytes with a NUL at the end. */
+    /* Strings that end the answer; they are not part of it. Each has 1..256 bytes and a NUL at the end. */
     const char *const *stop;
-    /* A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off. At
-       most 65536 bytes; NULL (default): none. */
+    /* A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer early;
+       empty: off. At most 65536 bytes; NULL (default): not given. */
     const char *json_schema;
-    /* Taken from a token's logit for each time that it is among the last 64; 0: off. -2..2. Default 0. */
+    /* Subtracted from a token's logit for each time that the token occurs among the last 64; 0: off. Range -2..2.
+       Default 0. */
     double frequency_penalty;
-    /* Taken from a token's logit once if it is among the last 64; 0: off. -2..2. Default 0. */
+    /* Subtracted once from a token's logit if the token is among the last 64; 0: off. Range -2..2. Default 0. */
     double presence_penalty;
     /* end of fs_sampling */
 } fs_sampling;
 
-/* Sets struct_size and every default; `struct_size` is sizeof(fs_sampling). [any thread] */
+/* Sets struct_size and every default. Pass sizeof(fs_sampling) as `struct_size`. [any thread] */
 FS_API void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 
-/* What the bytes of an image are. */
+/* Format of an image. */
 enum {
     /* generated: ImageFormat */
     FS_IMAGE_ENCODED = 1, /* a PNG or JPEG file */
-    FS_IMAGE_RGB = 2,     /* rows of pixels from the top, 8 bits a channel */
-    FS_IMAGE_RGBA = 3,    /* the same; alpha is not looked at */
+    FS_IMAGE_RGB = 2,     /* rows of pixels from top to bottom, 8 bits a channel */
+    FS_IMAGE_RGBA = 3,    /* the same with an alpha channel, which is ignored */
     /* end of ImageFormat */
 };
 
-/* An image in the caller's memory, which is copied before the call returns. All fields count. */
+/* An image in the caller's memory. It is copied before the call returns. Set every member. */
 typedef struct fs_image {
     uint32_t format;  /* FS_IMAGE_... */
-    uint32_t width;   /* of pixels; 0 of an encoded image */
-    uint32_t height;  /* likewise; at most 16777216 pixels in all */
-    uint32_t stride;  /* bytes from one row to the next; 0: rows follow each other without a gap */
+    uint32_t width;   /* pixels; 0 if encoded */
+    uint32_t height;  /* pixels; 0 if encoded. width * height is at most 16777216 */
+    uint32_t stride;  /* bytes from the start of one row to the start of the next; 0: no gap between rows */
     const void *data; /* the first byte */
-    uint64_t size;    /* bytes, at most 67108864 */
+    uint64_t size;    /* bytes at `data`, at most 67108864 */
 } fs_image;
 
-/* What else a job may be given. */
+/* Options of a job. */
 typedef struct fs_job_options {
     uint32_t struct_size;        /* set by fs_job_options_init */
-    uint32_t window;             /* 1..256: events that may be under way before they are polled. Default 32 */
-    const char *conversation;    /* name of at most 128 bytes; NULL (default): none */
-    const char *system;          /* fs_ask only: the conversation's persona from now on; NULL (default): as it is */
+    uint32_t window;             /* maximum number of events that are sent but not polled yet. 1..256, default 32 */
+    const char *conversation;    /* name of the conversation, at most 128 bytes; NULL (default): none */
+    const char *system;          /* fs_ask only: sets the conversation's system text; NULL (default): unchanged */
     const fs_sampling *sampling; /* NULL (default): all defaults */
-    uint64_t timeline;           /* comes back in each event: a game that loads a save counts it up, and can tell
-                                    tokens that were meant for another past. Default 0 */
-    const fs_image *images;      /* stand before the question, the last message or the prompt; for models that see
-                                    (fs_model.vision). NULL (default): none */
-    uint32_t n_images;           /* of images; at most 8 */
+    uint64_t timeline;           /* a number that each event of the job repeats. A game that increases it when a save is
+                                    loaded can discard events from before the load. Default 0 */
+    const fs_image *images;      /* placed before the question, the last message or the prompt. The model needs a
+                                    vision tower (fs_model.vision). NULL (default): none */
+    uint32_t n_images;           /* number of `images`, at most 8 */
     uint32_t reserved;           /* 0 */
 } fs_job_options;
 
-/* Sets struct_size and every default; `struct_size` is sizeof(fs_job_options). [any thread] */
+/* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
 FS_API void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 
 /* One message of a chat. */
 typedef struct fs_message {
     const char *role;       /* "system", "user" or "assistant" */
     const char *content;    /* at most 65536 bytes */
-    int32_t content_length; /* or FS_NUL_TERMINATED */
+    int32_t content_length; /* bytes, or FS_NUL_TERMINATED */
     int32_t reserved;       /* 0 */
 } fs_message;
 
-/* Says `text` to the model. With options->conversation, what was said in it before belongs to the prompt: questions, and
- * answers as far as they were polled. Questions of one conversation are answered one after the other; its oldest
- * exchanges are forgotten when the context is full. `options` and `job` may be NULL.
- * The job's events follow: FS_EVENT_STARTED, FS_EVENT_TEXT..., then exactly one of FS_EVENT_DONE, FS_EVENT_FAILED and
- * FS_EVENT_CANCELLED. FS_BAD_ARGUMENT, FS_CONNECTION_LOST when the client is closed. [client] */
+/* Starts a job that answers `text`, which has `text_length` bytes. With options->conversation, the prompt also contains
+ * the earlier questions of the conversation and the parts of their answers that were polled. Questions of one
+ * conversation are answered one after the other. When the context is full, its oldest questions and answers are
+ * dropped. Sets *job to the number of the job. `options` and `job` may be NULL.
+ * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
+ * FS_EVENT_FAILED and FS_EVENT_CANCELLED. A job that ends early may have no FS_EVENT_STARTED.
+ * Returns FS_BAD_ARGUMENT if an argument is invalid, FS_CONNECTION_LOST if the client is closed. [client] */
 FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
                         uint64_t *job);
 
-/* Like fs_ask for callers that keep the history themselves: `messages` is the whole prompt. A conversation only names
- * what the engine should keep in its cache, so that a prompt which begins as the last one did is read faster.
- * [client] */
+/* Like fs_ask, for callers that keep the history themselves: `messages` is the whole prompt. options->conversation only
+ * names the KV cache to keep, so that a later prompt that begins with the same messages is computed faster. [client] */
 FS_API fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages,
                          const fs_job_options *options, uint64_t *job);
 
-/* Completes `prompt`, without a chat template. [client] */
+/* Like fs_ask, but the model continues `prompt`, which has `prompt_length` bytes, without a chat template. [client] */
 FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length,
                              const fs_job_options *options, uint64_t *job);
 
-/* Ends a job early; FS_EVENT_CANCELLED follows, unless another end came first. FS_UNKNOWN_JOB if its last event has been
- * polled or it never was. [client] */
+/* Ends a job early. FS_EVENT_CANCELLED follows, unless the job has ended otherwise before. Returns FS_UNKNOWN_JOB if
+ * the job's last event was polled already, or if there never was such a job. [client] */
 FS_API fs_status fs_cancel(fs_client *client, uint64_t job);
 
-/* Clears the history of a conversation of fs_ask, after the questions that were asked before. The system text stays.
- * [client] */
+/* Clears the history of a conversation of fs_ask, once the questions asked before this call are answered. The system
+ * text stays. [client] */
 FS_API fs_status fs_forget(fs_client *client, const char *conversation);
 
 /* ---- VRAM and figures ------------------------------------------------------------------------------------------ */
 
-/* Where a lease may stand. */
+/* State of a lease. */
 enum {
     /* generated: LeaseState */
     FS_LEASE_ACTIVE = 1,
-    FS_LEASE_PARKED = 2,     /* the KV cache is in host memory, no weights are in VRAM: the driver's context is left */
-    FS_LEASE_HIBERNATED = 3, /* the engine process has ended: no VRAM at all. Conversations go on with the next lease */
+    FS_LEASE_PARKED = 2,     /* only the driver's context is in VRAM; the KV cache is in host memory */
+    FS_LEASE_HIBERNATED = 3, /* the engine process has ended and no VRAM is used. Conversations are kept */
     /* end of LeaseState */
 };
 
-/* What the host proposes. */
+/* A lease that the host proposes. */
 typedef struct fs_lease {
     /* generated: fs_lease */
     /* Set by fs_lease_init. */
     uint32_t struct_size;
-    /* `parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process. FS_LEASE_...
-       Default FS_LEASE_ACTIVE. */
+    /* `parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is
+       used. FS_LEASE_... Default FS_LEASE_ACTIVE. */
     int32_t state;
-    /* All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to. */
+    /* Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it
+       is active again. */
     uint64_t vram_budget_bytes;
-    /* What the sidecar keeps while it is idle; 0: it gives nothing back on its own. Default 0. */
+    /* A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. Default
+       0. */
     uint64_t floor_bytes;
-    /* Refused with `stale_lease` unless it is above the one in force; 0: the last word counts. Default 0. */
+    /* Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0:
+       never refused for its version. Default 0. */
     uint64_t version;
-    /* Deadline of the release. 0.001..60. Default 5. */
+    /* Time that the sidecar has to release the VRAM above the budget. Range 0.001..60 s. Default 5. */
     double timeout_s;
-    /* For the sidecar's log. At most 64 bytes; NULL (default): none. */
+    /* Text for the sidecar's log. At most 64 bytes; NULL (default): not given. */
     const char *reason;
     /* end of fs_lease */
 } fs_lease;
 
-/* Sets struct_size and every default; `struct_size` is sizeof(fs_lease). [any thread] */
+/* Sets struct_size and every default. Pass sizeof(fs_lease) as `struct_size`. [any thread] */
 FS_API void fs_lease_init(fs_lease *lease, uint32_t struct_size);
 
-/* Proposes a lease. Jobs go on, at the rate that it allows. Three events follow: FS_EVENT_LEASE (what was decided),
- * FS_EVENT_BUDGET_RELEASED when the memory is given back, FS_EVENT_BUDGET_OBSERVED. Or FS_EVENT_REFUSED, also after the
- * first: FS_BUDGET_BELOW_FLOOR (nothing changes; event.floor_bytes), FS_STALE_LEASE (nothing changes), FS_ENGINE_DIED,
- * FS_DEADLINE_MISSED (stays in force). `request` may be NULL. [client] */
+/* Proposes a lease. Jobs continue, at the rate that the lease allows. Three events follow: FS_EVENT_LEASE with the
+ * decision, FS_EVENT_BUDGET_RELEASED when the VRAM is released, and FS_EVENT_BUDGET_OBSERVED with the driver's count.
+ * Instead of these, or after FS_EVENT_LEASE, FS_EVENT_REFUSED may follow. Its status is FS_BUDGET_BELOW_FLOOR (nothing
+ * changes; event.floor_bytes is the floor), FS_STALE_LEASE (nothing changes), FS_ENGINE_DIED, or FS_DEADLINE_MISSED
+ * (the new lease stays in force). Sets *request to the number of the request; `request` may be NULL. [client] */
 FS_API fs_status fs_set_lease(fs_client *client, const fs_lease *lease, uint64_t *request);
 
-/* fs_set_lease with nothing but a budget and a deadline. [client] */
+/* fs_set_lease with this budget and deadline, and defaults for the rest. [client] */
 FS_API fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request);
 
-/* Asks for the lease in force and its bounds: FS_EVENT_BUDGET follows. [client] */
+/* Asks for the lease in force, the floor and the VRAM in use. FS_EVENT_BUDGET follows. [client] */
 FS_API fs_status fs_get_budget(fs_client *client, uint64_t *request);
 
-/* Asks for the figures of this moment: FS_EVENT_STATS follows. [client] */
+/* Asks for the current figures of the sidecar. FS_EVENT_STATS follows. [client] */
 FS_API fs_status fs_get_stats(fs_client *client, uint64_t *request);
 
-/* Asks what the device has and what the model needs: FS_EVENT_CAPS follows. [client] */
+/* Asks how much VRAM the device has and the model needs. FS_EVENT_CAPS follows. [client] */
 FS_API fs_status fs_get_caps(fs_client *client, uint64_t *request);
 
-/* Asks how fast the model would be at a budget, for a prompt of so many tokens (1..1048576), changing nothing:
+/* Asks how fast the model would be at a VRAM budget, with a prompt of `prompt_tokens` (1..1048576). Changes nothing.
  * FS_EVENT_PLAN follows. [client] */
 FS_API fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 
-/* Ends the sidecar for all its clients, also one that was not launched by this one. FS_EVENT_CLOSED follows. [client] */
+/* Ends the sidecar for all its clients, even if another program has launched it. FS_EVENT_CLOSED follows. [client] */
 FS_API fs_status fs_shutdown(fs_client *client);
 
 /* ---- sharing the GPU with frames ------------------------------------------------------------------------------- */
 
-/* Whose work comes first. */
+/* How the GPU is shared between the host's frames and the sidecar. */
 enum {
     /* generated: SchedulingMode */
-    FS_PRIORITIZE_GRAPHICS = 1, /* use only what the frames leave */
-    FS_BALANCE = 2,             /* some more, as long as they keep their time. What a sidecar begins with */
-    FS_PRIORITIZE_COMPUTE = 3,  /* take no notice of frames */
+    FS_PRIORITIZE_GRAPHICS = 1, /* the sidecar uses only the GPU time that frames leave free */
+    FS_BALANCE = 2,             /* it uses more, as long as frames stay within their target time. The default */
+    FS_PRIORITIZE_COMPUTE = 3,  /* it ignores frames */
     /* end of SchedulingMode */
 };
 
-/* How the GPU is shared with the frames that a frame block tells of. `target_tokens_per_second` is a limit for all jobs
- * together, 0.1 to 10000; 0: as fast as they can. The last word counts, whichever client says it. FS_EVENT_REFUSED
- * follows if it is refused, else nothing. `request` may be NULL. [client] */
+/* Sets how the GPU is shared with the frames in the frame block. `scheduling_mode` is one of the above.
+ * `target_tokens_per_second` limits all jobs together, 0.1 to 10000; 0: no limit. The newest call of any client counts.
+ * If the sidecar refuses, FS_EVENT_REFUSED follows; otherwise no event does. `request` may be NULL. [client] */
 FS_API fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second,
                                uint64_t *request);
 
-/* Asks where the sidecar's frame block is: FS_EVENT_FRAME_BLOCK follows, with the path for fs_frame_block_open.
- * [client] */
+/* Asks for the path of the sidecar's frame block, for fs_frame_block_open. FS_EVENT_FRAME_BLOCK follows. [client] */
 FS_API fs_status fs_get_frame_block(fs_client *client, uint64_t *request);
 
-/* A page of shared memory in which the host tells the sidecar when it draws, each frame. It belongs to no client: the thread that
- * draws may write it while another polls. In the functions below, [block] is: any thread, one at a time for a block.
- * None of them waits, allocates or makes a system call but the first two. One process writes a sidecar's page. */
+/* The frame block: a page of shared memory in which the host tells the sidecar when each frame begins. It is
+ * independent of clients: the render thread may write it while another thread polls. [block] means: any thread may call
+ * the function, but only one at a time for the same block. Apart from fs_frame_block_open and fs_frame_block_close,
+ * these functions never wait, allocate or make a system call. Only one process may write a sidecar's frame block. */
 typedef struct fs_frame_block fs_frame_block;
 
-/* Maps the page at `path` (UTF-8, NUL at the end). `target_frame_s` is the time that a frame should take, such as
- * 1.0 / 60. FS_BAD_ARGUMENT if it is no frame block of a version that the library knows.
- * On success *block is the caller's, to be given to fs_frame_block_close; on failure it is NULL. [any thread] */
+/* Maps the frame block at `path` (UTF-8, NUL at the end). `target_frame_s` is the time that a frame should take, such
+ * as 1.0 / 60. Returns FS_BAD_ARGUMENT if the file is not a frame block of a known version. On success the caller owns
+ * *block and must close it with fs_frame_block_close; on failure *block is NULL. [any thread] */
 FS_API fs_status fs_frame_block_open(const char *path, double target_frame_s, fs_frame_block **block);
 
-/* Unmaps the page; the sidecar takes no more notice of frames 0.1 s later. NULL is allowed. [block] */
+/* Unmaps and frees the block. The sidecar ignores its frames 0.1 s later. `block` may be NULL. [block] */
 FS_API void fs_frame_block_close(fs_frame_block *block);
 
-/* A frame begins now; the time since the last one began is that frame's time. Once a frame is enough. [block] */
+/* Call it at the start of each frame. The time since the previous call is the time of the previous frame. [block] */
 FS_API fs_status fs_frame_begin(fs_frame_block *block);
 
-/* So long the frame has kept the GPU busy, where the host measures it; the next ones are expected to do the same.
- * Told to the sidecar with the next fs_frame_begin. [block] */
+/* Optional: how long the frame kept the GPU busy, in seconds, if the host measures it. The sidecar expects the same of
+ * the next frames. It sees the value after the next fs_frame_begin. [block] */
 FS_API fs_status fs_frame_end(fs_frame_block *block, double gpu_busy_s);
 
-/* Nothing that matters is drawn until the next fs_frame_begin (a menu, alt-tab, loading): the sidecar may use all of the
- * GPU. [block] */
+/* Lets the sidecar use the whole GPU until the next fs_frame_begin. For menus, loading screens and a game in the
+ * background. [block] */
 FS_API fs_status fs_frame_idle(fs_frame_block *block);
 
-/* fs_set_budget without a message: taken between two steps of the computation that runs. *generation is what
- * fs_frame_answer will name; it may be NULL. [block] */
+/* Like fs_set_budget, but faster: the sidecar sees the budget between two steps of the computation that runs. Sets
+ * *generation to the number by which fs_frame_answer refers to this budget; `generation` may be NULL. [block] */
 FS_API fs_status fs_frame_set_budget(fs_frame_block *block, uint64_t vram_budget_bytes, uint64_t *generation);
 
-/* What the sidecar says of budgets in the page. */
+/* The sidecar's answers to fs_frame_set_budget. */
 typedef struct fs_frame_answer {
     uint32_t struct_size;        /* sizeof(fs_frame_answer), set by the caller */
     uint32_t reserved;           /* 0 */
-    uint64_t applied_generation; /* this budget is in force and what did not fit is released */
-    uint64_t refused_generation; /* this one was below the floor */
-    uint64_t budget_bytes;       /* in force */
-    uint64_t used_bytes;         /* held, by the sidecar's own count */
-    uint64_t floor_bytes;        /* no budget below it is possible */
+    uint64_t applied_generation; /* the newest budget that is in force, with the VRAM above it released */
+    uint64_t refused_generation; /* the newest budget that was refused, because it was below the floor */
+    uint64_t budget_bytes;       /* VRAM budget in force */
+    uint64_t used_bytes;         /* VRAM that the sidecar uses, by its own count */
+    uint64_t floor_bytes;        /* the smallest VRAM budget that the model can run in */
 } fs_frame_answer;
 
 /* Fills *answer. [block] */
@@ -502,180 +518,208 @@ FS_API fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answe
 
 /* ---- events ---------------------------------------------------------------------------------------------------- */
 
+/* Kinds of events. Each comment lists the members of fs_event that the kind sets, besides `type`. */
 enum {
-    FS_EVENT_READY = 1,     /* the model is loaded; text: its name, detail: the protocol's ModelInfo */
-    FS_EVENT_STARTED = 2,   /* job, n_prompt */
-    FS_EVENT_TEXT = 3,      /* job, text: more of the answer, never cut within a character; tokens */
-    FS_EVENT_DONE = 4,      /* job, reason, n_prompt, n_generated, prefill_s, decode_s */
-    FS_EVENT_FAILED = 5,    /* job, status, text: why, detail. The text so far stands. Also of what was asked before a
-                               launch that failed, and when the sidecar is lost */
-    FS_EVENT_CANCELLED = 6, /* job */
-    FS_EVENT_BUDGET_RELEASED =
-        7, /* request, budget_bytes, used_bytes, seconds: released, exact by the sidecar's count */
-    FS_EVENT_BUDGET_OBSERVED = 8, /* request, observed_bytes, seconds: what the driver counts */
-    FS_EVENT_BUDGET = 9,          /* request, lease_state, version, budget_bytes, floor_bytes, full_bytes, used_bytes,
-                                     wanted_bytes: what the sidecar would like to have now */
-    FS_EVENT_STATS = 10,          /* request, detail: {"broker": BrokerStats, "engine": {...} or null} */
-    FS_EVENT_REFUSED = 11,        /* request, status, text: why, detail; floor_bytes with FS_BUDGET_BELOW_FLOOR */
-    FS_EVENT_ENGINE = 12,         /* engine_state, restarts; status, text and detail if it is off, which need not be
-                                     the end: it may come back. Jobs go on by themselves
-                                     after a restart */
-    FS_EVENT_CLOSED = 13, /* the last event of all: status, text and detail say why. All jobs have ended before */
-    FS_EVENT_LEASE = 14,  /* request, decision, budget_bytes (reached by the deadline), seconds (until all of it is
-                             reached, as predicted), version */
-    FS_EVENT_NOTICE = 15, /* unasked: notice, budget_bytes, seconds, text: a sentence */
-    FS_EVENT_CAPS = 16,   /* request, text: the device; total_bytes, free_bytes, floor_bytes, full_bytes; detail: the
-                             protocol's caps_and_requirements */
-    FS_EVENT_PLAN = 17,   /* request, budget_bytes, fits, ttft_s, tokens_per_second, resident_bytes, streamed_bytes,
-                             cpu_bytes */
-    FS_EVENT_FRAME_BLOCK = 18, /* request, text: the path */
-    FS_EVENT_PROGRESS = 19     /* job, phase, done, total; only of a job with images, between its first event and its
-                                  last, for a progress bar */
+    /* The model is loaded. text: its name; floor_bytes, full_bytes; detail: the protocol's ModelInfo. */
+    FS_EVENT_READY = 1,
+    /* The job has started to run. job, timeline, n_prompt. */
+    FS_EVENT_STARTED = 2,
+    /* The next part of the answer. job, timeline, text, tokens. The text never ends within a UTF-8 character. */
+    FS_EVENT_TEXT = 3,
+    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, prefill_s, decode_s. */
+    FS_EVENT_DONE = 4,
+    /* The job has failed; text sent before stays valid. job, timeline, status, text: the reason; detail. Also sent for
+       jobs that wait when the launch fails, and for open jobs when the connection to the sidecar is lost. */
+    FS_EVENT_FAILED = 5,
+    /* The job was cancelled. job, timeline. */
+    FS_EVENT_CANCELLED = 6,
+    /* The sidecar has released VRAM down to the budget. request, budget_bytes, used_bytes, seconds. */
+    FS_EVENT_BUDGET_RELEASED = 7,
+    /* The VRAM that the driver counts after the release. request, observed_bytes, seconds. */
+    FS_EVENT_BUDGET_OBSERVED = 8,
+    /* Answer to fs_get_budget. request, lease_state, version, budget_bytes, floor_bytes, full_bytes, used_bytes,
+       wanted_bytes. */
+    FS_EVENT_BUDGET = 9,
+    /* Answer to fs_get_stats. request, detail: {"broker": BrokerStats, "engine": {...} or null}. */
+    FS_EVENT_STATS = 10,
+    /* The sidecar has refused a request. request, status, text: the reason; detail; floor_bytes if the status is
+       FS_BUDGET_BELOW_FLOOR. */
+    FS_EVENT_REFUSED = 11,
+    /* The engine process has changed its state. engine_state, restarts; status, text and detail if it is off. An engine
+       that is off may come back. After a restart, jobs continue on their own. */
+    FS_EVENT_ENGINE = 12,
+    /* The client is closed. This is its last event; its jobs have ended before. status, text: the reason; detail. */
+    FS_EVENT_CLOSED = 13,
+    /* The decision about a lease. request, decision, budget_bytes, seconds, version. */
+    FS_EVENT_LEASE = 14,
+    /* News from the sidecar that answers no request. notice, budget_bytes, seconds, text: a sentence. */
+    FS_EVENT_NOTICE = 15,
+    /* Answer to fs_get_caps. request, text: name of the device; total_bytes, free_bytes, floor_bytes, full_bytes;
+       detail: the protocol's caps_and_requirements. */
+    FS_EVENT_CAPS = 16,
+    /* Answer to fs_get_plan. request, budget_bytes, fits, ttft_s, tokens_per_second, resident_bytes, streamed_bytes,
+       cpu_bytes. */
+    FS_EVENT_PLAN = 17,
+    /* Answer to fs_get_frame_block. request, text: the path. */
+    FS_EVENT_FRAME_BLOCK = 18,
+    /* Progress of a job with images, for a progress bar, before its first text. job, timeline, phase, done, total. */
+    FS_EVENT_PROGRESS = 19
 };
 
+/* Why an answer is complete. */
 enum {
     /* generated: Reason */
-    FS_REASON_STOP = 1,
-    FS_REASON_LENGTH = 2,
+    FS_REASON_STOP = 1,   /* the model ended the answer, or a stop string came */
+    FS_REASON_LENGTH = 2, /* max_tokens was reached */
     /* end of Reason */
 };
+/* State of the engine process. */
 enum {
     /* generated: EngineState */
     FS_ENGINE_LOADING = 1,
     FS_ENGINE_READY = 2,
     FS_ENGINE_RESTARTING = 3,
-    FS_ENGINE_OFF = 4,
-    FS_ENGINE_HIBERNATED = 5,
+    FS_ENGINE_OFF = 4,        /* it keeps dying; the sidecar tries it again after a pause */
+    FS_ENGINE_HIBERNATED = 5, /* it has ended, as the lease asked */
     /* end of EngineState */
 };
-/* images are encoded; the prompt is read */
+/* What a job with images does before its first token. */
 enum {
     /* generated: Phase */
-    FS_PHASE_ENCODE = 1,
-    FS_PHASE_PREFILL = 2,
+    FS_PHASE_ENCODE = 1,  /* images are encoded */
+    FS_PHASE_PREFILL = 2, /* the prompt is computed */
     /* end of Phase */
 };
+/* The decision about a lease. */
 enum {
     /* generated: Decision */
     FS_DECISION_GRANTED = 1,
-    FS_DECISION_PARTIAL = 2,
+    FS_DECISION_PARTIAL = 2, /* only a part of the VRAM can be released by the deadline */
     /* end of Decision */
 };
 
-/* What a notice is about. A kind that is not listed may be ignored. */
+/* Kinds of notices. Ignore a kind that is not listed. */
 enum {
     /* generated: NoticeKind */
-    FS_NOTICE_WANTS = 1,         /* the sidecar would like to have budget_bytes: jobs wait or are slow */
-    FS_NOTICE_GIVES_BACK = 2,    /* it has gone down to budget_bytes, as the lease's floor allows it to */
-    FS_NOTICE_LATE = 3,          /* a release takes `seconds` longer than predicted */
-    FS_NOTICE_PRESSURE = 4,      /* the device has less memory than the lease grants */
-    FS_NOTICE_OTHER_PROCESS = 5, /* another program holds memory that the lease grants */
+    FS_NOTICE_WANTS = 1,         /* jobs are open; a budget of budget_bytes would make them faster */
+    FS_NOTICE_GIVES_BACK = 2,    /* the sidecar changed its own limit: down while idle, up with a job */
+    FS_NOTICE_LATE = 3,          /* a release will miss its deadline; it needs about `seconds` */
+    FS_NOTICE_PRESSURE = 4,      /* the device has less free VRAM than the lease grants */
+    FS_NOTICE_OTHER_PROCESS = 5, /* another process uses VRAM that the lease grants */
     FS_NOTICE_STATE = 6,         /* the lease has changed its state */
     /* end of NoticeKind */
 };
 
-/* One event. Fields that its type does not name are 0, texts "". */
+/* One event. Members that its kind does not set are 0, or "" for texts. */
 typedef struct fs_event {
     /* generated: fs_event */
     /* FS_EVENT_... */
     uint32_t type;
-    /* FS_OK, or what went wrong. */
+    /* FS_OK, or the error. */
     fs_status status;
-    /* As fs_ask, fs_chat or fs_complete gave it. */
+    /* Number of the job, from fs_ask, fs_chat or fs_complete. 0: the event belongs to no job. */
     uint64_t job;
-    /* As the function that asked gave it. */
+    /* Number of the request, from the function that made it. 0: the event answers no request. */
     uint64_t request;
-    /* The job's. */
+    /* The `timeline` of the job's fs_job_options. */
     uint64_t timeline;
-    /* Valid until the next fs_poll or fs_close of this client. */
+    /* UTF-8 with a NUL at the end. Valid until the next fs_poll or fs_close of this client. */
     const char *text;
-    /* A JSON object, or empty; likewise. */
+    /* A JSON object, or empty. Valid as long as `text`. */
     const char *detail;
-    /* Bytes. */
+    /* Length of `text` in bytes, without the NUL. */
     uint32_t text_length;
-    /* Bytes. */
+    /* Length of `detail` in bytes, without the NUL. */
     uint32_t detail_length;
-    /* Since the last delta, those without text of their own included. */
+    /* Number of tokens since the last delta, including tokens that gave no text. */
     uint32_t tokens;
-    /* The model ended or a stop string came (`stop`), or `max_tokens` were reached (`length`). FS_REASON_..., 0: a
-       word of a newer sidecar. */
+    /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached.
+       FS_REASON_..., or 0 for a value that this library does not know. */
     uint32_t reason;
-    /* Length of the prompt. */
+    /* Length of the prompt in tokens. */
     uint32_t n_prompt;
-    /* Length of the answer. */
+    /* Length of the answer in tokens. */
     uint32_t n_generated;
-    /* New state of the engine process. FS_ENGINE_..., 0: a word of a newer sidecar. */
+    /* New state of the engine process. FS_ENGINE_..., or 0 for a value that this library does not know. */
     uint32_t engine_state;
-    /* Restarts of the engine since the launch. */
+    /* Number of restarts of the engine since the launch. */
     uint32_t restarts;
-    /* BUDGET_RELEASED: in force now; parked or hibernated: to come back to. BUDGET: in force; 0: no limit. LEASE:
-       reached by the deadline. NOTICE: of `other_process` what that one holds (0: not known), of the others a
-       budget. PLAN: as asked. */
+    /* FS_EVENT_BUDGET_RELEASED: VRAM budget in force; if parked or hibernated, the budget to use once active
+       again.
+       FS_EVENT_BUDGET: VRAM budget in force; 0: no limit.
+       FS_EVENT_LEASE: VRAM budget that will be reached by the deadline.
+       FS_EVENT_NOTICE: For `other_process`: VRAM that the other process uses (0: unknown). For other kinds: a VRAM
+       budget.
+       FS_EVENT_PLAN: The VRAM budget that was asked about. */
     uint64_t budget_bytes;
-    /* What the sidecar holds, exact by its own count. */
+    /* VRAM that the sidecar uses, by its own exact count. */
     uint64_t used_bytes;
-    /* No VRAM budget below it is possible. */
+    /* The smallest VRAM budget that the model can run in. */
     uint64_t floor_bytes;
-    /* With this budget all weights are resident. */
+    /* With this VRAM budget all weights are resident. */
     uint64_t full_bytes;
-    /* What the driver counts for the engine process; missing where it does not tell. -1: not told. */
+    /* VRAM of the engine process as the driver counts it; missing if the driver does not report it. -1 if missing. */
     int64_t observed_bytes;
-    /* BUDGET_RELEASED, BUDGET_OBSERVED: since the engine was asked. LEASE: until all of it is reached, predicted;
-       0: at once, or nothing was measured yet. NOTICE: of `late` until all is released, predicted; of `state` how
-       long the change took; else 0. */
+    /* FS_EVENT_BUDGET_RELEASED, FS_EVENT_BUDGET_OBSERVED: Time since the engine was asked.
+       FS_EVENT_LEASE: Predicted time until the release is complete; 0: it is immediate, or nothing was measured
+       yet.
+       FS_EVENT_NOTICE: For `late`: predicted time until the release is complete. For `state`: how long the change
+       took. Else 0. */
     double seconds;
-    /* From the start of the prompt to the first token. */
+    /* Time from the start of the prefill to the first token. */
     double prefill_s;
-    /* From the first token to the end. */
+    /* Time from the first token to the end of the answer. */
     double decode_s;
-    /* `partial`: the deadline is too short for all of it. FS_DECISION_..., 0: a word of a newer sidecar. */
+    /* `granted`, or `partial`: only a part of the VRAM can be released by the deadline. FS_DECISION_..., or 0 for
+       a value that this library does not know. */
     uint32_t decision;
-    /* State of the lease. FS_LEASE_..., 0: a word of a newer sidecar. */
+    /* State of the lease. FS_LEASE_..., or 0 for a value that this library does not know. */
     uint32_t lease_state;
-    /* What the notice is about. FS_NOTICE_..., 0: a word of a newer sidecar. */
+    /* What the notice is about. FS_NOTICE_..., or 0 for a value that this library does not know. */
     uint32_t notice;
-    /* False: below the floor. The predictions are missing then and the sizes 0. */
+    /* False if the budget is below the floor; then the predictions are missing and the sizes are 0. */
     int32_t fits;
-    /* Version of the lease in force; 0: none was given. */
+    /* Version of the lease in force; 0: it has none. */
     uint64_t version;
-    /* What the sidecar would like: `full_bytes` while jobs are open and the budget is below it, else what it
-       holds. */
+    /* VRAM that the sidecar would like to have: `full_bytes` while jobs are open and the budget is lower, else
+       what it uses. */
     uint64_t wanted_bytes;
-    /* VRAM of the device; missing where the system does not tell. -1: not told. */
+    /* VRAM of the device; missing if the system does not report it. -1 if missing. */
     int64_t total_bytes;
-    /* Free VRAM of the device when last looked at; missing where the system does not tell. -1: not told. */
+    /* Free VRAM of the device at the last look; missing if the system does not report it. -1 if missing. */
     int64_t free_bytes;
-    /* Time to the first token of a prompt. 0: not told. */
+    /* Time to first token: from the request to the first token of the answer. 0 if missing. */
     double ttft_s;
-    /* Rate of decoding, of one job. 0: not told. */
+    /* Rate at which one job generates tokens. 0 if missing. */
     double tokens_per_second;
     /* Weights that stay in VRAM. */
     uint64_t resident_bytes;
-    /* Weights that are copied to the device for each token. */
+    /* Weights that are copied to VRAM for each token. */
     uint64_t streamed_bytes;
-    /* Weights that the CPU computes with. */
+    /* Weights of the shards that the CPU computes. */
     uint64_t cpu_bytes;
-    /* Images are encoded, or the prompt is read. FS_PHASE_..., 0: a word of a newer sidecar. */
+    /* `encode`: images are encoded. `prefill`: the prompt is computed. FS_PHASE_..., or 0 for a value that this
+       library does not know. */
     uint32_t phase;
-    /* Images, or tokens of the prompt. */
+    /* Number of images encoded, or of prompt tokens computed. */
     uint32_t done;
-    /* Images (more where a model cuts one into tiles), or tokens of the prompt. */
+    /* Number of images to encode (higher if the model cuts images into tiles), or of prompt tokens. */
     uint32_t total;
-    /* 0. */
+    /* Always 0. */
     uint32_t reserved;
     /* end of fs_event */
 } fs_event;
 
-/* Takes at most `capacity` events, oldest first, into `events`, and does all work that is due for the client. Never
- * waits; with nothing pending it costs about as much as one look at the clock and allocates nothing.
- * `event_size` is sizeof(fs_event). Texts of the last call's events are invalid from now on. A program that does not
- * poll loses nothing: the sidecar holds back, as for any slow reader.
- * Returns the number of events, 0 to `capacity`, or -FS_BAD_ARGUMENT. [client] */
+/* Does all work that is due for the client, and writes at most `capacity` events to `events`, oldest first. Pass
+ * sizeof(fs_event) as `event_size`. Texts of earlier events become invalid. Never waits. With nothing to do it
+ * allocates nothing and costs about as much as reading the clock. While a program does not poll, the sidecar keeps the
+ * events (see "Polling" above).
+ * Returns the number of events, 0 to `capacity`, or -FS_BAD_ARGUMENT if an argument is invalid. [client] */
 FS_API int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 
-/* For programs that have nothing else to do: waits until fs_poll has something, at most `timeout_s`, and does all other
- * work that is due for the client. It takes next to no CPU time. Returns 1 if there is something, else 0. When
- * FS_EVENT_CLOSED has been polled nothing will come any more: it then returns 0 after 0.05 s at most. [client] */
+/* For programs that have nothing else to do. Waits at most `timeout_s` until fs_poll has an event, and does all other
+ * work that is due for the client. Uses almost no CPU time. Returns 1 if there is an event, else 0. After
+ * FS_EVENT_CLOSED was polled it returns 0 after at most 0.05 s. [client] */
 FS_API int32_t fs_wait(fs_client *client, double timeout_s);
 
 #ifdef __cplusplus

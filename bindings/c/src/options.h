@@ -7,7 +7,7 @@
 
 namespace frameshard_core {
 
-/* The fields that a struct stands for, without those that have their default. Wrong ones are refused. */
+/* The protocol's fields for a struct, without defaults. Throws on a value that is out of range. */
 json fields_of(const fs_launch_options &given);
 json fields_of(const fs_sampling &given);
 json fields_of(const fs_lease &given);

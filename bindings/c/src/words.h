@@ -4,7 +4,7 @@
 
 namespace frameshard_core {
 
-/* The protocol's words by their numbers in frameshard.h; the first has the number 1. */
+/* The protocol's words. Word 0 of a list has the number 1 in frameshard.h, and so on. */
 constexpr const char *kDecision[] = {"granted", "partial"};
 constexpr const char *kEngineState[] = {"loading", "ready", "restarting", "off", "hibernated"};
 constexpr const char *kImageFormat[] = {"encoded", "rgb", "rgba"};

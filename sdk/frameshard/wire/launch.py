@@ -56,47 +56,50 @@ class EngineOptions:
     """The launch options that are passed on to the engine (:class:`frameshard.wire.engine.EngineConfig`)."""
 
     model: Annotated[str, checks.path(least=1), "Path of a GGUF file; the only option without a default."]
-    mmproj: Annotated[Path, "Path of the GGUF file that reads images for this model; empty: none."] = ""
+    mmproj: Annotated[Path, "Path of the GGUF file with the model's vision tower; empty: none."] = ""
     device: Annotated[
         str,
         checks.text(256, least=1),
-        "`auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:"
-        " `emulated:25` copies 25e9 bytes/s at most.",
+        "`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For"
+        " tests, `emulated:25` limits copies to 25e9 bytes/s.",
     ] = "auto"
-    vram_budget_bytes: Annotated[Bytes, "All that the sidecar may hold in VRAM; 0: no limit."] = 0
+    vram_budget_bytes: Annotated[Bytes, "Limit for all VRAM that the sidecar uses; 0: no limit."] = 0
     n_ctx: Annotated[
         int,
         checks.integer(1, 2**24, "tokens"),
-        "Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use.",
+        "Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only for the"
+        " tokens in the context.",
     ] = 4096
     n_ubatch: Annotated[
         int,
         checks.integer(0, 2**16, "tokens"),
-        "Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many, and the"
-        " buffers for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and the"
-        " first 16 tokens of its answer, with a floor of about half of the budget at most (or that of 512, if it is"
-        " higher); without a budget 512.",
+        "Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each"
+        " graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long"
+        " prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or the"
+        " floor with 512 if that is higher. Without a budget it chooses 512.",
     ] = 512
-    n_parallel: Annotated[int, checks.integer(1, 64), "Jobs that run at once, each in a context of its own."] = 4
-    n_threads: Annotated[int, checks.integer(0, 1024), "CPU threads; 0: half of the CPUs."] = 0
-    mode: Annotated[messages.Mode, "`stream_only`: the same bits at any budget, at the cost of speed."] = "planned"
+    n_parallel: Annotated[int, checks.integer(1, 64), "Number of jobs that run at once, each in its own context."] = 4
+    n_threads: Annotated[int, checks.integer(0, 1024), "Number of CPU threads; 0: half of the CPUs."] = 0
+    mode: Annotated[
+        messages.Mode,
+        "`planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget.",
+    ] = "planned"
     speculate: Annotated[
         Literal["auto", "off"],
-        "Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that"
-        " pays; `off`: never.",
+        "Speculative decoding. `auto`: repeated text is drafted by lookup, and several tokens are verified in one"
+        " graph, where that is faster. `off`: never.",
     ] = "auto"
     draft_model: Annotated[
         Path,
-        "Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what does"
-        " not repeat, where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at most) in"
-        " host memory. Not loaded where nothing can be drafted: with `speculate` off,"
-        " on the CPU alone or with recurrent models.",
+        "Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It drafts text"
+        " that does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at most 16,384"
+        " tokens) are in host memory. It is not loaded with `speculate` off, without a GPU, or with recurrent models.",
     ] = ""
     kv_type: Annotated[
         KvType,
-        "Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some"
-        " loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by"
-        " it on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it.",
+        "Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`, at some"
+        " loss of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32."
+        " On NVIDIA GPUs the floor stays the same, because a prompt also needs one layer's whole context in 16 bits.",
     ] = "f16"
 
     def __post_init__(self) -> None:
@@ -118,16 +121,16 @@ class ServeConfig(EngineOptions):
         str,
         checks.words("ipc", "tcp"),
         checks.Default("by system"),
-        "How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted.",
+        "How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are encrypted.",
     ] = "tcp" if sys.platform == "win32" else "ipc"
     endpoint: Annotated[
         Annotated[str, checks.text(4096)] | None,
-        "Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place.",
+        "Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses.",
     ] = None
     connect_file: Annotated[
         Path | None,
-        "Where to leave what further clients need to connect, readable by this user only; without it, a fresh place."
-        " Refused with `bad_argument` where it cannot be written.",
+        "Path of the file from which other clients learn how to connect; only this user can read it. Without it, the"
+        " sidecar chooses a path. Refused with `bad_argument` if it cannot be written.",
     ] = None
     engine: Annotated[
         tuple[Annotated[str, checks.text(65536, least=1)], ...],
@@ -135,36 +138,36 @@ class ServeConfig(EngineOptions):
         checks.Default("frameshard's own"),
         "Command that starts the engine process.",
     ] = program.command("frameshard.engine.process")
-    max_jobs: Annotated[int, checks.integer(1, 1024), "Jobs of all clients that have not ended."] = 256
-    max_client_jobs: Annotated[int, checks.integer(1, 1024), "Jobs of one client that have not ended."] = 64
+    max_jobs: Annotated[int, checks.integer(1, 1024), "Maximum number of unfinished jobs of all clients."] = 256
+    max_client_jobs: Annotated[int, checks.integer(1, 1024), "Maximum number of unfinished jobs of one client."] = 64
     held_bytes: Annotated[
         int,
         checks.integer(0, 49152, "bytes"),
-        "Text kept for one job whose client does not read; beyond, the job fails.",
+        "Maximum text kept for one job whose client does not read; with more, the job fails.",
     ] = 49152
     silent_s: Annotated[
         Duration,
-        "A client whose connection is gone and that does not come back for so long loses its jobs. One that is"
-        " connected and silent (a breakpoint, a long load) keeps them.",
+        "A client that stays disconnected for this long loses its jobs. A client that is connected but silent (a"
+        " breakpoint, a long load) keeps them.",
     ] = 10.0
-    hang_idle_s: Annotated[Duration, "An engine without work that does not answer for so long is replaced."] = 5.0
-    hang_busy_s: Annotated[Duration, "An engine with work that does not answer for so long is replaced."] = 60.0
-    hang_load_s: Annotated[Duration, "An engine that loads and does not answer for so long is replaced."] = 600.0
+    hang_idle_s: Annotated[Duration, "An engine without work that does not answer for this long is replaced."] = 5.0
+    hang_busy_s: Annotated[Duration, "An engine with work that does not answer for this long is replaced."] = 60.0
+    hang_load_s: Annotated[Duration, "An engine that loads and does not answer for this long is replaced."] = 600.0
     hang_still_s: Annotated[
-        Duration, "An engine of which no thread runs for so long is stopped, and replaced whatever it does."
+        Duration, "An engine in which no thread answers for this long counts as stopped and is replaced."
     ] = 5.0
     restart_limit: Annotated[
         int,
         checks.integer(0, 1000),
-        "Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after"
-        " which it is off for `off_pause_s`.",
+        "Number of engine deaths within `restart_window_s` that are followed by a restart; after one more, the engine"
+        " is off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the count again.",
     ] = 3
-    restart_window_s: Annotated[Duration, "Span of time for `restart_limit`."] = 300.0
+    restart_window_s: Annotated[Duration, "Time span in which `restart_limit` counts deaths."] = 300.0
     off_pause_s: Annotated[
         Duration,
-        "Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last.",
+        "How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.",
     ] = 1.0
-    off_pause_max_s: Annotated[Duration, "The longest such pause."] = 60.0
+    off_pause_max_s: Annotated[Duration, "Maximum length of such a pause."] = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,10 +181,10 @@ class ServeConfig(EngineOptions):
 class ConnectInfo:
     """All that a client needs to connect. The keys are CURVE's, as Z85 text, new for each launch and secret."""
 
-    protocol: Annotated[Count, "Version that the sidecar speaks."]
-    endpoint: Annotated[str, checks.text(4096), "What to connect to."]
-    epoch: Annotated[Id, "Number of the launch, for every request."]
-    pid: Annotated[Count, "Process of the broker."]
+    protocol: Annotated[Count, "Protocol version that the sidecar speaks."]
+    endpoint: Annotated[str, checks.text(4096), "Endpoint to connect to."]
+    epoch: Annotated[Id, "Number of the launch; every request repeats it."]
+    pid: Annotated[Count, "Process id of the broker."]
     server_key: Annotated[Name, "Public key of the sidecar, `CURVE_SERVERKEY`."]
     client_key: Annotated[Name, "Public key of all clients, `CURVE_PUBLICKEY`."]
     client_secret: Annotated[

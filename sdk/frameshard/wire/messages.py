@@ -27,11 +27,11 @@ MAX_WINDOW = 256
 
 # ---- fields that many messages have ---------------------------------------------------------------------------------
 
-RequestId = Annotated[Id, "Number of the request; its answer has the same."]
+RequestId = Annotated[Id, "Number of the request; its answer has the same number."]
 Epoch = Annotated[Id, "Number of the sidecar's launch."]
 Job = Annotated[Id, "Number of the job."]
 Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]
-Timeline = Annotated[Count, "As the job was submitted with it."]
+Timeline = Annotated[Count, "The `timeline` that the job was submitted with."]
 Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
@@ -63,27 +63,34 @@ MAX_IMAGE_BYTES = 64 << 20
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Annotated[Role, "Who says it."]
+    role: Annotated[Role, "Who wrote the message."]
     content: Annotated[
         Text,
-        "What is said. Control tokens written out in it, such as <|im_end|>, are text; beside images they are refused.",
+        "The text. Control tokens written out in it, such as <|im_end|>, are plain text; in a job with images they are"
+        " refused.",
     ]
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture. Its bytes are `data`, or the first `size` bytes of the shared memory at `path`."""
+    """An image. Its bytes are `data`, or the first `size` bytes of the shared memory at `path`."""
 
     format: Annotated[
-        ImageFormat, "A PNG or JPEG file (`encoded`), or rows of 8-bit pixels from the top; alpha is not used."
+        ImageFormat,
+        "`encoded`: a PNG or JPEG file. `rgb`, `rgba`: rows of pixels from top to bottom, 8 bits a channel; alpha is"
+        " ignored.",
     ]
-    data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES), "The bytes; empty with `path`."] = b""
-    path: Annotated[str, checks.text(4096), "Shared memory that begins with the bytes; empty with `data`."] = ""
-    size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES, "bytes"), "Bytes at `path`."] = 0
-    width: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Width of `rgb` and `rgba`."] = 0
-    height: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Height of `rgb` and `rgba`."] = 0
+    data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES), "The bytes of the image; empty if `path` is given."] = b""
+    path: Annotated[
+        str, checks.text(4096), "Path of shared memory that begins with the bytes; empty if `data` is given."
+    ] = ""
+    size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES, "bytes"), "Number of bytes at `path`."] = 0
+    width: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Width of an `rgb` or `rgba` image."] = 0
+    height: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Height of an `rgb` or `rgba` image."] = 0
     stride: Annotated[
-        int, checks.integer(0, 1 << 24, "bytes"), "From one row to the next; 0: rows follow each other without a gap."
+        int,
+        checks.integer(0, 1 << 24, "bytes"),
+        "Bytes from the start of one row to the start of the next; 0: there is no gap between rows.",
     ] = 0
 
 
@@ -92,31 +99,44 @@ class Sampling:
     """How tokens are chosen.
 
     In mode ``stream_only`` the same values, prompt and seed give the same text. In mode ``planned`` the plan,
-    speculative decoding and a restart of the engine may change it where two tokens are nearly as likely.
+    speculative decoding and a restart of the engine may change the text where two tokens are almost equally likely.
     """
 
-    max_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Length of the answer at most."] = 256
-    temperature: Annotated[float, checks.number(0, 5), "Randomness of the choice; 0: always the likeliest token."] = 0.8
-    top_k: Annotated[int, checks.integer(0, 1 << 20), "Only so many of the likeliest tokens; 0: off."] = 40
-    top_p: Annotated[float, checks.number(0, 1), "Only the likeliest tokens of so much probability; 1: off."] = 0.95
+    max_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Maximum length of the answer in tokens."] = 256
+    temperature: Annotated[float, checks.number(0, 5), "Randomness of the choice; 0: always the most likely token."] = (
+        0.8
+    )
+    top_k: Annotated[int, checks.integer(0, 1 << 20), "Choose only among this many most likely tokens; 0: off."] = 40
+    top_p: Annotated[
+        float,
+        checks.number(0, 1),
+        "Choose only among the most likely tokens whose probabilities add up to this value; 1: off.",
+    ] = 0.95
     min_p: Annotated[
-        float, checks.number(0, 1), "Only tokens of at least this share of the likeliest one's probability; 0: off."
+        float,
+        checks.number(0, 1),
+        "Choose only among tokens with at least this fraction of the highest probability; 0: off.",
     ] = 0.05
-    repeat_penalty: Annotated[float, checks.number(0.5, 2), "Makes tokens of the last ones less likely; 1: off."] = 1.0
+    repeat_penalty: Annotated[
+        float, checks.number(0.5, 2), "Above 1, tokens that occur among the last 64 become less likely; 1: off."
+    ] = 1.0
     seed: Annotated[
         Annotated[int, checks.integer(0, 2**32 - 1)] | None,
-        "Seed of the random numbers; without it the sidecar draws one.",
+        "Seed of the random numbers; without it the sidecar chooses one.",
     ] = None
-    stop: Annotated[tuple[StopString, ...], 16, "The answer ends before any of these."] = ()
+    stop: Annotated[tuple[StopString, ...], 16, "Strings that end the answer; they are not part of it."] = ()
     json_schema: Annotated[
         Text,
-        "A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off.",
+        "A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer early; empty:"
+        " off.",
     ] = ""
     frequency_penalty: Annotated[
-        float, checks.number(-2, 2), "Taken from a token's logit for each time that it is among the last 64; 0: off."
+        float,
+        checks.number(-2, 2),
+        "Subtracted from a token's logit for each time that the token occurs among the last 64; 0: off.",
     ] = 0.0
     presence_penalty: Annotated[
-        float, checks.number(-2, 2), "Taken from a token's logit once if it is among the last 64; 0: off."
+        float, checks.number(-2, 2), "Subtracted once from a token's logit if the token is among the last 64; 0: off."
     ] = 0.0
 
 
@@ -125,17 +145,17 @@ DEFAULT_SAMPLING = Sampling()
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """An error as the protocol has it; :func:`frameshard.errors.from_wire` makes the exception of it."""
+    """An error as the protocol sends it; :func:`frameshard.errors.from_wire` turns it into an exception."""
 
     code: Annotated[Count, "Stable number of the error."]
     name: Annotated[str, checks.text(64), "Stable name of the error, for programs."]
     message: Annotated[Text, "A sentence for a person."]
-    retriable: Annotated[bool, "The same may succeed later without a change."]
-    detail: Annotated[Mapping[str, Any], "Figures, such as `floor_bytes`."]
+    retriable: Annotated[bool, "True if the same request may succeed later without a change."]
+    detail: Annotated[Mapping[str, Any], "Values that belong to the error, such as `floor_bytes`."]
 
     @classmethod
     def of(cls, error: FrameshardError) -> ErrorInfo:
-        """What `error` says. A detail that the protocol cannot carry is left out rather than losing the error."""
+        """What `error` says. A detail that the protocol cannot carry is left out, so that the error is not lost."""
         detail: dict[str, Any] = {}
         for key, value in error.detail.items():
             try:
@@ -155,42 +175,46 @@ class ModelInfo:
 
     name: Annotated[str, checks.text(4096), "The file's name."]
     arch: Annotated[Name, "The model's architecture, as its file has it."]
-    device: Annotated[Name, "Where it runs."]
-    n_ctx: Annotated[Tokens, "Context of one conversation."]
-    n_parallel: Annotated[Count, "Jobs that run at a time."]
-    n_vocab: Annotated[Count, "Entries of the vocabulary."]
-    n_layer: Annotated[Count, "Layers."]
-    chat: Annotated[bool, "The model has a chat template."]
-    floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
-    full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
-    plan: Annotated[Mapping[str, Any], "Placements and predicted times at the budget of the load."]
-    vision: Annotated[Name, "Name of what reads images; empty where nothing does."] = ""
+    device: Annotated[Name, "Name of the device that the model runs on."]
+    n_ctx: Annotated[Tokens, "Context length of one conversation in tokens."]
+    n_parallel: Annotated[Count, "Number of jobs that run at once."]
+    n_vocab: Annotated[Count, "Number of tokens in the vocabulary."]
+    n_layer: Annotated[Count, "Number of layers."]
+    chat: Annotated[bool, "True if the model has a chat template."]
+    floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in."]
+    full_bytes: Annotated[Bytes, "With this VRAM budget all weights are resident."]
+    plan: Annotated[
+        Mapping[str, Any], "Placements and predicted times at the VRAM budget that the model was loaded with."
+    ]
+    vision: Annotated[Name, "Name of the vision tower; empty if the model has none."] = ""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
     """What this sidecar accepts."""
 
-    message_bytes: Annotated[Bytes, "Largest frame."]
-    string_bytes: Annotated[Bytes, "Longest string."]
-    jobs: Annotated[Count, "Jobs of this client that may be open at a time."]
-    window: Annotated[Count, "The largest window of a job."]
-    silent_s: Annotated[Seconds, "A client whose connection is gone for so long loses its jobs."]
+    message_bytes: Annotated[Bytes, "Size of the largest message."]
+    string_bytes: Annotated[Bytes, "Size of the longest string."]
+    jobs: Annotated[Count, "Maximum number of unfinished jobs of this client."]
+    window: Annotated[Count, "Largest `window` of a job."]
+    silent_s: Annotated[Seconds, "A client that stays disconnected for this long loses its jobs."]
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Predictions at one budget, while decoding."""
+    """Predictions at one VRAM budget. The sizes are those while tokens are generated."""
 
-    vram_budget_bytes: Annotated[Bytes, "As asked."]
-    fits: Annotated[bool, "False: below the floor. The predictions are missing then and the sizes 0."]
-    ttft_s: Annotated[Seconds | None, "Time to the first token of a prompt."]
+    vram_budget_bytes: Annotated[Bytes, "The VRAM budget that was asked about."]
+    fits: Annotated[
+        bool, "False if the budget is below the floor; then the predictions are missing and the sizes are 0."
+    ]
+    ttft_s: Annotated[Seconds | None, "Time to first token: from the request to the first token of the answer."]
     tokens_per_second: Annotated[
-        Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Rate of decoding, of one job."
+        Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Rate at which one job generates tokens."
     ]
     resident_bytes: Annotated[Bytes, "Weights that stay in VRAM."]
-    streamed_bytes: Annotated[Bytes, "Weights that are copied to the device for each token."]
-    cpu_bytes: Annotated[Bytes, "Weights that the CPU computes with."]
+    streamed_bytes: Annotated[Bytes, "Weights that are copied to VRAM for each token."]
+    cpu_bytes: Annotated[Bytes, "Weights of the shards that the CPU computes."]
 
 
 # ---- client to broker -----------------------------------------------------------------------------------------------
@@ -201,11 +225,11 @@ class Hello:
     """First message of a connection."""
 
     id: RequestId
-    protocol: Annotated[Count, "Version that the client was written for."]
-    client: Annotated[str, checks.text(64), "A name for the sidecar's log."]
-    epoch: Annotated[Id | None, "The launch that is meant; without it, any."] = None
-    session: Annotated[Id | None, "The session to resume; without it, a new one."] = None
-    notices: Annotated[bool, "This session wants `notice` messages."] = False
+    protocol: Annotated[Count, "Protocol version that the client was written for."]
+    client: Annotated[str, checks.text(64), "Name of the client, for the sidecar's log."]
+    epoch: Annotated[Id | None, "The launch that the client wants to reach; without it, any launch."] = None
+    session: Annotated[Id | None, "The session to resume; without it, a new session starts."] = None
+    notices: Annotated[bool, "True if the client wants `notice` messages."] = False
     features: Annotated[Features, "Names of the additions to the protocol that the client knows."] = ()
 
 
@@ -221,15 +245,18 @@ class Submit:
     prompt: Annotated[Text, "Prompt of a completion, not empty."] = ""
     conversation: Annotated[
         Annotated[str, checks.text(128, least=1)] | None,
-        "Name of the KV cache to keep: a later prompt that begins with the same messages is read faster.",
+        "Name of the conversation. Its KV cache is kept, so a later prompt that begins with the same messages is"
+        " computed faster.",
     ] = None
     sampling: Annotated[Sampling, "How tokens are chosen."] = DEFAULT_SAMPLING
-    timeline: Annotated[Count, "Comes back in each event of the job."] = 0
+    timeline: Annotated[Count, "A number that each event of the job repeats."] = 0
     window: Annotated[
-        int, checks.integer(1, MAX_WINDOW), "Events that may be under way before the client gives credit."
+        int, checks.integer(1, MAX_WINDOW), "Maximum number of events that are sent before the client gives credit."
     ] = 32
     images: Annotated[
-        tuple[Image, ...], MAX_IMAGES, "Images; they stand before the last message of a chat, or before the prompt."
+        tuple[Image, ...],
+        MAX_IMAGES,
+        "Images. They are placed before the last message of a chat, or before the prompt.",
     ] = ()
 
     def __post_init__(self) -> None:
@@ -254,8 +281,8 @@ class Credit:
 
     epoch: Epoch
     job: Job
-    next: Annotated[Count, "All events before this one are taken."]
-    resend: Annotated[bool, "Asks for those from `next` on once more."] = False
+    next: Annotated[Count, "Number of the first event that the client has not taken yet."]
+    resend: Annotated[bool, "True to have the events from `next` on sent again."] = False
 
 
 @dataclass(frozen=True)
@@ -265,22 +292,31 @@ class BudgetSet:
     id: RequestId
     epoch: Epoch
     vram_budget_bytes: Annotated[
-        Bytes, "All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to."
+        Bytes,
+        "Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it"
+        " is active again.",
     ]
-    timeout_s: Annotated[float, checks.number(0.001, 60, "s"), "Deadline of the release."] = 5.0
+    timeout_s: Annotated[
+        float, checks.number(0.001, 60, "s"), "Time that the sidecar has to release the VRAM above the budget."
+    ] = 5.0
     state: Annotated[
-        LeaseState, "`parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process."
+        LeaseState,
+        "`parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is used.",
     ] = "active"
-    floor_bytes: Annotated[Bytes, "What the sidecar keeps while it is idle; 0: it gives nothing back on its own."] = 0
-    version: Annotated[
-        Count, "Refused with `stale_lease` unless it is above the one in force; 0: the last word counts."
+    floor_bytes: Annotated[
+        Bytes, "A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink."
     ] = 0
-    reason: Annotated[str, checks.text(64), "For the sidecar's log."] = ""
+    version: Annotated[
+        Count,
+        "Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0: never"
+        " refused for its version.",
+    ] = 0
+    reason: Annotated[str, checks.text(64), "Text for the sidecar's log."] = ""
 
 
 @dataclass(frozen=True)
 class FrameBlockGet:
-    """Where the frame block is."""
+    """Asks where the frame block is."""
 
     id: RequestId
     epoch: Epoch
@@ -294,18 +330,19 @@ class Pacing:
     epoch: Epoch
     scheduling_mode: Annotated[
         SchedulingMode,
-        "Use only what the frames leave; some more as long as they keep their time; take no notice of them.",
+        "`prioritize_graphics`: use only the GPU time that frames leave free. `balance`: use more, as long as frames"
+        " stay within their target time. `prioritize_compute`: ignore frames.",
     ] = "balance"
     target_tokens_per_second: Annotated[
         float,
         checks.number(0.1, 10_000, "tokens/s", or_zero=True),
-        "Of all jobs together, tokens come no faster; 0: as fast as they can.",
+        "Limit for the tokens per second of all jobs together; 0: no limit.",
     ] = 0.0
 
 
 @dataclass(frozen=True)
 class BudgetGet:
-    """The budget in force and its bounds."""
+    """Asks for the budget in force and its bounds."""
 
     id: RequestId
     epoch: Epoch
@@ -313,7 +350,7 @@ class BudgetGet:
 
 @dataclass(frozen=True)
 class CapsGet:
-    """What the device has, and what the model needs."""
+    """Asks what the device has and what the model needs."""
 
     id: RequestId
     epoch: Epoch
@@ -321,17 +358,19 @@ class CapsGet:
 
 @dataclass(frozen=True)
 class PlanGet:
-    """Predictions at some budgets. Changes nothing."""
+    """Asks for predictions at some VRAM budgets. Changes nothing."""
 
     id: RequestId
     epoch: Epoch
-    budgets: Annotated[tuple[Bytes, ...], 32, "Each as `vram_budget_bytes`."]
-    prompt_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Prompt for the time to the first token."] = 512
+    budgets: Annotated[tuple[Bytes, ...], 32, "VRAM budgets; 0: no limit."]
+    prompt_tokens: Annotated[
+        int, checks.integer(1, 1 << 20, "tokens"), "Length of the prompt whose time to first token is predicted."
+    ] = 512
 
 
 @dataclass(frozen=True)
 class ModelInfoGet:
-    """The model that is loaded."""
+    """Asks for a description of the loaded model."""
 
     id: RequestId
     epoch: Epoch
@@ -339,7 +378,7 @@ class ModelInfoGet:
 
 @dataclass(frozen=True)
 class StatsGet:
-    """Figures of this moment."""
+    """Asks for the current figures of the sidecar."""
 
     id: RequestId
     epoch: Epoch
@@ -347,7 +386,7 @@ class StatsGet:
 
 @dataclass(frozen=True)
 class Ping:
-    """The client is there."""
+    """Shows that the client is alive."""
 
     id: RequestId
     epoch: Epoch
@@ -377,13 +416,13 @@ class Welcome:
     """Answer to hello."""
 
     id: RequestId
-    epoch: Annotated[Id, "Number of the launch, for every request."]
-    protocol: Annotated[Count, "Version that the sidecar speaks."]
-    session: Annotated[Id, "Number of the session, to resume it."]
-    resumed: Annotated[bool, "The session asked for was found. If not, its jobs are lost."]
+    epoch: Annotated[Id, "Number of the launch; every request repeats it."]
+    protocol: Annotated[Count, "Protocol version that the sidecar speaks."]
+    session: Annotated[Id, "Number of the session; a client needs it to resume the session."]
+    resumed: Annotated[bool, "True if the session to resume was found. If not, its jobs are lost."]
     server: Annotated[str, checks.text(64), "Name of the sidecar's software."]
     limits: Annotated[ServerLimits, "What the sidecar accepts."]
-    engine: Annotated[EngineState, "Where the engine process stands."]
+    engine: Annotated[EngineState, "State of the engine process."]
     model: Annotated[ModelInfo | None, "The model that is loaded."]
     features: Annotated[Features, "Names of the additions to the protocol that the sidecar has."] = ()
 
@@ -399,7 +438,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Ok:
-    """The request has been taken; for submit: the job is queued."""
+    """The request was accepted. After submit: the job is queued."""
 
     id: RequestId
     epoch: Epoch
@@ -407,11 +446,11 @@ class Ok:
 
 @dataclass(frozen=True)
 class Error:
-    """The request has been refused and has changed nothing, except where `budget_set` says otherwise."""
+    """The request was refused and has changed nothing, except where `budget_set` says otherwise."""
 
-    id: Annotated[Id | None, "Number of the request; missing when the frame did not show one."]
+    id: Annotated[Id | None, "Number of the request; missing if it could not be read."]
     epoch: Epoch
-    error: Annotated[ErrorInfo, "Why."]
+    error: Annotated[ErrorInfo, "Why the request was refused."]
 
 
 @dataclass(frozen=True)
@@ -420,10 +459,12 @@ class Lease:
 
     id: RequestId
     epoch: Epoch
-    decision: Annotated[Decision, "`partial`: the deadline is too short for all of it."]
-    vram_budget_bytes: Annotated[Bytes, "Reached by the deadline."]
-    seconds: Annotated[Seconds, "Until all of it is reached, predicted; 0: at once, or nothing was measured yet."]
-    version: Annotated[Count, "Version of the lease in force; 0: none was given."]
+    decision: Annotated[Decision, "`granted`, or `partial`: only a part of the VRAM can be released by the deadline."]
+    vram_budget_bytes: Annotated[Bytes, "VRAM budget that will be reached by the deadline."]
+    seconds: Annotated[
+        Seconds, "Predicted time until the release is complete; 0: it is immediate, or nothing was measured yet."
+    ]
+    version: Annotated[Count, "Version of the lease in force; 0: it has none."]
 
 
 @dataclass(frozen=True)
@@ -432,9 +473,11 @@ class Released:
 
     id: RequestId
     epoch: Epoch
-    vram_budget_bytes: Annotated[Bytes, "In force now; parked or hibernated: to come back to."]
-    used_bytes: Annotated[Bytes, "What the sidecar holds, exact by its own count."]
-    seconds: Annotated[Seconds, "Since the engine was asked."]
+    vram_budget_bytes: Annotated[
+        Bytes, "VRAM budget in force; if parked or hibernated, the budget to use once active again."
+    ]
+    used_bytes: Annotated[Bytes, "VRAM that the sidecar uses, by its own exact count."]
+    seconds: Annotated[Seconds, "Time since the engine was asked."]
 
 
 @dataclass(frozen=True)
@@ -444,9 +487,9 @@ class Observed:
     id: RequestId
     epoch: Epoch
     observed_bytes: Annotated[
-        Bytes | None, "What the driver counts for the engine process; missing where it does not tell."
+        Bytes | None, "VRAM of the engine process as the driver counts it; missing if the driver does not report it."
     ]
-    seconds: Annotated[Seconds, "Since the engine was asked."]
+    seconds: Annotated[Seconds, "Time since the engine was asked."]
 
 
 @dataclass(frozen=True)
@@ -455,16 +498,17 @@ class Budget:
 
     id: RequestId
     epoch: Epoch
-    vram_budget_bytes: Annotated[Bytes, "In force; 0: no limit."]
-    floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
-    full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
+    vram_budget_bytes: Annotated[Bytes, "VRAM budget in force; 0: no limit."]
+    floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in."]
+    full_bytes: Annotated[Bytes, "With this VRAM budget all weights are resident."]
     state: Annotated[LeaseState, "State of the lease."]
-    version: Annotated[Count, "Version of the lease in force; 0: none was given."]
+    version: Annotated[Count, "Version of the lease in force; 0: it has none."]
     wanted_bytes: Annotated[
         Bytes,
-        "What the sidecar would like: `full_bytes` while jobs are open and the budget is below it, else what it holds.",
+        "VRAM that the sidecar would like to have: `full_bytes` while jobs are open and the budget is lower, else what"
+        " it uses.",
     ]
-    used_bytes: Annotated[Bytes, "What the sidecar holds, exact by its own count."]
+    used_bytes: Annotated[Bytes, "VRAM that the sidecar uses, by its own exact count."]
 
 
 @dataclass(frozen=True)
@@ -473,15 +517,15 @@ class Caps:
 
     id: RequestId
     epoch: Epoch
-    device: Annotated[Name, "Where the model runs."]
-    total_bytes: Annotated[Bytes | None, "VRAM of the device; missing where the system does not tell."]
+    device: Annotated[Name, "Name of the device that the model runs on."]
+    total_bytes: Annotated[Bytes | None, "VRAM of the device; missing if the system does not report it."]
     free_bytes: Annotated[
-        Bytes | None, "Free VRAM of the device when last looked at; missing where the system does not tell."
+        Bytes | None, "Free VRAM of the device at the last look; missing if the system does not report it."
     ]
-    floor_bytes: Annotated[Bytes, "No VRAM budget below it is possible."]
-    full_bytes: Annotated[Bytes, "With this budget all weights are resident."]
-    context: Annotated[Tokens, "Context of one conversation."]
-    mode: Annotated[Mode, "`stream_only`: the same bits at any budget."]
+    floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in."]
+    full_bytes: Annotated[Bytes, "With this VRAM budget all weights are resident."]
+    context: Annotated[Tokens, "Context length of one conversation in tokens."]
+    mode: Annotated[Mode, "Mode of the plan; `stream_only` gives the same bits at every budget."]
 
 
 @dataclass(frozen=True)
@@ -490,7 +534,7 @@ class PlanAnswer:
 
     id: RequestId
     epoch: Epoch
-    rows: Annotated[tuple[PlanRow, ...], 32, "One for each budget asked, in their order."]
+    rows: Annotated[tuple[PlanRow, ...], 32, "One row for each budget, in the order of the request."]
 
 
 @dataclass(frozen=True)
@@ -499,20 +543,24 @@ class FrameBlock:
 
     id: RequestId
     epoch: Epoch
-    path: Annotated[str, checks.text(4096, least=1), "To be opened for reading and writing, and mapped."]
+    path: Annotated[
+        str,
+        checks.text(4096, least=1),
+        "Path of the frame block. The host opens it for reading and writing, and maps it.",
+    ]
 
 
 @dataclass(frozen=True)
 class BrokerStats:
-    """The broker's own figures. Jobs are those of all clients."""
+    """The broker's own figures. They count the jobs of all clients."""
 
-    pid: Annotated[Count, "Process of the broker."]
-    engine_pid: Annotated[Count | None, "Process of the engine; missing while none runs."]
-    engine: Annotated[EngineState, "Where the engine process stands."]
-    engine_restarts: Annotated[Count, "Restarts of the engine since the launch."]
-    sessions: Annotated[Count, "Clients."]
-    jobs_queued: Annotated[Count, "Jobs that wait."]
-    jobs_running: Annotated[Count, "Jobs that run."]
+    pid: Annotated[Count, "Process id of the broker."]
+    engine_pid: Annotated[Count | None, "Process id of the engine; missing while none runs."]
+    engine: Annotated[EngineState, "State of the engine process."]
+    engine_restarts: Annotated[Count, "Number of restarts of the engine since the launch."]
+    sessions: Annotated[Count, "Number of sessions."]
+    jobs_queued: Annotated[Count, "Number of queued jobs."]
+    jobs_running: Annotated[Count, "Number of running jobs."]
     uptime_s: Annotated[Seconds, "Time since the launch."]
 
 
@@ -532,7 +580,9 @@ class Pong:
 
     id: RequestId
     epoch: Epoch
-    jobs: Annotated[tuple[tuple[Id, Count], ...], "Each open job, and how many of its events have been sent."]
+    jobs: Annotated[
+        tuple[tuple[Id, Count], ...], "For each open job: its number, and how many of its events were sent."
+    ]
 
 
 # ---- broker to client: events of a job, numbered from 0 without gaps ------------------------------------------------
@@ -540,41 +590,47 @@ class Pong:
 
 @dataclass(frozen=True)
 class Started:
-    """The job runs."""
+    """The job has started to run."""
 
     job: Job
     seq: Seq
     epoch: Epoch
     timeline: Timeline
-    n_prompt: Annotated[Tokens, "Length of the prompt."]
+    n_prompt: Annotated[Tokens, "Length of the prompt in tokens."]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job with images has got before its first token."""
+    """How far a job with images has come, before its first token."""
 
     job: Job
     seq: Seq
     epoch: Epoch
     timeline: Timeline
-    phase: Annotated[Phase, "Images are encoded, or the prompt is read."]
-    done: Annotated[Count, "Images, or tokens of the prompt."]
-    total: Annotated[Count, "Images (more where a model cuts one into tiles), or tokens of the prompt."]
+    phase: Annotated[Phase, "`encode`: images are encoded. `prefill`: the prompt is computed."]
+    done: Annotated[Count, "Number of images encoded, or of prompt tokens computed."]
+    total: Annotated[
+        Count, "Number of images to encode (higher if the model cuts images into tiles), or of prompt tokens."
+    ]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """More text of the answer."""
+    """The next part of the answer."""
 
     job: Job
     seq: Seq
     epoch: Epoch
     timeline: Timeline
     text: Annotated[
-        str, checks.text(codec.CLIENT.string, least=1), "More of the answer, never cut within a code point."
+        str,
+        checks.text(codec.CLIENT.string, least=1),
+        "The next part of the answer. It never ends within a code point.",
     ]
     tokens: Annotated[
-        int, checks.integer(1, unit="tokens"), "Since the last delta, those without text of their own included."
+        int,
+        checks.integer(1, unit="tokens"),
+        "Number of tokens since the last delta, including tokens that gave no text.",
     ]
 
 
@@ -587,23 +643,25 @@ class Done:
     epoch: Epoch
     timeline: Timeline
     reason: Annotated[
-        Reason, "The model ended or a stop string came (`stop`), or `max_tokens` were reached (`length`)."
+        Reason, "`stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached."
     ]
-    n_prompt: Annotated[Tokens, "Length of the prompt."]
-    n_generated: Annotated[Tokens, "Length of the answer."]
-    prefill_s: Annotated[Seconds, "From the start of the prompt to the first token."]
-    decode_s: Annotated[Seconds, "From the first token to the end."]
+    n_prompt: Annotated[Tokens, "Length of the prompt in tokens."]
+    n_generated: Annotated[Tokens, "Length of the answer in tokens."]
+    prefill_s: Annotated[Seconds, "Time from the start of the prefill to the first token."]
+    decode_s: Annotated[Seconds, "Time from the first token to the end of the answer."]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Last event: the job ended by an error. The text so far stands."""
+    """Last event: the job ended with an error. The text that was sent before stays valid."""
 
     job: Job
     seq: Seq
     epoch: Epoch
     timeline: Timeline
-    error: Annotated[ErrorInfo, "Such as `context_overflow`, `engine_died`, `overloaded`, `connection_lost`."]
+    error: Annotated[
+        ErrorInfo, "The error, such as `context_overflow`, `engine_died`, `overloaded` or `connection_lost`."
+    ]
 
 
 @dataclass(frozen=True)
@@ -618,7 +676,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class UnknownEvent:
-    """An event of a job that this version does not know. It is counted and given credit for like any other."""
+    """A job's event of a kind that this version does not know. It is counted and credited like any other."""
 
     job: Job
     seq: Seq
@@ -630,27 +688,28 @@ class UnknownEvent:
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine process changed its state. Jobs go on by themselves after a restart."""
+    """The engine process changed its state. After a restart, jobs continue on their own."""
 
     epoch: Epoch
     state: Annotated[EngineState, "New state of the engine process."]
-    restarts: Annotated[Count, "Restarts of the engine since the launch."]
-    error: Annotated[ErrorInfo | None, "Why it is off."] = None
+    restarts: Annotated[Count, "Number of restarts of the engine since the launch."]
+    error: Annotated[ErrorInfo | None, "Why the engine is off."] = None
 
 
 @dataclass(frozen=True)
 class Notice:
-    """The sidecar's side of the negotiation, to sessions that asked for notices. Nothing has to be done."""
+    """News about VRAM and the lease, for sessions that asked for notices. The client need not react."""
 
     epoch: Epoch
     kind: Annotated[NoticeKind, "What the notice is about."]
     vram_budget_bytes: Annotated[
-        Bytes, "Of `other_process` what that one holds (0: not known), of the others a budget."
+        Bytes, "For `other_process`: VRAM that the other process uses (0: unknown). For other kinds: a VRAM budget."
     ]
     seconds: Annotated[
-        Seconds, "Of `late` until all is released, predicted; of `state` how long the change took; else 0."
+        Seconds,
+        "For `late`: predicted time until the release is complete. For `state`: how long the change took. Else 0.",
     ]
-    detail: Annotated[str, checks.text(200), "Words for a log; of `state` the state."]
+    detail: Annotated[str, checks.text(200), "Text for a log. For `state`: the new state."]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -60,84 +60,88 @@ namespace Frameshard
         // generated: fs_launch_options
         /// <summary>Path of a GGUF file; the only option without a default.</summary>
         public string Model;
-        /// <summary>`auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
-        /// tests: `emulated:25` copies 25e9 bytes/s at most. Default auto.</summary>
+        /// <summary>`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
+        /// `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.</summary>
         public string Device;
-        /// <summary>All that the sidecar may hold in VRAM; 0: no limit. In MiB.</summary>
+        /// <summary>Limit for all VRAM that the sidecar uses; 0: no limit. In MiB.</summary>
         public double VramBudgetMb;
-        /// <summary>Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use.
-        /// Default 4096.</summary>
+        /// <summary>Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only
+        /// for the tokens in the context. Default 4096.</summary>
         public uint? NCtx;
-        /// <summary>Jobs that run at once, each in a context of its own. Default 4.</summary>
+        /// <summary>Number of jobs that run at once, each in its own context. Default 4.</summary>
         public uint? NParallel;
-        /// <summary>Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many,
-        /// and the buffers for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and
-        /// the first 16 tokens of its answer, with a floor of about half of the budget at most (or that of 512, if it
-        /// is higher); without a budget 512. Default 512.</summary>
+        /// <summary>Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once
+        /// for each graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a
+        /// long prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or
+        /// the floor with 512 if that is higher. Without a budget it chooses 512. Default 512.</summary>
         public uint? NUbatch;
-        /// <summary>CPU threads; 0: half of the CPUs.</summary>
+        /// <summary>Number of CPU threads; 0: half of the CPUs.</summary>
         public uint? NThreads;
-        /// <summary>A client whose connection is gone and that does not come back for so long loses its jobs. One that
-        /// is connected and silent (a breakpoint, a long load) keeps them. Default 10.0.</summary>
+        /// <summary>A client that stays disconnected for this long loses its jobs. A client that is connected but
+        /// silent (a breakpoint, a long load) keeps them. Default 10.0.</summary>
         public double? SilentSeconds;
-        /// <summary>How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted.
-        /// One of ipc, tcp.</summary>
+        /// <summary>How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are
+        /// encrypted. One of ipc, tcp.</summary>
         public string Transport;
-        /// <summary>Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place.</summary>
+        /// <summary>Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar
+        /// chooses.</summary>
         public string Endpoint;
-        /// <summary>Where to leave what further clients need to connect, readable by this user only; without it, a
-        /// fresh place. Refused with `bad_argument` where it cannot be written.</summary>
+        /// <summary>Path of the file from which other clients learn how to connect; only this user can read it. Without
+        /// it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be written.</summary>
         public string ConnectFile;
-        /// <summary>Python in which frameshard is installed. Default python3, from PATH.</summary>
+        /// <summary>Command of the Python that has frameshard installed. Default: python3, from PATH.</summary>
         public string Python;
-        /// <summary>The sidecar appends its log here. Default: standard error.</summary>
+        /// <summary>Path of a file to which the sidecar appends its log. Default: standard error.</summary>
         public string LogFile;
-        /// <summary>At most 64 bytes, for the sidecar's log. Default c.</summary>
+        /// <summary>Name of the client in the sidecar's log, at most 64 bytes. Default c.</summary>
         public string ClientName = "csharp";
-        /// <summary>A JSON object with further fields of the sidecar's first line; they win. Default: none.</summary>
+        /// <summary>A JSON object with further launch options; they take precedence over the others. Default:
+        /// none.</summary>
         public string ExtraJson;
-        /// <summary>Path of the GGUF file that reads images for this model; empty: none.</summary>
+        /// <summary>Path of the GGUF file with the model's vision tower; empty: none.</summary>
         public string Mmproj;
-        /// <summary>`stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only.
-        /// Default planned.</summary>
+        /// <summary>`planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every
+        /// budget. One of planned, stream_only. Default planned.</summary>
         public string Mode;
-        /// <summary>Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time
-        /// where that pays; `off`: never. One of auto, off. Default auto.</summary>
+        /// <summary>Speculative decoding. `auto`: repeated text is drafted by lookup, and several tokens are verified
+        /// in one graph, where that is faster. `off`: never. One of auto, off. Default auto.</summary>
         public string Speculate;
-        /// <summary>Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what
-        /// does not repeat, where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at
-        /// most) in host memory. Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or
-        /// with recurrent models.</summary>
+        /// <summary>Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It
+        /// drafts text that does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at
+        /// most 16,384 tokens) are in host memory. It is not loaded with `speculate` off, without a GPU, or with
+        /// recurrent models.</summary>
         public string DraftModel;
-        /// <summary>Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`,
-        /// at some loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not
-        /// lower by it on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16,
-        /// q8_0, q4_0. Default f16.</summary>
+        /// <summary>Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`,
+        /// at some loss of quality. Refused with `unsupported` if the model's attention head size is not a multiple of
+        /// 32. On NVIDIA GPUs the floor stays the same, because a prompt also needs one layer's whole context in 16
+        /// bits. One of f16, q8_0, q4_0. Default f16.</summary>
         public string KvType;
-        /// <summary>Jobs of all clients that have not ended. Default 256.</summary>
+        /// <summary>Maximum number of unfinished jobs of all clients. Default 256.</summary>
         public ulong? MaxJobs;
-        /// <summary>Jobs of one client that have not ended. Default 64.</summary>
+        /// <summary>Maximum number of unfinished jobs of one client. Default 64.</summary>
         public ulong? MaxClientJobs;
-        /// <summary>Text kept for one job whose client does not read; beyond, the job fails. Default 49152.</summary>
+        /// <summary>Maximum text kept for one job whose client does not read; with more, the job fails. Default
+        /// 49152.</summary>
         public ulong? HeldBytes;
-        /// <summary>An engine without work that does not answer for so long is replaced. Default 5.0.</summary>
+        /// <summary>An engine without work that does not answer for this long is replaced. Default 5.0.</summary>
         public double? HangIdleSeconds;
-        /// <summary>An engine with work that does not answer for so long is replaced. Default 60.0.</summary>
+        /// <summary>An engine with work that does not answer for this long is replaced. Default 60.0.</summary>
         public double? HangBusySeconds;
-        /// <summary>An engine that loads and does not answer for so long is replaced. Default 600.0.</summary>
+        /// <summary>An engine that loads and does not answer for this long is replaced. Default 600.0.</summary>
         public double? HangLoadSeconds;
-        /// <summary>An engine of which no thread runs for so long is stopped, and replaced whatever it does. Default
+        /// <summary>An engine in which no thread answers for this long counts as stopped and is replaced. Default
         /// 5.0.</summary>
         public double? HangStillSeconds;
-        /// <summary>Deaths of the engine within `restart_window_s`, without a new token in between and while no job
-        /// runs, after which it is off for `off_pause_s`. Default 3.</summary>
+        /// <summary>Number of engine deaths within `restart_window_s` that are followed by a restart; after one more,
+        /// the engine is off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the
+        /// count again. Default 3.</summary>
         public ulong? RestartLimit;
-        /// <summary>Span of time for `restart_limit`. Default 300.0.</summary>
+        /// <summary>Time span in which `restart_limit` counts deaths. Default 300.0.</summary>
         public double? RestartWindowSeconds;
-        /// <summary>Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the
-        /// last. Default 1.0.</summary>
+        /// <summary>How long an engine that keeps dying stays off before the next try. Each pause is twice as long as
+        /// the last. Default 1.0.</summary>
         public double? OffPauseSeconds;
-        /// <summary>The longest such pause. Default 60.0.</summary>
+        /// <summary>Maximum length of such a pause. Default 60.0.</summary>
         public double? OffPauseMaxSeconds;
         // end of fs_launch_options
     }
@@ -147,29 +151,31 @@ namespace Frameshard
     public sealed class Sampling
     {
         // generated: fs_sampling
-        /// <summary>Length of the answer at most. Default 256.</summary>
+        /// <summary>Maximum length of the answer in tokens. Default 256.</summary>
         public int? MaxTokens;
-        /// <summary>Only so many of the likeliest tokens; 0: off. Default 40.</summary>
+        /// <summary>Choose only among this many most likely tokens; 0: off. Default 40.</summary>
         public int? TopK;
-        /// <summary>Randomness of the choice; 0: always the likeliest token. Default 0.8.</summary>
+        /// <summary>Randomness of the choice; 0: always the most likely token. Default 0.8.</summary>
         public double? Temperature;
-        /// <summary>Only the likeliest tokens of so much probability; 1: off. Default 0.95.</summary>
+        /// <summary>Choose only among the most likely tokens whose probabilities add up to this value; 1: off. Default
+        /// 0.95.</summary>
         public double? TopP;
-        /// <summary>Only tokens of at least this share of the likeliest one's probability; 0: off. Default
+        /// <summary>Choose only among tokens with at least this fraction of the highest probability; 0: off. Default
         /// 0.05.</summary>
         public double? MinP;
-        /// <summary>Makes tokens of the last ones less likely; 1: off. Default 1.0.</summary>
+        /// <summary>Above 1, tokens that occur among the last 64 become less likely; 1: off. Default 1.0.</summary>
         public double? RepeatPenalty;
-        /// <summary>Seed of the random numbers; without it the sidecar draws one.</summary>
+        /// <summary>Seed of the random numbers; without it the sidecar chooses one.</summary>
         public uint? Seed;
-        /// <summary>The answer ends before any of these.</summary>
+        /// <summary>Strings that end the answer; they are not part of it.</summary>
         public string[] Stop;
-        /// <summary>A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before;
-        /// empty: off.</summary>
+        /// <summary>A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer
+        /// early; empty: off.</summary>
         public string JsonSchema;
-        /// <summary>Taken from a token's logit for each time that it is among the last 64; 0: off.</summary>
+        /// <summary>Subtracted from a token's logit for each time that the token occurs among the last 64; 0:
+        /// off.</summary>
         public double? FrequencyPenalty;
-        /// <summary>Taken from a token's logit once if it is among the last 64; 0: off.</summary>
+        /// <summary>Subtracted once from a token's logit if the token is among the last 64; 0: off.</summary>
         public double? PresencePenalty;
         // end of fs_sampling
     }
@@ -317,19 +323,21 @@ namespace Frameshard
     public sealed class Lease
     {
         // generated: fs_lease
-        /// <summary>`parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine
-        /// process.</summary>
+        /// <summary>`parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no
+        /// VRAM is used.</summary>
         public LeaseState State = LeaseState.Active;
-        /// <summary>All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back
-        /// to. In MiB.</summary>
+        /// <summary>Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to
+        /// use once it is active again. In MiB.</summary>
         public double VramBudgetMb;
-        /// <summary>What the sidecar keeps while it is idle; 0: it gives nothing back on its own. In MiB.</summary>
+        /// <summary>A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink.
+        /// In MiB.</summary>
         public double FloorMb;
-        /// <summary>Refused with `stale_lease` unless it is above the one in force; 0: the last word counts.</summary>
+        /// <summary>Version of the lease. It is refused with `stale_lease` unless it is higher than the version in
+        /// force; 0: never refused for its version.</summary>
         public ulong Version;
-        /// <summary>Deadline of the release. Default 5.0.</summary>
+        /// <summary>Time that the sidecar has to release the VRAM above the budget. Default 5.0.</summary>
         public double? TimeoutSeconds;
-        /// <summary>For the sidecar's log.</summary>
+        /// <summary>Text for the sidecar's log.</summary>
         public string Reason;
         // end of fs_lease
     }

@@ -20,121 +20,123 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Model;
 
-	/** `auto` (the first GPU, else the CPU), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For tests:
-	 * `emulated:25` copies 25e9 bytes/s at most. */
+	/** `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`.
+	 * For tests, `emulated:25` limits copies to 25e9 bytes/s. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Device = TEXT("auto");
 
-	/** All that the sidecar may hold in VRAM; 0: no limit. In MiB. */
+	/** Limit for all VRAM that the sidecar uses; 0: no limit. In MiB. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", meta = (ClampMin = "0"))
 	double VramBudgetMb = 2048;
 
-	/** Context of each conversation, rounded up to a multiple of 256; VRAM is taken for the tokens in use. */
+	/** Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only for the
+	 * tokens in the context. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", meta = (ClampMin = "1", ClampMax = "16777216"))
 	int32 NCtx = 4096;
 
-	/** Jobs that run at once, each in a context of its own. */
+	/** Number of jobs that run at once, each in its own context. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", meta = (ClampMin = "1", ClampMax = "64"))
 	int32 NParallel = 4;
 
-	/** Tokens of a prompt that are computed at once. Streamed weights are copied once for each so many, and the
-	 * buffers for them are part of the floor. 0: chosen at launch, for the least time of a long prompt and the
-	 * first 16 tokens of its answer, with a floor of about half of the budget at most (or that of 512, if it is
-	 * higher); without a budget 512. */
+	/** Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
+	 * graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long
+	 * prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or the
+	 * floor with 512 if that is higher. Without a budget it chooses 512. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "65536"))
 	int32 NUbatch = 512;
 
-	/** CPU threads; 0: half of the CPUs. */
+	/** Number of CPU threads; 0: half of the CPUs. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1024"))
 	int32 NThreads = 0;
 
-	/** A client whose connection is gone and that does not come back for so long loses its jobs. One that is
-	 * connected and silent (a breakpoint, a long load) keeps them. */
+	/** A client that stays disconnected for this long loses its jobs. A client that is connected but silent (a
+	 * breakpoint, a long load) keeps them. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double SilentSeconds = 10;
 
-	/** How clients connect: `ipc`, or `tcp` on the loopback (the default on Windows). Both are encrypted. One of
-	 * ipc, tcp. */
+	/** How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are encrypted.
+	 * One of ipc, tcp. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Transport;
 
-	/** Where to listen: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, a fresh place. */
+	/** Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Endpoint;
 
-	/** Where to leave what further clients need to connect, readable by this user only; without it, a fresh place.
-	 * Refused with `bad_argument` where it cannot be written. */
+	/** Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
+	 * sidecar chooses a path. Refused with `bad_argument` if it cannot be written. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString ConnectFile;
 
-	/** Path of the GGUF file that reads images for this model; empty: none. */
+	/** Path of the GGUF file with the model's vision tower; empty: none. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Mmproj;
 
-	/** `stream_only`: the same bits at any budget, at the cost of speed. One of planned, stream_only. */
+	/** `planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget. One of
+	 * planned, stream_only. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Mode = TEXT("planned");
 
-	/** Speculative decoding: `auto` drafts repeated text by lookup and verifies several tokens at a time where that
-	 * pays; `off`: never. One of auto, off. */
+	/** Speculative decoding. `auto`: repeated text is drafted by lookup, and several tokens are verified in one
+	 * graph, where that is faster. `off`: never. One of auto, off. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Speculate = TEXT("auto");
 
-	/** Path of the GGUF file of a small model with the same vocabulary (empty: none), which drafts what does not
-	 * repeat, where that pays. It runs on the CPU, with its weights and its KV cache (16,384 tokens at most) in
-	 * host memory. Not loaded where nothing can be drafted: with `speculate` off, on the CPU alone or with
-	 * recurrent models. */
+	/** Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It drafts text
+	 * that does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at most 16,384
+	 * tokens) are in host memory. It is not loaded with `speculate` off, without a GPU, or with recurrent models. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString DraftModel;
 
-	/** Type of the KV cache: `q8_0` takes half, `q4_0` little more than a quarter of the bytes of `f16`, at some
-	 * loss. Refused with `unsupported` where the model's heads are no multiple of 32. The floor is not lower by it
-	 * on NVIDIA's GPUs, where prompts have a layer's whole context in 16 bits beside it. One of f16, q8_0, q4_0. */
+	/** Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`, at some
+	 * loss of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32. On
+	 * NVIDIA GPUs the floor stays the same, because a prompt also needs one layer's whole context in 16 bits. One
+	 * of f16, q8_0, q4_0. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString KvType = TEXT("f16");
 
-	/** Jobs of all clients that have not ended. */
+	/** Maximum number of unfinished jobs of all clients. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "1", ClampMax = "1024"))
 	int32 MaxJobs = 256;
 
-	/** Jobs of one client that have not ended. */
+	/** Maximum number of unfinished jobs of one client. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "1", ClampMax = "1024"))
 	int32 MaxClientJobs = 64;
 
-	/** Text kept for one job whose client does not read; beyond, the job fails. */
+	/** Maximum text kept for one job whose client does not read; with more, the job fails. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "49152"))
 	int32 HeldBytes = 49152;
 
-	/** An engine without work that does not answer for so long is replaced. */
+	/** An engine without work that does not answer for this long is replaced. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double HangIdleSeconds = 5;
 
-	/** An engine with work that does not answer for so long is replaced. */
+	/** An engine with work that does not answer for this long is replaced. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double HangBusySeconds = 60;
 
-	/** An engine that loads and does not answer for so long is replaced. */
+	/** An engine that loads and does not answer for this long is replaced. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double HangLoadSeconds = 600;
 
-	/** An engine of which no thread runs for so long is stopped, and replaced whatever it does. */
+	/** An engine in which no thread answers for this long counts as stopped and is replaced. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double HangStillSeconds = 5;
 
-	/** Deaths of the engine within `restart_window_s`, without a new token in between and while no job runs, after
-	 * which it is off for `off_pause_s`. */
+	/** Number of engine deaths within `restart_window_s` that are followed by a restart; after one more, the engine
+	 * is off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the count again. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000"))
 	int32 RestartLimit = 3;
 
-	/** Span of time for `restart_limit`. */
+	/** Time span in which `restart_limit` counts deaths. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double RestartWindowSeconds = 300;
 
-	/** Pause of an engine that cannot be kept alive; then it is tried again. Each is twice as long as the last. */
+	/** How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double OffPauseSeconds = 1;
 
-	/** The longest such pause. */
+	/** Maximum length of such a pause. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double OffPauseMaxSeconds = 60;
 	// end of launch options

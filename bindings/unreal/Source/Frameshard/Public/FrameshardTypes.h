@@ -123,47 +123,48 @@ struct FRAMESHARD_API FFrameshardAskParams
 	int32 Window = 32;
 
 	// generated: sampling
-	/** Length of the answer at most. */
+	/** Maximum length of the answer in tokens. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "1048576"))
 	int32 MaxTokens = 256;
 
-	/** Only so many of the likeliest tokens; 0: off. */
+	/** Choose only among this many most likely tokens; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1048576"))
 	int32 TopK = 40;
 
-	/** Randomness of the choice; 0: always the likeliest token. */
+	/** Randomness of the choice; 0: always the most likely token. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "5"))
 	double Temperature = 0.8;
 
-	/** Only the likeliest tokens of so much probability; 1: off. */
+	/** Choose only among the most likely tokens whose probabilities add up to this value; 1: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
 	double TopP = 0.95;
 
-	/** Only tokens of at least this share of the likeliest one's probability; 0: off. */
+	/** Choose only among tokens with at least this fraction of the highest probability; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
 	double MinP = 0.05;
 
-	/** Makes tokens of the last ones less likely; 1: off. */
+	/** Above 1, tokens that occur among the last 64 become less likely; 1: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0.5", ClampMax = "2"))
 	double RepeatPenalty = 1;
 
-	/** Seed of the random numbers; without it the sidecar draws one. 0 to 4294967295; below 0: not given. */
+	/** Seed of the random numbers; without it the sidecar chooses one. 0 to 4294967295; below 0: not given. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	int64 Seed = -1;
 
-	/** The answer ends before any of these. */
+	/** Strings that end the answer; they are not part of it. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TArray<FString> Stop;
 
-	/** A JSON schema: the answer is JSON that fits it, unless `max_tokens` or `stop` ends it before; empty: off. */
+	/** A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer early;
+	 * empty: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString JsonSchema;
 
-	/** Taken from a token's logit for each time that it is among the last 64; 0: off. */
+	/** Subtracted from a token's logit for each time that the token occurs among the last 64; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-2", ClampMax = "2"))
 	double FrequencyPenalty = 0;
 
-	/** Taken from a token's logit once if it is among the last 64; 0: off. */
+	/** Subtracted once from a token's logit if the token is among the last 64; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-2", ClampMax = "2"))
 	double PresencePenalty = 0;
 	// end of sampling
@@ -224,28 +225,30 @@ struct FRAMESHARD_API FFrameshardLease
 	GENERATED_BODY()
 
 	// generated: lease
-	/** `parked` keeps no more than the driver's context in VRAM, `hibernated` ends the engine process. */
+	/** `parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is
+	 * used. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	EFrameshardLeaseState State = EFrameshardLeaseState::Active;
 
-	/** All that the sidecar holds in VRAM has to fit; 0: no limit. Not `active`: the budget to come back to. In
-	 * MiB. */
+	/** Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it
+	 * is active again. In MiB. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	double VramBudgetMb = 0;
 
-	/** What the sidecar keeps while it is idle; 0: it gives nothing back on its own. In MiB. */
+	/** A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. In MiB. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	double FloorMb = 0;
 
-	/** Refused with `stale_lease` unless it is above the one in force; 0: the last word counts. */
+	/** Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0:
+	 * never refused for its version. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	int64 Version = 0;
 
-	/** Deadline of the release. */
+	/** Time that the sidecar has to release the VRAM above the budget. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0.001", ClampMax = "60"))
 	double TimeoutSeconds = 5;
 
-	/** For the sidecar's log. */
+	/** Text for the sidecar's log. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Reason;
 	// end of lease
