@@ -1,1 +1,1 @@
-"""From a model's tensors, a machine's rates and a budget to placements: numbers in, plan out."""
+"""Computes the placement of each shard from a model's header, a machine's rates and a VRAM budget."""

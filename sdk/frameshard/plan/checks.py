@@ -1,6 +1,7 @@
-"""Checks of a GGUF header. llama.cpp trusts much of it and ends the process where it is wrong (a repeated token string,
-more experts used than there are, a norm of integers). What it fails on in any architecture becomes :class:`BadModel`
-here; a check that single architectures lack ends at worst an engine process.
+"""Checks of a GGUF header. llama.cpp does not check all of it, and some errors end the process: a repeated token
+string, more experts used than there are, a norm of integers. These checks report such errors as :class:`BadModel`. They
+cover the errors that any architecture can have. An error that only single architectures have may still end an engine
+process.
 
 Each function raises :class:`~.header.Wrong`.
 """
@@ -29,7 +30,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Of llama.cpp at the pin: architectures that do not rotate keys, and those that rotate all of a head or abort.
+# From the pinned version of llama.cpp: architectures that do not rotate keys (_UNROTATED), and those that abort unless
+# all values of a head are rotated (_ROTATED_WHOLE).
 _UNROTATED = _words(
     "gpt2 gptj mpt refact bloom mamba mamba2 jamba jina-bert-v2 t5 t5encoder jais rwkv6 rwkv6qwen2 rwkv7 arwkv7"
     " wavtokenizer-dec nemotron_h nemotron_h_moe kimi-linear kimi-k3 glm5-next"
@@ -44,13 +46,16 @@ _ROTATED_WHOLE = _words(
 
 
 def check_vocabulary(header: Header) -> int:
-    """The number of tokens; 0 for a file without a vocabulary."""
+    """Checks the vocabulary.
+
+    :returns: the number of tokens; 0 for a file without a vocabulary.
+    """
     if header.tokens is None:
         if "tokenizer.ggml.tokens" in header.array_lengths:
             wrong("tokenizer.ggml.tokens are not strings")
         return 0
     n_vocab = len(header.tokens)
-    # As llama.cpp sees them: C strings, and empty ones are given a name by their number.
+    # llama.cpp reads tokens as C strings, and names an empty one after its number.
     words = [token.partition(b"\0")[0] or b"[EMPTY_%d]" % i for i, token in enumerate(header.tokens)]
     if len(set(words)) != n_vocab:
         seen: set[bytes] = set()
@@ -64,7 +69,7 @@ def check_vocabulary(header: Header) -> int:
         if n < n_vocab:
             wrong(f"tokenizer.ggml.{name} has {n} entries for {n_vocab} tokens")
     for key, value in header.metadata.items():
-        # Padding is never fed or sampled, and published files do have it out of range.
+        # The padding token is not checked: it is never used, and in some published files it is out of range.
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and key != "tokenizer.ggml.padding_token_id":
             token = whole(header.metadata, key, 0)
             if not 0 <= token < n_vocab and token not in (-1, 0xFFFFFFFF):
@@ -73,8 +78,8 @@ def check_vocabulary(header: Header) -> int:
 
 
 def _check_bytes(header: Header, words: list[bytes]) -> None:
-    """In a sentencepiece vocabulary any byte must have a token, and byte tokens are read as hexadecimal. In a wordpiece
-    vocabulary there are none."""
+    """A sentencepiece vocabulary must have a token for every byte, named by its hexadecimal number. A wordpiece
+    vocabulary must have no byte tokens."""
     types = header.token_types[: len(words)] if header.token_types is not None else np.zeros(0)
     if header.metadata.get("tokenizer.ggml.model") == "bert" and _BYTE in types:
         wrong("tokenizer.ggml.model is bert, whose vocabularies have no byte tokens, and this one has")
@@ -106,7 +111,7 @@ def check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
 def check_type(tensor: Tensor) -> None:
     name, kind = tensor.name, GGML_TYPES[tensor.ggml_type][0]
     if name.endswith(".bias") or "norm" in name:
-        # A vector is added or multiplied as it is, and the CPU does that with 32-bit numbers only.
+        # The CPU adds and multiplies vectors only if they are 32-bit numbers.
         if kind not in (_PLAIN if len(tensor.shape) > 1 and not name.endswith("norm.weight") else ("F32",)):
             wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
     elif kind != "F32" and ("lerp_" in name or (len(tensor.shape) == 1 and "scale" in name)):
@@ -116,7 +121,7 @@ def check_type(tensor: Tensor) -> None:
 
 
 def check_biases(tensors: tuple[Tensor, ...]) -> None:
-    """A bias that one layer alone lacks: llama.cpp would follow a null pointer."""
+    """Checks that no bias is missing in a single layer: llama.cpp would follow a null pointer."""
     found: dict[tuple[str, str], set[int]] = {}
     for tensor in tensors:
         match = _PART.fullmatch(tensor.name)
@@ -155,7 +160,7 @@ def check_heads(
         if not all(0 <= length <= MAX_EMBD for length in lengths):
             wrong(f"the attention heads of {arch} are {lengths[0]} and {lengths[1]} wide")
         width = lengths[0] or whole(metadata, f"{arch}.attention.key_length", 0) or n_embd // max(n_head, 1)
-        # Without the key whole heads are rotated, and in windows as much as elsewhere.
+        # Without this key all values of a head are rotated. Without the key for windows, the other key applies there.
         usual = 0 if arch in _UNROTATED else rotated if suffix else width
         rotated = max(whole_by_layer(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, usual), default=0)
         if n_head:
@@ -177,7 +182,7 @@ def check_heads(
 
 
 def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width: int) -> None:
-    """Of heads ``width`` wide."""
+    """Checks how many of the ``width`` values of a head are rotated."""
     key = f"{arch}.rope.dimension_count{suffix}"
     value = metadata.get(key, width)
     for rotated in value if isinstance(value, tuple) else (whole(metadata, key, width),):
@@ -196,7 +201,8 @@ _GATED = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 def _check_projection(
     metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_head: int, n_head_kv: int, n_embd: int
 ) -> None:
-    """Queries and keys are heads one after another, with a gate as wide beside each query in some architectures."""
+    """Checks the rows of a query or key projection: one row for each value of each head. In some architectures queries
+    have twice as many, because each has a gate of the same size."""
     if not n_head or not n_head_kv:
         return
     names = ("attention.key_length_swa", "attention.key_length_mla")
@@ -204,7 +210,7 @@ def _check_projection(
     widths |= {whole(metadata, f"{arch}.{name}", 0) for name in names}
     queries = tensor.name.endswith("attn_q.weight")
     n = (n_head * (2 if arch in _GATED else 1)) if queries else n_head_kv
-    fits = {each * width for width in widths for each in (n, n_head)}  # linear attention has a key head for each
+    fits = {each * width for width in widths for each in (n, n_head)}  # linear attention has n_head key heads
     fits.add(n_head * whole(metadata, f"{arch}.kda.head_dim", 0))
     if tensor.shape[1] not in fits:
         key = "head_count" if queries else "head_count_kv"
@@ -212,8 +218,8 @@ def _check_projection(
 
 
 def check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) -> None:
-    """Layers without a KV cache use that of the last layer that has one, or of the one before it, whichever has the
-    same kind of window."""
+    """Checks layers that share a KV cache. A layer without its own uses the cache of one of the last two layers that
+    have one. That layer must have the same kind of window."""
     n_shared = whole(metadata, f"{arch}.attention.shared_kv_layers", 0)
     if not 0 <= n_shared <= max(n_layer - 2, 0):
         wrong(f"{n_shared} of {n_layer} layers share the KV cache of others")
@@ -230,11 +236,14 @@ def check_shared_caches(metadata: Mapping[str, Value], arch: str, n_layer: int) 
 
 
 def check_experts(metadata: Mapping[str, Value], arch: str, n_layer: int) -> tuple[int, list[int]]:
-    """The number of experts and how many of them each layer uses."""
+    """Checks the experts.
+
+    :returns: the number of experts, and for each layer how many of them a token uses.
+    """
     n_expert = whole(metadata, f"{arch}.expert_count", 0)
     used = whole_by_layer(metadata, f"{arch}.expert_used_count", n_layer, 0)
     if arch.startswith("hunyuan") and n_expert == 1:
-        return 0, [0] * n_layer  # how its dense models are written
+        return 0, [0] * n_layer  # this is how files of its dense models are written
     if not 0 <= n_expert <= _MAX_EXPERTS:
         wrong(f"{arch}.expert_count is {n_expert}, more than {_MAX_EXPERTS}")
     most = max(used, default=0)

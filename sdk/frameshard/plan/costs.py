@@ -1,7 +1,7 @@
-"""Predicted time of a graph on one machine, from what each shard costs resident, streamed and on the CPU.
+"""Predicts the time of a graph on one machine, from the times of each shard resident, streamed and on the CPU.
 
-The device and the CPU take turns: their times and the hand-offs add up. Copies run beside them, except while the ring
-is full. Copies and CPU slow each other down when host memory cannot serve both.
+The device and the CPU work in turns, so their times and those of the hand-offs are added. Copies run at the same time,
+except while the ring is full. Copies and the CPU slow each other down, because they share host memory.
 
 Arrays have one value for each shard of the ladder. Times are seconds, sizes bytes, rates per second.
 """
@@ -23,33 +23,37 @@ from frameshard.plan.weights import Experts, Mask, Shards
 
 Floats = NDArray[np.float64]
 
-# Kernels that are launched for a shard beside the products, whose launches are in their measured rates.
+# The number of kernels that a shard launches besides its matrix products. The measured rates of products include their
+# launches.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
-# How often a token's activations pass the device's memory between products (norms, rotations, sums, conversions; those
-# of a feed-forward network are three times as wide, those of experts eight times). Fitted to prompts of 1,024 tokens of
-# minitron-8b-q4_0 and of 1,024 to 16,384 tokens of qwen3-30b-a3b-q4_0 on H100 machines.
+# How often the device's memory reads or writes a token's activations between the products (norms, rotations, sums,
+# conversions), in units of n_embd values. Activations of a feed-forward network are three times as wide, those of
+# experts eight times. Fitted to prompts of 1,024 tokens with minitron-8b-q4_0 and of 1,024 to 16,384 tokens with
+# qwen3-30b-a3b-q4_0 on H100 machines.
 _PASSES = {"attention": 12, "ffn": 43, "experts": 180}
-# Hand-offs when a shard runs on the CPU. Attention hands over before and after the attention kernel, which stays where
-# the KV cache is. Experts hand over their choice, copies, slots and rows.
+# The number of hand-offs between device and CPU when a shard runs on the CPU; 1 for kinds that are not listed.
+# Attention has one before and one after the attention kernel, which runs where the KV cache is. Experts hand over the
+# router's choice, copies, slots and rows.
 _HANDOFFS = {"attention": 2.0, "experts": 5.0}
-_CHOICE = 1.5  # hand-offs of the router's choice, which waits for the device also when all experts are cached
-_INPUT = 0.5  # hand-offs of the experts' input, which is copied where the CPU may compute some
-# What the CPU takes for the experts of a layer, or for the router and what follows it, however little there is to
-# compute: its threads synchronise after each of about six operations (14 threads of the H100 machine).
+_CHOICE = 1.5  # hand-offs for the router's choice: the host waits for it, also if all experts are cached
+_INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU may compute some of them
+# The least time of the CPU for the experts of a layer, or for its router: the CPU's threads synchronise after each of
+# about six operations. Measured with 14 threads on the H100 machine.
 _MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
-_WITHIN_S = 16e-6  # to copy a cached expert's matrix within the device (H100 machine)
-_LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs of at least so many tokens
+_WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
+_LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What predictions at one budget depend on, beside model, machine and resident set.
+    """The conditions of a prediction, besides the model, the machine and the resident set.
 
     :param ring: bytes of the ring.
-    :param n_ctx_used: tokens of context that a decoded token sees.
-    :param turn_s: a turn to the CPU and back.
-    :param kv_room: bytes of the KV cache in VRAM; the rest passes through the window in every graph.
-    :param routing: shares of a layer's choices by expert, descending; empty: all alike.
+    :param n_ctx_used: tokens of context that each decoded token attends to.
+    :param turn_s: seconds of one hand-off to the CPU and back.
+    :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph.
+    :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
+    :param kv_type: the type of the KV cache.
     """
 
     ring: int
@@ -61,7 +65,7 @@ class Conditions:
 
 
 class Costs:
-    """What each shard costs on a machine when ``share`` of each is resident."""
+    """The times of each shard on a machine, if ``share`` of its bytes are resident."""
 
     def __init__(self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions) -> None:
         self.layout, self.profile, self.resident_share, self.conditions = layout, profile, share, conditions
@@ -74,13 +78,17 @@ class Costs:
         self.handoffs = shards.by_kind(_HANDOFFS, 1.0)
         self.meetings_s = shards.by_kind(_MEETINGS_S)
         self.copy_s = shards.n_bytes * (1 - share) / profile.h2d
-        # Copies run ahead by what the ring holds beside the step in use; by a step at least while none is in use.
+        # How far copies can run ahead, in seconds: the ring without the step in use, or while no step is in use at
+        # least one step.
         self.beside_s = max(ring - layout.min_ring_bytes, 0) / profile.h2d
         self.ahead_s = max(self.beside_s, layout.min_ring_bytes / profile.h2d)
 
     def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
-        """Least time of graphs of (tokens, tokens before, sequences), of which each does all the work anew. Experts
-        that none of the tokens uses need not be copied."""
+        """A lower bound of the time of several graphs with this resident set. Each graph copies its weights again.
+        Experts that no token uses are not counted.
+
+        :param graphs: for each graph the tokens, the tokens of a sequence before them, and the sequences.
+        """
         profile, left_out = self.profile, 1 - self.resident_share
         copy: list[Floats] = []
         device: list[Floats] = []
@@ -102,8 +110,8 @@ class Costs:
         )
 
     def static_seconds(self, n_tokens: int, n_before: int, n_seq: int = 1) -> float:
-        """Time of a graph without streaming or overlap, where what is left out are layers that follow each other, or
-        experts."""
+        """The time of a graph without streaming, as llama.cpp runs it: copies and computation do not overlap. The
+        shards that are not resident are experts or adjacent layers, so only experts cause hand-offs."""
         graph, left_out = self.at(n_tokens, n_before, n_seq), 1 - self.resident_share
         always = graph.attention_s + float(self.kernels_s.sum()) + self.conditions.turn_s
         if n_tokens >= _LEAST_OFFLOADED:
@@ -115,32 +123,36 @@ class Costs:
 
     @cached_property
     def stream_share(self) -> float:
-        """The share of a token's missing experts that is copied, the others being left to the CPU."""
+        """The share of a token's missing experts that is copied to the device. The CPU computes the others."""
         return self.at(1, self.conditions.n_ctx_used).expert_stream_share
 
     def at(self, n_tokens: int, n_before: int, n_seq: int = 1, n_rows: int = 0) -> Graph:
-        """A graph of ``n_tokens``, shared evenly by ``n_seq`` sequences that hold ``n_before`` tokens each, and
-        ``n_rows`` rows of logits (0: one for each sequence)."""
+        """The times of a graph.
+
+        :param n_tokens: tokens of all sequences together, the same number for each.
+        :param n_before: tokens that each sequence holds before.
+        :param n_rows: rows of logits; 0 for one of each sequence.
+        """
         return Graph(self, n_tokens, n_before, n_seq, n_rows or n_seq)
 
 
 def _first(values: Floats, n: float) -> float:
-    """The sum of the first ``n`` values."""
+    """The sum of the first ``n`` values; ``n`` may have a fraction."""
     return float(np.interp(n, np.arange(len(values) + 1), np.concatenate(([0.0], np.cumsum(values)))))
 
 
 class Graph:
-    """Times of one graph; made by :meth:`Costs.at`."""
+    """The times of one graph; made by :meth:`Costs.at`."""
 
     def __init__(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int) -> None:
         profile, shards, experts = costs.profile, costs.shards, costs.experts
         one_at_a_time = n_tokens < costs.layout.sizes.prefill_tokens
-        # Of a layer's experts the share that at least one of the tokens uses.
+        # For each expert of a layer, the probability that at least one of the tokens uses it.
         used = 1 - (1 - experts.likely) ** n_tokens
         n_cached = experts.n_cached if one_at_a_time else experts.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
         touched = self._compute(costs, n_tokens, n_rows, used)
-        # What comes from host memory of what is not resident: experts that are used and not cached.
+        # The part of the weights that host memory must supply if they are not resident: cached experts need no copy.
         self.uncached = np.where(experts.missing, 1 - cached, 1.0)
         self.fetched = touched * self.uncached
         self._attend(costs, n_tokens, n_before, n_seq)
@@ -157,7 +169,8 @@ class Graph:
         if one_at_a_time and experts.missing.any():
             cpu_s, shared_s, turns, copied_s = self._single_experts(costs, n_tokens, used, cached, touched, cpu_s)
         copy_s, asked_s, share_copied = self._whole_experts(costs, n_tokens)
-        # Experts stream one at a time for one token, else as whole tensors; which of them are used is asked by layer.
+        # A graph of one token streams single experts, a larger one whole tensors of experts. In both cases the host
+        # must read the router's choice in each layer.
         self._streamed_singly = float(n_tokens == 1)
         beside_s, ahead_s = costs.beside_s, costs.ahead_s
         if experts.missing.any() and n_tokens == 1:
@@ -167,7 +180,7 @@ class Graph:
             beside_s, ahead_s = 2 * slot_s, 3 * slot_s
         elif experts.missing.any():
             device_s = device_s + np.where(experts.missing, asked_s, 0.0)
-            # The ring has room for whole tensors of experts.
+            # The ring reserves room for all experts of a layer, but only a share of them is copied.
             beside_s, ahead_s = beside_s * share_copied, ahead_s * share_copied
         self._beside_s, self._ahead_s = beside_s, ahead_s
         order = self._order = costs.layout.use_order
@@ -177,19 +190,22 @@ class Graph:
         self._always_s = self.attention_s + costs.conditions.turn_s
 
     def _compute(self, costs: Costs, n_tokens: int, n_rows: int, used: Floats) -> Floats:
-        """Sets the times of products on the device and on the CPU; returns the bytes of weights that are used."""
+        """Sets the times of matrix products on the device and on the CPU.
+
+        :returns: the bytes of weights that the graph uses.
+        """
         shards, profile = costs.shards, costs.profile
         experts = shards.masks["experts"]
         chosen_alike = 1 - (1 - shards.active) ** n_tokens
         share_used = np.where(experts, used.mean(), chosen_alike) if used.size else chosen_alike
-        # Columns of each product: of experts the tokens that use one.
+        # The columns of each product. For experts: the tokens that use the same expert.
         columns = np.where(shards.masks["output"], n_rows, n_tokens * shards.active / share_used)
         none = np.zeros(len(shards.n_bytes))
         self.on_device = none + sum(
             shards.n_weights[i] * share_used * profile.seconds_per_weight(kind, columns, on_cpu=False)
             for kind, i in shards.kinds.items()
         )
-        # Experts are separate products: the CPU takes as long for each token as for one.
+        # The CPU computes the experts of each token separately, so the time is proportional to the tokens.
         at_once, times = np.where(experts, 1.0, columns), np.where(experts, columns, 1.0)
         self.on_host = none + sum(
             shards.n_weights[i] * share_used * times * profile.seconds_per_weight(kind, at_once, on_cpu=True)
@@ -199,7 +215,7 @@ class Graph:
         return touched
 
     def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
-        """Sets the times of attention and of KV blocks that are copied."""
+        """Sets the times of attention and of copying KV blocks to the device."""
         model, conditions = costs.layout.model, costs.conditions
         head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
@@ -212,11 +228,11 @@ class Graph:
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """Graphs of few tokens take experts one at a time: their copies overlap only with the CPU's part of the same
-        layer, and each slows the other.
+        """The times of a graph with few tokens. It handles experts one at a time. Their copies overlap only with the
+        CPU's work in the same layer, and both slow each other down.
 
-        :returns: times on the CPU, times on the device that a turn to the CPU leaves there, hand-offs, and times of
-            copies.
+        :returns: for each shard the time on the CPU, the time of the part that stays on the device while the CPU
+            computes the shard, the number of hand-offs, and the time of copies.
         """
         share, missing = costs.resident_share, costs.experts.missing
         uncached = 1 - cached
@@ -225,7 +241,7 @@ class Graph:
         here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
         any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
         both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
-        # The device has one share for graphs of any size: that which suits one token.
+        # The device uses one share for all sizes of graphs: the best one for a single token.
         balanced = float((here_s + any_s)[missing].sum()) / both_s
         self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
         left = 1 - self.expert_stream_share
@@ -239,35 +255,40 @@ class Graph:
         return cpu_s, on_device_s, turns, copied_s
 
     def _whole_experts(self, costs: Costs, n_tokens: int) -> tuple[Floats, Floats, float]:
-        """Larger graphs stream whole tensors of experts. Copies begin before the router has chosen, with the experts
-        that the graph before used: about as many as twice the tokens use.
+        """The times of a larger graph. It streams whole tensors of experts. Copies begin before the router has chosen,
+        with the experts that the previous graph used. Together with the missing ones that is about as many as twice the
+        tokens would use.
 
-        :returns: times of copies, times on the device that the choice takes, and the share of experts that is copied.
+        :returns: for each shard the time of copies and the time on the device for the router's choice; the share of
+            experts that is copied.
         """
         shards, experts = costs.shards, costs.experts
         predicted = 1 - (1 - experts.likely) ** (2 * n_tokens)
         predicted_cached = _first(predicted, experts.n_cached_in_prompts)
         share_copied = (float(predicted.sum()) - predicted_cached) / max(predicted.size, 1)
-        # Experts are copied matrix by matrix, neighbours in one copy.
+        # Each matrix of an expert is copied separately, but adjacent ones are copied together.
         runs_rate = costs.profile.copy_rate(experts.matrix_bytes / max(1 - share_copied, 1e-3))
         streamed_s = shards.n_bytes * share_copied * (1 - costs.resident_share) / runs_rate
-        # Cached ones are copied within the device, each matrix by itself.
+        # Cached experts are copied within the device, each matrix separately.
         asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors
         return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
 
     def seconds(self, on_cpu: Mask, best: float = float("inf")) -> float:
-        """Predicted time when of the shards left out those of ``on_cpu`` are computed there and the others stream;
-        something that is no less than ``best`` where that is known to be too."""
+        """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
+        and the others are streamed.
+
+        :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
+        """
         cpu = on_cpu[self._order] & self._left_out
         streamed = self._left_out & ~cpu
         copy = float(self._copy_s @ streamed) + self._kv_copy_s
         host = float(self._cpu_s @ cpu)
-        # Neighbours on the CPU are computed in one go.
+        # Adjacent shards on the CPU save a hand-off.
         handoffs = self._handoffs.copy()
         handoffs[1:] -= cpu[:-1]
         turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
         device = float(turns.sum()) + self._always_s
-        # Both at once get what host memory has: each is slowed by the share of time in which the other is busy.
+        # Copies and the CPU share host memory. Each is slowed down for the share of time in which the other works.
         both = max(copy, device + host)
         host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
         copy_slower = 1 + self._copy_slowdown * host / both
@@ -279,8 +300,8 @@ class Graph:
             return least
         if not streamed.any():
             return least
-        # Copies gain a lead while a streamed shard is used, and more until the next one is needed. The device waits for
-        # what is lacking then.
+        # Copies run ahead while a streamed shard is used, and further until the next one is needed. If the copy of that
+        # one is not complete then, the device waits for it.
         starts = np.flatnonzero(streamed)
         work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
         uses = work[starts] + self._always_s / len(starts)

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: keys and tensors, read without llama.cpp, with every count and length checked.
+"""Reads the header of a GGUF file, keys and tensors, without llama.cpp. Every count and length is checked.
 
-What the numbers in it may be is for those who know what the file is for (``model``, ``tower``).
+``model`` and ``tower`` check the values, because they depend on what the file is for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from frameshard.errors import BadModel, ModelNotFound
 
-# Tensor types of ggml.h at the pin: number -> (name, weights in a block, bytes of a block).
+# Tensor types in ggml.h of the pinned version: number -> (name, weights in a block, bytes of a block).
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -58,11 +58,11 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 
 MAX_LAYERS = 512
-"""LLAMA_MAX_LAYERS; longer arrays are no numbers by layer, and are not kept."""
+"""LLAMA_MAX_LAYERS. Longer arrays cannot be values by layer, and are not kept."""
 
 _VERSIONS = (2, 3)
-_MAX_HEADER = 1 << 30  # bytes; vocabularies of a million tokens need a tenth of it
-_MAX_NAME = 63  # GGML_MAX_NAME less its terminator
+_MAX_HEADER = 1 << 30  # bytes; a vocabulary of a million tokens needs a tenth of it
+_MAX_NAME = 63  # GGML_MAX_NAME without the zero byte at the end
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
     0: "<u1",
@@ -83,14 +83,15 @@ Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor: ``shape`` in ggml's order (contiguous dimension first), ``offset`` from the start of its file."""
+    """One tensor: ``shape`` in ggml's order (contiguous dimension first), ``offset`` in bytes from the start of its
+    file."""
 
     name: str
     ggml_type: int
     shape: tuple[int, ...]
     n_bytes: int
     offset: int
-    part: int = 0  # of a model split over several files
+    part: int = 0  # index of its file, for a model split into several files
 
     @property
     def type_name(self) -> str:
@@ -103,7 +104,7 @@ class Tensor:
 
 
 class Wrong(Exception):
-    """What is wrong with the file, without its name."""
+    """An error in the file. The message does not have the file's name; the caller adds it."""
 
 
 def wrong(text: str) -> NoReturn:
@@ -121,7 +122,7 @@ class Header:
 
 
 class _Reader:
-    """Bytes from the start of a file, read as far as they are asked for. Every length is checked against the file's."""
+    """Reads a file from its start, only as far as needed. Every length is checked against the size of the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -157,7 +158,7 @@ class _Reader:
             wrong(f"truncated: an array of {n} strings in a file of {self._size} bytes")
         out: list[bytes] = []
         while len(out) < n:
-            # The common case without a call per string: vocabularies have 10^5 of them.
+            # No function call for each string: a vocabulary has 10^5 of them.
             data, pos, end_of_data = self._data, self.pos, len(self._data)
             for _ in range(n - len(out)):
                 start = pos + 8
@@ -192,7 +193,7 @@ def read_header(path: Path, part: int = 0) -> Header:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a named pipe would block otherwise
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # without it, opening a named pipe would wait
 
 
 def _parse(reader: _Reader, file_bytes: int, part: int) -> Header:
@@ -287,7 +288,7 @@ def _tensor_info(reader: _Reader, part: int) -> Tensor:
 
 
 def _text(raw: bytes, what: str) -> str:
-    # llama.cpp compares names as C strings: one with a zero byte would pass here and collide there.
+    # llama.cpp compares names as C strings. Two names that differ only after a zero byte are the same there.
     if not raw or b"\0" in raw:
         wrong(f"{what} {raw[:80]!r} is empty or has a zero byte")
     try:

@@ -1,10 +1,13 @@
-"""The ladder: the order in which shards get VRAM, and in reverse the order of eviction.
+"""The ladder: the order in which shards become resident. Eviction goes in the reverse order.
 
-The resident set at any budget is a prefix of it. Kinds are ordered by the time that a byte of VRAM saves. The output
-head comes first: a prefill computes one row of it, so its copy overlaps with no computation of its own. Weights that
-every token reads come before experts, of which a token reads a few; among them those come first that would cost two
-hand-offs to the CPU in each layer. Within a kind layers are in bit-reversed order (0, 16, 8, 24, 4, ...): every prefix
-is spread evenly over the depth of the model, so that copies of the other layers overlap with computation.
+The resident set at any budget is a prefix of the ladder. The order of kinds follows the time that a byte of VRAM saves:
+
+- The output head is first. A prefill computes one row of logits, so no computation hides the copy of the head.
+- Attention is next: on the CPU it would need two hand-offs in each layer.
+- Experts are last, because a token reads only a few of them.
+
+Within a kind the layers are in bit-reversed order (0, 16, 8, 24, 4, ...). So every prefix is spread evenly over the
+layers of the model, and the copies of the other layers overlap with computation.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ _BITS = 16
 
 
 def make_ladder(model: Model) -> tuple[Shard, ...]:
-    """The model's shards, the last to be evicted first. Without the core (always resident) and shards that decode never
-    reads. Depends on the model alone."""
+    """The model's ladder. The last shard is evicted first. The core is left out, because it is always resident, and so
+    are shards that decoding never reads. The ladder depends only on the model."""
     shards = [shard for shard in model.shards if shard.kind != "core" and shard.active_bytes > 0]
     return tuple(sorted(shards, key=lambda shard: (_ORDER[shard.kind], _spread(shard.layer or 0), shard.name)))
 

@@ -1,6 +1,6 @@
-"""A model as the shard device cuts it: the ladder, its pieces and slabs, and the least ring. Sizes are bytes.
+"""The layout of a model on the shard device: the ladder, its pieces and slabs, and the smallest ring. Sizes are bytes.
 
-The layout itself is the shard device's own (:func:`frameshard.native.lay_out`). This module adds what plans ask of it.
+The shard device computes the layout (:func:`frameshard.native.lay_out`). This module derives the figures for plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ USE_ORDER = {"vision": 0, "attention": 1, "other": 2, "shared": 3, "experts": 4,
 class Layout:
     """The layout of a model's ladder.
 
-    :param sizes: the shard device's figures. Its fixed part is the core and the scratch buffer alone, without KV cache,
+    :param sizes: the shard device's figures. Their fixed part is the core and the scratch buffer, without KV cache,
         compute buffers and driver.
     """
 
@@ -34,28 +34,28 @@ class Layout:
 
     @property
     def min_ring_bytes(self) -> int:
-        """The least ring: every streamed step fits."""
+        """The bytes of the smallest ring. Every streamed step fits in it."""
         return self.sizes.min_ring_bytes
 
     @property
     def least_bytes(self) -> int:
-        """The least VRAM for weights: the least ring, or all slabs if that is less."""
+        """The least bytes of VRAM for weights: the smallest ring, or all slabs if these are smaller."""
         return self.sizes.floor_bytes - self.sizes.fixed_bytes
 
     @property
     def arena_bytes(self) -> int:
-        """All slabs."""
+        """The bytes of all slabs."""
         return self.sizes.arena_bytes
 
     def resident_share(self, n_slabs: int) -> Floats:
-        """The share of each shard's bytes in the first ``n_slabs`` slabs."""
+        """For each shard, the share of its bytes that is in the first ``n_slabs`` slabs; shape [shards]."""
         shard, n_bytes = self.sizes.piece_shards, self.sizes.piece_padded_bytes.astype(np.float64)
         held = np.bincount(shard, weights=n_bytes * (self.sizes.piece_slabs < n_slabs), minlength=len(self.ladder))
         return held / np.bincount(shard, weights=n_bytes, minlength=len(self.ladder))
 
     @cached_property
     def use_order(self) -> NDArray[np.intp]:
-        """Ladder indices in the order in which a graph uses the shards."""
+        """The indices of the ladder, in the order in which a graph uses the shards; shape [shards]."""
 
         def key(i: int) -> tuple[float, int, int]:
             shard = self.ladder[i]
@@ -69,7 +69,7 @@ class Layout:
 def lay_out(model: Model, device: str) -> Layout:
     """The layout of a model on an inner device.
 
-    :param device: name of the inner device, as in a profile's fingerprint; it need not be there.
+    :param device: the name of the inner device, as in a profile's fingerprint. This machine need not have it.
     """
     ladder = make_ladder(model)
     core = [model.core] if model.core else []

@@ -1,6 +1,6 @@
-"""VRAM beside the weights: the KV cache by the shapes in a GGUF header, and an estimate of the compute buffers.
+"""VRAM that is not for weights: the KV cache, from the shapes in a GGUF header, and an estimate of the compute buffers.
 
-Sizes are bytes. How much VRAM a shape takes is the shard device's to say (:func:`frameshard.native.lay_out`).
+Sizes are bytes. The shard device computes how much VRAM a shape takes (:func:`frameshard.native.lay_out`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from frameshard.plan.model import Model
 from frameshard.plan.profile import KvType, kv_value_bytes
 from frameshard.plan.workload import Workload
 
-_PAGE = 256  # cells in which llama.cpp makes its cache
-_KV_BLOCK = 32  # values that share a scale in both quantised types
-_VERIFIED = 32  # most rows in which drafted tokens are verified, of all sequences together
-# Compute buffer of a layer relative to the sum of tensors in estimate_fixed(): 1.0 to 1.25 for 11 models of 10
-# architectures with 64 to 1,024 tokens.
+_PAGE = 256  # llama.cpp makes the number of KV cells a multiple of this
+_KV_BLOCK = 32  # in both quantised types so many values share a scale
+_VERIFIED = 32  # the most rows of logits in which drafted tokens are verified, all sequences together
+# The compute buffer of a layer, relative to the sum of tensors in estimate_fixed(). Measured: 1.0 to 1.25, with 11
+# models of 10 architectures and 64 to 1,024 tokens.
 _LIVE = 1.3
 DRIVER_BYTES = 512 << 20
-"""VRAM of a GPU's driver context and libraries, about; exact once an engine runs."""
+"""The approximate VRAM of a GPU's driver context and libraries. A running engine measures it."""
 
 
 def check_kv_type(model: Model, kv_type: KvType) -> None:
-    """
+    """Checks that the model can have a KV cache of this type.
+
     :raises Unsupported: llama.cpp has no KV cache of this type for the model.
     """
     if kv_type == "f16":
@@ -52,15 +53,19 @@ def check_kv_type(model: Model, kv_type: KvType) -> None:
 
 
 def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
-    """What graphs read of the KV cache for ``n_tokens`` of all sequences together, and of the recurrent state of
-    ``n_seq``. An upper bound: sliding windows and layers that share a cache count in full."""
+    """The bytes of KV cache and recurrent state that a graph reads. It is an upper bound: sliding windows and layers
+    that share a cache count in full.
+
+    :param n_tokens: tokens in the KV cache, all sequences together.
+    :param n_seq: sequences, each with a recurrent state.
+    """
     values = sum(keys + values for keys, values in _kv_values(model))
     cells = -(-n_tokens // _PAGE) * _PAGE
     return int(values * cells * kv_value_bytes(kv_type)) + 4 * _recurrent_values(model) * n_seq
 
 
 def _kv_values(model: Model) -> list[tuple[int, int]]:
-    """Values of a token's keys and values in the KV cache, by layer."""
+    """For each layer, the numbers of values in a token's keys and in its values."""
     heads = model.by_layer("attention.head_count")
     kv_heads = model.by_layer("attention.head_count_kv", -1)
     kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
@@ -68,12 +73,12 @@ def _kv_values(model: Model) -> list[tuple[int, int]]:
     keys = max(model.integer(f"attention.key_length{suffix}", head_dim) for suffix in ("", "_swa"))
     values = max(model.integer(f"attention.value_length{suffix}", head_dim) for suffix in ("", "_swa"))
     if model.integer("attention.key_length_mla"):
-        values = 0  # latent attention reads its values out of the keys
+        values = 0  # latent attention computes the values from the keys
     return [(heads * keys, heads * values) for heads in kv_heads]
 
 
 def _recurrent_values(model: Model) -> int:
-    """Values of recurrent state of one sequence, in all layers."""
+    """The number of values in the recurrent state of one sequence, all layers together."""
     n_embd, conv = model.n_embd, max(model.integer("ssm.conv_kernel") - 1, 0)
     inner, state, groups = (model.integer(f"ssm.{key}") for key in ("inner_size", "state_size", "group_count"))
     n_head = max(model.integer("attention.head_count"), 1)
@@ -87,11 +92,12 @@ def _recurrent_values(model: Model) -> int:
 
 
 def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes: int = 0) -> int:
-    """VRAM that depends neither on placement nor on the context in use, for planning without loading: core, scratch,
-    compute buffer and ``overhead_bytes`` (driver context). Once a model is loaded, the shard device's statistics give
-    the exact figure.
+    """Estimates the VRAM that depends neither on placements nor on the context in use: core, scratch, compute buffer
+    and ``overhead_bytes``. It is for plans without loading the model. With a loaded model, the shard device's
+    statistics have the exact figure.
 
-    :param device: name of the inner device.
+    :param device: the name of the inner device.
+    :param overhead_bytes: VRAM of the driver's context.
     """
     n_seq, n_ubatch = workload.n_parallel, workload.n_ubatch
     cells = -(-workload.n_ctx // _PAGE) * _PAGE
@@ -104,14 +110,14 @@ def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     activations = _LIVE * 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
-    # Of attention, in 16 bits; with sliding windows there is a second one.
+    # The mask of attention has 16-bit values. Models with sliding windows have a second mask.
     largest_kv = max(map(sum, _kv_values(model)), default=0)
     n_masks = 0 if not largest_kv else 2 if model.integer("attention.sliding_window") else 1
     mask = 2 * n_tokens * cells * n_masks
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, can_speculate=not _recurrent_values(model))
-    # The head comes last and reuses the memory of all layers' activations but the last layer's.
+    # The output head is last. It reuses the memory of the activations, except for those of the last layer.
     graph = mask + max(round(activations), logits + 12 * n_tokens * model.n_embd) + 64 * n_tokens
-    # For prefill ggml-cuda converts a layer's quantised KV cache to 16 bits.
+    # In a prefill, ggml-cuda converts a layer's quantised KV cache to 16 bits.
     converted = 2 * largest_kv * cells * n_seq if workload.kv_type != "f16" and device != native.EMULATED else 0
     beside = native.lay_out(device, (), buffers=[graph + converted], overhead_bytes=overhead_bytes)
     return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
@@ -119,9 +125,14 @@ def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes
 
 @dataclass(frozen=True)
 class Context:
-    """Bytes of the KV cache (and of recurrent states): those ``used``, all that there may ever be (``whole``), and the
-    largest layer's share of these (``window``). What is used is in VRAM as far as it fits beside the ring; the rest
-    waits in host memory and passes through the window in every graph."""
+    """Bytes of the KV cache and of recurrent states. The part that fits beside the ring is in VRAM. The rest is in host
+    memory and passes through the KV window in every graph.
+
+    :param used: bytes of the cells in use.
+    :param whole: bytes of all cells.
+    :param window: bytes of the KV window, which holds the largest layer.
+    :param kv_type: the type of the KV cache.
+    """
 
     used: int = 0
     whole: int = 0
@@ -130,9 +141,9 @@ class Context:
 
 
 def estimate_context(model: Model, device: str, workload: Workload) -> Context:
-    """The context of a workload's sequences, which hold ``n_prompt`` tokens each.
+    """The context of a workload. Each of its sequences holds ``n_prompt`` tokens.
 
-    :param device: name of the inner device.
+    :param device: the name of the inner device.
     """
     n_seq, kv_type = workload.n_parallel, workload.kv_type
     cells = -(-workload.n_ctx // _PAGE) * _PAGE
@@ -152,5 +163,5 @@ def estimate_context(model: Model, device: str, workload: Workload) -> Context:
 
 
 def logits_rows(n_parallel: int, n_ubatch: int, *, can_speculate: bool) -> int:
-    """Rows of logits that one graph may yield: one for each sequence, or more where drafted tokens are verified."""
+    """The most rows of logits of one graph: one for each sequence, or more if drafted tokens are verified."""
     return max(n_parallel, min(_VERIFIED, n_ubatch)) if can_speculate else n_parallel

@@ -1,7 +1,7 @@
-"""A model as plans see it: tensors and shards, read from the GGUF header alone.
+"""The tensors and shards of a model, read from its GGUF header.
 
-Reading also checks the header (:mod:`frameshard.plan.checks`). Nothing is loaded and llama.cpp is not needed: a file of
-16 GiB with 150,000 tokens takes a fraction of a second.
+Reading also checks the header (:mod:`frameshard.plan.checks`). It loads no weights and does not need llama.cpp. A file
+of 16 GiB with a vocabulary of 150,000 tokens takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from frameshard.plan.header import (
 )
 
 CORE_MAX_BYTES = 64 << 10
-"""Tensors up to this size (norms, biases) are never moved: they form the core, always on the device."""
+"""Tensors up to this size (norms, biases) are the *core*. It is always resident."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The unit of placement.
 
-    ``kind`` is attention (any sequence mixer), shared (router and experts that every token uses), ffn (a dense
-    feed-forward network without its down projection), ffn_down, experts, output, vision, other, or core.
-    ``active_bytes`` are the bytes that one token reads on average: all of them, but of experts only the share that is
-    used, and none of layers that plain decoding leaves out.
+    :param kind: attention (or a recurrent layer in its place), shared (router and experts that every token uses), ffn
+        (a dense feed-forward network without its down projection), ffn_down, experts, output, vision, other, or core.
+    :param active_bytes: the bytes that one token reads on average. Of experts that is the share that a token uses; of
+        layers that decoding does not use it is 0; otherwise it is all bytes.
     """
 
     name: str
@@ -52,8 +52,12 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A checked model file. ``shards`` are in file order; tensors that stay in host memory (a token embedding that is
-    not the output head as well) are in none of them. ``metadata`` has every key except long arrays."""
+    """A checked model file.
+
+    :param shards: in the order of the file. The token embedding stays in host memory and is in no shard, unless it is
+        the output head too.
+    :param metadata: all keys of the header, except for long arrays.
+    """
 
     path: Path
     arch: str
@@ -78,14 +82,14 @@ class Model:
         return self.core.n_bytes if self.core else 0
 
     def integer(self, key: str, default: int = 0) -> int:
-        """The architecture's number ``key`` (as in ``attention.head_count``); the largest if it differs by layer."""
+        """The architecture's value of ``key``, for example ``attention.head_count``; the largest if layers differ."""
         value = self.metadata.get(f"{self.arch}.{key}", default)
         if isinstance(value, tuple):
             return int(max(value, default=default))
         return int(value) if isinstance(value, int | float) else default
 
     def by_layer(self, key: str, default: int = 0) -> tuple[int, ...]:
-        """The architecture's number ``key`` for each layer; one that is the same for all layers is repeated."""
+        """The architecture's value of ``key`` for each layer; a single value is repeated."""
         value = self.metadata.get(f"{self.arch}.{key}", default)
         if isinstance(value, tuple) and len(value) >= self.n_layer:
             return tuple(int(v) for v in value[: self.n_layer])
@@ -93,10 +97,10 @@ class Model:
 
 
 def read_model(path: str | os.PathLike[str]) -> Model:
-    """Read and check the header of a GGUF file (the first file of a split model reads the others too).
+    """Reads and checks the header of a GGUF file. For the first file of a split model it reads the others too.
 
-    Raises :class:`ModelNotFound` if the file is not there and :class:`BadModel`, saying what is wrong, if it is not a
-    GGUF, is truncated or contradicts itself.
+    :raises ModelNotFound: there is no such file.
+    :raises BadModel: the file is not a GGUF, is truncated or contradicts itself. The message says what is wrong.
     """
     path = Path(path)
     header = read_header(path)
@@ -171,7 +175,7 @@ def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: 
     )
 
 
-# Which group a tensor of a layer belongs to, by the name after "blk.N."; the first pattern that fits counts.
+# The kind of a tensor in a layer, by its name after "blk.N.". The first pattern that matches decides.
 _GROUPS = (
     ("experts", re.compile(r"ffn_(gate|up|down|gate_up)_(ch)?exps\b|ffn_(gate|up|down)\.\d+\.")),
     ("shared", re.compile(r"ffn_gate_(inp|tid2eid)|ffn_(gate|up|down)_shexp|ffn_(routed|latent)_|exp_probs")),
@@ -186,7 +190,7 @@ _OUTPUT = re.compile(r"output|cls|dense_\d|altup_|dec\.output|enc\.output|nextn\
 
 
 def _group(name: str) -> tuple[str, str, int | None]:
-    """(shard name, kind, layer) of a tensor that is neither small nor an input."""
+    """The shard of a tensor that is neither small nor an input: (name, kind, layer)."""
     if match := _LAYER.match(name):
         layer = int(match["layer"])
         kind = next((kind for kind, pattern in _GROUPS if pattern.match(match["rest"])), "other")
@@ -222,6 +226,6 @@ def _make_shards(
         if kind == "experts" and n_expert and layer is not None and layer < n_layer:
             active = n_bytes * used[layer] // n_expert
         if layer is not None and kind != "vision" and n_layer - n_nextn <= layer < n_layer:
-            active = 0  # layers for multi-token prediction, which plain decoding leaves out
+            active = 0  # layers for multi-token prediction, which decoding does not use
         shards.append(Shard(name, kind, layer, tuple(members), n_bytes, active))
     return tuple(shards)

@@ -1,14 +1,15 @@
-"""Plans: what each shard does at a budget, and how long that will take.
+"""Plans: the placement of each shard at a budget, and the predicted times.
 
-The resident set follows from the budget alone: it is a prefix of the ladder, in the slabs of the shard device. A plan
-chooses, by tier of graph size, which of the other shards stream through the ring and which the CPU computes. It takes
-the split with the least predicted time of a few dozen: experts go to the CPU first (a token reads few of them,
-streaming copies all) or the output head (a prefill computes one row of it), then feed-forward networks and attention,
-each spread evenly over the layers so that copies and CPU work at the same time. Then each shard is tried the other way.
-On small models the result is within a few percent of the best of all splits (test_optimum.py). A feed-forward network
-is two shards: its down projection can stream while the CPU computes the part before it.
+The budget decides which shards are resident: a prefix of the ladder, in the slabs of the shard device. For each tier, a
+plan chooses which of the other shards are streamed and which the CPU computes. It compares a few dozen splits and takes
+the one with the shortest predicted time. In these splits the first shards to go to the CPU are either the experts,
+because a token reads few of them and streaming may copy all, or the output head, because a prefill computes one row of
+logits. Feed-forward networks and attention follow. Each kind is spread evenly over the layers, so that copies and the
+CPU work at the same time. Then the plan changes each shard from streamed to CPU or back, and keeps what is quicker. On
+small models the result is within a few percent of the best of all splits (test_optimum.py). A feed-forward network is
+two shards, so that its down projection can be copied while the CPU computes the rest.
 
-How a graph's time is predicted is in ``costs``. All functions are pure. Sizes are bytes, times seconds.
+``costs`` predicts the time of a graph. All functions are pure. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from frameshard.plan.weights import Mask
 
 Mode = Literal["planned", "stream_only"]
 
-# Tiers by tokens in a graph: (from this many, planned for this many).
+# The tiers: (fewest tokens of a graph, number of tokens that the tier is planned for).
 _TIERS = ((0, 1), (2, 4), (8, 16), (32, 64), (128, 512), (1024, 2048), (4096, 8192))
-_DECODING = 4  # most tokens of a graph that counts as decode, each token of another sequence
-# Sizes that are tried for the expert cache, in 64ths of all experts: few, so that a small change of the budget or the
-# context leaves the ring as it is.
+_DECODING = 4  # tiers of up to so many tokens are planned as decodes, with one token of each sequence
+# The sizes of the expert cache to try, in 64ths of all experts. They are few, so that a small change of the budget or
+# of the context does not change the size of the ring.
 _CACHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-_WORTH_A_CACHE = 0.98  # of the time without it: filling a larger cache costs copies first
-# Steps of the largest size that fit the ring: one in use, the others for copies while the CPU works. A mixture of
-# experts copies only experts that are used and gains little by more.
+_WORTH_A_CACHE = 0.98  # a larger cache must reduce the time to this share, because filling it costs copies
+# The ring has room for so many steps of the largest size: one in use, the others for copies while the CPU works. A
+# mixture of experts copies only the experts in use, and gains little from more.
 _RING, _RING_OF_EXPERTS = 4, 3
-_SPLITS = 8  # shares of a kind of shard that are tried on the CPU, from none to all
+_SPLITS = 8  # the share of a kind on the CPU is tried in steps of 1/8
 _CPU_ORDERS = (
     ("experts", "shared", "ffn", "ffn_down", "output", "attention"),
     ("output", "experts", "shared", "ffn", "ffn_down", "attention"),
     ("experts", "shared", "ffn_down", "ffn", "attention", "output"),
 )
-# A turn to the CPU and back waits for the device while the host draws, by this share of its busy time: 4.4 ms beside
-# 12 ms a frame on an H100.
+# A hand-off to the CPU and back waits while the host uses the device: for this share of the host's busy time in a
+# frame. On an H100 it was 4.4 ms with 12 ms of drawing in each frame.
 _BUSY_TURN = 1 / 3
 _NO_CONTEXT = Context()
 
@@ -56,11 +57,13 @@ _NO_CONTEXT = Context()
 class TierPlan:
     """Placements for graphs of at least ``min_tokens`` tokens.
 
-    :param placements: by shard of the ladder, STREAMED or CPU: what it does while it is not resident.
-    :param predicted_s: time of a graph of ``n_tokens``; ``bound_s`` is its lower bound.
+    :param n_tokens: the number of tokens that the tier is planned for.
+    :param placements: for each shard of the ladder, STREAMED or CPU: its placement while it is not resident.
+    :param predicted_s: predicted time of a graph of ``n_tokens``.
+    :param bound_s: lower bound of that time.
 
-    The counts and bytes are placements at the plan's budget. A shard of which a part is resident counts as what the
-    rest of it does.
+    The ``n_`` fields count shards, and the ``_bytes`` fields their bytes, for each placement at the plan's budget. A
+    shard that is partly resident is counted with the placement of its other part.
     """
 
     min_tokens: int
@@ -78,10 +81,17 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every shard does at ``budget_bytes``: the first ``resident`` of the ladder are in VRAM (all of them if
-    ``ring_bytes`` is 0), the others do as the tier of a graph's size says. ``expert_stream_share``: of the experts that
-    a token needs and that are neither resident nor cached, what share is copied so that copies take as long as the CPU
-    does for the others, from 0 to 1."""
+    """The placement of every shard at ``budget_bytes``.
+
+    :param fixed_bytes: VRAM for everything but arena and ring.
+    :param floor_bytes: the smallest budget that the model can run in.
+    :param full_bytes: with this budget everything is resident.
+    :param ring_bytes: size of the ring; 0 if all shards are resident.
+    :param resident: the number of shards that are resident, from the start of the ladder.
+    :param tiers: the placements of the other shards, by the size of a graph.
+    :param expert_stream_share: from 0 to 1. It concerns the experts that a token needs and that are neither resident
+        nor cached: this share of them is copied, and the CPU computes the others in about the same time.
+    """
 
     budget_bytes: int
     fixed_bytes: int
@@ -96,40 +106,44 @@ class Plan:
     _costs: Costs = field(repr=False, compare=False)
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
-        """Seconds from an empty context until the logits after ``n_parallel`` prompts of ``n_tokens`` each, several of
-        them in a graph where they fit."""
+        """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
+        Several prompts share a graph if they fit."""
         return sum(self._graph_seconds(*graph) for graph in self._graphs(n_tokens, n_parallel))
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
-        """Least seconds for that with this resident set and size of graphs."""
+        """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
         return self._costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
 
     def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
-        """Seconds of a graph of ``n_each`` tokens of each of ``n_parallel`` sequences, with the logits of all."""
+        """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
+        all tokens."""
         n_tokens = n_parallel * n_each
         return self._graph_seconds(n_tokens, self._costs.conditions.n_ctx_used, n_parallel, n_tokens)
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
-        """Tokens per second of ``n_parallel`` sequences together, one token each in a graph."""
+        """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
         return n_parallel / self.predicted_decode_s(n_parallel)
 
     def bound_decode_tps(self, n_parallel: int = 1) -> float:
-        """Most tokens per second of ``n_parallel`` sequences that any placement of the rest gives with this resident
-        set."""
+        """An upper bound of :meth:`predicted_decode_tps`, for any placement of the shards that are not resident."""
         graph = (n_parallel, self._costs.conditions.n_ctx_used, n_parallel)
         return n_parallel / self._costs.bound([graph], may_use_cpu=self.mode == "planned")
 
     def static_ttft(self, n_tokens: int) -> float:
-        """Seconds for the same with this resident set and everything else as llama.cpp has it with ``-ngl``: each graph
-        copies it from pageable memory, and nothing overlaps."""
+        """Predicted seconds to prefill ``n_tokens`` tokens with llama.cpp's ``-ngl`` and the same resident set. Each
+        graph copies the other shards from pageable memory, and copies do not overlap with computation."""
         return sum(self._costs.static_seconds(*graph) for graph in self._graphs(n_tokens))
 
     def static_decode_tps(self) -> float:
-        """Tokens per second of one sequence when the CPU computes everything that is not resident."""
+        """Predicted tokens per second of one sequence if the CPU computes all shards that are not resident."""
         return 1.0 / self._costs.static_seconds(1, self._costs.conditions.n_ctx_used)
 
     def summary(self, n_prompt: int = 512, n_parallel: int = 1) -> dict[str, object]:
-        """The plan as plain values, for JSON and tables."""
+        """The plan as a dictionary of plain values, for JSON and tables.
+
+        :param n_prompt: tokens of each prompt, for the predicted TTFT.
+        :param n_parallel: sequences, for the predicted times.
+        """
         tiers = [
             {
                 "min_tokens": tier.min_tokens,
@@ -156,7 +170,8 @@ class Plan:
         }
 
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[tuple[int, int, int]]:
-        """(tokens, tokens of a sequence before it, sequences) of each graph of so many prompts."""
+        """The graphs that prefill the prompts: for each its tokens, the tokens of a sequence before them, and its
+        sequences."""
         if n_tokens > self.n_ubatch:
             one = [(min(self.n_ubatch, n_tokens - done), done, 1) for done in range(0, n_tokens, self.n_ubatch)]
             return one * n_parallel
@@ -184,14 +199,20 @@ def make_plan(
     routing: Sequence[float] = (),
     layout: Layout | None = None,
 ) -> Plan:
-    """The plan for a budget; ``budget_bytes`` of 0 means no limit.
+    """Makes the plan for a budget.
 
-    ``fixed_bytes`` is what VRAM holds beside arena, ring and ``context``: overhead, compute buffers, core and scratch,
-    from the shard device after commit or from :func:`estimate_fixed`. Decoding is predicted at ``n_ctx_used`` tokens of
-    context. In mode ``stream_only`` nothing is computed on the CPU. ``gpu_busy_s`` is how long a game keeps the device
-    busy in each frame. ``routing`` is how the model's routers choose: of a layer's choices the share of the expert that
-    is chosen most, of the next, and so on (descending, sum 1); by default all are chosen alike. ``layout`` is needed
-    only for a device not configured by default. Raises :class:`BudgetBelowFloor`.
+    :param budget_bytes: the VRAM budget; 0 for no limit.
+    :param fixed_bytes: VRAM for everything but arena, ring and ``context``: overhead, compute buffers, core and
+        scratch. The shard device has it after commit; :func:`estimate_fixed` estimates it.
+    :param context: the KV cache.
+    :param mode: in ``stream_only`` the CPU computes nothing.
+    :param n_ctx_used: tokens of context at which decodes are planned and predicted.
+    :param n_ubatch: the most tokens of one graph.
+    :param gpu_busy_s: seconds of each frame in which the host keeps the device busy.
+    :param routing: the share of a layer's choices that each expert gets, descending, with sum 1. Empty: all experts the
+        same.
+    :param layout: the layout, if it is not the default one of the profile's device.
+    :raises BudgetBelowFloor: the budget is below the floor.
     """
     layout = layout or lay_out(model, profile.device)
     floor = fixed_bytes + context.window + layout.least_bytes
@@ -199,7 +220,7 @@ def make_plan(
     budget = budget_bytes or full
     if budget < floor:
         raise below_floor(budget, floor)
-    # The KV cache in VRAM leaves room for a ring of some steps. The rest of it passes through the KV window.
+    # The KV cache leaves some VRAM for weights. Its part that does not fit passes through the KV window.
     room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
     if context.used <= room:
         kv_room = float("inf")
@@ -207,7 +228,7 @@ def make_plan(
     else:
         kv_room = max(room - context.window, 0)
         fixed_bytes += max(room, context.window)
-    # Copies also run while the host keeps the device busy, as far as the ring has room.
+    # Copies go on while the host keeps the device busy, until the ring is full. So the ring has room for these copies.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
     least_ring = n_steps * layout.min_ring_bytes + min(round(gpu_busy_s * profile.h2d), room // 8)
@@ -240,7 +261,7 @@ def make_plan(
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
-    """Sizes of the ring to choose from: the least, and larger ones with room for the expert cache."""
+    """The sizes of the ring to try: the smallest, and larger ones with room for the expert cache."""
     yield least
     experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
     others = sum(shard.n_bytes for shard in layout.ladder) - experts
@@ -254,7 +275,8 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
     decode = n_tokens <= _DECODING
     n_before, n_seq = (costs.conditions.n_ctx_used, n_tokens) if decode else (0, 1)
     graph = costs.at(n_tokens, n_before, n_seq)
-    # What evicted shards do until the next plan: a token reads few experts, so those are left to the CPU in decoding.
+    # These shards go to the CPU if they are evicted before the next plan: in a decode the experts, because a token
+    # reads few of them.
     evicted = (
         costs.shards.masks["experts"]
         if decode and mode == "planned"
@@ -287,7 +309,7 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
 
 
 def _splits(costs: Costs) -> Iterator[Mask]:
-    """Candidates for what the CPU computes, from nothing to everything, in the orders of _CPU_ORDERS, each once."""
+    """The sets of shards on the CPU to compare, from none to all, in the orders of _CPU_ORDERS. No set comes twice."""
     nothing = np.zeros(len(costs.layout.ladder), dtype=np.bool_)
     seen = {nothing.tobytes()}
     yield nothing
@@ -308,8 +330,11 @@ def _splits(costs: Costs) -> Iterator[Mask]:
 
 
 def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask) -> tuple[float, Mask]:
-    """The split after each shard in the order of use was tried the other way, alone and in place of the one before it,
-    and the quicker one kept."""
+    """Improves a split: moves each shard to or from the CPU, in the order of use, and keeps what is quicker. It tries
+    each shard alone, and in exchange with the shard before it.
+
+    :returns: the predicted time, and the shards on the CPU.
+    """
     before: list[int] = []
     for i in costs.layout.use_order[(costs.resident_share < 1.0)[costs.layout.use_order]]:
         for also in ([], before):

@@ -1,7 +1,7 @@
-"""The machine as plans see it: a profile of rates, which is data alone.
+"""The profile: the rates of a machine, for plans.
 
-A profile is measured (:mod:`frameshard.engine.probe`) or written from spec sheets, for machines that are not at hand;
-``sources`` then says where each figure is from. ``profiles/README.md`` describes the file.
+A profile is measured (:mod:`frameshard.engine.probe`), or for other machines written from data sheets. Then ``sources``
+says where each figure is from. ``profiles/README.md`` describes the file.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ SCHEMA_VERSION = 2
 
 Floats = NDArray[np.float64]
 Kind = tuple[str, int, int]
-"""A kind of weights: ggml type, rows and columns of the matrix that one product reads."""
+"""A kind of weights: the ggml type, the rows and the columns of the matrix that one product reads."""
 KvType = Literal["f16", "q8_0", "q4_0"]
-"""Type of the KV cache: 16 bits a value, or blocks of 32 values with a scale (8.5 or 4.5 bits a value)."""
+"""Type of the KV cache: 16 bits per value, or blocks of 32 values with a scale (8.5 or 4.5 bits per value)."""
 BYTES_PER_WEIGHT = {name: n_bytes / block for name, block, n_bytes in GGML_TYPES.values()}
 
-# Rate of host memory for CPU and copies together, relative to reads by the CPU alone: 97 + 52 GB/s against 119 GB/s on
-# the machine of an H100 with 16 cores. For profiles in which it was not measured.
+# The rate of host memory for CPU and copies together, relative to reads by the CPU alone: 97 + 52 GB/s to 119 GB/s on
+# an H100 machine with 16 cores. It is used with profiles in which that was not measured.
 _MEMORY_OVER_READ = 1.25
-# Time of a kernel's launch in a graph of hundreds: a token's time on an H100 with all weights resident, less the time
-# to read them.
+# The time of one kernel launch in a graph with hundreds of them. On an H100 it was the time of a token with all weights
+# resident, minus the time to read the weights, divided by the kernels.
 _KERNEL_S = 2e-6
-_MOST_KINDS = 3  # kinds of weights measured for one model
-_LEAST_SHARE = 0.1  # of the model's bytes: rarer kinds take the rates of the most similar one
+_MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
+_LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
 
 @dataclass(frozen=True)
 class Product:
-    """Rates of products with one kind of weights.
+    """The rates of matrix products with one kind of weights.
 
-    :param tokens: numbers of columns, ascending from 1.
-    :param cpu_flops: FLOP/s of the CPU at each of them.
-    :param gpu_flops: FLOP/s of the device.
+    :param tokens: the measured numbers of columns, ascending from 1.
+    :param cpu_flops: FLOP/s of the CPU, for each number of columns.
+    :param gpu_flops: FLOP/s of the device, for each number of columns.
     :param cpu_beside_copies: bytes/s of weights that the CPU reads while copies run.
-    :param h2d_beside_cpu: bytes/s of copies to the device meanwhile.
+    :param h2d_beside_cpu: bytes/s of copies to the device while the CPU computes.
     """
 
     tokens: tuple[int, ...]
@@ -61,11 +61,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Rates of flash attention on the device.
+    """The rates of flash attention on the device.
 
-    :param cells: cells of context, ascending.
-    :param kv_bytes: bytes/s of the KV cache that one token reads, at each.
-    :param flops: FLOP/s of a prefill.
+    :param cells: the measured numbers of KV cells, ascending.
+    :param kv_bytes: bytes/s at which a decode of one token reads the KV cache, for each number of cells.
+    :param flops: FLOP/s of a prefill, for each number of cells.
     """
 
     cells: tuple[int, ...]
@@ -75,13 +75,24 @@ class Attention:
 
 @dataclass(frozen=True)
 class Profile:
-    """Rates of a machine: bytes per second (``*_gemv`` of weights), operations per second (``*_flops``) and seconds.
+    """The rates of a machine: bytes per second, operations per second (``*_flops``) and seconds (``*_s``).
 
-    ``products`` by kind ("Q4_0 11520x4096") and ``attention`` by heads ("128 x 32:8") refine the plain rates, which
-    apply to whatever is not in them. ``cpu_beside_copies`` and ``h2d_beside_cpu`` are the rates of CPU and copies at
-    the same time, 0 where not measured. ``copies`` are rates by ``piece_bytes``, the size of a copy. Plans do not use
-    ``host_memory``. ``sources`` says where figures are from that were not measured.
-
+    :param fingerprint: the properties of machine and device that the profile is valid for.
+    :param h2d: copies from pinned host memory to the device.
+    :param d2h: copies from the device to host memory.
+    :param dram: reads of host memory by the CPU.
+    :param cpu_gemv: weights that the CPU reads in products with one column; ``gpu_gemv`` the same for the device.
+    :param cpu_flops: products with many columns on the CPU; ``gpu_flops`` the same for the device.
+    :param handoff_s: one hand-off from the device to the CPU and back.
+    :param kernel_s: one kernel launch.
+    :param h2d_pageable: copies from pageable host memory to the device.
+    :param cpu_beside_copies: weights that the CPU reads while copies run; 0 if not measured.
+    :param h2d_beside_cpu: copies to the device while the CPU computes; 0 if not measured.
+    :param products: rates by kind of weights ("Q4_0 11520x4096"). The rates above apply to other kinds.
+    :param attention: rates by heads ("128 x 32:8").
+    :param copies: rates by the size of a copy (``piece_bytes``).
+    :param host_memory: further measurements of host memory. Plans do not use them.
+    :param sources: where figures are from that were not measured.
     :raises BadArgument: a rate is out of range.
     """
 
@@ -126,19 +137,19 @@ class Profile:
 
     @property
     def memory(self) -> float:
-        """Bytes/s that CPU and copies read from host memory together."""
+        """The bytes/s that the CPU and copies together read from host memory."""
         together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ
         return max(together, self.dram, self.cpu_gemv, self.h2d)
 
     @property
     def device_memory(self) -> float:
-        """Bytes/s of the device's memory: the best rate of products with one column. Small or quantised ones are
-        slower."""
+        """The bytes/s of the device's memory. It is the best rate of products with one column: small products and
+        quantised types do not reach it."""
         read = [p.gpu_flops[0] / 2 * BYTES_PER_WEIGHT[name.split()[0]] for name, p in self.products.items()]
         return max([self.gpu_gemv, *read])
 
     def copy_rate(self, n_bytes: float) -> float:
-        """Bytes/s of copies of ``n_bytes`` each to the device; where that was not measured, of large ones."""
+        """The bytes/s of copies of ``n_bytes`` each to the device; that of large copies if this was not measured."""
         if not self.copies:
             return self.h2d
         sizes, rates = (np.array(self.copies[name], dtype=np.float64) for name in ("piece_bytes", "h2d_pinned"))
@@ -146,7 +157,8 @@ class Profile:
 
     @property
     def slowdowns(self) -> tuple[float, float]:
-        """How much longer the CPU and copies take while both work, as shares of their time alone."""
+        """How much longer the CPU and copies take if both work at the same time: (CPU, copies), relative to the time
+        that each takes alone. 0 for no difference."""
         if self.cpu_beside_copies and self.h2d_beside_cpu:
             slowed = (self.cpu_gemv / self.cpu_beside_copies, self.h2d / self.h2d_beside_cpu)
         else:
@@ -154,10 +166,12 @@ class Profile:
         return max(slowed[0] - 1.0, 0.0), max(slowed[1] - 1.0, 0.0)
 
     def seconds_per_weight(self, kind: Kind, tokens: Floats, *, on_cpu: bool) -> Floats:
-        """Seconds that each weight of a matrix takes.
+        """The time of a matrix product in seconds, divided by the number of weights in the matrix.
 
+        :param kind: the kind of weights.
         :param tokens: columns of each product, at least 1; any shape.
-        :returns: of the same shape.
+        :param on_cpu: for the CPU; otherwise for the device.
+        :returns: an array of the shape of ``tokens``.
         """
         name, product = self._nearest(kind)
         if product is not None and name == kind[0]:
@@ -170,8 +184,11 @@ class Profile:
     def attention_rates(
         self, heads: tuple[int, int, int], cells: float, kv_type: KvType = "f16"
     ) -> tuple[float, float]:
-        """(bytes/s of the KV cache for a token, FLOP/s for a prefill) at ``cells`` of context. A quantised type that
-        was not measured takes as long as 16 bits."""
+        """The rates of attention with ``cells`` KV cells: (bytes/s at which a decode of one token reads the KV cache,
+        FLOP/s of a prefill). A quantised type that was not measured gets the rates of ``f16``.
+
+        :param heads: as from :func:`heads_of`.
+        """
         known, of_16_bits = self.attention.get(heads_name(heads, kv_type)), 1.0
         if known is None:
             known, of_16_bits = self.attention.get(heads_name(heads)), kv_value_bytes(kv_type) / 2
@@ -182,14 +199,16 @@ class Profile:
         return float(kv_bytes[0]) * of_16_bits, float(flops[0])
 
     def seen_by(self, model: Model) -> Profile:
-        """The same profile, with the plain rates of the kind of weights that most of the model consists of."""
+        """The same profile for one model: the plain rates, such as ``cpu_gemv``, become those of the model's most
+        frequent kind of weights."""
         kinds = kinds_of(model)
         name, product = self._nearest(kinds[0]) if kinds else ("", None)
         return self if product is None else self._with(name, product)
 
     def _with(self, type_name: str, product: Product) -> Profile:
         gemv = BYTES_PER_WEIGHT[type_name] / 2
-        # Shapes share one memory, and other load only lowers a rate: the best measurement is the most accurate.
+        # All shapes use the same memory, and other load can only lower a rate. So the highest measurement is the most
+        # accurate.
         same = (each for key, each in self.products.items() if parse_kind(key)[0] == type_name)
         beside = max(same, key=lambda each: each.cpu_beside_copies + each.h2d_beside_cpu)
         return dataclasses.replace(
@@ -203,8 +222,11 @@ class Profile:
         )
 
     def _nearest(self, kind: Kind) -> tuple[str, Product | None]:
-        """The measurement with the most similar weights, and their type: of the same type if there is one, then of the
-        most similar size."""
+        """The measurement with the most similar kind of weights: the same type if there is one, and the most similar
+        size.
+
+        :returns: the type of its weights, and its rates.
+        """
 
         def distance(key: str) -> tuple[float, float]:
             name, rows, cols = parse_kind(key)
@@ -215,18 +237,19 @@ class Profile:
         return ("", None) if nearest is None else (parse_kind(nearest)[0], self.products[nearest])
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values under ``schema_version``, for JSON."""
+        """A dictionary of plain values with ``schema_version``, for JSON."""
         document: dict[str, object] = json.loads(self.to_json())
         return document
 
     def to_json(self) -> str:
-        """One JSON document; :meth:`from_json` reads it back."""
+        """A JSON document; :meth:`from_json` reads it."""
         return json.dumps({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """
-        :raises BadArgument: not a profile of this schema version.
+        """Reads what :meth:`to_json` has written.
+
+        :raises BadArgument: it is not a profile of this schema version.
         """
         try:
             document = json.loads(text)
@@ -256,19 +279,19 @@ def _check_curve(key: str, at: tuple[int, ...], *rates: tuple[float, ...]) -> No
 
 
 def _at(x: Floats, at: tuple[int, ...], rates: tuple[float, ...]) -> Floats:
-    """Interpolates rates linearly in logarithms; beyond the ends the nearest."""
+    """Interpolates the logarithms of rates linearly. Outside the measured range it gives the nearest rate."""
     return np.exp(np.interp(np.log(x), np.log(at), np.log(rates)))
 
 
 def kind_name(kind: Kind) -> str:
-    """As in a profile's ``products``."""
+    """The key of a kind of weights in a profile's ``products``."""
     return f"{kind[0]} {kind[1]}x{kind[2]}"
 
 
 def parse_kind(name: str) -> Kind:
-    """Reads :func:`kind_name`.
+    """The kind of weights of a key from :func:`kind_name`.
 
-    :raises BadArgument: not of that form.
+    :raises BadArgument: the key does not have that form.
     """
     type_name, _, shape = name.partition(" ")
     rows, _, cols = shape.partition("x")
@@ -278,14 +301,15 @@ def parse_kind(name: str) -> Kind:
 
 
 def kind_of(model: Model, shard: Shard, tensor: Tensor) -> Kind:
-    """The matrix that one product with this tensor reads: of experts those that a token uses, stacked."""
+    """The kind of the matrix that one product with this tensor reads. For experts it has the rows of all experts that a
+    token uses."""
     cols, rows = tensor.shape[0], tensor.shape[1] if len(tensor.shape) > 1 else 1
     return tensor.type_name, rows * max(model.n_expert_used, 1) if shard.kind == "experts" else rows, cols
 
 
 def kinds_of(model: Model) -> list[Kind]:
-    """The kinds of weights that make up most of the model, largest first. The output head is left out: a prefill
-    computes one row of it."""
+    """The kinds of weights with the most bytes in the model, largest first. The output head is left out, because a
+    prefill computes only one row of logits."""
     n_bytes: Counter[Kind] = Counter()
     for shard in model.shards:
         for tensor in shard.tensors:
@@ -297,26 +321,27 @@ def kinds_of(model: Model) -> list[Kind]:
 
 
 def heads_of(model: Model) -> tuple[int, int, int]:
-    """(values of a head, heads, KV heads) of the model's attention; zeros without attention."""
+    """The model's attention: (values per head, heads, KV heads); zeros without attention."""
     heads, kv_heads = model.integer("attention.head_count"), model.integer("attention.head_count_kv")
     kv_heads = kv_heads or heads
     return (model.integer("attention.key_length") or model.n_embd // heads, heads, kv_heads) if heads else (0, 0, 0)
 
 
 def heads_name(heads: tuple[int, int, int], kv_type: KvType = "f16") -> str:
-    """As in a profile's ``attention``."""
+    """The key of such heads in a profile's ``attention``."""
     return f"{heads[0]} x {heads[1]}:{heads[2]}" + ("" if kv_type == "f16" else f" {kv_type}")
 
 
 def kv_value_bytes(kv_type: KvType) -> float:
-    """Bytes of one value in the KV cache."""
+    """The bytes of one value in the KV cache, with its part of the scale."""
     return BYTES_PER_WEIGHT[kv_type.upper()]
 
 
 def load(name_or_path: str | os.PathLike[str]) -> Profile:
-    """A profile from a file, or by name one of those that come with the package.
+    """Loads a profile.
 
-    :raises BadArgument: the file cannot be read or is no profile.
+    :param name_or_path: the path of a file, or the name of a profile that comes with the package.
+    :raises BadArgument: the file cannot be read or is not a profile.
     """
     path = Path(name_or_path)
     if str(path) in names():
@@ -329,17 +354,17 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
 
 
 def names() -> list[str]:
-    """The profiles that come with the package."""
+    """The names of the profiles that come with the package."""
     return sorted(path.stem for path in _shipped().glob("*.json"))
 
 
 def _shipped() -> Path:
     installed = Path(__file__).with_name("profiles")
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "profiles"  # the source tree
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "profiles"  # in the source tree
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes a profile atomically.
+    """Writes a profile to a file, atomically.
 
     :raises OSError: the file cannot be written.
     """

@@ -1,12 +1,13 @@
-"""Lower bounds of the time of any placement on a machine of given rates, to compare measured times with.
+"""Lower bounds of the time that any placement takes on a machine, for comparison with measured times.
 
-Three things work at once: copies, the CPU and the device. Each piece of weights that is not resident either is copied
-and read by the device, or is read by the CPU; it may be split. The least time in which all three end is a linear
-program, and by its dual every choice of three weights with sum 1 gives a lower bound: each piece costs at least the
-cheaper of its two ways. Where the device is fast this comes to bytes left out / (CPU + copy), in bytes per second.
+Copies, the CPU and the device work at the same time. Each piece of weights that is not resident is either copied and
+then read by the device, or read by the CPU; it may also be split. The shortest time in which all three finish is the
+solution of a linear program. By its dual, any three factors with sum 1, for copies, CPU and device, give a lower bound:
+each piece counts with the cheaper of its two ways. If the device is fast, the bound is the bytes that are not resident,
+divided by the sum of the rates of CPU and copies.
 
-Only the work itself counts. Hand-offs, launches, a full ring and turns between CPU and device are part of predictions
-alone (costs.py), which is why a prediction is never below its bound.
+The bound has only the work itself. Predictions (costs.py) add hand-offs, launches, waiting for a full ring and turns
+between CPU and device, so a prediction is never below its bound.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ _DEVICE_WEIGHTS = np.linspace(0.0, 1.0, 9)
 def least_seconds(
     copy_s: Floats, device_s: Floats, cpu_s: Floats | None, *, resident_s: float, memory_s: float = 0.0
 ) -> float:
-    """Least time for pieces that each take ``copy_s`` and ``device_s``, or ``cpu_s``.
+    """The least time in seconds for all pieces.
 
-    ``resident_s`` is other work of the device and ``memory_s`` what host memory needs for all pieces either way.
-    ``cpu_s`` of None forbids the CPU.
+    :param copy_s: the time to copy each piece, shape [pieces].
+    :param device_s: the time of the device for each piece, if it is copied.
+    :param cpu_s: the time of the CPU for each piece, if it is not copied; ``None`` if the CPU may not be used.
+    :param resident_s: other work of the device.
+    :param memory_s: the time of host memory to read all pieces once.
     """
     if cpu_s is None:
         return max(float(copy_s.sum()), float(device_s.sum()) + resident_s, memory_s)

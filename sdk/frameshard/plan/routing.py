@@ -1,4 +1,4 @@
-"""How often the routers of a mixture of experts choose each expert. Counts are kept with the profiles between runs."""
+"""Counts how often the routers of a mixture of experts choose each expert. The counts are kept with the profiles."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from frameshard.plan.model import Model
 
 logger = logging.getLogger(__name__)
 
-_ENOUGH = 16  # choices of each expert on average, below which a layer's counts are ignored
+_ENOUGH = 16  # a layer's counts are used only if each expert was chosen so many times on average
 
 
 def shares(uses: Collection[Sequence[int]]) -> tuple[float, ...]:
-    """Shares of a layer's choices by expert, descending; the mean over layers.
+    """The share of a layer's choices that each expert gets, descending; the mean over all layers.
 
-    :param uses: counts by expert, for each layer.
-    :returns: as many as there are experts, with sum 1; empty while there are too few counts.
+    :param uses: for each layer the counts of its experts.
+    :returns: one share for each expert, with sum 1; empty if there are too few counts.
     """
     found = []
     for counts in uses:
         each = np.array(counts, dtype=np.float64)
         mean = float(each.mean()) if each.size else 0.0
         if mean >= _ENOUGH:
-            # Counts differ by chance alone where all experts are alike: that part (Poisson) is removed.
+            # Counts also differ by chance (Poisson noise). That part is removed.
             variance = float(each.var())
             spread = max(variance - mean, 0.0) / variance if variance else 0.0
             found.append(np.sort(mean + spread * (each - mean))[::-1] / each.sum())
@@ -39,14 +39,15 @@ def shares(uses: Collection[Sequence[int]]) -> tuple[float, ...]:
 
 
 def differ(one: Sequence[float], other: Sequence[float]) -> float:
-    """The share of choices that would have to go to experts of another rank, from 0 to 1."""
+    """How much two results of :func:`shares` differ: the share of choices that would have to move to other experts,
+    from 0 to 1."""
     size = max(len(one), len(other))
     pair = [np.array(each if len(each) else [1 / max(size, 1)] * size) for each in (one, other)]
     return float(np.abs(pair[0] - pair[1]).sum()) / 2
 
 
 def load(model: Model) -> dict[str, list[int]]:
-    """The counts kept for a model, by shard; empty if there are none that fit it."""
+    """The kept counts of a model, by the name of the shard; empty if there are none that fit the model."""
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         kept = json.loads(_path(model).read_text("utf-8"))
         return {
@@ -58,19 +59,19 @@ def load(model: Model) -> dict[str, list[int]]:
 
 
 def recall(model: Model) -> tuple[float, ...]:
-    """The :func:`shares` of the counts kept for a model."""
+    """The :func:`shares` of the kept counts of a model."""
     return shares(load(model).values())
 
 
 def save(model: Model, uses: Mapping[str, Sequence[int]]) -> None:
-    """Keeps counts for the next run."""
+    """Keeps counts for the next run. Without write access to the cache it does nothing."""
     target = _path(model)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(dict(uses)), "utf-8")
         os.replace(part, target)
-    except OSError as error:  # a read-only cache: the next run learns anew
+    except OSError as error:  # the cache is read-only: the next run starts without counts
         logger.warning("what experts are chosen is not kept: %s", error)
 
 

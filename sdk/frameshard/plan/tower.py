@@ -1,7 +1,7 @@
-"""A vision tower (mmproj) before it is loaded: its GGUF header, checked for what libmtmd trusts and fails at.
+"""Checks the GGUF header of a vision tower (mmproj) for errors that libmtmd does not check and that end the process.
 
-libmtmd reads most tensors by name and takes many as optional, so that a damaged name shows in the first encode at the
-earliest: the engine makes one at launch.
+libmtmd finds most tensors by name, and many are optional. So a damaged name has an effect only in the first encode,
+which the engine therefore runs at launch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from frameshard.plan.header import MAX_LAYERS, Header, Value, Wrong, read_header
 
 _MAX_SIDE = 1 << 14  # pixels
 _MAX_WIDTH = 1 << 20
-_MAX_STEP = 64  # patches that become one token, by side
+_MAX_STEP = 64  # the most patches along one side that are merged into one token
 _BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class Tower:
-    """A checked file. ``side`` and ``patch`` in pixels."""
+    """A checked mmproj file. ``side`` and ``patch`` are in pixels."""
 
     path: Path
     projector: str
@@ -37,8 +37,9 @@ class Tower:
 def read_tower(path: str | os.PathLike[str]) -> Tower:
     """Reads and checks the header of an mmproj file.
 
-    Raises :class:`ModelNotFound` if the file is not there and :class:`BadModel`, saying what is wrong, if it is no
-    vision tower, is truncated or contradicts itself.
+    :raises ModelNotFound: there is no such file.
+    :raises BadModel: the file is not a vision tower, is truncated or contradicts itself. The message says what is
+        wrong.
     """
     path = Path(path)
     header = read_header(path)
@@ -76,7 +77,7 @@ def _check(path: Path, header: Header) -> Tower:
 
 
 def _between(metadata: Mapping[str, Value], name: str, low: int, high: int, default: int | None = None) -> int:
-    """The number ``clip.vision.NAME``; it must be there where there is no default."""
+    """The number ``clip.vision.NAME``, between ``low`` and ``high``. It must be there unless there is a default."""
     key = f"clip.vision.{name}"
     if default is None and key not in metadata:
         wrong(f"{key} is missing")
@@ -99,8 +100,8 @@ def _check_heads(metadata: Mapping[str, Value], n_layer: int) -> None:
 
 
 def _check_layers(names: list[str], n_layer: int) -> None:
-    """What all layers but one have is missing there: libmtmd would follow a null pointer. Not so of feed-forward
-    networks, which are dense in the first layer of some mixtures of experts."""
+    """Checks that no tensor is missing in a single layer: libmtmd would follow a null pointer. Feed-forward networks
+    are not checked, because in some mixtures of experts the first layer has other ones."""
     layers: dict[str, set[int]] = {}
     for name in names:
         match = _BLOCK.fullmatch(name)

@@ -1,6 +1,6 @@
-"""The choice of ``n_ubatch``: how many tokens of prompts one graph computes.
+"""Chooses ``n_ubatch``: the most prompt tokens in one graph.
 
-Larger graphs read streamed weights less often, and their compute buffers leave less VRAM for weights.
+Larger graphs copy streamed weights less often, but their compute buffers leave less VRAM for weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from frameshard.plan.workload import Workload
 
 LEAST_UBATCH = 256
 PLAIN_UBATCH = 512
-"""The size where no budget is known."""
+"""The size if there is no budget."""
 _UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
 _LONG_PROMPT = 8192
-_ANSWER = 16  # tokens of the first sentence, which a player waits for
-_AS_GOOD = 1.01  # of the least time: nobody notices the difference
+_ANSWER = 16  # tokens of the first sentence of an answer: a player waits for it
+_AS_GOOD = 1.01  # times up to this factor of the least time count as equal, because nobody notices the difference
 
 
 def choose_ubatch(
@@ -36,11 +36,11 @@ def choose_ubatch(
     overhead_bytes: int = 0,
     routing: Sequence[float] = (),
 ) -> int:
-    """The size with which prompts and the first 16 tokens of their answers take the least time, in the geometric mean
-    over ``budgets``. Of sizes within 1 % of that it is the one with which prompts take the least.
+    """Chooses the size with the least time for prompts and the first 16 tokens of their answers: the geometric mean
+    over ``budgets``. Of sizes within 1 % of the least time it takes the one with the least time for prompts.
 
     :param budgets: VRAM budgets in bytes.
-    :param n_together: prompts that are read at once.
+    :param n_together: the number of prompts that are prefilled at the same time.
     :param overhead_bytes: VRAM of the driver's context.
     :param routing: as for :func:`make_plan`.
     :raises BudgetBelowFloor: even the smallest size leaves no room.
@@ -73,9 +73,14 @@ def choose_launch_ubatch(
     overhead_bytes: int = 0,
     routing: Sequence[float] = (),
 ) -> int:
-    """The same for a sidecar that is launched with a budget, and prompts that fill a conversation (8192 tokens at
-    most). Larger buffers raise the floor, and the budget will shrink: so this is chosen for half of the budget too, and
-    the floor stays at or below that, or is that of :data:`PLAIN_UBATCH`. Without a budget (0) it is that size."""
+    """Chooses the size at launch, for prompts that fill a conversation (at most 8192 tokens).
+
+    Larger compute buffers raise the floor, and the host may reduce the budget later. So the size is chosen for the
+    budget and for half of it, and its floor is at most half of the budget. If :data:`PLAIN_UBATCH` has a higher floor
+    than that, this floor is the limit.
+
+    :param vram_budget_bytes: the budget at launch; 0 for no limit, which gives :data:`PLAIN_UBATCH`.
+    """
     if not vram_budget_bytes:
         return PLAIN_UBATCH
     workload = replace(workload, n_prompt=min(workload.n_ctx, _LONG_PROMPT), n_ubatch=PLAIN_UBATCH)
@@ -93,7 +98,7 @@ def plan_workload(
     overhead_bytes: int = 0,
     routing: Sequence[float] = (),
 ) -> Plan:
-    """The plan for a workload by estimates alone, without loading the model. Arguments and errors as for
+    """Makes the plan for a workload from estimates, without loading the model. Arguments and errors are those of
     :func:`choose_ubatch`."""
     return make_plan(
         model,

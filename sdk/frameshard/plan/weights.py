@@ -1,4 +1,4 @@
-"""The weights of a model as arrays with one value for each shard of the ladder. Sizes are bytes."""
+"""The weights of a model as arrays. Arrays have one value for each shard of the ladder. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Mask = NDArray[np.bool_]
 
 
 class Shards:
-    """What the model's shards consist of."""
+    """The sizes and kinds of weights of the model's shards."""
 
     def __init__(self, layout: Layout) -> None:
         ladder = layout.ladder
         self.n_bytes: Floats = np.array([shard.n_bytes for shard in ladder], dtype=np.float64)
         self.n_tensors = np.array([len(shard.tensors) for shard in ladder])
         self.active: Floats = np.array([shard.active_bytes for shard in ladder], dtype=np.float64) / self.n_bytes
-        """The share of its bytes that one token reads."""
+        """The share of each shard's bytes that one token reads."""
         of_kind = [
             [(kind_of(layout.model, shard, tensor), tensor.n_weights) for tensor in shard.tensors] for shard in ladder
         ]
         self.kinds: dict[Kind, int] = {}
-        """Rows of ``n_weights`` by kind of weights."""
+        """For each kind of weights, its row in ``n_weights``, which has shape [kinds, shards]."""
         for row in of_kind:
             for kind, _ in row:
                 self.kinds.setdefault(kind, len(self.kinds))
@@ -41,12 +41,12 @@ class Shards:
         }
 
     def by_kind(self, values: dict[str, float], default: float = 0.0) -> Floats:
-        """One of ``values`` for each shard, by its kind."""
+        """An array with the value for the kind of each shard, shape [shards]."""
         return np.array([values.get(kind, default) for kind in self.names], dtype=np.float64)
 
 
 class Experts:
-    """The experts that are not resident, and how many of them the expert cache holds."""
+    """The experts that are not resident, and the number of them in the expert cache."""
 
     def __init__(self, layout: Layout, shards: Shards, share: Floats, ring: int, routing: Sequence[float]) -> None:
         experts, model = shards.masks["experts"], layout.model
@@ -54,9 +54,9 @@ class Experts:
         n_expert = model.n_expert if experts.any() else 0
         shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
         self.likely: Floats = np.minimum(model.n_expert_used * shares, 1.0)
-        """Probability that a token chooses each of a layer's experts, the likeliest first."""
-        # While decoding the ring holds little beside the expert cache. What streams whole has three slots there, or
-        # fewer where the experts of a token would have none.
+        """For each expert of a layer, the probability that a token uses it, descending; shape [experts]."""
+        # While decoding, most of the ring is the expert cache. Streamed shards of other kinds have three slots, or
+        # fewer if the experts of a token would not fit otherwise.
         others = (share < 1.0) & ~self.missing
         sizes = layout.sizes.piece_padded_bytes[others[layout.sizes.piece_shards]]
         self.largest_other = int(sizes.max(initial=0))
@@ -66,5 +66,5 @@ class Experts:
         slots = [max(ring - n * self.largest_other, 0) / each for n in (3, 2, 1)]
         n_slots = next((n for n in slots if n >= model.n_expert_used), slots[-1])
         self.n_cached = (n_slots - min(layout.sizes.expert_slots_passing, n_slots / 4)) / layers
-        """Experts of a layer in the cache, on average."""
+        """The average number of experts of a layer in the cache, while decoding."""
         self.n_cached_in_prompts = max(ring - 3 * layout.min_ring_bytes, 0) / each / layers

@@ -1,4 +1,4 @@
-"""What a model is planned or measured for."""
+"""The work that a model is planned or measured for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from frameshard.plan.profile import KvType
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences of one kind, and the context and graphs for them. Sizes are tokens.
+    """Several sequences of the same lengths. Lengths are in tokens.
 
     :param n_ctx: context of each sequence.
-    :param n_prompt: of each prompt: what a sequence holds when it decodes.
-    :param n_generate: of each answer.
-    :param n_parallel: sequences, each with a context of its own.
-    :param n_ubatch: most tokens of one graph; 0 is for a plan to choose.
+    :param n_prompt: length of each prompt, and so of each sequence when decoding starts.
+    :param n_generate: length of each answer.
+    :param n_parallel: number of sequences.
+    :param n_ubatch: the most tokens of one graph; 0 if the plan chooses it.
     :param kv_type: type of the KV cache.
     """
 
