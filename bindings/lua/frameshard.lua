@@ -1,4 +1,4 @@
---- frameshard for LuaJIT: a language model beside your game, in a process of its own.
+--- frameshard for LuaJIT: runs a language model next to your game, in a separate process.
 --
 --     local frameshard = require("frameshard")
 --     local sidecar = frameshard.launch({ model = "innkeeper.gguf", vram_budget_mb = 2048 })
@@ -8,12 +8,13 @@
 --       sidecar:poll() -- never waits; callbacks run in here and nowhere else
 --     end
 --
--- A wrapper of the C library, which is loaded through LuaJIT's ffi: $FRAMESHARD_LIBRARY if that is set, else the one
--- beside the LÖVE game, else the one that the system's loader finds as "frameshard".
+-- This module wraps the C library, which it loads with LuaJIT's ffi. It looks for the library in $FRAMESHARD_LIBRARY,
+-- then next to the LÖVE game, then under the name "frameshard" in the system's library path.
 --
--- What goes wrong in a call is raised as an error object (see `Error`), what goes wrong later comes to the callbacks
--- and as an event. All texts are valid UTF-8, so LÖVE can draw them; deltas never cut a character. A sidecar that is
--- no longer referenced is ended by the garbage collector, and all of them end with the process.
+-- A call that fails raises an error object (see `Error`). An error that occurs later is passed to the callbacks and
+-- comes as an event. All texts are valid UTF-8, so LÖVE can draw them; a delta never ends within a character. Sizes
+-- are in bytes unless a name ends in `_mb` (MiB); times are in seconds. A sidecar ends when it is garbage-collected,
+-- and when the process ends.
 
 local ffi = require("ffi")
 
@@ -284,9 +285,9 @@ frameshard.version = ffi.string(lib.fs_version())
 
 -- ---- errors ---------------------------------------------------------------------------------------------------------
 
---- What is raised, and what `event.error` and `job.error` hold: `code`, `name` ("budget_below_floor", ...), `message`
--- (a sentence for a person), `retriable` and `detail` (figures as a JSON object; "" if there are none). `tostring`
--- gives "name: message".
+--- An error: what failed calls raise, and the value of `event.error` and `job.error`. Fields: `code`, `name`
+-- ("budget_below_floor", ...), `message` (a sentence for a person), `retriable` (true if the same call may succeed
+-- later) and `detail` (a JSON object with values that belong to the error, or ""). `tostring` gives "name: message".
 local Error = {}
 Error.__index = Error
 Error.__tostring = function(self)
@@ -328,7 +329,7 @@ local function text_of(value, name)
   return value
 end
 
--- C reads these up to the first NUL.
+-- For texts that C reads up to the first NUL.
 local function name_of(value, name)
   if text_of(value, name):find("\0", 1, true) then
     wrong(name .. " must not contain a NUL character")
@@ -354,7 +355,7 @@ local function bytes_of(mebibytes, name)
   return math.floor(number_of(mebibytes, name, 0, 2 ^ 32) * MIB + 0.5)
 end
 
--- The number of a word in one of the lists below.
+-- Returns the number of a word in one of the lists below.
 local function place_of(word, words, name)
   for number, known in pairs(words) do
     if known == word then
@@ -378,8 +379,8 @@ local REASONS = { "stop", "length" }
 local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
 -- end of words
 
--- What the options of a launch, of sampling and of a lease are, by struct: the kind of value, then for "mebibytes" the
--- member of the struct, for numbers the bounds, for "word" the words.
+-- The options of `launch`, `sampling` and `set_lease`, by C struct. Each option has the kind of its value. After the
+-- kind follows, for "mebibytes", the member of the struct; for numbers, the bounds; for "word", the allowed words.
 -- generated: options
 local OPTIONS = {
   fs_launch_options = {
@@ -529,8 +530,8 @@ local function known(options, kind)
   end
 end
 
--- Sets the members of a C struct. Structs point into Lua strings, which the caller's tables keep alive for the length of
--- the call; `keep` holds what they do not.
+-- Sets a member of a C struct. The struct points into Lua strings, which the caller's tables keep alive during the
+-- call. `keep` keeps alive the arrays that are made here.
 local SET = {
   text = function(made, member, value)
     made[member] = name_of(value, member)
@@ -613,11 +614,12 @@ end
 
 -- ---- jobs -----------------------------------------------------------------------------------------------------------
 
---- One request. `text` is the answer so far; `result` or `error` is set when it has ended. They change inside `poll`.
+--- A job. `text` is the answer so far. `ended` is true when the job has ended; then `result` (the event "done") or
+-- `error` is set. Fields change only inside `poll`.
 local Job = {}
 Job.__index = Job
 
---- Ends the answer early: `response_failed` comes with the error "cancelled", unless another end came first.
+--- Ends the answer early. `response_failed` is called with the error "cancelled", unless the job has ended before.
 function Job:stop_generation()
   if not self.ended and self.sidecar._client then
     local status = lib.fs_cancel(self.sidecar._client, self.number)
@@ -629,7 +631,7 @@ end
 
 -- ---- sidecars -------------------------------------------------------------------------------------------------------
 
---- A session with one sidecar, made by `frameshard.launch` and `frameshard.connect`. For one Lua state.
+--- A session with one sidecar. `frameshard.launch` and `frameshard.connect` make it. Use it in one Lua state only.
 local Sidecar = {}
 Sidecar.__index = Sidecar
 
@@ -646,8 +648,8 @@ local function new_sidecar(status, client)
   }, Sidecar)
 end
 
---- Starts a sidecar. Returns at once: the event "ready" follows when the model is loaded, or "closed" with the reason.
--- What is asked before that waits.
+--- Starts a sidecar. Returns at once. The event "ready" follows when the model is loaded, or "closed" with the reason.
+-- Questions asked before "ready" wait for it. Raises an error if an option is wrong or the process cannot be started.
 -- @param options `model` (path of a GGUF file); the others are in the table OPTIONS above, under `fs_launch_options`.
 function frameshard.launch(options)
   local keep = {}
@@ -657,11 +659,12 @@ function frameshard.launch(options)
   end
   local client = ffi.new("fs_client *[1]")
   local status = lib.fs_launch(made, client)
-  keep[1] = nil -- until here, at least
+  keep[1] = nil -- the use here keeps the table alive until after the call
   return new_sidecar(status, client)
 end
 
---- Joins a sidecar that runs, by the path of its connect file.
+--- Connects to a running sidecar by the path of its connect file. Raises an error if there is no such file.
+-- @param client_name name for the sidecar's log; "lua" by default.
 function frameshard.connect(connect_file, client_name)
   local client = ffi.new("fs_client *[1]")
   local name = client_name and name_of(client_name, "client_name") or "lua"
@@ -675,18 +678,19 @@ local function client_of(self)
   return self._client
 end
 
---- "loading", "ready" or "closed".
+--- Returns "loading", "ready" or "closed".
 function Sidecar:state()
   return self._client and STATES[lib.fs_state(self._client)] or "closed"
 end
 
---- Whether the sidecar supports a feature, a name from PROTOCOL.md ("Features"); false before it is "ready".
+--- Returns true if the sidecar supports a feature, a name from PROTOCOL.md ("Features"). False before "ready".
 function Sidecar:has_feature(feature)
   return lib.fs_has_feature(client_of(self), name_of(feature, "feature")) ~= 0
 end
 
---- What is loaded, once it is "ready": `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`, `chat`,
--- `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`.
+--- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
+-- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`; fs_model in frameshard.h says what
+-- they mean. Raises an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -721,19 +725,24 @@ local function begin(self, options, submit)
     _updated = options.response_updated,
     _finished = options.response_finished,
     _failed = options.response_failed,
-    _kept = keep, -- until here, at least
+    _kept = keep, -- the use here keeps the table alive until after the call
   }, Job)
   job._kept = nil
   self._jobs[job.number] = job
   return job
 end
 
---- Says `text` to the model and returns a job. With a `conversation`, what was said in it before belongs to the prompt.
--- @param options `conversation`, `system` (the conversation's persona from now on), `sampling` (a table with fields
---   of OPTIONS above, under `fs_sampling`), `timeline`, `window`, `images` (tables
---   with `data`, a string: a PNG or JPEG file, or pixels with `format` = "rgb" or "rgba", `width`, `height`, `stride`;
---   they stand before the text, for models that see), and callbacks:
---   `response_updated(delta, job)`, `response_finished(text, job)`, `response_failed(error, job)`. All are optional.
+--- Asks the model `text` and returns a job. With a `conversation`, its earlier questions and answers are part of the
+-- prompt.
+-- @param options a table; all fields are optional:
+--   - `conversation`: name of the conversation;
+--   - `system`: sets the system text of the conversation;
+--   - `sampling`: a table with fields of OPTIONS above, under `fs_sampling`;
+--   - `timeline`: a number that each event of the job repeats;
+--   - `window`: maximum number of events that are sent but not polled yet, 1 to 256;
+--   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
+--     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
+--   - callbacks: `response_updated(delta, job)`, `response_finished(text, job)`, `response_failed(error, job)`.
 function Sidecar:ask(text, options)
   text_of(text, "text")
   return begin(self, options, function(client, made, number)
@@ -741,7 +750,8 @@ function Sidecar:ask(text, options)
   end)
 end
 
---- Like `ask` for games that keep the history themselves: `messages` are tables with `role` and `content`.
+--- Like `ask`, for games that keep the history themselves. `messages` is a list of tables with `role` ("system", "user"
+-- or "assistant") and `content`; it is the whole prompt.
 function Sidecar:chat(messages, options)
   local made_messages = ffi.new("fs_message[?]", #messages + 1)
   for index, message in ipairs(messages) do
@@ -755,7 +765,7 @@ function Sidecar:chat(messages, options)
   end)
 end
 
---- What follows `prompt`, without a chat template.
+--- Like `ask`, but the model continues `prompt`, without a chat template.
 function Sidecar:complete(prompt, options)
   text_of(prompt, "prompt")
   return begin(self, options, function(client, made, number)
@@ -763,55 +773,58 @@ function Sidecar:complete(prompt, options)
   end)
 end
 
---- Begins a conversation anew, behind what was asked in it already.
+--- Clears the history of a conversation, once the questions asked before this call are answered. The system text stays.
 function Sidecar:forget(conversation)
   check(lib.fs_forget(client_of(self), name_of(conversation, "conversation")))
 end
 
---- Proposes a lease: all that the sidecar holds in VRAM has to fit into it from then on. Answers go on. Returns the
--- number that the events "lease", "budget_released", then "budget_observed", or "refused" will have as `request`.
+--- Proposes a lease, which limits all VRAM that the sidecar uses. Answers continue. The events "lease",
+-- "budget_released" and "budget_observed" follow, or "refused". Returns the number that these have as `request`.
 -- @param lease the fields of the table OPTIONS above, under `fs_lease`; all are optional.
 function Sidecar:set_lease(lease)
   local keep = {}
   local status = lib.fs_set_lease(client_of(self), struct_of("fs_lease", lease, "lease", keep), self._number)
-  keep[1] = nil -- until here, at least
+  keep[1] = nil -- the use here keeps the table alive until after the call
   check(status)
   return tonumber(self._number[0])
 end
 
---- `set_lease` with nothing but a budget and a deadline.
+--- `set_lease` with this budget (MiB; 0: no limit) and deadline (seconds), and defaults for the rest.
 function Sidecar:set_budget(vram_budget_mb, timeout_s)
   return self:set_lease({ vram_budget_mb = vram_budget_mb, timeout_s = timeout_s })
 end
 
---- Asks for the lease in force and its bounds; returns the number of the event "budget".
+--- Asks for the lease in force, the floor and the VRAM in use. Returns the request number of the event "budget".
 function Sidecar:get_budget()
   check(lib.fs_get_budget(client_of(self), self._number))
   return tonumber(self._number[0])
 end
 
---- Asks for the figures of this moment; returns the number of the event "stats", whose `detail` holds them.
+--- Asks for the current figures of the sidecar. Returns the request number of the event "stats".
 function Sidecar:get_stats()
   check(lib.fs_get_stats(client_of(self), self._number))
   return tonumber(self._number[0])
 end
 
---- Asks what the device has and what the model needs; returns the number of the event "caps".
+--- Asks how much VRAM the device has and the model needs. Returns the request number of the event "caps".
 function Sidecar:get_caps()
   check(lib.fs_get_caps(client_of(self), self._number))
   return tonumber(self._number[0])
 end
 
---- Asks how fast the model would be at a budget, changing nothing; returns the number of the event "plan".
+--- Asks how fast the model would be at a VRAM budget (MiB) with a prompt of `prompt_tokens`. Changes nothing. Returns
+-- the request number of the event "plan".
 function Sidecar:get_plan(vram_budget_mb, prompt_tokens)
   local tokens = integer_of(prompt_tokens, "prompt_tokens", 1, 2 ^ 32 - 1)
   check(lib.fs_get_plan(client_of(self), bytes_of(vram_budget_mb, "vram_budget_mb"), tokens, self._number))
   return tonumber(self._number[0])
 end
 
---- How the GPU is shared with the game's frames: "prioritize_graphics", "balance" or "prioritize_compute", and a limit
--- of 0.1 to 10,000 tokens a second for all jobs together (0, the default: none). Returns the number that a "refused"
--- would have.
+--- Sets how the GPU is shared with the game's frames. Returns the request number that an event "refused" would have; no
+-- other event follows.
+-- @param scheduling_mode "prioritize_graphics" (the sidecar uses only the GPU time that frames leave free), "balance"
+--   (more, as long as frames stay within their target time) or "prioritize_compute" (frames are ignored).
+-- @param target_tokens_per_second limit for all jobs together, 0.1 to 10,000; 0 (default): no limit.
 function Sidecar:set_pacing(scheduling_mode, target_tokens_per_second)
   local mode = place_of(scheduling_mode, SCHEDULING_MODES, "scheduling_mode")
   local rate = number_of(target_tokens_per_second or 0, "target_tokens_per_second", 0, 10000)
@@ -819,26 +832,27 @@ function Sidecar:set_pacing(scheduling_mode, target_tokens_per_second)
   return tonumber(self._number[0])
 end
 
---- Asks where the frame block is, for `frameshard.frame_block`; returns the number of the event "frame_block".
+--- Asks for the path of the frame block, for `frameshard.frame_block`. Returns the request number of the event
+-- "frame_block".
 function Sidecar:get_frame_block()
   check(lib.fs_get_frame_block(client_of(self), self._number))
   return tonumber(self._number[0])
 end
 
---- Ends the sidecar for all its clients; the event "closed" follows.
+--- Ends the sidecar for all its clients. The event "closed" follows.
 function Sidecar:shutdown()
   check(lib.fs_shutdown(client_of(self)))
 end
 
--- nil is what the system does not tell.
+-- nil stands for a size that the system does not report.
 local function known_bytes(bytes)
   return bytes >= 0 and tonumber(bytes) or nil
 end
 
--- The tables that the caller sees. `raw` dies with the next fs_poll, so everything is copied.
+-- Makes the caller's event table. Copies everything, because the next fs_poll overwrites `raw`.
 local function convert(self, raw)
   local kind = EVENTS[raw.type]
-  local event = { type = kind } -- of a newer library's events, nothing else is known
+  local event = { type = kind } -- kind is nil for an event of a newer library
   local text = raw.text_length > 0 and ffi.string(raw.text, raw.text_length) or ""
   if raw.job ~= 0 then
     event.job = self._jobs[tonumber(raw.job)]
@@ -925,16 +939,16 @@ local function deliver(self, event)
   end
 end
 
---- Once a frame: runs the callbacks of what has happened and returns it as a list of events, oldest first; the list is
--- empty when nothing has. Never waits. An event has `type` and what belongs to it:
+--- Call it once a frame. Runs the callbacks and returns a list of events, oldest first; the list may be empty. Never
+-- waits. An event has `type` and these fields:
 --
--- | type | has |
+-- | type | fields |
 -- | --- | --- |
 -- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
 -- | "started" | `job`, `n_prompt` |
 -- | "text" | `job`, `text`, `tokens` |
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `prefill_s`, `decode_s` |
--- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; of jobs with images |
+-- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; only for jobs with images |
 -- | "failed", "cancelled" | `job`, `error` |
 -- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |
 -- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds` |
@@ -949,12 +963,13 @@ end
 -- | "refused" | `request`, `error`, `floor_bytes` |
 -- | "notice" | `kind`, `budget_bytes`, `seconds`, `text` |
 -- | "engine" | `state`, `restarts`, `error` |
--- | "closed" | `error`; the last of all |
+-- | "closed" | `error`; the last event |
 --
--- Events of a job have its `timeline`. `detail` is a JSON object, or "". Bytes that the system does not tell are nil.
+-- Events of a job also have its `timeline`. `detail` is a JSON object, or "". Sizes that the system does not report are
+-- nil. fs_event in frameshard.h says what each field means.
 --
--- An error in a callback comes out of here; the events behind it come with the next poll.
--- @param limit most events to take, 256 by default.
+-- An error in a callback is raised from here; the remaining events come with the next poll.
+-- @param limit maximum number of events, 256 by default.
 function Sidecar:poll(limit)
   limit = limit or 256
   local pending, client = self._pending, self._client
@@ -983,14 +998,14 @@ function Sidecar:poll(limit)
   return events
 end
 
---- For scripts without a frame loop: waits until `poll` has something, at most `timeout_s`; whether it has. When the
--- sidecar has ended by itself nothing will come any more: it then returns after 0.05 s at most.
+--- For scripts without a frame loop. Waits at most `timeout_s` until `poll` has an event. Returns true if it has one.
+-- After the event "closed" it returns false within 0.05 s.
 function Sidecar:wait(timeout_s)
   return #self._pending > 0 or lib.fs_wait(client_of(self), number_of(timeout_s, "timeout_s", 0, 1e6)) ~= 0
 end
 
---- Ends the session, and a launched sidecar with it; open jobs hear nothing more. Waits for the sidecar's leave at most
--- `timeout_s` (1 by default), then kills it. May be called twice.
+--- Ends the session, and the sidecar if this session has launched it. Callbacks of open jobs are not called any more.
+-- Waits at most `timeout_s` (1 by default) for the sidecar to end, then kills it. Further calls do nothing.
 function Sidecar:close(timeout_s)
   local client = self._client
   if client then
@@ -1001,11 +1016,13 @@ end
 
 -- ---- frames ---------------------------------------------------------------------------------------------------------
 
---- The page of shared memory in which the game says when it draws, so that the sidecar keeps out of its frames' way.
+--- The frame block: shared memory in which the game tells the sidecar when each frame begins, so that the sidecar
+-- leaves GPU time to frames. None of its functions waits.
 local FrameBlock = {}
 FrameBlock.__index = FrameBlock
 
---- Opens the page that an event "frame_block" has named.
+--- Opens the frame block. Raises an error if there is no frame block at `path`.
+-- @param path `path` of an event "frame_block".
 -- @param target_frame_s time that a frame should take, such as 1 / 60.
 function frameshard.frame_block(path, target_frame_s)
   local block = ffi.new("fs_frame_block *[1]")
@@ -1014,29 +1031,30 @@ function frameshard.frame_block(path, target_frame_s)
     FrameBlock)
 end
 
---- A frame begins now. Once a frame is enough.
+--- Call it at the start of each frame.
 function FrameBlock:frame_begin()
   check(lib.fs_frame_begin(self._block))
 end
 
---- So long the frame has kept the GPU busy, where the game measures it.
+--- Optional: how long the frame kept the GPU busy, in seconds, if the game measures it.
 function FrameBlock:frame_end(gpu_busy_s)
   check(lib.fs_frame_end(self._block, number_of(gpu_busy_s, "gpu_busy_s", 0, 1e6)))
 end
 
---- Nothing that matters is drawn until the next `frame_begin`: the sidecar may use all of the GPU.
+--- Lets the sidecar use the whole GPU until the next `frame_begin`, for example in a menu.
 function FrameBlock:idle()
   check(lib.fs_frame_idle(self._block))
 end
 
---- A budget without a message; returns the generation that `answer` will name.
+--- Like `Sidecar:set_budget`, but faster: the sidecar sees the budget between two steps of the computation that runs.
+-- Returns the generation by which `answer` refers to this budget.
 function FrameBlock:set_budget(vram_budget_mb)
   check(lib.fs_frame_set_budget(self._block, bytes_of(vram_budget_mb, "vram_budget_mb"), self._number))
   return tonumber(self._number[0])
 end
 
---- What the sidecar says of budgets in the page: `applied_generation`, `refused_generation`, `budget_bytes`,
--- `used_bytes`, `floor_bytes`.
+--- Returns the sidecar's answer to `set_budget`: `applied_generation` (the newest budget that is in force),
+-- `refused_generation` (the newest one that was below the floor), `budget_bytes`, `used_bytes`, `floor_bytes`.
 function FrameBlock:answer()
   local answer = ffi.new("fs_frame_answer")
   answer.struct_size = ffi.sizeof(answer)
@@ -1048,7 +1066,7 @@ function FrameBlock:answer()
   return made
 end
 
---- May be called twice.
+--- Closes the frame block. Further calls do nothing.
 function FrameBlock:close()
   local block = self._block
   if block then

@@ -1,4 +1,4 @@
-/* frameshard.h for C++17: the same functions and structs, with owners that close themselves and errors that are thrown.
+/* frameshard.h for C++17: the same functions and structs, as classes with destructors and exceptions.
  *
  *     frameshard::LaunchOptions options;
  *     options.model = "innkeeper.gguf";
@@ -9,9 +9,9 @@
  *         if (event.type == FS_EVENT_TEXT) subtitles += event.text();
  *     });
  *
- * What frameshard.h says of waiting, threads, texts and units holds here too. The structs are those of frameshard.h with
- * their defaults set; the texts that they point to are the caller's and are copied by the call. Every function throws
- * Error where its C function returns a status, and otherwise only std::bad_alloc. */
+ * The rules of frameshard.h about waiting, threads, texts and units apply here too. The option structs are those of
+ * frameshard.h with their defaults set. The caller owns the texts that they point to; each call copies them. A function
+ * throws Error where its C function returns a status other than FS_OK. Otherwise it throws only std::bad_alloc. */
 #ifndef FRAMESHARD_HPP
 #define FRAMESHARD_HPP
 
@@ -27,7 +27,7 @@
 
 namespace frameshard {
 
-/* A call that failed, which has changed nothing. */
+/* Thrown by a call that failed. The call has changed nothing. */
 class Error : public std::runtime_error {
   public:
     Error(fs_status status, const std::string &message) : std::runtime_error(message), status_(status) {}
@@ -67,14 +67,14 @@ struct Message {
     std::string_view content;
 };
 
-/* One event, valid until the next poll of its client. The texts hide the C fields of these names. */
+/* One event, valid until the next poll of its client. text() and detail() hide the C members of these names. */
 struct Event : fs_event {
     std::string_view text() const noexcept { return {fs_event::text, text_length}; }
     std::string_view detail() const noexcept { return {fs_event::detail, detail_length}; }
 };
 static_assert(sizeof(Event) == sizeof(fs_event), "fs_poll fills Events in place");
 
-/* A session with one sidecar. For one thread at a time. */
+/* A session with one sidecar. Only one thread at a time may use it. */
 class Client {
   public:
     static constexpr double kCloseSeconds = 3;
@@ -111,7 +111,7 @@ class Client {
         return model;
     }
 
-    /* Each returns the number of the job. */
+    /* Each of these starts a job and returns its number. */
     uint64_t ask(std::string_view text, const JobOptions &options = {}) {
         uint64_t job = 0;
         check(fs_ask(client_, text.data(), length(text), &options, &job));
@@ -135,7 +135,7 @@ class Client {
     void cancel(uint64_t job) { check(fs_cancel(client_, job)); }
     void forget(const std::string &conversation) { check(fs_forget(client_, conversation.c_str())); }
 
-    /* Each returns the number of the request, which its events carry. */
+    /* Each of these returns the number of the request; its events have the same number. */
     uint64_t set_lease(const Lease &lease) {
         return requested([&](uint64_t *number) { return fs_set_lease(client_, &lease, number); });
     }
@@ -166,8 +166,8 @@ class Client {
     }
     void shutdown() { check(fs_shutdown(client_)); }
 
-    /* Calls `handle` with at most `limit` events, oldest first, and returns how many they were. Where `handle` throws,
-     * the events that it was not given yet come with the next poll. */
+    /* Calls `handle` with at most `limit` events, oldest first. Returns their number. If `handle` throws, the remaining
+     * events come with the next poll. */
     template <class Handle> int32_t poll(Handle &&handle, int32_t limit = 64) {
         int32_t count = 0;
         Event event;
@@ -187,7 +187,7 @@ class Client {
     /* See fs_wait. */
     bool wait(double timeout_s) { return fs_wait(client_, timeout_s) != 0; }
 
-    /* For functions of frameshard.h that this class does not have; the client stays its owner's. */
+    /* The client for functions of frameshard.h that this class does not wrap. This object still owns it. */
     fs_client *get() const noexcept { return client_; }
 
   private:
@@ -208,7 +208,8 @@ class Client {
     fs_client *client_ = nullptr;
 };
 
-/* The page in which the host says each frame when it draws. For one thread at a time. */
+/* The frame block: shared memory in which the host tells the sidecar when each frame begins. Only one thread at a time
+ * may use it. */
 class FrameBlock {
   public:
     FrameBlock(const std::string &path, double target_frame_s) {
@@ -220,7 +221,7 @@ class FrameBlock {
     void begin() { check(fs_frame_begin(block_.get())); }
     void end(double gpu_busy_s) { check(fs_frame_end(block_.get(), gpu_busy_s)); }
     void idle() { check(fs_frame_idle(block_.get())); }
-    /* Returns the generation that answer() will name. */
+    /* Returns the generation by which answer() refers to this budget. */
     uint64_t set_budget(uint64_t vram_budget_bytes) {
         uint64_t generation = 0;
         check(fs_frame_set_budget(block_.get(), vram_budget_bytes, &generation));

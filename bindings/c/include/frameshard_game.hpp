@@ -1,6 +1,6 @@
-/* For the layer of a game engine above frameshard.h, without engine types, exceptions or threads: answers are handed to
- * whoever asked, cut into sentences for speech, and no more events in a frame than the game allows. (frameshard.hpp is
- * for programs with exceptions.)
+/* A base for game engine plugins, on top of frameshard.h. It uses no engine types, exceptions or threads. It calls back
+ * the code that asked a question, splits answers into sentences for speech, and limits the number of events per frame.
+ * (Programs with exceptions can use frameshard.hpp instead.)
  *
  *     frameshard::Game game;
  *     if (game.launch(options) != FS_OK) report(fs_last_error(nullptr));
@@ -10,9 +10,10 @@
  *     ... each frame:
  *     game.pump(64);
  *
- * Call everything from one thread. Callbacks run inside pump() and close() only. A callback may call anything here, also
- * close(). Texts given to a callback are valid until it returns or closes. What callbacks use must outlive the Game,
- * whose destructor closes. C++17; compiles with exceptions and RTTI off. */
+ * Call everything from one thread. Callbacks run inside pump() and close() only. A callback may call any function here,
+ * including close(). A text given to a callback is valid until the callback returns or calls close(). The destructor of
+ * Game calls close(), so objects that callbacks use must outlive the Game. C++17; compiles with exceptions and RTTI
+ * disabled. */
 #ifndef FRAMESHARD_GAME_HPP
 #define FRAMESHARD_GAME_HPP
 
@@ -29,16 +30,19 @@
 
 namespace frameshard {
 
-/* Cuts a text that arrives in parts into sentences, so that speech can begin before the answer is complete.
+/* Splits a text that arrives in parts into sentences, so that speech can begin before the answer is complete.
  *
- * A sentence ends after . ! ? or an ellipsis and the closing quotes and brackets there, if space and no small letter
- * follow; at a new line; and after the full-width marks of Chinese and Japanese. It does not end after an initial, after
- * a number at its beginning ("1. Take the key"), or after a title such as "Mr.". So the end of a sentence is known when
- * the next one begins; finish() gives the last. No sentence is empty, or begins or ends with space. Parts must not cut a
- * character; those of fs_poll never do. */
+ * A sentence ends
+ * - after . ! ? or an ellipsis, and any closing quotes and brackets, if space and then no small letter follow;
+ * - at the end of a line;
+ * - after the full-width . ! ? of Chinese and Japanese.
+ * It does not end after an initial ("J. Smith"), after a number at its beginning ("1. Take the key"), or after a title
+ * such as "Mr.". The end of a sentence is known only when the next one begins; finish() gives the last one. Sentences
+ * are never empty and have no space at either end. Each part of the text must end at a whole UTF-8 character; texts of
+ * fs_poll do. */
 class SentenceSplitter {
   public:
-    /* Takes more text; calls `sentence` with a std::string_view for each sentence that is complete. */
+    /* Adds a part of the text. Calls `sentence` with a std::string_view for each sentence that is now complete. */
     template <class Sentence> void add(std::string_view text, Sentence &&sentence) {
         text_.append(text);
         for (size_t length; (length = first_length()) > 0;) {
@@ -46,7 +50,7 @@ class SentenceSplitter {
         }
     }
 
-    /* The end of the text: what is left is a sentence. Another text may follow. */
+    /* Ends the text: calls `sentence` with the rest, if there is any. Another text may follow. */
     template <class Sentence> void finish(Sentence &&sentence) {
         give(text_.size(), sentence);
         clear();
@@ -58,11 +62,11 @@ class SentenceSplitter {
     }
 
   private:
-    // As bytes: compilers differ in how they read characters beyond ASCII.
-    static constexpr const char *kStops = ". ! ? \xe2\x80\xa6";                                // and ellipsis
+    // UTF-8 as bytes, because compilers differ in how they read characters that are not ASCII.
+    static constexpr const char *kStops = ". ! ? \xe2\x80\xa6";                                // the last: ellipsis
     static constexpr const char *kFullWidth = "\xe3\x80\x82 \xef\xbc\x81 \xef\xbc\x9f";        // . ! ?
-    static constexpr const char *kClosing = "\" ' ) ] } * \xe2\x80\x9d \xe2\x80\x99 \xc2\xbb " // quotes
-                                            "\xe3\x80\x8d \xe3\x80\x8f \xef\xbc\x89"; // of Chinese and Japanese
+    static constexpr const char *kClosing = "\" ' ) ] } * \xe2\x80\x9d \xe2\x80\x99 \xc2\xbb " // quotes and brackets
+                                            "\xe3\x80\x8d \xe3\x80\x8f \xef\xbc\x89"; // Chinese and Japanese ones
 
     static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
 
@@ -82,7 +86,7 @@ class SentenceSplitter {
         }
     }
 
-    /* Bytes of the one of `marks`, which are apart by spaces, that begins at `at`; 0 for none. */
+    /* If one of `marks` (separated by spaces) stands at `at`, returns its length in bytes; else 0. */
     size_t mark_at(size_t at, std::string_view marks) const {
         while (!marks.empty()) {
             size_t end = std::min(marks.find(' '), marks.size());
@@ -94,7 +98,7 @@ class SentenceSplitter {
         return 0;
     }
 
-    /* Bytes of the first sentence; 0 while its end is not known. */
+    /* Returns the length of the first sentence in bytes; 0 while its end is not known. */
     size_t first_length() {
         for (size_t at = looked_at_; at < text_.size();) {
             looked_at_ = at;
@@ -119,7 +123,7 @@ class SentenceSplitter {
                 ++next;
             }
             if (next == text_.size()) {
-                return 0; // more of the same marks may follow, or a small letter
+                return 0; // the next part may begin with more marks, or with a small letter
             }
             bool small = text_[next] >= 'a' && text_[next] <= 'z';
             if (full > 0 || text_[next] == '\n' || (next > end && !small && !is_abbreviation(at))) {
@@ -131,7 +135,7 @@ class SentenceSplitter {
         return 0;
     }
 
-    /* Whether the stop at `stop` belongs to the word before it. */
+    /* True if the full stop at `stop` belongs to the word before it, as in "Mr.". */
     bool is_abbreviation(size_t stop) const {
         size_t begin = stop;
         while (begin > 0 && !is_space(text_[begin - 1]) && text_[begin - 1] != '(' && text_[begin - 1] != '"') {
@@ -148,7 +152,7 @@ class SentenceSplitter {
         if (word.size() == 1 && word[0] >= 'A' && word[0] <= 'Z' && word[0] != 'I') {
             return true;
         }
-        // Before a capital; what a small letter follows is no end anyway.
+        // Only abbreviations that may stand before a capital; before a small letter no sentence ends.
         for (const char *known :
              {"Mr", "Mrs", "Ms", "Dr", "St", "Prof", "Capt", "Sgt", "Lt", "Col", "Gen", "Rev", "vs", "e.g", "i.e"}) {
             if (word == known) {
@@ -159,37 +163,37 @@ class SentenceSplitter {
     }
 
     std::string text_;
-    size_t looked_at_ = 0; // before it no sentence ends
+    size_t looked_at_ = 0; // no sentence ends before this byte
 };
 
 /* How an answer ended. */
 struct Ending {
-    fs_status status = FS_OK; // FS_CANCELLED, or what went wrong
-    std::string text;         // the whole answer, as far as it came
-    std::string message;      // the sentence of an error
-    uint32_t reason = 0;      // FS_REASON_... of an answer that is whole
+    fs_status status = FS_OK; // FS_CANCELLED, or the error
+    std::string text;         // the answer; incomplete unless status is FS_OK
+    std::string message;      // a sentence about the error
+    uint32_t reason = 0;      // FS_REASON_... if status is FS_OK
     uint32_t n_prompt = 0;    // tokens
     uint32_t n_generated = 0; // tokens
     double prefill_s = 0, decode_s = 0;
 };
 
-/* Who listens to one answer; each may be empty. After on_end nothing follows. */
+/* Callbacks for one answer. Each may be empty. on_end is the last call. */
 struct Listener {
-    std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, of a job with images
+    std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, only for a job with images
     std::function<void(std::string_view)> on_text;
     std::function<void(std::string_view)> on_sentence;
     std::function<void(const Ending &)> on_end;
 };
 
-/* What became of a lease. */
+/* Result of a lease that was proposed. */
 struct BudgetResult {
     fs_status status = FS_OK; // FS_BUDGET_BELOW_FLOOR: nothing changed
     std::string message;
     uint64_t budget_bytes = 0, used_bytes = 0, floor_bytes = 0;
-    double seconds = 0; // until the memory was given back
+    double seconds = 0; // time that the release took
 };
 
-/* One sidecar and who listens to it. */
+/* One sidecar with its callbacks. */
 class Game {
   public:
     Game() = default;
@@ -198,12 +202,13 @@ class Game {
     Game &operator=(const Game &) = delete;
 
     std::function<void(const fs_model &)> on_ready;
-    /* The sidecar is gone, or never came; the client is closed already. */
+    /* Called when the sidecar has ended or could not start. The client is already closed. */
     std::function<void(fs_status, std::string_view message)> on_closed;
-    /* FS_EVENT_NOTICE, FS_EVENT_ENGINE and answers to requests that were made with client(). */
+    /* Called with FS_EVENT_NOTICE, FS_EVENT_ENGINE, and answers to requests made with client(). */
     std::function<void(const fs_event &)> on_event;
 
-    /* Both return at once; on_ready or on_closed follows. Whatever was open is closed. fs_last_error says what is wrong. */
+    /* launch() and connect() close the open session first. They return at once; on_ready or on_closed follows. If they
+     * fail, fs_last_error returns the reason. */
     fs_status launch(const fs_launch_options &options) {
         close(0);
         return fs_launch(&options, &client_);
@@ -213,7 +218,7 @@ class Game {
         return fs_connect(connect_file, client_name, &client_);
     }
 
-    /* Ends the session as fs_close does. Answers that are open end with FS_CANCELLED, inside this call. */
+    /* Ends the session as fs_close does. Inside this call, unfinished answers end with FS_CANCELLED. */
     void close(double timeout_s) {
         fs_client *client = std::exchange(client_, nullptr);
         if (client == nullptr) {
@@ -245,7 +250,7 @@ class Game {
     fs_client *client() const { return client_; }
     bool is_ready() const { return ready_; }
 
-    /* fs_ask; `listener` hears of it if that is FS_OK. `job` may be NULL. */
+    /* Calls fs_ask. If it returns FS_OK, `listener` receives the answer. `job` may be NULL. */
     fs_status ask(std::string_view text, const fs_job_options &options, Listener listener, uint64_t *job = nullptr) {
         uint64_t number = 0;
         fs_status status = fs_ask(client_, text.data(), int32_t(text.size()), &options, &number);
@@ -260,11 +265,11 @@ class Game {
         return status;
     }
 
-    /* The answer's on_end follows with FS_CANCELLED, unless another end came first. */
+    /* Ends an answer early. Its on_end follows with FS_CANCELLED, unless the answer has ended otherwise before. */
     fs_status cancel(uint64_t job) { return fs_cancel(client_, job); }
 
-    /* fs_set_lease; if that is FS_OK, `decided` is called with FS_EVENT_LEASE, unless the lease is refused at once, and
-     * `done` once, with the release or the refusal. Both may be empty. */
+    /* Calls fs_set_lease. If it returns FS_OK, `done` is called once, with the release or the refusal. Before that,
+     * `decided` is called with FS_EVENT_LEASE, unless the lease is refused at once. Both may be empty. */
     fs_status set_lease(const fs_lease &lease, std::function<void(const BudgetResult &)> done,
                         std::function<void(const fs_event &)> decided = {}) {
         uint64_t request = 0;
@@ -275,7 +280,7 @@ class Game {
         return status;
     }
 
-    /* set_lease with nothing but a budget and a deadline. */
+    /* set_lease with this budget and deadline, and defaults for the rest. */
     fs_status set_budget(uint64_t bytes, double timeout_s, std::function<void(const BudgetResult &)> done) {
         fs_lease lease;
         fs_lease_init(&lease, sizeof lease);
@@ -284,8 +289,9 @@ class Game {
         return set_lease(lease, std::move(done));
     }
 
-    /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it keeps out of its way. 0: no more.
-     * A sidecar without frame blocks takes no notice. */
+    /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it leaves GPU time to frames.
+     * `target_frame_s` is the time that a frame should take; 0 turns this off. Has no effect with a sidecar that has no
+     * frame block. */
     void keep_out_of_frames(double target_frame_s) {
         target_frame_s_ = target_frame_s;
         fs_frame_block_close(std::exchange(frames_, nullptr));
@@ -294,7 +300,7 @@ class Game {
         }
     }
 
-    /* To be called once a frame: hands out at most `most` events. Returns how many it has. */
+    /* Call it once a frame. Handles at most `most` events and returns their number. */
     int32_t pump(int32_t most) {
         if (frames_ != nullptr) {
             fs_frame_begin(frames_);
@@ -305,7 +311,7 @@ class Game {
             uint64_t closed = closed_;
             int32_t wanted = std::min<int32_t>(most - count, int32_t(std::size(events)));
             int32_t got = fs_poll(client_, events, sizeof events[0], wanted);
-            for (int32_t i = 0; i < got && closed_ == closed; ++i) { // else a callback has closed: the texts are gone
+            for (int32_t i = 0; i < got && closed_ == closed; ++i) { // a close() in a callback frees the texts
                 ++count;
                 hand_out(events[i]);
             }
@@ -329,7 +335,7 @@ class Game {
     };
 
     static void end(Answer &answer) {
-        // A sentence that is cut off is not handed out.
+        // A sentence that was cut off is not passed on.
         if (answer.ending.status == FS_OK && answer.listener.on_sentence) {
             answer.sentences.finish(answer.listener.on_sentence);
         }
@@ -373,7 +379,7 @@ class Game {
 
     void hear(const fs_event &event, std::map<uint64_t, Lease>::iterator asked) {
         if (event.type == FS_EVENT_LEASE) {
-            auto decided = std::move(asked->second.decided); // a callback may close, and so forget it
+            auto decided = std::move(asked->second.decided); // a close() in the callback erases `asked`
             if (decided) {
                 decided(event);
             }
@@ -393,7 +399,7 @@ class Game {
         }
     }
 
-    /* `answer` by value: a callback may close, and so forget it. */
+    /* Takes `answer` by value, because a close() in a callback erases it from answers_. */
     void hear(const fs_event &event, std::shared_ptr<Answer> answer) {
         std::string_view text(event.text, event.text_length);
         switch (event.type) {
@@ -443,7 +449,7 @@ class Game {
     fs_client *client_ = nullptr;
     fs_frame_block *frames_ = nullptr;
     bool ready_ = false;
-    uint64_t closed_ = 0; // counts close(), to notice one that a callback has made
+    uint64_t closed_ = 0; // number of close() calls, to notice one inside a callback
     double target_frame_s_ = 0;
     uint64_t frame_request_ = 0;
     std::map<uint64_t, std::shared_ptr<Answer>> answers_;
