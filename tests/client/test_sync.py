@@ -228,7 +228,7 @@ def test_notices_and_features_are_the_protocols() -> None:
 
 def test_both_clients_take_the_same_arguments() -> None:
     for name in ("ask", "chat", "complete", "set_budget", "plan", "set_pacing", "frame_block", "connect", "launch"):
-        asynchronous = getattr(frameshard, name, None) or getattr(frameshard.Client, name)
+        asynchronous = getattr(frameshard.Client if hasattr(frameshard.Client, name) else frameshard, name)
         mine = inspect.signature(getattr(Sidecar, name)).parameters
         theirs = inspect.signature(asynchronous).parameters
         only_awaited = {"observe", "on_lease", "on_released", "self", "cls"}  # the events tell of these
