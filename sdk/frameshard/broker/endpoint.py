@@ -1,9 +1,9 @@
-"""Where a sidecar listens, and its files.
+"""The endpoint of a sidecar and its files.
 
-Each launch has a fresh directory that only this user can enter, with its connect file, and its socket where the
-transport has one. A lock file shows that its sidecar lives; the system releases the lock with the process, however that
-ends, so the next launch recognises and removes what a killed one has left. A second bind of an ipc path would take it
-over without an error, so a path that the user gives is locked as well.
+Each launch has a new directory that only this user can enter. It holds the connect file and, with ipc, the socket. A
+lock file shows that the sidecar is alive. The operating system releases the lock when the process ends, also when it is
+killed, so the next launch finds and removes the directory. A path that the user gives for an ipc socket is locked too,
+because a second bind would take the path over without an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ if sys.platform != "win32":
 CONNECT_FILE = "connect.json"
 
 MAX_SOCKET_PATH = 100
-"""Bytes; the systems' limits are 104 and 108."""
+"""The most bytes of a socket's path. The limits of operating systems are 104 and 108."""
 
 
 @contextmanager
 def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
-    """Directory of this launch and the endpoint to bind. Both are ours until the end of the block, which removes them.
+    """Yields the directory of this launch and the endpoint to bind. Both belong to this process until the end of the
+    block, which removes them.
 
     :raises EndpointInUse: another sidecar has the path.
     :raises BadArgument: a path cannot be used.
@@ -47,12 +48,12 @@ def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
 
 
 def closed_name(path: Path) -> Path:
-    """The name of a socket's file while no client can connect."""
+    """The name that a socket's file has while no client may connect."""
     return path.with_name(path.name + ".closed")
 
 
 def running() -> list[Path]:
-    """Connect files of this user's running sidecars, without those whose `connect_file` option names another place."""
+    """The connect files of this user's running sidecars. Sidecars with the option `connect_file` are not found."""
     root = _root()
     _sweep(root)
     return sorted(root.glob(f"run-*/{CONNECT_FILE}"))
@@ -60,10 +61,10 @@ def running() -> list[Path]:
 
 @contextmanager
 def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
-    """Yields a function that writes the file at `path`, readable by this user only, whole or not at all. The end of the
-    block removes the file.
+    """Yields a function that writes the file at `path` atomically. Only this user can read the file. The end of the
+    block removes it.
 
-    :raises BadArgument: the file cannot be written; at once, or from the call.
+    :raises BadArgument: the file cannot be written. The function may raise it too.
     """
     published = False
 
@@ -87,7 +88,7 @@ def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: the path contains NUL
         raise refusal(error) from None
     try:
         yield publish
@@ -106,7 +107,7 @@ def _fresh_directory() -> Iterator[Path]:
             directory = Path(tempfile.mkdtemp(dir=root, prefix="run-"))
             lock = _lock(directory / "lock")
             if lock is not None:
-                break  # else another launch has swept it in between
+                break  # otherwise another launch has already removed the new directory
     except OSError as error:
         raise _no_root(root, error) from None
     try:
@@ -144,7 +145,7 @@ def _socket_path(path: Path) -> Iterator[None]:
 
 
 def _root() -> Path:
-    """Directory of all launches of this user. Short, since socket paths are."""
+    """The directory for all launches of this user. Its path is short, because socket paths must be."""
     if sys.platform == "win32":
         root = Path(tempfile.gettempdir()) / "frameshard"
         root.mkdir(exist_ok=True)
@@ -176,10 +177,10 @@ def _no_root(root: Path, error: OSError) -> BadArgument:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed sidecars have left."""
+    """Removes the directories of killed sidecars."""
     for directory in root.glob("run-*"):
         if sys.platform == "win32" or not (directory / "lock").exists():
-            continue  # still being made
+            continue  # another launch is making this directory
         lock = _lock(directory / "lock")
         if lock is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -187,14 +188,17 @@ def _sweep(root: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """The lock file at `path`, locked and open; None when another process holds it or its directory is gone."""
+    """Opens and locks the lock file at `path`.
+
+    :returns: its file descriptor; None if another process holds the lock or the directory is gone.
+    """
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
         except FileNotFoundError:
             return None
         if sys.platform == "win32":
-            return fd  # no two launches share a directory, and ipc, the other use, does not exist there
+            return fd  # on Windows no lock is needed: each launch has its own directory, and there is no ipc
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == path.stat().st_ino:
@@ -204,4 +208,4 @@ def _lock(path: Path) -> int | None:
             return None
         except FileNotFoundError:
             pass
-        os.close(fd)  # its holder has removed it since we opened it
+        os.close(fd)  # its owner has removed the file after it was opened here

@@ -1,12 +1,13 @@
-"""The VRAM lease: what host and sidecar agreed on, who waits for which answer, and what the sidecar does on its own.
+"""The VRAM lease: the agreement in force, the changes that wait for an answer, and what the sidecar does on its own.
 
-States and transitions are tables in :mod:`frameshard.wire.states` (`LEASE`, `CHANGE`); here is what each step does. A
-new state is a row of `LEASE`, a new thing to do a member of `Do` and a method of :class:`Lease`.
+The tables of states and transitions are in :mod:`frameshard.wire.states` (`LEASE`, `CHANGE`). This module carries out
+the actions of each transition. For a new state add a row to `LEASE`; for a new action a member to `Do` and a method to
+:class:`Lease`.
 
-The last word counts, whichever host it is from, except that a version which is not above the one in force is refused.
-Decides and does no I/O, and time is a parameter, in seconds: commands for the engine are left in
-:attr:`Lease.commands`, notices for hosts in :attr:`Lease.notices`. bindings/PROTOCOL.md, "The lease", says what hosts
-may rely on.
+The last change is in force, whichever host has sent it. A change is refused if its version is not above the one in
+force. This module does no I/O, and time is a parameter, in seconds. It leaves commands for the engine in
+:attr:`Lease.commands` and notices for hosts in :attr:`Lease.notices`. Section "The lease" of bindings/PROTOCOL.md says
+what hosts can rely on.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from frameshard.wire.connection import ServerConnection
 from frameshard.wire.states import Do
 
 MAX_PENDING = 64
-"""Changes that wait for an acknowledgement; also how many that are over can be asked for again."""
+"""The most changes that may wait for an answer. So many finished changes are kept too, to repeat their answers."""
 
 IDLE_S = 5.0
-"""Without a job, before VRAM above the host's floor is given back."""
+"""After so many seconds without a job the sidecar gives back the VRAM above the host's floor."""
 
 WANTS_EVERY_S = 10.0
 
 LOW_BYTES = 128 << 20
-"""With less than this free on the device, the sidecar shrinks until `ENOUGH_BYTES` are free."""
+"""If less than this is free on the device, the sidecar shrinks until `ENOUGH_BYTES` are free."""
 
 ENOUGH_BYTES = 256 << 20
 PRESSURE_EVERY_S = 1.0
@@ -52,7 +53,7 @@ _WORDS: dict[states.Lease, m.LeaseState] = {
     states.Lease.HIBERNATED: "hibernated",
     states.Lease.WAKING: "active",
 }
-"""How the protocol names a state."""
+"""The protocol's names of the states."""
 
 _WITHOUT_ENGINE = (states.Lease.HIBERNATING, states.Lease.HIBERNATED, states.Lease.WAKING)
 
@@ -62,15 +63,15 @@ class _Change:
     """A host's change of the lease."""
 
     number: int
-    """Its name at the engine."""
+    """Its number in commands to the engine."""
     connection: ServerConnection
     request: m.BudgetSet
     asked_at: float
     before: tuple[int, m.LeaseState]
-    """Version and state that a refusal brings back."""
+    """The version and the state before; a refusal restores them."""
     state: states.Change = states.Change.ASKED
     waited_s: float = 0.0
-    """For an engine, before it was told."""
+    """Seconds from the host's request until the command to the engine."""
     answers: list[m.Reply] = field(default_factory=list)
 
     @property
@@ -78,8 +79,9 @@ class _Change:
         return self.state in (states.Change.RELEASED, states.Change.OVER)
 
     def step(self, event: str) -> None:
-        """
-        :raises BadMessage: the engine cannot say this now.
+        """Moves the change to its next state.
+
+        :raises BadMessage: the engine cannot send this event in the present state.
         """
         if event not in states.CHANGE[self.state]:
             raise BadMessage(f"the engine sent {event!r} for a change that is {self.state.value}")
@@ -93,44 +95,44 @@ class _Change:
 class Lease:
     """The lease of one sidecar.
 
-    :param budget_bytes: the VRAM budget of the launch; 0 is no limit.
-    :param epoch: number of the launch, for answers.
+    :param budget_bytes: the VRAM budget of the launch; 0 for no limit.
+    :param epoch: the number of the launch; it is part of each answer.
     """
 
     def __init__(self, budget_bytes: int, epoch: int) -> None:
         self.budget_bytes = budget_bytes
-        """In force by the host's word; 0 is no limit."""
+        """The budget that the host has set; 0 for no limit."""
         self.version = 0
         self.floor_bytes = 0
-        """Of the model; no budget below it is possible."""
+        """The floor of the model: a smaller budget is refused."""
         self.full_bytes = 0
-        """With this budget all weights are resident."""
+        """With this budget everything is resident."""
         self.used_bytes = 0
-        """Held by the engine, by its ledger."""
+        """The VRAM that the engine holds, from its ledger."""
         self.total_bytes: int | None = None
-        """Of the device; None where the driver does not tell, and so `free_bytes`."""
+        """The memory of the device. It and `free_bytes` are None if the driver does not report them."""
         self.free_bytes: int | None = None
         self.load_s = 0.0
-        """From the last start of an engine to when it was ready."""
+        """Seconds from the last start of an engine until it was ready."""
         self.commands: list[em.Command] = []
-        """For the engine, in order; the caller takes them out."""
+        """Commands for the engine, in order. The caller removes and sends them."""
         self.notices: list[m.Notice] = []
-        """For sessions that want them; the caller takes them out."""
+        """Notices for the sessions that asked for notices. The caller removes and sends them."""
         self._state = states.Lease.ACTIVE
         self._epoch = epoch
         self._changes: dict[int, _Change] = {}
-        """That are not over, by number."""
+        """The changes that are not finished, by number."""
         self._over: deque[_Change] = deque(maxlen=MAX_PENDING)
         self._newest: dict[ServerConnection, int] = {}
         self._numbers = 0
         self._announced: m.LeaseState = "active"
         self._keep_bytes = 0
-        """What the host lets an idle sidecar keep; 0 is all."""
+        """The host's floor: the VRAM that a sidecar without jobs may keep; 0 for all."""
         self._idle_since: float | None = None
         self._idle_bytes = 0
-        """Bound while there are no jobs; 0 is none."""
+        """The sidecar's own limit while there are no jobs; 0 for none."""
         self._pressed_bytes = 0
-        """Bound since too little of the device was free; 0 is none."""
+        """The sidecar's own limit after too little of the device was free; 0 for none."""
         self._wants_at = 0.0
         self._pressure_at = 0.0
         self._actions: dict[Do, Callable[[_Change | None, float], None]] = {
@@ -146,12 +148,12 @@ class Lease:
 
     @property
     def state(self) -> m.LeaseState:
-        """The last that was asked for."""
+        """The state that was asked for last."""
         return _WORDS[self._state]
 
     @property
     def ends_engine(self) -> bool:
-        """The engine has to end, where one runs."""
+        """Whether a running engine must end."""
         return self._state is states.Lease.HIBERNATING
 
     def _step(self, event: str, now: float, change: _Change | None = None) -> None:
@@ -162,12 +164,12 @@ class Lease:
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def set(self, connection: ServerConnection, request: m.BudgetSet, now: float) -> None:
-        """Asks for a change. The same request again (after a resumption) changes nothing: it gets the same answers.
+        """Starts a change. A repeated request, after a resumption, changes nothing and gets the same answers.
 
         :raises Overloaded: too many changes wait.
         :raises StaleLease: the version is not above the one in force, or this client has asked for a later change.
-        :raises BudgetBelowFloor: the model cannot run in this budget. An engine checks this itself; the broker does
-            where none will be asked.
+        :raises BudgetBelowFloor: the model cannot run in this budget. This is raised only if no engine checks it: for
+            parking, hibernation and waking.
         :raises BadArgument: this state cannot be reached from the present one.
         """
         for change in (*self._changes.values(), *self._over):
@@ -198,7 +200,7 @@ class Lease:
     def describe(self, request_id: int, jobs: int) -> m.Budget:
         """The answer to budget_get.
 
-        :param jobs: how many are open.
+        :param jobs: the number of open jobs.
         """
         return m.Budget(
             request_id,
@@ -213,7 +215,7 @@ class Lease:
         )
 
     def drop(self, connection: ServerConnection) -> None:
-        """The client is gone and will not ask again. What it asked for comes into force."""
+        """Forgets a client that is gone. Its changes still come into force."""
         for change in [change for change in self._over if change.connection is connection]:
             self._over.remove(change)
         self._newest.pop(connection, None)
@@ -221,9 +223,10 @@ class Lease:
     # ---- on its own -------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, jobs: int) -> None:
-        """Does what is due. To be called when a job comes, and a few times a second.
+        """Does what is due: asks the host for VRAM, or gives VRAM back. Call it when a job comes, and several times a
+        second.
 
-        :param jobs: how many are open.
+        :param jobs: the number of open jobs.
         """
         if jobs and now >= self._wants_at and self._short():
             self._wants_at = now + WANTS_EVERY_S
@@ -248,11 +251,13 @@ class Lease:
         return self.state != "active" or 0 < self.budget_bytes < self.full_bytes
 
     def _busy(self) -> bool:
-        """No engine runs an active lease, or a change is under way that may overtake what the sidecar does."""
+        """Whether the sidecar must not change the budget on its own: the lease is not active, or a host's change is not
+        carried out yet."""
         return self._state is not states.Lease.ACTIVE or any(not change.released for change in self._changes.values())
 
     def _bound(self) -> int:
-        """The budget for the engine: the host's, or less where the sidecar holds back on its own; 0 is no limit."""
+        """The budget for the engine: the host's budget or one of the sidecar's own limits, whichever is smallest; 0 for
+        no limit."""
         idle_bytes = max(self._idle_bytes, self.floor_bytes) if self._idle_bytes else 0
         return min((bound for bound in (self.budget_bytes, self._pressed_bytes, idle_bytes) if bound), default=0)
 
@@ -286,14 +291,15 @@ class Lease:
     # ---- engine -----------------------------------------------------------------------------------------------------
 
     def engine_load_bytes(self) -> int:
-        """The budget that a new engine is loaded with: the latest wanted, unless it is certain to be refused."""
+        """The budget that a new engine is loaded with: the last one that a host asked for, unless it is below the
+        floor."""
         wanted = [change.request.vram_budget_bytes for change in self._changes.values() if not change.released]
         if wanted and (wanted[-1] == 0 or wanted[-1] >= self.floor_bytes):
             return wanted[-1]
         return self._bound()
 
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
-        """An engine runs with `budget_bytes`."""
+        """An engine is ready and runs with `budget_bytes`."""
         self.floor_bytes, self.full_bytes = floor_bytes, full_bytes
         if not self._idle_bytes and not self._pressed_bytes:
             self.budget_bytes = budget_bytes
@@ -304,18 +310,18 @@ class Lease:
         self._step("lost", now)
 
     def engine_hibernated(self, now: float) -> None:
-        """The engine has ended, and no other is started before the lease is active."""
+        """The engine has ended. No other one is started before the lease is active."""
         self._step("gone", now)
 
     def fail_all(self, error: FrameshardError) -> None:
-        """No engine can be started now."""
+        """Refuses all waiting changes with `error`, because no engine can be started now."""
         for change in list(self._changes.values()):
             self._refused(change, error)
 
     def engine_event(self, event: em.BudgetEvent | em.Watch, now: float) -> None:
-        """Takes an answer or a look at the device.
+        """Takes the engine's answer to a change, or its figures of the device.
 
-        :raises BadMessage: the engine cannot answer this now.
+        :raises BadMessage: the engine cannot send this answer now.
         """
         if isinstance(event, em.Watch):
             self._look(event, now)
@@ -323,7 +329,7 @@ class Lease:
         change = self._changes.get(event.seq)
         if isinstance(event, em.BudgetReleased):
             self.used_bytes = event.used_bytes
-            if change is not None or event.seq == 0:  # 0: a budget in the frame block
+            if change is not None or event.seq == 0:  # 0: the budget came through the frame block
                 self.budget_bytes = event.vram_budget_bytes
                 self._idle_bytes, self._pressed_bytes, self._idle_since = 0, 0, None
         elif isinstance(event, em.BudgetLate):
@@ -346,7 +352,7 @@ class Lease:
 
     def _look(self, event: em.Watch, now: float) -> None:
         if self.state == "hibernated":
-            return  # an engine that frees its model
+            return  # the engine is ending, and its figures are those of a model that is being freed
         self.used_bytes, self.floor_bytes = event.used_bytes, event.floor_bytes
         self.full_bytes = event.full_bytes
         self.total_bytes, self.free_bytes = event.total_bytes, event.free_bytes
@@ -371,7 +377,7 @@ class Lease:
     def _tell_all(self, _change: _Change | None, now: float) -> None:
         for change in list(self._changes.values()):
             if change.released:
-                self._observed(change, None, 0.0)  # the process that was to be observed is gone
+                self._observed(change, None, 0.0)  # the engine process has ended and cannot be observed
             else:
                 change.waited_s = now - change.asked_at
                 self._tell(change, now)
@@ -418,7 +424,7 @@ class Lease:
         change.step("refused")
         request = change.request
         if isinstance(error, DeadlineMissed):
-            self.budget_bytes = request.vram_budget_bytes  # stays in force, only late
+            self.budget_bytes = request.vram_budget_bytes  # the change stays in force, although it is late
             self._keep_bytes = request.floor_bytes
         elif change.number == max(self._changes):
             self.version, state = change.before

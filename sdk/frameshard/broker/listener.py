@@ -1,14 +1,15 @@
 """The broker's sockets: one that clients connect to, one that authenticates them, and limits on their memory and files.
 
-ZeroMQ bounds the size of a message's parts but not their number, and delivers a message only when its last part has
-arrived. So a peer that sends parts without end fills memory unseen, at hundreds of MiB/s, and cannot be identified.
-Therefore memory is watched: when it has grown too far, all connections are closed and what was in transit is lost.
-Honest clients connect again by themselves, resume their sessions and miss nothing. The same is done when a message has
-too many parts, since ZeroMQ cannot skip them and delivers no other peer's message before they are read.
+ZeroMQ limits the size of a message's parts but not their number, and delivers a message only when its last part has
+arrived. So a peer can fill the memory with endless parts, at hundreds of MiB/s, and cannot be identified. Therefore the
+broker watches its memory. If the memory has grown too much, the broker closes all connections, and messages in transit
+are lost. Other clients connect again by themselves and resume their sessions without a loss. The broker does the same
+if a message has too many parts: ZeroMQ cannot skip them, and delivers no other message before they are read.
 
-libzmq 4.3.5 aborts the process when an ipc socket accepts a connection and no file descriptor is left. So no new
-connections are accepted while half of the descriptors are in use: the socket's file is renamed, existing connections
-go on, and new clients try again by themselves. Rejected: unbinding, which closes the existing connections too.
+libzmq 4.3.5 aborts the process if an ipc socket accepts a connection and no file descriptor is left. So no new
+connections are accepted while half of the descriptors are in use. For that the socket's file is renamed: existing
+connections stay open, and new clients try again by themselves. Unbinding was rejected, because it also closes the
+existing connections.
 """
 
 from __future__ import annotations
@@ -35,29 +36,33 @@ logger = logging.getLogger("frameshard.broker")
 
 LINGER_MS = 200
 GROWTH_BYTES = 256 << 20
-"""More than ordinary clients can make the broker keep."""
+"""If the process grows by this much, a peer is filling its memory: ordinary clients need less."""
 
 MEMORY_CHECK_S = 0.1
 PAUSE_S = 0.5
-"""How long no connection is accepted, again and again while half of the file descriptors are in use."""
+"""Seconds between two looks at the file descriptors while no connection is accepted."""
 
 MAX_PAUSE_S = 5.0
-"""Connections without a handshake have timed out by then; the others are closed."""
+"""After so many seconds without new connections, all connections are closed. Those without a handshake have timed out
+before."""
 
 BACKLOG = 32
-"""Connections that libzmq may still accept after the renaming."""
+"""The most connections that libzmq may still accept after the renaming."""
 
 ACCEPTS_PER_S = 50_000
-"""More than libzmq can accept; bounds the time between two looks at the descriptors."""
+"""libzmq accepts fewer connections per second than this. It limits the time between two looks at the descriptors."""
 
 _STATM = Path("/proc/self/statm")
 
 
 class Listener:
-    """Bound when it is made."""
+    """The sockets of one sidecar. They are bound when it is made."""
 
     def __init__(self, wanted: str, server_secret: bytes, client_public: bytes) -> None:
         """
+        :param wanted: the endpoint to bind.
+        :param server_secret: the sidecar's secret CURVE key.
+        :param client_public: the public CURVE key of all clients.
         :raises EndpointInUse: another sidecar listens there.
         :raises BadArgument: the endpoint cannot be bound.
         """
@@ -84,11 +89,12 @@ class Listener:
                     await trio.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """Closes the sockets; messages that were sent get `LINGER_MS` to arrive."""
+        """Closes the sockets. Messages that were sent have `LINGER_MS` to arrive."""
         self._context.destroy(linger=LINGER_MS)
 
     async def _files_stay_in_use(self) -> None:
-        """Accepts no connections while half of the descriptors are in use; returns when that does not help."""
+        """Stops accepting connections while half of the descriptors are in use. Returns if they are still in use after
+        `MAX_PAUSE_S`."""
         while True:
             most = _max_files() // 2
             await trio.sleep(min(MEMORY_CHECK_S, most / ACCEPTS_PER_S))
@@ -103,7 +109,7 @@ class Listener:
 
     @contextmanager
     def _not_accepting(self) -> Iterator[None]:
-        """No client can connect. A TCP port stays open: there, libzmq survives without descriptors."""
+        """No client can connect during the block. A TCP port stays open, because there libzmq does not abort."""
         if not self.endpoint.startswith("ipc://"):
             yield
             return
@@ -145,7 +151,7 @@ class Listener:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def _authenticate(self, zap: Socket) -> None:
-        """Answers ZeroMQ's request for each connection (ZAP, rfc.zeromq.org/spec/27): one key is accepted."""
+        """Answers ZeroMQ's request for each new connection (ZAP, rfc.zeromq.org/spec/27). Accepts a single key."""
         while True:
             parts = await zap.receive()
             known = len(parts) == 7 and parts[2] == ZAP_DOMAIN and parts[5:] == [b"CURVE", self._client_key]
@@ -170,7 +176,7 @@ async def _until(end: Callable[[], Awaitable[None]], scope: trio.CancelScope) ->
 async def _memory_has_grown() -> None:
     if not _STATM.exists():
         await trio.sleep_forever()
-    with _STATM.open("rb", buffering=0) as statm:  # opened once: later there may be no descriptor left
+    with _STATM.open("rb", buffering=0) as statm:  # it stays open, because later there may be no descriptor left
         most = _memory(statm) + GROWTH_BYTES
         while _memory(statm) < most:
             await trio.sleep(MEMORY_CHECK_S)
@@ -178,22 +184,22 @@ async def _memory_has_grown() -> None:
 
 
 def _memory(statm: FileIO) -> int:
-    """Resident bytes of this process."""
+    """The resident memory of this process, in bytes."""
     statm.seek(0)
     return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def _max_files() -> int:
-    """Descriptors that this process may have."""
+    """The most file descriptors that this process may have."""
     if sys.platform == "win32":
-        return sys.maxsize  # sockets are no file descriptors there
+        return sys.maxsize  # on Windows sockets do not use file descriptors
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _files_in_use() -> int:
-    """The number of the lowest free descriptor: all below it are in use."""
+    """The number of the lowest free file descriptor. All below it are in use."""
     try:
         fd = os.dup(2)
     except OSError:

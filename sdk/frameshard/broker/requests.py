@@ -1,4 +1,4 @@
-"""What a client asks for: each request is carried out here, at once or by the engine's answer."""
+"""Carries out the requests of clients: at once, or when the engine has answered."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from frameshard.wire.connection import ServerConnection
 from frameshard.wire.launch import ServeConfig
 
 MAX_ASKED = 64
-"""Requests for statistics and plans that may wait for the engine."""
+"""The most requests for statistics and plans that may wait for the engine."""
 
 
 class Requests:
-    """Carries out the requests of all sessions, but those that end a session or the sidecar.
+    """Carries out the requests of all sessions, except for those that end a session or the sidecar.
 
-    :param epoch: number of the launch.
-    :param n_sessions: how many sessions there are.
-    :param end_engine_if_asked: ends the engine if the lease is to hibernate.
+    :param epoch: the number of the launch.
+    :param n_sessions: returns the number of sessions.
+    :param end_engine_if_asked: ends the engine if hibernation was asked for.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Requests:
         end_engine_if_asked: Callable[[], None],
     ) -> None:
         self.model: m.ModelInfo | None = None
-        """None until the first load."""
+        """None until the first load is complete."""
         self._config = config
         self._epoch = epoch
         self._jobs = jobs
@@ -55,12 +55,13 @@ class Requests:
         self._asked: dict[int, tuple[ServerConnection, m.StatsGet | m.PlanGet]] = {}
         self._numbers = 0
         self._frame_block = FrameBlockMemory()
-        self._settings: dict[type, em.Command] = {}  # sent to each engine when it is ready
+        self._settings: dict[type, em.Command] = {}  # these are sent to each new engine when it is ready
         self._started_at = time.monotonic()
 
     def carry_out(self, connection: ServerConnection, request: m.Request) -> None:
-        """
-        :raises FrameshardError: the answer to the request.
+        """Carries out a request and queues its answer.
+
+        :raises FrameshardError: the request is refused; the caller sends this error as the answer.
         """
         if isinstance(request, m.Submit):
             self._demand_engine()
@@ -84,7 +85,7 @@ class Requests:
             self._ask(connection, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
         elif isinstance(request, m.FrameBlockGet):
             path = self._frame_block.path()
-            if em.OpenFrameBlock not in self._settings:  # each command maps it anew
+            if em.OpenFrameBlock not in self._settings:  # an engine maps it again with each such command
                 self._set(em.OpenFrameBlock(path))
             connection.reply(m.FrameBlock(request.id, self._epoch, path))
         elif isinstance(request, m.Pacing):
@@ -121,7 +122,10 @@ class Requests:
     def _answer(
         self, connection: ServerConnection, request: m.StatsGet | m.PlanGet, event: em.Stats | em.Plans | None
     ) -> None:
-        """`event` is None when there is no engine to answer."""
+        """Answers a request for statistics or plans.
+
+        :param event: the engine's answer; None if no engine is running.
+        """
         if isinstance(request, m.StatsGet):
             self._answer_stats(connection, request.id, event.stats if isinstance(event, em.Stats) else None)
         elif not isinstance(event, em.Plans):

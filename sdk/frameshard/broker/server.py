@@ -1,7 +1,8 @@
-"""The traffic between clients and engine: takes frames, lets sessions, jobs, lease and supervisor decide, and sends.
+"""The traffic between clients and the engine: receives frames, passes them to sessions, jobs, lease and supervisor, and
+sends what these return.
 
-Guarantees: nothing here waits for the GPU or for one client; memory per client is bounded; a frame of any content is
-answered or dropped.
+Guarantees: nothing here waits for the GPU or for a single client. The memory for each client is limited. Every frame is
+answered or dropped, whatever its content is.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from frameshard.wire.launch import EngineOptions, ServeConfig
 logger = logging.getLogger("frameshard.broker")
 
 RETRY_S = 0.02
-"""Between two tries to send to a client whose queue is full."""
+"""Seconds between two attempts to send to a client whose queue is full."""
 
 SILENCE_CHECK_S = 0.5
 NEGOTIATE_S = 0.25
 
 
 class Server:
-    """All parts of one launch.
+    """The parts of one launch.
 
-    :param epoch: number of the launch.
+    :param epoch: the number of the launch.
     """
 
     def __init__(self, config: ServeConfig, epoch: int) -> None:
@@ -71,9 +72,9 @@ class Server:
         self._blocked = trio.Event()
 
     async def run(self, announce: Callable[[], None]) -> None:
-        """Returns after :meth:`stop`, or after a first load that fails; :attr:`error` says why.
+        """Runs until :meth:`stop` is called or the first load fails. Then :attr:`error` has the reason.
 
-        :param announce: called once when the model is loaded.
+        :param announce: called once, when the model is loaded.
         """
         self._announce = announce
         async with trio.open_nursery() as nursery:
@@ -87,11 +88,11 @@ class Server:
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
-        """Ends :meth:`run` in an orderly way."""
+        """Ends :meth:`run`: fails the open jobs and stops the engine."""
         self._stop.set()
 
     def disconnected(self) -> None:
-        """The socket has been closed with all its connections; another one follows."""
+        """To be called when the socket was closed with all its connections. A new socket follows."""
         self._socket = None
         self._sessions.disconnected()
 
@@ -104,7 +105,8 @@ class Server:
             self.stop()
 
     async def receive(self, socket: Socket) -> None:
-        """Receives and sends on `socket`. Returns when a peer has flooded it: then it must be replaced."""
+        """Receives and sends on `socket`. Returns when a peer has sent a message with too many parts: then the socket
+        must be replaced."""
         self._socket = socket
         while True:
             try:
@@ -143,8 +145,8 @@ class Server:
             self._lease.engine_hibernated(trio.current_time())
 
     async def _watch_silence(self) -> None:
-        """Ends the jobs of clients that are gone. Silence is counted in looks at which everything received had been
-        read, so that a broker that was itself stopped does not blame its clients."""
+        """Ends the jobs of clients that are gone. It counts looks at which the broker had read everything but the
+        client had sent nothing. So a broker that was stopped for some time does not take its clients for silent."""
         while True:
             await trio.sleep(SILENCE_CHECK_S)
             if self._socket is None or not self._socket.drained():
@@ -161,8 +163,8 @@ class Server:
             self._flush()
 
     def _is_connected(self, session: Session) -> bool:
-        """Whether the client's process lives: the system closes the connection of a dead one. Only a send shows that,
-        so a pong is sent."""
+        """Whether the client's process is alive. The operating system closes the connection of a dead process, but only
+        a send shows it. So this sends a pong."""
         if session.reachable and self._socket is not None:
             try:
                 self._socket.try_send([session.peer, m.encode(session.connection.pong(1))])
@@ -173,7 +175,7 @@ class Server:
     # ---- sessions ---------------------------------------------------------------------------------------------------
 
     def _serve(self, session: Session, request: m.Request) -> None:
-        """Carries out a request. Any exception is answered as the failure of this request alone."""
+        """Carries out a request. If it raises any exception, only this request fails."""
         try:
             if isinstance(request, m.Bye):
                 session.connection.ok(request.id)
@@ -201,7 +203,8 @@ class Server:
 
     def engine_ready(self, ready: em.Ready) -> None:
         self._requests.model = ready.model
-        # Later engines use what the first one has chosen: conversations must be read again in the same steps.
+        # Later engines use the size that the first one has chosen, so that they prefill conversations in the same
+        # chunks.
         self._n_ubatch = self._n_ubatch or ready.n_ubatch
         self._lease.load_s = self._supervisor.load_s
         self._lease.engine_ready(
@@ -210,7 +213,7 @@ class Server:
         self._requests.engine_ready()
         self._jobs.engine_ready()
         self._tell_all()
-        self._end_engine_if_asked()  # the process was being made when it was asked for
+        self._end_engine_if_asked()  # a client may have asked for hibernation while the engine was loading
         if self._announce is not None:
             try:
                 self._announce()
@@ -270,7 +273,7 @@ class Server:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Sends all that can be sent now: to the engine, to peers without a session, to sessions."""
+        """Sends everything that can be sent now, to the engine, to peers without a session and to sessions."""
         for commands in (self._lease.commands, self._jobs.commands):
             for command in commands:
                 self._supervisor.send(command)

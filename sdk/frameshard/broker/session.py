@@ -1,7 +1,8 @@
-"""Sessions, and the connection that each of them is reached by.
+"""Sessions and their connections.
 
-A session outlives its connection: a client that was frozen (breakpoint, suspended machine) comes back under another
-ZeroMQ address and resumes its session by number. Nothing is kept for a peer that has not sent hello (a *stranger*).
+A session outlives its connection. A client that was stopped for some time (breakpoint, suspended machine) comes back
+with another ZeroMQ address, and resumes its session by number. A peer that has not sent hello is a *stranger*; the
+broker keeps no state for it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from frameshard.wire.connection import ServerConnection
 
 MAX_SESSIONS = 32
 RESUME_S = 5.0
-"""For clients to connect again after all connections were dropped."""
+"""After the broker has closed all connections, clients have so many seconds to connect again."""
 
 MAX_STRANGERS = 64
-"""Answers that wait for strangers; more are dropped."""
+"""The most answers to strangers that wait to be sent. Further ones replace the oldest."""
 
 
 class Session:
     """One client's session.
 
-    :param peer: ZeroMQ address.
+    :param peer: the ZeroMQ address of its connection.
     """
 
     def __init__(self, peer: bytes, client: str, connection: ServerConnection) -> None:
@@ -34,11 +35,11 @@ class Session:
         self.client = client
         self.connection = connection
         self.reachable = True
-        """False from a send that found no connection until something is received."""
+        """False after a send that found no connection, until the client sends something."""
         self.dropped = False
-        """The broker has closed all connections itself, and nothing has been received since."""
+        """Whether the broker has closed the connection, and the client has sent nothing since."""
         self.notices = False
-        """The client has asked for notices."""
+        """Whether the client has asked for notices."""
 
     def __repr__(self) -> str:
         return f"<Session {self.connection.session} of {self.client!r}>"
@@ -71,9 +72,9 @@ class Sessions:
         self._by_peer: dict[bytes, Session] = {}
         self._by_number: dict[int, Session] = {}
         self.strangers: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_STRANGERS)
-        """Address and frame of answers to strangers."""
+        """Answers to strangers: address and frame."""
         self.evicted: deque[Session] = deque()
-        """Sessions that have ended here; the caller drops their jobs."""
+        """Sessions that this object has ended. The caller removes them and drops their jobs."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_number.values()))
@@ -82,7 +83,12 @@ class Sessions:
         return len(self._by_number)
 
     def receive(self, peer: bytes, parts: list[bytes], now: float) -> tuple[Session, m.Request] | None:
-        """A request to carry out, with its session; None where it was dealt with here."""
+        """Takes a message.
+
+        :param peer: the ZeroMQ address of the sender.
+        :param now: seconds of a monotonic clock.
+        :returns: its session and the request to carry out; None if nothing is left to do.
+        """
         session = self._by_peer.get(peer)
         if len(parts) != 1:
             error = BadMessage(f"a message has one part, this one has {len(parts)} or more")
@@ -107,7 +113,7 @@ class Sessions:
         return None
 
     def disconnected(self) -> None:
-        """All connections are closed. Clients that come back resume."""
+        """To be called when all connections were closed. Clients that connect again resume their sessions."""
         self._by_peer.clear()
         self.strangers.clear()
         for session in self:
@@ -132,7 +138,7 @@ class Sessions:
         if session is not None:
             session.connection.resumed()
         if session is None:
-            session = self._by_peer.get(peer)  # its first welcome was lost
+            session = self._by_peer.get(peer)  # the client has sent hello before, and the answer was lost
         if session is None:
             try:
                 self._make_room(now)
@@ -165,8 +171,8 @@ class Sessions:
         )
 
     def _make_room(self, now: float) -> None:
-        """Ends the session that has been silent longest among those without a connection. Its client may want to
-        resume, so only where there is no room, and not just after the broker has closed all connections itself.
+        """Makes room for a new session if there is none: of the sessions without a connection it ends the one that was
+        silent longest. It spares clients that have just lost their connection because the broker closed all.
 
         :raises Overloaded: all sessions are connected.
         """

@@ -1,10 +1,9 @@
 """Starts the engine process, watches it, and starts it again.
 
-Guarantees: the engine ends when this process does (its socket closes; after an orderly end it is also killed); an
-engine that stops answering is replaced; an end that was asked for never counts as a death. A death while jobs ran
-counts against those jobs (:mod:`frameshard.broker.jobs`). An engine that dies again and again while no job runs is off
-for a pause, and then tried again; the pauses grow up to a limit, so the sidecar recovers by itself when the cause is
-gone.
+Guarantees: the engine ends when this process ends, because its socket closes; an orderly end also kills it. An engine
+that stops answering is replaced. An end that was asked for never counts as a death. A death while jobs ran counts
+against those jobs (:mod:`frameshard.broker.jobs`). If engines die repeatedly while no job runs, the engine is off for a
+pause and then started again. The pauses grow up to a limit, so the sidecar recovers by itself when the cause is gone.
 """
 
 from __future__ import annotations
@@ -30,34 +29,36 @@ from frameshard.wire.launch import ServeConfig
 logger = logging.getLogger("frameshard.broker")
 
 WATCH_S = 0.5
-"""Between two looks at the engine. Silence is counted in looks: time during which the machine slept does not count."""
+"""Seconds between two looks at the engine. Silence is measured in looks, so the time of a suspended machine does not
+count."""
 
 STOP_S = 1.0
-"""Time for an orderly end of the engine; then it is killed."""
+"""Seconds that the engine has for an orderly end. After that it is killed."""
 
 WORDS_S = 1.0
-"""Time to read what a dead engine has written. Its children, if any, may hold the pipe open."""
+"""Seconds to read the last output of a dead engine. The limit is needed because children of the engine may keep the
+pipe open."""
 
 BACKOFF_S = 0.25
 MAX_BACKOFF_S = 1.0
 
 WAKE_AFTER = 5
-"""A client's request ends a pause only after so many times `off_pause_s`: else clients could make the broker load
-models all the time."""
+"""A client's request ends a pause only after this number times `off_pause_s`. Otherwise clients could make the broker
+load the model again and again."""
 
 MAX_BACKLOG = 4096
-"""With so many commands waiting, the engine hangs."""
+"""If so many commands wait, the engine does not read them any more, and is killed."""
 
 ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",
-    # glibc raises the size from which it uses mappings with each one that is freed. KV cache and buffers of many MiB
-    # would then be allocated on the heap, which keeps them: 75 to 115 MiB more beside a model of 140 MiB.
+    # glibc uses memory maps for large allocations, and raises their least size each time one is freed. Then it puts the
+    # KV cache and large buffers on the heap, and does not return their memory: 75 to 115 MiB with a model of 140 MiB.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-    # libgomp's threads spin for 15 ms before they sleep. One millisecond gives as many tokens per second, and takes 4
-    # to 5 of 16 cores instead of 8 to 9 from a game that runs beside it.
+    # By default libgomp's threads spin for 15 ms before they sleep. With one millisecond there are as many tokens per
+    # second, and the engine takes 4 to 5 of 16 cores from the game instead of 8 to 9.
     "GOMP_SPINCOUNT": "20000",
 }
-"""Added to the environment of the engine process."""
+"""Variables that are added to the environment of the engine process."""
 
 _FILE_STATUSES = tuple(
     f"signal {int(getattr(signal, name))}"
@@ -66,7 +67,7 @@ _FILE_STATUSES = tuple(
 )
 
 _ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.Watch)
-"""Events that other threads of the engine send: they do not prove that its main thread works."""
+"""Events from other threads of the engine. They do not show that its main thread works."""
 
 
 class Owner(Protocol):
@@ -74,42 +75,45 @@ class Owner(Protocol):
 
     def engine_ready(self, ready: em.Ready) -> None: ...
     def engine_event(self, event: em.Event) -> bool:
-        """
-        :returns: true for progress (a new token).
-        :raises BadMessage: the event is impossible now.
+        """The engine has sent an event.
+
+        :returns: true if it shows progress (a new token).
+        :raises BadMessage: the engine cannot send this event now.
         """
 
     def engine_lost(self, death: FrameshardError | None) -> None:
-        """
-        :param death: None where the end was asked for.
+        """The engine has ended.
+
+        :param death: the reason; None if the end was asked for.
         """
 
     def engine_wanted(self) -> bool:
-        """False while no engine is to run."""
+        """False while the lease does not need an engine."""
 
     def engine_hibernated(self) -> None: ...
     def engine_off(self, error: FrameshardError) -> None: ...
     def engine_busy(self) -> bool: ...
     def engine_woken(self) -> None: ...
     def engine_changed(self) -> None:
-        """The calls above may have left something to send."""
+        """Called after any of the calls above: there may be something to send."""
 
 
 class RestartPolicy:
-    """Decides whether, and after how long, to start the engine again."""
+    """Decides when to start the engine again after a death."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        self._deaths: deque[float] = deque()  # that count
+        self._deaths: deque[float] = deque()  # times of the deaths that count
         self._in_a_row = 0
         self._pauses = 0
 
     def died(self, now: float, *, progress: bool, busy: bool) -> float | None:
-        """An engine has died.
+        """To be called when an engine has died.
 
-        :param progress: it has produced a new token.
-        :param busy: jobs were in it; then the death counts against them.
-        :returns: seconds to wait before the next start; None where the engine is to be off for :meth:`pause`.
+        :param now: seconds of a monotonic clock.
+        :param progress: this engine has produced a new token.
+        :param busy: it had jobs; then the death counts against these jobs.
+        :returns: seconds to wait before the next start; None if the engine must stay off for :meth:`pause`.
         """
         if progress:
             self._deaths.clear()
@@ -125,7 +129,7 @@ class RestartPolicy:
         return min(BACKOFF_S * (self._in_a_row - 1), MAX_BACKOFF_S)
 
     def pause(self) -> float:
-        """The length of this pause, in seconds."""
+        """The length of the next pause in seconds. Each is twice as long as the one before, up to a limit."""
         first, longest = self._config.off_pause_s, self._config.off_pause_max_s
         pause: float = min(first * 2 ** min(self._pauses, 32), longest)
         self._pauses += 1
@@ -140,15 +144,15 @@ class Supervisor:
         self.pid: int | None = None
         self.restarts = 0
         self.load_s = 0.0
-        """From the last start of an engine to when it was ready."""
+        """Seconds from the last start of an engine until it was ready."""
         self.error: FrameshardError | None = None
-        """Why the engine is off, or why the first one could not be loaded."""
+        """The reason why the engine is off, or why the first load failed; None otherwise."""
         self._config = config
         self._owner = owner
         self._engine_config = config_of_engine
         self._send: trio.MemorySendChannel[em.Command] | None = None
-        self._silent = 0  # looks since an event of the engine's main thread
-        self._still = 0  # looks since any event
+        self._silent = 0  # looks since the last event of the engine's main thread
+        self._still = 0  # looks since the last event of any of its threads
         self._ping_open = False
         self._progress = False
         self._stopping = False
@@ -160,7 +164,7 @@ class Supervisor:
         self._started_at = 0.0
 
     async def run(self) -> None:
-        """Returns after :meth:`stop`, or after a first load that fails; :attr:`error` says why."""
+        """Runs engines until :meth:`stop` is called or the first load fails. Then :attr:`error` has the reason."""
         policy = RestartPolicy(self._config)
         while True:
             status = await self._live()
@@ -170,7 +174,7 @@ class Supervisor:
             if was is not states.Engine.LOADING and (self._ending or not self._owner.engine_wanted()):
                 await self._hibernated()
                 continue
-            if was is states.Engine.LOADING:  # reported once, as the launch's error
+            if was is states.Engine.LOADING:  # reported as the error of the launch
                 self.error = self._load_failure(status)
                 return
             logger.warning("the engine ended (%s) while %s", status, was.value)
@@ -190,7 +194,7 @@ class Supervisor:
             self.restarts += 1
 
     def send(self, command: em.Command) -> None:
-        """Queues a command. Without an engine it is dropped: each new one gets all that is in force."""
+        """Queues a command. Without an engine the command is dropped: each new engine gets the settings in force."""
         if self._send is None:
             return
         if self._send.statistics().current_buffer_used >= MAX_BACKLOG:
@@ -199,14 +203,17 @@ class Supervisor:
         self._send.send_nowait(command)
 
     def kill(self, why: str) -> None:
-        """Ends the engine at once. Another one is started."""
+        """Kills the engine. Another one is started.
+
+        :param why: the reason, for the log and the error.
+        """
         if self.pid is not None:
             logger.warning("killing the engine: %s", why)
             self._killed_for = why
             os.kill(self.pid, signal.SIGKILL)
 
     async def _hibernated(self) -> None:
-        """Waits until an engine is wanted again."""
+        """Waits until the lease needs an engine again."""
         self._move("hibernated")
         self._owner.engine_lost(None)
         self._owner.engine_hibernated()
@@ -220,7 +227,7 @@ class Supervisor:
         self._owner.engine_changed()
 
     async def _off(self, death: FrameshardError, pause_s: float) -> None:
-        """Waits until the pause is over, or :meth:`wake` is called in a late part of it."""
+        """Waits until the pause is over. Its first part cannot be cut short; after that :meth:`wake` ends it."""
         logger.warning("the engine is off for %g s: %s", pause_s, death)
         self.error = death
         self._move("gave up")
@@ -243,13 +250,13 @@ class Supervisor:
         return EngineDied(message, **{**self.error.detail, "reason": self.error.name})
 
     def wake(self) -> None:
-        """An engine is wanted: ends hibernation, and a pause that has lasted long enough."""
+        """Starts an engine: ends hibernation, or a pause that has lasted long enough."""
         self._woken.set()
 
     def hibernate(self) -> bool:
-        """Ends the engine; the next one comes with :meth:`wake`. Such an end never counts as a death.
+        """Ends the engine until :meth:`wake` is called. This end does not count as a death.
 
-        :returns: false where it is hibernated already; else :meth:`Owner.engine_hibernated` follows.
+        :returns: false if there is no engine already; otherwise :meth:`Owner.engine_hibernated` is called later.
         """
         if self.pid is not None and not self._ending:
             self._ending = True
@@ -257,7 +264,7 @@ class Supervisor:
         return self.state is not states.Engine.HIBERNATED
 
     async def stop(self) -> None:
-        """Ends the engine and :meth:`run`; at once while it loads."""
+        """Ends the engine and :meth:`run`. An engine that still loads is killed at once."""
         self._stopping = True
         if self.state is states.Engine.LOADING and self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
@@ -271,7 +278,8 @@ class Supervisor:
         self.state = states.ENGINE[self.state][event]
 
     def _reason(self, how: str) -> FrameshardError:
-        """Why the last engine ended: the error it reported, or else `how` it ended and the last lines it wrote."""
+        """The reason why the last engine ended: the error that it has reported; without one, `how` it ended and the
+        last lines of its output."""
         if self._fatal is not None:
             return self._fatal
         how += f", killed because {self._killed_for}" if self._killed_for else ""
@@ -279,8 +287,8 @@ class Supervisor:
         return EngineDied(f"{how}: {wrote}" if wrote else how, last_words=wrote)
 
     def _load_failure(self, status: str) -> FrameshardError:
-        """Why the first engine was never ready. Until then it only loads, so a crash means a file that llama.cpp cannot
-        use."""
+        """The reason why the first engine never became ready. Until then it only loads the model, so after a crash the
+        file is at fault."""
         model = self._config.model
         if self._fatal is None and status in _FILE_STATUSES:
             wrote = str(self._words)
@@ -301,7 +309,7 @@ class Supervisor:
                 stdin=DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # the broker handles a Ctrl-C in the terminal
+                start_new_session=True,  # Ctrl-C in the terminal must reach the broker only
                 env={**os.environ, **ENVIRONMENT},
             )
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
@@ -338,7 +346,7 @@ class Supervisor:
             async for command in commands:
                 await stream.send_all(em.pack(command))
         except trio.BrokenResourceError:
-            pass  # _read sees the end too
+            pass  # _read notices the end too
 
     async def _read(self, stream: trio.SocketStream) -> None:
         reader = channel.Reader()
@@ -349,8 +357,8 @@ class Supervisor:
                 self._owner.engine_changed()
         except trio.BrokenResourceError:
             pass
-        except (BadMessage, BadArgument) as error:  # a BadArgument: it cannot be passed on to a client
-            # The engine's memory may be damaged: nothing that it sends can be used.
+        except (BadMessage, BadArgument) as error:  # BadArgument: a client could not be sent this
+            # The engine's memory may be damaged, so none of its events can be used any more.
             logger.error("the engine sends what is no message: %s", error)
 
     def _take(self, event: em.Event) -> None:
@@ -383,7 +391,7 @@ class Supervisor:
             self._still += 1
             if self.state is not states.Engine.READY:
                 bound = self._config.hang_load_s
-                if not _is_stopped(self.pid):  # it sends nothing before it is ready
+                if not _is_stopped(self.pid):  # before it is ready an engine sends nothing
                     self._still = 0
             else:
                 bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
@@ -401,7 +409,7 @@ class Supervisor:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    """Whether a signal such as SIGSTOP has stopped the process; false where the system does not tell."""
+    """Whether a signal such as SIGSTOP has stopped the process; false if the system does not report it."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "T"
