@@ -2,7 +2,8 @@ using UnityEditor;
 
 namespace Frameshard.Unity.Editor
 {
-    /// <summary>The editor's process outlives Play mode and reloads of code; no sidecar does.</summary>
+    /// <summary>Ends all sidecars when Play mode ends, when code is reloaded and when the editor quits, because the
+    /// editor's process goes on.</summary>
     [InitializeOnLoad]
     internal static class SidecarCleanup
     {

@@ -5,7 +5,7 @@ using UnityEngine;
 
 namespace Frameshard.Unity
 {
-    /// <summary>One character: a persona and a conversation of its own.</summary>
+    /// <summary>A character with its own persona and its own conversation.</summary>
     [AddComponentMenu("frameshard/NPC")]
     public sealed class FrameshardNpc : MonoBehaviour
     {
@@ -22,7 +22,9 @@ namespace Frameshard.Unity
         public event Action<string> OnResponse;
         public event Action<Exception> OnError;
 
-        /// <summary>Says something to the character; the task ends with the whole answer.</summary>
+        /// <summary>Asks the character. The task ends with the whole answer, or with a
+        /// <see cref="FrameshardException"/>.</summary>
+        /// <exception cref="InvalidOperationException">There is no enabled FrameshardSidecar.</exception>
         public async Task<string> AskAsync(string text, CancellationToken cancellation = default(CancellationToken))
         {
             if (sidecar == null || (sidecar.Client == null && sidecar.Error == null))
@@ -47,7 +49,7 @@ namespace Frameshard.Unity
             }
         }
 
-        /// <summary>Ends the answer that is being given.</summary>
+        /// <summary>Ends the current answer early.</summary>
         public void Cancel() => _job?.Cancel();
 
         private void OnDisable() => Cancel();

@@ -5,7 +5,8 @@ using UnityEngine;
 
 namespace Frameshard.Unity
 {
-    /// <summary>Owns the sidecar: one in a scene. It starts when enabled and ends when disabled or destroyed.</summary>
+    /// <summary>Owns the sidecar. Use one in a scene. The sidecar starts when this component is enabled and ends when
+    /// it is disabled or destroyed.</summary>
     [DisallowMultipleComponent]
     [AddComponentMenu("frameshard/Sidecar")]
     public sealed class FrameshardSidecar : MonoBehaviour
@@ -37,13 +38,15 @@ namespace Frameshard.Unity
         public event Action<Notice> OnNotice;
         public event Action<FrameshardException> OnError;
 
-        /// <summary>The session; null while disabled.</summary>
+        /// <summary>The session with the sidecar; null while disabled.</summary>
         public Sidecar Client { get; private set; }
 
-        /// <summary>Why there is no sidecar: it could not be started, or it has ended. Null while all is well.</summary>
+        /// <summary>Why the sidecar could not be started or has ended; null if neither has happened.</summary>
         public FrameshardException Error { get; private set; }
 
-        /// <summary>All that the sidecar holds in VRAM has to fit into so many MiB; 0 is no limit.</summary>
+        /// <summary>Limits all VRAM that the sidecar uses to <paramref name="mb"/> MiB; 0: no limit. The task ends
+        /// when the VRAM above the limit is released.</summary>
+        /// <exception cref="InvalidOperationException">This component is not enabled.</exception>
         public Task<BudgetResult> SetBudgetAsync(float mb, CancellationToken cancellation = default(CancellationToken))
         {
             if (Client == null) throw new InvalidOperationException("FrameshardSidecar is not enabled");
@@ -86,7 +89,7 @@ namespace Frameshard.Unity
             }
             catch (FrameshardException)
             {
-                if (!client.IsClosed) throw; // else OnClosed says why
+                if (!client.IsClosed) throw; // if it is closed, OnClosed reports the reason
             }
         }
 
@@ -105,7 +108,7 @@ namespace Frameshard.Unity
             _frames.Begin();
         }
 
-        // Alt-tab: nothing that matters is drawn, and the model may use all of the GPU.
+        // While the game is in the background, the model may use the whole GPU.
         private void OnApplicationFocus(bool focused)
         {
             if (!focused) _frames?.Idle();
@@ -122,7 +125,7 @@ namespace Frameshard.Unity
         private void End(FrameshardException error)
         {
             Error = error;
-            if (error.Code != 0) Report(error); // else it was shut down
+            if (error.Code != 0) Report(error); // 0: Shutdown was called
         }
 
         private void Report(FrameshardException error)

@@ -4,8 +4,9 @@ using System.Runtime.InteropServices;
 namespace Frameshard
 {
     /// <summary>
-    /// A page of shared memory in which the game says when it draws, so that the sidecar keeps out of its frames' way.
-    /// Nothing here waits or allocates but <see cref="Open"/>. Any thread, one at a time.
+    /// The frame block: shared memory in which the game tells the sidecar when each frame begins, so that the sidecar
+    /// leaves GPU time to frames. Only <see cref="Open"/> may wait or allocate. Any thread may use it, but only one
+    /// at a time.
     /// </summary>
     public sealed class FrameBlock : IDisposable
     {
@@ -16,7 +17,9 @@ namespace Frameshard
             _block = block;
         }
 
-        /// <summary>Opens the page that <see cref="Sidecar.GetFrameBlockAsync"/> has named.</summary>
+        /// <summary>Opens the frame block. Throws <see cref="FrameshardException"/> if <paramref name="path"/> is
+        /// none.</summary>
+        /// <param name="path">Result of <see cref="Sidecar.GetFrameBlockAsync"/>.</param>
         /// <param name="targetFrameSeconds">Time that a frame should take, such as 1.0 / 60.</param>
         public static FrameBlock Open(string path, double targetFrameSeconds)
         {
@@ -27,23 +30,26 @@ namespace Frameshard
             }
         }
 
-        /// <summary>A frame begins now. Once a frame is enough.</summary>
+        /// <summary>Call it at the start of each frame.</summary>
         public void Begin() => Sidecar.Check(Native.fs_frame_begin(_block));
 
-        /// <summary>So long the frame has kept the GPU busy, where the game measures it.</summary>
+        /// <summary>Optional: how long the frame kept the GPU busy, if the game measures it.</summary>
         public void End(double gpuBusySeconds) => Sidecar.Check(Native.fs_frame_end(_block, gpuBusySeconds));
 
-        /// <summary>Nothing that matters is drawn until the next <see cref="Begin"/>.</summary>
+        /// <summary>Lets the sidecar use the whole GPU until the next <see cref="Begin"/>, for example in a
+        /// menu.</summary>
         public void Idle() => Sidecar.Check(Native.fs_frame_idle(_block));
 
-        /// <summary>A budget without a message; returns the generation that <see cref="GetAnswer"/> will name.</summary>
+        /// <summary>Like <see cref="Sidecar.SetBudgetAsync"/>, but faster: the sidecar sees the budget (MiB; 0: no
+        /// limit) between two steps of the computation that runs. Returns the generation by which
+        /// <see cref="GetAnswer"/> refers to this budget.</summary>
         public ulong SetBudget(double vramBudgetMb)
         {
             Sidecar.Check(Native.fs_frame_set_budget(_block, Sidecar.Bytes(vramBudgetMb), out var generation));
             return generation;
         }
 
-        /// <summary>What the sidecar says of budgets in the page.</summary>
+        /// <summary>Returns the sidecar's answer to <see cref="SetBudget"/>.</summary>
         public FrameAnswer GetAnswer()
         {
             var native = new Native.FrameAnswer { StructSize = (uint)Marshal.SizeOf(typeof(Native.FrameAnswer)) };
@@ -60,9 +66,9 @@ namespace Frameshard
 
     public struct FrameAnswer
     {
-        /// <summary>This budget is in force and what did not fit is released.</summary>
+        /// <summary>The newest budget that is in force, with the VRAM above it released.</summary>
         public ulong AppliedGeneration { get; internal set; }
-        /// <summary>This one was below the floor.</summary>
+        /// <summary>The newest budget that was refused, because it was below the floor.</summary>
         public ulong RefusedGeneration { get; internal set; }
         public ulong BudgetBytes { get; internal set; }
         public ulong UsedBytes { get; internal set; }

@@ -5,7 +5,7 @@ using System.Threading.Tasks;
 
 namespace Frameshard
 {
-    /// <summary>One request. It changes only inside <see cref="Sidecar.Poll"/>.</summary>
+    /// <summary>A job: one question and its answer. It changes only inside <see cref="Sidecar.Poll"/>.</summary>
     public sealed class Job
     {
         private readonly StringBuilder _text = new StringBuilder();
@@ -28,16 +28,16 @@ namespace Frameshard
         /// <summary>The answer so far.</summary>
         public string Text => _text.ToString();
 
-        /// <summary>Ends with the whole answer, with a <see cref="FrameshardException"/>, or cancelled.</summary>
+        /// <summary>Ends with the whole answer, with a <see cref="FrameshardException"/>, or as cancelled.</summary>
         public Task<Completion> Completion => _end.Task;
 
-        /// <summary>More of the answer; never cut within a character.</summary>
+        /// <summary>Raised with the next part of the answer. It never ends within a character.</summary>
         public event Action<string> OnToken;
 
-        /// <summary>Of a job with images, before its text; for a progress bar.</summary>
+        /// <summary>Raised for a job with images before its text, for a progress bar.</summary>
         public event Action<Progress> OnProgress;
 
-        /// <summary>Ends the answer early, unless another end came first. From any thread.</summary>
+        /// <summary>Ends the answer early. Does nothing if the job has ended. Any thread may call it.</summary>
         public void Cancel() => Sidecar.Cancel(this);
 
         internal void Add(string text)

@@ -1,14 +1,16 @@
-// frameshard.h as P/Invoke sees it: blittable structs, no callbacks, so that it also works under IL2CPP.
+// P/Invoke declarations of frameshard.h. Structs are blittable and there are no callbacks, so that IL2CPP works too.
 
 using System;
 using System.Runtime.InteropServices;
 
 namespace Frameshard
 {
-    /// <summary>Owns an fs_client. The runtime counts calls in flight, so it is never freed under one.</summary>
+    /// <summary>Owns an fs_client. The runtime counts running calls, so the client is never freed during a
+    /// call.</summary>
     internal sealed class ClientHandle : SafeHandle
     {
-        /// <summary>Seconds that closing may wait for the sidecar's leave; the finalizer does not wait.</summary>
+        /// <summary>Seconds that closing may wait for the sidecar to end. 0, as in the finalizer: it is killed at
+        /// once.</summary>
         internal double CloseTimeout;
 
         public ClientHandle() : base(IntPtr.Zero, true) { }
@@ -40,7 +42,7 @@ namespace Frameshard
     {
         internal const uint AbiVersion = 2;
 
-        // Unity links plug-ins of iOS into the program itself.
+        // On iOS, Unity links plugins into the program itself.
 #if UNITY_IOS && !UNITY_EDITOR
         private const string Library = "__Internal";
 #else

@@ -1,6 +1,7 @@
 namespace Frameshard
 {
-    /// <summary>Fills the structs of frameshard.h. Null is the default, which the struct has already.</summary>
+    /// <summary>Fills the structs of frameshard.h. A null option leaves the default that the struct already
+    /// has.</summary>
     internal static class Options
     {
         // generated: options

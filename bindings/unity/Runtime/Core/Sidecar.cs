@@ -8,21 +8,22 @@ using System.Threading.Tasks;
 namespace Frameshard
 {
     /// <summary>
-    /// A session with a sidecar. Call <see cref="Poll"/> once a frame: events are raised and awaited tasks go on inside
-    /// of it and nowhere else. Nothing waits but <see cref="Run{T}"/> and <see cref="Dispose()"/>. Methods may be called
-    /// from any thread. A sidecar ends with its object, with its application domain, and with the process.
+    /// A session with a sidecar. Call <see cref="Poll"/> once a frame: events are raised and awaited tasks continue
+    /// only inside it. Only <see cref="Run{T}"/>, <see cref="Wait"/> and <see cref="Dispose()"/> wait. Any thread may
+    /// call any method. Failed calls throw <see cref="FrameshardException"/>. A launched sidecar ends when this
+    /// object is disposed or garbage-collected, when its application domain unloads, and when the process ends.
     /// </summary>
     public sealed class Sidecar : IDisposable
     {
         private const double Mebibyte = 1024 * 1024;
         private const int Batch = 32;
         private const double LeaveSeconds = 1.0;
-        private const double SliceSeconds = 0.01; // of a wait, between which other threads may call
+        private const double SliceSeconds = 0.01; // length of a wait; between two of them, other threads may call
         private const double ClosedPauseSeconds = 0.05;
 
         private static readonly List<WeakReference> Open = new List<WeakReference>();
 
-        private readonly object _gate = new object(); // around calls of one client, which C wants one at a time
+        private readonly object _gate = new object(); // the C library allows one call at a time for a client
         private readonly ClientHandle _client;
         private readonly Native.Event[] _buffer = new Native.Event[Batch];
         private readonly Queue<Action> _pending = new Queue<Action>();
@@ -32,7 +33,7 @@ namespace Frameshard
         private bool _closed;
         private FrameshardException _why;
 
-        /// <summary>A request with an answer; a lease has three.</summary>
+        /// <summary>A request that waits for its answer. A lease has three answers.</summary>
         private sealed class Request
         {
             internal AnswerCall Answer;
@@ -55,21 +56,23 @@ namespace Frameshard
             }
         }
 
-        /// <summary>The sidecar has loaded its model; faulted if it could not.</summary>
+        /// <summary>Ends when the sidecar has loaded its model, or with a <see cref="FrameshardException"/> if it
+        /// could not.</summary>
         public Task<ModelInfo> Ready => _ready.Task;
 
-        /// <summary>A change of the budget is in force.</summary>
+        /// <summary>Raised when a change of the budget is in force.</summary>
         public event Action<BudgetResult> OnBudgetChanged;
 
         public event Action<EngineChange> OnEngineChanged;
 
-        /// <summary>What the sidecar says of its memory without being asked.</summary>
+        /// <summary>Raised with news about VRAM and the lease. The game need not react.</summary>
         public event Action<Notice> OnNotice;
 
-        /// <summary>A request that nobody awaits (<see cref="SetPacing"/>) was refused.</summary>
+        /// <summary>Raised when the sidecar refuses a request that has no task, such as
+        /// <see cref="SetPacing"/>.</summary>
         public event Action<FrameshardException> OnRefused;
 
-        /// <summary>The last event of all: why the sidecar is gone.</summary>
+        /// <summary>Raised once, as the last event, with the reason why the session has ended.</summary>
         public event Action<FrameshardException> OnClosed;
 
         public bool IsClosed
@@ -77,13 +80,16 @@ namespace Frameshard
             get { lock (_gate) return _closed; }
         }
 
-        /// <summary>Why the session has ended; null before. Every call then fails with the same words.</summary>
+        /// <summary>Why the session has ended; null before. After the end, every call fails with this
+        /// reason.</summary>
         public FrameshardException CloseReason
         {
             get { lock (_gate) return _why; }
         }
 
-        /// <summary>Starts a sidecar. Returns at once; what is asked before it is <see cref="Ready"/> waits.</summary>
+        /// <summary>Starts a sidecar. Returns at once. Questions asked before <see cref="Ready"/> wait for
+        /// it.</summary>
+        /// <exception cref="FrameshardException">An option is invalid, or the process cannot be started.</exception>
         public static Sidecar Launch(LaunchOptions options)
         {
             CheckLibrary();
@@ -96,7 +102,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Joins a sidecar that runs, by the path of its connect file.</summary>
+        /// <summary>Starts a session with a running sidecar, by the path of its connect file.</summary>
+        /// <exception cref="FrameshardException">The file does not exist or is not a connect file.</exception>
         public static Sidecar Connect(string connectFile, string clientName = "csharp")
         {
             CheckLibrary();
@@ -107,8 +114,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Whether the sidecar supports a feature, a name from PROTOCOL.md ("Features"); false before it is
-        /// <see cref="Ready"/>.</summary>
+        /// <summary>Returns true if the sidecar supports a feature, a name from PROTOCOL.md ("Features"). False
+        /// before <see cref="Ready"/>.</summary>
         public bool HasFeature(string feature)
         {
             using (var texts = new Utf8())
@@ -118,8 +125,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Ends every sidecar of this application domain. Unity's editor calls it before code is reloaded and
-        /// when Play mode is left.</summary>
+        /// <summary>Ends every sidecar of this application domain. In Unity's editor it is called before code is
+        /// reloaded and when Play mode ends.</summary>
         public static void CloseAll()
         {
             List<WeakReference> open;
@@ -127,7 +134,8 @@ namespace Frameshard
             foreach (var entry in open) (entry.Target as Sidecar)?.Dispose();
         }
 
-        /// <summary>Says <paramref name="text"/> to the model.</summary>
+        /// <summary>Starts a job that answers <paramref name="text"/>. <paramref name="onToken"/> is called with each
+        /// part of the answer. The token cancels the job.</summary>
         public Job Ask(string text, JobOptions options = null, Action<string> onToken = null,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -139,7 +147,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Like <see cref="Ask"/> for games that keep the history themselves.</summary>
+        /// <summary>Like <see cref="Ask"/>, for games that keep the history themselves: <paramref name="messages"/>
+        /// is the whole prompt.</summary>
         public Job Chat(IReadOnlyList<ChatMessage> messages, JobOptions options = null, Action<string> onToken = null,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -157,7 +166,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>What follows <paramref name="prompt"/>, without a chat template.</summary>
+        /// <summary>Like <see cref="Ask"/>, but the model continues <paramref name="prompt"/>, without a chat
+        /// template.</summary>
         public Job Complete(string prompt, JobOptions options = null, Action<string> onToken = null,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -169,7 +179,7 @@ namespace Frameshard
             }
         }
 
-        /// <summary><see cref="Ask"/> for those who await the whole answer. Cancelling the token ends the job.</summary>
+        /// <summary>Like <see cref="Ask"/>, but returns a task with the whole answer.</summary>
         public Task<Completion> AskAsync(string text, JobOptions options = null, Action<string> onToken = null,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -177,7 +187,8 @@ namespace Frameshard
             return Ask(text, options, onToken, cancellation).Completion;
         }
 
-        /// <summary>Begins a conversation anew, behind what was asked in it already.</summary>
+        /// <summary>Clears the history of a conversation, once the questions asked before this call are answered. The
+        /// system text stays.</summary>
         public void Forget(string conversation)
         {
             using (var texts = new Utf8())
@@ -187,8 +198,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Proposes a lease: all that the sidecar holds in VRAM has to fit into it from then on. Answers go on,
-        /// at the rate that it allows.</summary>
+        /// <summary>Proposes a lease, which limits all VRAM that the sidecar uses. Jobs continue, at the rate that
+        /// the lease allows.</summary>
         public LeaseChange SetLease(Lease lease)
         {
             var change = new LeaseChange();
@@ -207,8 +218,8 @@ namespace Frameshard
             return change;
         }
 
-        /// <summary><see cref="SetLease"/> with nothing but a budget, in MiB (0: no limit), and a deadline. The task ends
-        /// when the memory is released. Cancelling the token ends the waiting only.</summary>
+        /// <summary><see cref="SetLease"/> with this budget (MiB; 0: no limit) and deadline, and defaults for the
+        /// rest. The task ends when the VRAM is released. The token cancels the task, not the lease.</summary>
         public Task<BudgetResult> SetBudgetAsync(double vramBudgetMb, double timeoutSeconds = 5,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -217,7 +228,7 @@ namespace Frameshard
             return Waiting(change.Release, cancellation);
         }
 
-        /// <summary>The lease in force and its bounds.</summary>
+        /// <summary>Returns the lease in force, the floor and the VRAM in use.</summary>
         public Task<Budget> GetBudgetAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_budget(_client, out id),
@@ -229,7 +240,7 @@ namespace Frameshard
                 });
         }
 
-        /// <summary>What the device has and what the model needs.</summary>
+        /// <summary>Returns how much VRAM the device has and the model needs.</summary>
         public Task<Caps> GetCapsAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_caps(_client, out id),
@@ -240,7 +251,8 @@ namespace Frameshard
                 });
         }
 
-        /// <summary>How fast the model would be at a budget, for a prompt of so many tokens; changes nothing.</summary>
+        /// <summary>Predicts how fast the model would be at a VRAM budget (MiB) with a prompt of
+        /// <paramref name="promptTokens"/>. Changes nothing.</summary>
         public Task<Plan> GetPlanAsync(double vramBudgetMb, uint promptTokens,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -254,35 +266,38 @@ namespace Frameshard
                 });
         }
 
-        /// <summary>How the GPU is shared with the frames that a <see cref="FrameBlock"/> tells of, and a limit for all
-        /// jobs together (0.1 to 10,000 tokens a second; 0: none).</summary>
+        /// <summary>Sets how the GPU is shared with the frames in the <see cref="FrameBlock"/>.</summary>
+        /// <param name="mode">Who may use GPU time first.</param>
+        /// <param name="targetTokensPerSecond">Limit for all jobs together, 0.1 to 10,000; 0: no limit.</param>
         public void SetPacing(SchedulingMode mode, double targetTokensPerSecond = 0)
         {
             lock (_gate) Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
         }
 
-        /// <summary>Where the sidecar's frame block is, for <see cref="FrameBlock.Open"/>.</summary>
+        /// <summary>Returns the path of the sidecar's frame block, for <see cref="FrameBlock.Open"/>.</summary>
         public Task<string> GetFrameBlockAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_frame_block(_client, out id),
                 (answer, text, detail) => text);
         }
 
-        /// <summary>The figures of this moment, a JSON object: {"broker": {...}, "engine": {...} or null}.</summary>
+        /// <summary>Returns the current figures of the sidecar, a JSON object: {"broker": {...}, "engine": {...} or
+        /// null}.</summary>
         public Task<string> GetStatsAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_stats(_client, out id),
                 (answer, text, detail) => detail);
         }
 
-        /// <summary>Ends the sidecar for all its clients; <see cref="OnClosed"/> follows.</summary>
+        /// <summary>Ends the sidecar for all its clients. <see cref="OnClosed"/> follows.</summary>
         public void Shutdown()
         {
             lock (_gate) Check(Closable(() => Native.fs_shutdown(_client)));
         }
 
-        /// <summary>Once a frame: raises what has happened, at most <paramref name="limit"/> events. Never waits. An
-        /// exception of a handler comes out of here; what is behind it comes with the next call.</summary>
+        /// <summary>Call it once a frame. Raises at most <paramref name="limit"/> events and returns their number.
+        /// Never waits. An exception of a handler is thrown from here; the remaining events come with the next
+        /// call.</summary>
         public int Poll(int limit = 256)
         {
             var raised = 0;
@@ -300,8 +315,8 @@ namespace Frameshard
             return raised;
         }
 
-        /// <summary>For programs without a frame loop: polls until the task has ended and returns its result. When the
-        /// sidecar closes before that, throws the reason.</summary>
+        /// <summary>For programs without a frame loop. Polls until the task has ended and returns its result. Throws
+        /// the <see cref="CloseReason"/> if the session ends before.</summary>
         public T Run<T>(Task<T> task)
         {
             while (!task.IsCompleted)
@@ -313,14 +328,14 @@ namespace Frameshard
             return task.GetAwaiter().GetResult();
         }
 
-        /// <summary>For programs without a frame loop: waits until <see cref="Poll"/> has something, at most so long.
-        /// When the sidecar is closed nothing will come any more: it then returns after 0.05 s at most.</summary>
+        /// <summary>For programs without a frame loop. Waits at most <paramref name="timeoutSeconds"/> until
+        /// <see cref="Poll"/> has an event. After the end of the session it returns within 0.05 s.</summary>
         public void Wait(double timeoutSeconds)
         {
             var clock = Stopwatch.StartNew();
             do
             {
-                lock (_gate) // given away between short waits, for other threads' calls
+                lock (_gate) // released between short waits, so that other threads can call
                 {
                     if (_pending.Count > 0) return;
                     if (_closed) break;
@@ -331,7 +346,7 @@ namespace Frameshard
             if (IsClosed) Thread.Sleep((int)(1000 * Math.Max(0, Math.Min(ClosedPauseSeconds, timeoutSeconds))));
         }
 
-        /// <summary>Ends the session, and a launched sidecar. Open tasks fail with ConnectionLost.</summary>
+        /// <summary>Ends the session, and a launched sidecar. Unfinished tasks fail with ConnectionLost.</summary>
         public void Dispose()
         {
             lock (_gate)
@@ -480,7 +495,7 @@ namespace Frameshard
             return call();
         }
 
-        /// <summary>A sidecar that was shut down is lost to whoever still wants something of it.</summary>
+        /// <summary>The exception for calls after the end: after Shutdown (code 0) it is ConnectionLost.</summary>
         private FrameshardException Gone()
         {
             var why = CloseReason;
@@ -488,7 +503,8 @@ namespace Frameshard
             return new FrameshardException(code, why.Message, why.DetailJson);
         }
 
-        /// <summary>Takes events from C and notes what is to be done; their texts die with the next fs_poll.</summary>
+        /// <summary>Polls the C library and queues an action for each event. Texts are copied, because the next
+        /// fs_poll frees them.</summary>
         private bool Fetch(int room)
         {
             if (_client.IsClosed) return false;

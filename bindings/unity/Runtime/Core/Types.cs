@@ -31,7 +31,8 @@ namespace Frameshard
         // end of error codes
     }
 
-    /// <summary>What went wrong, and what to do about it in <see cref="Exception.Message"/>.</summary>
+    /// <summary>An error of the sidecar or of the library. <see cref="Exception.Message"/> is a sentence about
+    /// it.</summary>
     public sealed class FrameshardException : Exception
     {
         public ErrorCode Code { get; }
@@ -39,10 +40,10 @@ namespace Frameshard
         /// <summary>The protocol's name, such as "budget_below_floor".</summary>
         public string Name { get; }
 
-        /// <summary>The same call may succeed later without a change.</summary>
+        /// <summary>True if the same call may succeed later without a change.</summary>
         public bool Retriable { get; }
 
-        /// <summary>Figures, such as floor_bytes, as a JSON object; "" if there are none.</summary>
+        /// <summary>A JSON object with values that belong to the error, such as floor_bytes; or "".</summary>
         public string DetailJson { get; }
 
         public FrameshardException(ErrorCode code, string message, string detailJson = "") : base(message)
@@ -54,7 +55,7 @@ namespace Frameshard
         }
     }
 
-    /// <summary>How to start a sidecar. Null is the default of frameshard.h.</summary>
+    /// <summary>Options of <see cref="Sidecar.Launch"/>. Null means the default.</summary>
     public sealed class LaunchOptions
     {
         // generated: fs_launch_options
@@ -146,8 +147,8 @@ namespace Frameshard
         // end of fs_launch_options
     }
 
-    /// <summary>How tokens are chosen. Null is the protocol's default. In mode "stream_only" the same values, prompt and
-    /// seed give the same text.</summary>
+    /// <summary>How tokens are chosen. Null means the default. In mode "stream_only" the same values, prompt and seed
+    /// give the same text.</summary>
     public sealed class Sampling
     {
         // generated: fs_sampling
@@ -180,22 +181,26 @@ namespace Frameshard
         // end of fs_sampling
     }
 
-    /// <summary>What else a job may be given.</summary>
+    /// <summary>Options of a job.</summary>
     public sealed class JobOptions
     {
-        /// <summary>What was said under this name before belongs to the prompt.</summary>
+        /// <summary>Name of the conversation. Its earlier questions and answers are part of the prompt. Null:
+        /// none.</summary>
         public string Conversation;
-        /// <summary>The conversation's persona from now on (Ask only).</summary>
+        /// <summary>Sets the conversation's system text (Ask only). Null: unchanged.</summary>
         public string System;
         public Sampling Sampling;
-        /// <summary>Stand before the question, for models that see; at most 8.</summary>
+        /// <summary>Images before the question, at most 8. The model needs a vision tower.</summary>
         public Image[] Images;
-        /// <summary>Comes back with the job: a game that loads a save counts it up.</summary>
+        /// <summary>A number that the job repeats. A game that increases it when a save is loaded can discard answers
+        /// to questions from before the load.</summary>
         public ulong Timeline;
+        /// <summary>Maximum number of events that are sent but not polled yet, 1 to 256. Default 32.</summary>
         public uint? Window;
     }
 
-    /// <summary>Encoded: a PNG or JPEG file. Else rows of pixels from the top, 8 bits a channel.</summary>
+    /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
+    /// ignored.</summary>
     public enum ImageFormat
     {
         // generated: ImageFormat
@@ -209,15 +214,17 @@ namespace Frameshard
     public sealed class Image
     {
         public ImageFormat Format = ImageFormat.Encoded;
-        /// <summary>In pixels; 0 of an encoded image.</summary>
+        /// <summary>Pixels; 0 if encoded.</summary>
         public uint Width;
+        /// <summary>Pixels; 0 if encoded.</summary>
         public uint Height;
-        /// <summary>Bytes from one row to the next; 0: rows follow each other without a gap.</summary>
+        /// <summary>Bytes from the start of one row to the start of the next; 0: no gap between rows.</summary>
         public uint Stride;
         public byte[] Data;
     }
 
-    /// <summary>Images are encoded; then the prompt is read.</summary>
+    /// <summary>What a job with images does before its first token. Encode: images are encoded. Prefill: the prompt
+    /// is computed.</summary>
     public enum Phase
     {
         // generated: Phase
@@ -226,7 +233,8 @@ namespace Frameshard
         // end of Phase
     }
 
-    /// <summary>How far a job with images is: images, or tokens of the prompt.</summary>
+    /// <summary>Progress of a job with images. Done and Total count images (Encode) or prompt tokens
+    /// (Prefill).</summary>
     public struct Progress
     {
         public Phase Phase { get; internal set; }
@@ -247,7 +255,8 @@ namespace Frameshard
         }
     }
 
-    /// <summary>Stop: the model ended or a stop string came. Length: MaxTokens.</summary>
+    /// <summary>Why an answer is complete. Stop: the model ended it, or a stop string came. Length: MaxTokens was
+    /// reached.</summary>
     public enum StopReason
     {
         // generated: StopReason
@@ -267,7 +276,8 @@ namespace Frameshard
         // end of EngineState
     }
 
-    /// <summary>Parked: only the driver's context is left in VRAM. Hibernated: nothing is, the engine has ended.</summary>
+    /// <summary>Parked: only the driver's context is in VRAM. Hibernated: the engine process has ended and no VRAM is
+    /// used.</summary>
     public enum LeaseState
     {
         // generated: LeaseState
@@ -277,7 +287,7 @@ namespace Frameshard
         // end of LeaseState
     }
 
-    /// <summary>Partial: by the deadline only a part of what was asked for.</summary>
+    /// <summary>Partial: only a part of the VRAM can be released by the deadline.</summary>
     public enum LeaseDecision
     {
         // generated: LeaseDecision
@@ -298,7 +308,9 @@ namespace Frameshard
         // end of NoticeKind
     }
 
-    /// <summary>Whose work on the GPU comes first.</summary>
+    /// <summary>How the GPU is shared with frames. PrioritizeGraphics: the sidecar uses only the GPU time that frames
+    /// leave free. Balance: more, as long as frames stay within their target time. PrioritizeCompute: it ignores
+    /// frames.</summary>
     public enum SchedulingMode
     {
         // generated: SchedulingMode
@@ -319,7 +331,7 @@ namespace Frameshard
         public double DecodeSeconds { get; internal set; }
     }
 
-    /// <summary>What the game proposes. Null is the default of frameshard.h.</summary>
+    /// <summary>A lease that the game proposes. Null means the default.</summary>
     public sealed class Lease
     {
         // generated: fs_lease
@@ -342,32 +354,32 @@ namespace Frameshard
         // end of fs_lease
     }
 
-    /// <summary>A proposed lease, on its way. The tasks end in this order, or with a <see cref="FrameshardException"/>;
-    /// none is cancelled.</summary>
+    /// <summary>The sidecar's answers to a proposed lease. The tasks end in this order, or with a
+    /// <see cref="FrameshardException"/>. They are never cancelled.</summary>
     public sealed class LeaseChange
     {
         internal readonly TaskCompletionSource<LeaseAnswer> Decision = new TaskCompletionSource<LeaseAnswer>();
         internal readonly TaskCompletionSource<BudgetResult> Release = new TaskCompletionSource<BudgetResult>();
         internal readonly TaskCompletionSource<Observation> Observation = new TaskCompletionSource<Observation>();
 
-        /// <summary>What the sidecar has decided, before it begins.</summary>
+        /// <summary>The decision about the lease. It comes before any VRAM is released.</summary>
         public Task<LeaseAnswer> Decided => Decision.Task;
 
-        /// <summary>The memory is given back.</summary>
+        /// <summary>Ends when the VRAM above the budget is released.</summary>
         public Task<BudgetResult> Released => Release.Task;
 
-        /// <summary>What the driver counts, which may take a while.</summary>
+        /// <summary>The VRAM that the driver counts after the release. It may come some time later.</summary>
         public Task<Observation> Observed => Observation.Task;
     }
 
     public sealed class LeaseAnswer
     {
         public LeaseDecision Decision { get; internal set; }
-        /// <summary>Reached by the deadline.</summary>
+        /// <summary>Budget that will be reached by the deadline; 0: no limit.</summary>
         public ulong BudgetBytes { get; internal set; }
-        /// <summary>Until all of it is reached, as predicted.</summary>
+        /// <summary>Predicted time until the release is complete.</summary>
         public double Seconds { get; internal set; }
-        /// <summary>Of the lease in force.</summary>
+        /// <summary>Version of the lease in force.</summary>
         public ulong Version { get; internal set; }
     }
 
@@ -375,20 +387,21 @@ namespace Frameshard
     public sealed class BudgetResult
     {
         public ulong BudgetBytes { get; internal set; }
-        /// <summary>What the sidecar holds, exact by its own count.</summary>
+        /// <summary>VRAM that the sidecar uses, by its own exact count.</summary>
         public ulong UsedBytes { get; internal set; }
-        /// <summary>Since the engine was asked.</summary>
+        /// <summary>Time since the engine was asked.</summary>
         public double Seconds { get; internal set; }
     }
 
     public sealed class Observation
     {
-        /// <summary>What the driver counts for the engine; null where it does not tell.</summary>
+        /// <summary>VRAM of the engine process as the driver counts it; null if the driver does not report
+        /// it.</summary>
         public long? Bytes { get; internal set; }
         public double Seconds { get; internal set; }
     }
 
-    /// <summary>The lease in force and its bounds; a budget of 0 is no limit.</summary>
+    /// <summary>The lease in force, the floor and the VRAM in use. BudgetBytes is 0 if there is no limit.</summary>
     public sealed class Budget
     {
         public LeaseState State { get; internal set; }
@@ -397,21 +410,22 @@ namespace Frameshard
         public ulong FloorBytes { get; internal set; }
         public ulong FullBytes { get; internal set; }
         public ulong UsedBytes { get; internal set; }
-        /// <summary>What the sidecar would like to have now.</summary>
+        /// <summary>VRAM that the sidecar would like to have.</summary>
         public ulong WantedBytes { get; internal set; }
     }
 
-    /// <summary>What the sidecar says of its memory without being asked.</summary>
+    /// <summary>News about VRAM and the lease; PROTOCOL.md ("The lease") describes the kinds.</summary>
     public sealed class Notice
     {
         public NoticeKind Kind { get; internal set; }
         public ulong BudgetBytes { get; internal set; }
         public double Seconds { get; internal set; }
-        /// <summary>A sentence.</summary>
+        /// <summary>A text for a log.</summary>
         public string Text { get; internal set; }
     }
 
-    /// <summary>What the device has and what the model needs; null where the system does not tell.</summary>
+    /// <summary>VRAM of the device and of the model. TotalBytes and FreeBytes are null if the system does not report
+    /// them.</summary>
     public sealed class Caps
     {
         public string Device { get; internal set; }
@@ -419,11 +433,11 @@ namespace Frameshard
         public long? FreeBytes { get; internal set; }
         public ulong FloorBytes { get; internal set; }
         public ulong FullBytes { get; internal set; }
-        /// <summary>All of the answer, a JSON object.</summary>
+        /// <summary>The whole answer, a JSON object.</summary>
         public string DetailJson { get; internal set; }
     }
 
-    /// <summary>How fast the model would be at a budget; all figures are 0 where it does not fit.</summary>
+    /// <summary>Predictions at one VRAM budget. All are 0 if the budget is below the floor (Fits is false).</summary>
     public sealed class Plan
     {
         public ulong BudgetBytes { get; internal set; }
@@ -435,7 +449,7 @@ namespace Frameshard
         public ulong CpuBytes { get; internal set; }
     }
 
-    /// <summary>What is loaded.</summary>
+    /// <summary>The loaded model.</summary>
     public sealed class ModelInfo
     {
         public string Name { get; internal set; }
@@ -451,16 +465,16 @@ namespace Frameshard
         public string PlanJson { get; internal set; }
         public ulong Pid { get; internal set; }
         public string ConnectFile { get; internal set; }
-        /// <summary>The name of what reads images; "" where nothing does.</summary>
+        /// <summary>Name of the vision tower; "" if the model has none.</summary>
         public string Vision { get; internal set; }
     }
 
-    /// <summary>The engine process changed its state; jobs go on by themselves after a restart.</summary>
+    /// <summary>A new state of the engine process. After a restart, jobs continue on their own.</summary>
     public sealed class EngineChange
     {
         public EngineState State { get; internal set; }
         public uint Restarts { get; internal set; }
-        /// <summary>Why it is off; null otherwise.</summary>
+        /// <summary>Why the engine is off; null otherwise.</summary>
         public FrameshardException Error { get; internal set; }
     }
 }

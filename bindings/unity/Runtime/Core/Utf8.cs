@@ -5,7 +5,7 @@ using System.Text;
 
 namespace Frameshard
 {
-    /// <summary>Texts for one call: allocated for C, freed by Dispose.</summary>
+    /// <summary>Allocates texts for one call into the C library. Dispose frees them.</summary>
     internal sealed class Utf8 : IDisposable
     {
         private static readonly UTF8Encoding Strict = new UTF8Encoding(false, true);
@@ -13,7 +13,7 @@ namespace Frameshard
 
         internal IntPtr Text(string text) => Text(text, out _);
 
-        /// <summary>A text that C reads up to its first NUL.</summary>
+        /// <summary>Allocates a text that C reads up to its first NUL.</summary>
         internal IntPtr Name(string text)
         {
             if (text != null && text.IndexOf('\0') >= 0)
@@ -21,7 +21,7 @@ namespace Frameshard
             return Text(text);
         }
 
-        /// <summary>An array of pointers to texts that C reads up to their first NULs.</summary>
+        /// <summary>Allocates an array of pointers to such texts.</summary>
         internal IntPtr Names(string[] texts, out uint count)
         {
             count = (uint)texts.Length;

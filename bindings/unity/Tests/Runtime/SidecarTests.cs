@@ -10,9 +10,9 @@ using NUnit.Framework;
 namespace Frameshard.Tests
 {
     /// <summary>
-    /// The core against a real sidecar with a real model: the environment variable FRAMESHARD_MODEL is the path of a
-    /// GGUF file, FRAMESHARD_PYTHON a Python with frameshard, if that is not python3; FRAMESHARD_MMPROJ what reads images
-    /// for the model, if there is one.
+    /// Tests of the core with a real sidecar and a real model. Environment variables: FRAMESHARD_MODEL is the path of
+    /// a GGUF file; FRAMESHARD_PYTHON is a Python with frameshard, if not python3; FRAMESHARD_MMPROJ is the path of
+    /// the model's vision tower, if it has one.
     /// </summary>
     [TestFixture]
     public sealed class SidecarTests
@@ -33,7 +33,7 @@ namespace Frameshard.Tests
             });
         }
 
-        /// <summary>One for the tests that do not end it; it ends with the process.</summary>
+        /// <summary>A sidecar for all tests that do not end it. It ends with the process.</summary>
         private static Sidecar Shared
         {
             get
@@ -113,7 +113,7 @@ namespace Frameshard.Tests
             using (var source = new CancellationTokenSource())
             using (var third = new ManualResetEventSlim())
             {
-                // From another thread, as a game may; it is there before the answer could end by itself.
+                // From another thread, as a game may do. The answer is too long to end before the call.
                 var other = new Thread(() => { third.Wait(); source.Cancel(); });
                 other.Start();
                 var said = 0;
@@ -217,7 +217,7 @@ namespace Frameshard.Tests
             }
         }
 
-        /// <summary>What leaving Play mode and reloading code do, and entering Play mode again.</summary>
+        /// <summary>Does what Unity does when Play mode ends and starts again.</summary>
         [Test]
         public void AllEndWithCloseAllAndMayBeStartedAgain()
         {
@@ -228,7 +228,7 @@ namespace Frameshard.Tests
                 pids.Add(sidecar.Run(sidecar.Ready).Pid);
                 var answer = sidecar.AskAsync("Tell me a long story.", Tokens(700));
                 Sidecar.CloseAll();
-                sidecar.Dispose(); // once more does no harm
+                sidecar.Dispose(); // a second Dispose does nothing
                 WaitUntilGone(pids[round]);
                 Assert.AreEqual(ErrorCode.ConnectionLost, Failure(() => sidecar.Run(answer)).Code);
                 Assert.AreEqual(ErrorCode.ConnectionLost, Failure(() => sidecar.Ask("Still there?")).Code);
@@ -250,7 +250,7 @@ namespace Frameshard.Tests
             }
         }
 
-        // In a thread of its own: what its stack still points to is gone with it.
+        // Runs in its own thread, so that no reference to the sidecar stays on a stack.
         [MethodImpl(MethodImplOptions.NoInlining)]
         private static ulong LaunchAndForget()
         {
