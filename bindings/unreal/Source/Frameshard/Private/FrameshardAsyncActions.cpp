@@ -27,7 +27,7 @@ UFrameshardAskAsync* UFrameshardAskAsync::AskFrameshard(
 	Node->Sidecar = SidecarOf(WorldContextObject);
 	Node->Question = Text;
 	Node->AskParams = Params;
-	Node->RegisterWithGameInstance(WorldContextObject); // alive until SetReadyToDestroy
+	Node->RegisterWithGameInstance(WorldContextObject); // keeps the node alive until SetReadyToDestroy
 	return Node;
 }
 

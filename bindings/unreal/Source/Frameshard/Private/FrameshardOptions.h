@@ -11,17 +11,17 @@
 #include <deque>
 #include <vector>
 
-/** Keeps texts for the length of one call of the client library. */
+/** Keeps converted texts alive during one call into the client library. */
 class FFrameshardTexts
 {
 public:
-	/** nullptr for an empty text: the library's default. */
+	/** Returns nullptr, the library's default, for an empty text. */
 	const char* Text(const FString& Value)
 	{
 		return Value.IsEmpty() ? nullptr : Kept.emplace_back(FrameshardUtf8(Value)).c_str();
 	}
 
-	/** A path that may begin in the project's Content folder. */
+	/** Converts a path, which may be relative to the project's Content folder. */
 	const char* Path(const FString& Value)
 	{
 		const FString Content = FPaths::ConvertRelativePathToFull(FPaths::ProjectContentDir());
@@ -45,7 +45,7 @@ private:
 
 constexpr double FrameshardBytesPerMb = 1024.0 * 1024.0;
 
-/** Bytes of a size in MiB; what is below 0 becomes more than the library accepts. */
+/** Converts MiB to bytes. A negative size becomes a size that the library refuses. */
 inline uint64_t FrameshardBytes(double Megabytes)
 {
 	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(Megabytes * FrameshardBytesPerMb) : UINT64_MAX;

@@ -18,7 +18,7 @@ FString LastError()
 	return FrameshardText(std::string_view(Text, Length));
 }
 
-/** The images in C, which point into Params. */
+/** Images for the C library. They point into Params. */
 std::vector<fs_image> ImagesOf(const FFrameshardAskParams& Params)
 {
 	std::vector<fs_image> Images;
@@ -36,7 +36,7 @@ std::vector<fs_image> ImagesOf(const FFrameshardAskParams& Params)
 	return Images;
 }
 
-/** The listener of the client library for one of this plugin. */
+/** Makes callbacks for the client library that call those of this plugin. */
 frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 {
 	frameshard::Listener Inner;
@@ -99,7 +99,7 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 			Notice.Text = FrameshardText(std::string_view(Event.text, Event.text_length));
 			OnNotice.Broadcast(Notice);
 		}
-		else if (Event.type == FS_EVENT_REFUSED) // of SetPacing
+		else if (Event.type == FS_EVENT_REFUSED) // only SetPacing has no callback of its own
 		{
 			OnError.Broadcast(FrameshardText(std::string_view(Event.text, Event.text_length)), Event.status);
 		}
@@ -289,7 +289,7 @@ void UFrameshardSubsystem::Cancel(int64 Job)
 {
 	if (Game)
 	{
-		Game->cancel(static_cast<uint64_t>(Job)); // a job that has ended is no error here
+		Game->cancel(static_cast<uint64_t>(Job)); // the error for a job that has ended is ignored
 	}
 }
 
@@ -308,7 +308,7 @@ ETickableTickType UFrameshardSubsystem::GetTickableTickType() const
 
 bool UFrameshardSubsystem::IsTickableWhenPaused() const
 {
-	return true; // a client has to poll also while the game is paused
+	return true; // a client must poll while the game is paused, too
 }
 
 bool UFrameshardSubsystem::IsTickableInEditor() const

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-/** Between the engine's text and the UTF-8 of the client library. */
+/** Conversions between the engine's FString and the client library's UTF-8. */
 inline FString FrameshardText(std::string_view Text)
 {
 	const FUTF8ToTCHAR Converted(Text.data(), static_cast<int32>(Text.size()));

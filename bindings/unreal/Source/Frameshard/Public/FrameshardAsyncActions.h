@@ -9,7 +9,7 @@
 
 class UFrameshardSubsystem;
 
-/** A Blueprint node that asks the model, with or without a character. */
+/** A Blueprint node that asks the model a question. It needs no FrameshardNpcComponent. */
 UCLASS()
 class FRAMESHARD_API UFrameshardAskAsync : public UBlueprintAsyncActionBase
 {
@@ -22,7 +22,7 @@ public:
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardText OnSentence;
 
-	/** Of a question with images. */
+	/** Called for a question with images, before the text of its answer. */
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardProgressed OnProgress;
 
@@ -37,7 +37,7 @@ public:
 	static UFrameshardAskAsync* AskFrameshard(
 		UObject* WorldContextObject, const FString& Text, const FFrameshardAskParams& Params);
 
-	/** Ends the answer early: OnFailed follows, with the code of a cancelled job. */
+	/** Ends the answer early. OnFailed follows with the protocol's code for `cancelled`. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Cancel();
 
@@ -50,14 +50,15 @@ private:
 	int64 Job = 0;
 };
 
-/** Blueprint nodes that propose a lease and go on when the memory is given back. */
+/** Blueprint nodes that propose a lease and continue when the VRAM is released. */
 UCLASS()
 class FRAMESHARD_API UFrameshardSetLeaseAsync : public UBlueprintAsyncActionBase
 {
 	GENERATED_BODY()
 
 public:
-	/** At once: what can be reached by the deadline. Not called if the lease is refused. */
+	/** Called at once with the decision: the budget that can be reached by the deadline. Not called if the lease is
+	 * refused. */
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardDecided OnDecided;
 
@@ -72,7 +73,7 @@ public:
 			DisplayName = "Set frameshard lease"))
 	static UFrameshardSetLeaseAsync* SetFrameshardLease(UObject* WorldContextObject, const FFrameshardLease& Lease);
 
-	/** A lease with nothing but a budget, in MiB; 0: no limit. */
+	/** Proposes a lease with this VRAM budget (MiB; 0: no limit) and defaults for the rest. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard",
 		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
 			DisplayName = "Set frameshard VRAM budget"))

@@ -7,26 +7,26 @@
 
 #include "FrameshardNpcComponent.generated.h"
 
-/** One character: a persona and a conversation of its own. */
+/** A character with its own persona and its own conversation. */
 UCLASS(ClassGroup = (frameshard), meta = (BlueprintSpawnableComponent))
 class FRAMESHARD_API UFrameshardNpcComponent : public UActorComponent
 {
 	GENERATED_BODY()
 
 public:
-	/** Persona, sampling and images. An empty conversation is named after the actor. */
+	/** Persona, sampling and images. If Conversation is empty, the actor's name is used. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FFrameshardAskParams Params;
 
-	/** More of the answer; never cut within a character. */
+	/** Called with the next part of the answer. It never ends within a character. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardText OnTokenGenerated;
 
-	/** A whole sentence of the answer, for text to speech, while the next one is generated. */
+	/** Called with each sentence of the answer as soon as it is complete, for text to speech. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardText OnSentenceGenerated;
 
-	/** Of a question with images, before its text. */
+	/** Called for a question with images, before the text of its answer. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardProgressed OnProgress;
 
@@ -36,11 +36,11 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardError OnError;
 
-	/** Asks the character. An answer that is being generated is ended first. */
+	/** Asks the character. Ends its current answer first, if there is one. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Ask(const FString& Text);
 
-	/** Ends the answer that is being generated; no more delegates are called for it. */
+	/** Ends the current answer. No more delegates are called for it. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void StopGeneration();
 
@@ -50,8 +50,8 @@ public:
 	virtual void EndPlay(const EEndPlayReason::Type EndPlayReason) override;
 
 private:
-	/** The job whose events are handed on; 0: none. */
+	/** The job of the current answer; 0: none. */
 	int64 Job = 0;
-	/** Counts the questions, to tell late events of an older answer. */
+	/** Number of questions so far. Identifies late events of an earlier answer. */
 	int32 Question = 0;
 };

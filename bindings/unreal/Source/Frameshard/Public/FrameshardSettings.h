@@ -7,7 +7,7 @@
 
 #include "FrameshardSettings.generated.h"
 
-/** Project settings, under Plugins: what is launched, and how it shares the machine with the game. */
+/** Project settings, under Plugins: the options of the sidecar, and how it shares the GPU with the game. */
 UCLASS(Config = Game, DefaultConfig, meta = (DisplayName = "frameshard"))
 class FRAMESHARD_API UFrameshardSettings : public UDeveloperSettings
 {
@@ -141,35 +141,37 @@ public:
 	double OffPauseMaxSeconds = 60;
 	// end of launch options
 
-	/** The sidecar's Python: sidecar/python of a bundle, relative to the project's Content folder; empty: python3. */
+	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a
+	 * bundle; empty: python3. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Python;
 
-	/** The sidecar appends its log to this file; empty: the standard error of the game. */
+	/** Path of a file to which the sidecar appends its log; empty: the game's standard error. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString LogFile;
 
-	/** A JSON object with further fields of the sidecar's first line; they win. */
+	/** A JSON object with further launch options; they take precedence over the others. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString ExtraJson;
 
-	/** Whether the sidecar starts with the game instance. */
+	/** If set, the sidecar starts with the game instance. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	bool bLaunchAtStart = true;
 
-	/** Seconds that the sidecar has to end at the end of the game; then it is killed. */
+	/** Seconds that the sidecar gets to end when the game ends; then it is killed. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", meta = (ClampMin = "0"))
 	double CloseSeconds = 3;
 
-	/** Most events that are handed to the game in one frame. */
+	/** Maximum number of events that are handled in one frame. */
 	UPROPERTY(Config, EditAnywhere, Category = "Frames", meta = (ClampMin = "1"))
 	int32 EventsPerFrame = 64;
 
-	/** Milliseconds that a frame should take, which the sidecar keeps out of; 0: it takes no notice of frames. */
+	/** Milliseconds that a frame should take. The sidecar leaves GPU time to frames; 0: it ignores them. */
 	UPROPERTY(Config, EditAnywhere, Category = "Frames", meta = (ClampMin = "0"))
 	double TargetFrameMs = 16.7;
 
-	/** Whose work on the GPU comes first. */
+	/** How the GPU is shared with frames. PrioritizeGraphics: the sidecar uses only the GPU time that frames leave
+	 * free. Balance: more, as long as frames stay within their target time. PrioritizeCompute: it ignores frames. */
 	UPROPERTY(Config, EditAnywhere, Category = "Frames")
 	EFrameshardSchedulingMode Scheduling = EFrameshardSchedulingMode::Balance;
 };

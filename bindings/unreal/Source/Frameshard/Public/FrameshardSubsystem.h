@@ -16,83 +16,88 @@ namespace frameshard
 class Game;
 }
 
-/** Who listens to one answer, in C++; each may be empty. After OnEnd nothing follows. */
+/** Callbacks for one answer, for C++. Each may be empty. OnEnd is the last call. */
 struct FFrameshardListener
 {
 	std::function<void(const FString& Text)> OnToken;
 	std::function<void(const FString& Sentence)> OnSentence;
-	/** Of a question with images. */
+	/** Only for a question with images. */
 	std::function<void(const FFrameshardProgress& Progress)> OnProgress;
-	/** Code 0: the answer is complete; else the protocol's code of the error, and Message. */
+	/** Code 0: the answer is complete. Otherwise Code is the protocol's error code and Message a sentence about it. */
 	std::function<void(const FFrameshardAnswer& Answer, int32 Code, const FString& Message)> OnEnd;
 };
 
-/** Owns the sidecar. It starts and ends with the game instance; what happens is told on the game thread, in Tick. */
+/** Owns the sidecar, which starts and ends with the game instance. Delegates are called on the game thread, in Tick. */
 UCLASS()
 class FRAMESHARD_API UFrameshardSubsystem : public UGameInstanceSubsystem, public FTickableGameObject
 {
 	GENERATED_BODY()
 
 public:
-	/** The model is loaded. What is asked before waits. */
+	/** Called when the model is loaded. Questions asked before wait for it. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardHappened OnReady;
 
-	/** There is no sidecar: it could not start or has ended. Questions that were open have failed. */
+	/** Called when a request was refused, or when the sidecar could not start or has ended; then its open questions
+	 * have failed. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardError OnError;
 
+	/** Called when a change of the VRAM budget is in force. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardBudgetChanged OnBudgetChanged;
 
-	/** What the sidecar says about its VRAM without being asked. */
+	/** Called with news about VRAM and the lease. The game need not react. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardNoticed OnNotice;
 
-	/** Starts a sidecar as the project settings say; returns at once. OnReady or OnError follows. */
+	/** Starts a sidecar with the options of the project settings. Returns at once. OnReady or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Launch();
 
-	/** Joins a sidecar that runs, by its connect file. OnReady or OnError follows. */
+	/** Connects to a running sidecar by the path of its connect file. OnReady or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Connect(const FString& ConnectFile);
 
+	/** Ends the session, and the sidecar if this session has launched it. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Close();
 
 	UFUNCTION(BlueprintPure, Category = "frameshard")
 	bool IsReady() const;
 
-	/** Whether the sidecar supports a feature, a name from PROTOCOL.md ("Features"); false before OnReady. */
+	/** True if the sidecar supports a feature, a name from PROTOCOL.md ("Features"). False before OnReady. */
 	UFUNCTION(BlueprintPure, Category = "frameshard")
 	bool HasFeature(const FString& Feature) const;
 
-	/** All that the sidecar holds in VRAM has to fit into so many MiB; 0: no limit. OnBudgetChanged or OnError follows. */
+	/** Limits all VRAM that the sidecar uses to Megabytes (MiB); 0: no limit. OnBudgetChanged or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SetVramBudget(double Megabytes);
 
-	/** Proposes a lease: a budget, a state, a floor for idle times. OnBudgetChanged or OnError follows. */
+	/** Proposes a lease: a VRAM budget, a state, and a floor for idle times. OnBudgetChanged or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SetLease(const FFrameshardLease& Lease);
 
-	/** Whose work on the GPU comes first, and a limit for all answers together (0.1 to 10,000 tokens/s; 0: none). */
+	/** Sets how the GPU is shared with frames. TargetTokensPerSecond limits all answers together, 0.1 to 10,000; 0: no
+	 * limit. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SetPacing(EFrameshardSchedulingMode Scheduling, double TargetTokensPerSecond);
 
-	/** Clears the history of a conversation, after the questions that were asked before. Its persona stays. */
+	/** Clears the history of a conversation, once the questions asked before this call are answered. Its persona
+	 * stays. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Forget(const FString& Conversation);
 
-	/** For C++. Returns 0 and the number of the job, or the protocol's code with the reason in Error; then nothing is
-	 * called. */
+	/** For C++. Returns 0 and sets Job to the number of the job. On failure it returns the protocol's error code, sets
+	 * Error to the reason and never calls Listener. */
 	int32 Ask(
 		const FString& Text, const FFrameshardAskParams& Params, FFrameshardListener Listener, int64& Job, FString& Error);
 
 	/** Ends an answer early. */
 	void Cancel(int64 Job);
 
-	/** For C++. Done, code 0: Budget is in force; else nothing has changed, and Message says why. Decided comes before
-	 * it, unless the lease is refused at once, and may be empty. */
+	/** For C++. Done is called once. Code 0: Budget is in force. Otherwise Code is the protocol's error code and
+	 * Message the reason. Decided is called before Done, unless the lease is refused at once; it may be empty. */
 	void RequestLease(const FFrameshardLease& Lease,
 		std::function<void(const FFrameshardBudget& Budget, int32 Code, const FString& Message)> Done,
 		std::function<void(const FFrameshardDecision& Decision)> Decided = {});
@@ -109,6 +114,6 @@ public:
 private:
 	void Report(int32 Status);
 
-	/** Shared, since the type is complete in one file only. */
+	/** A shared_ptr, because unique_ptr would need the complete type in this header. */
 	std::shared_ptr<frameshard::Game> Game;
 };

@@ -4,7 +4,7 @@
 
 #include "FrameshardTypes.generated.h"
 
-// Unknown is a word of a newer sidecar.
+// Unknown stands for a value of a newer sidecar that this plugin does not know.
 // generated: enumerations
 UENUM(BlueprintType)
 enum class EFrameshardLeaseState : uint8
@@ -76,19 +76,20 @@ struct FRAMESHARD_API FFrameshardImage
 {
 	GENERATED_BODY()
 
-	/** Encoded: a PNG or JPEG file. Else rows of pixels from the top, 8 bits a channel; alpha is not used. */
+	/** Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
+	 * ignored. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	EFrameshardImageFormat Format = EFrameshardImageFormat::Encoded;
 
-	/** In pixels; 0 of an encoded image. */
+	/** Pixels; 0 if encoded. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	int32 Width = 0;
 
-	/** In pixels; 0 of an encoded image. */
+	/** Pixels; 0 if encoded. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	int32 Height = 0;
 
-	/** Bytes from one row to the next; 0: rows follow each other without a gap. */
+	/** Bytes from the start of one row to the start of the next; 0: no gap between rows. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	int32 Stride = 0;
 
@@ -96,29 +97,30 @@ struct FRAMESHARD_API FFrameshardImage
 	TArray<uint8> Data;
 };
 
-/** What a question may be given. In mode stream_only the same seed, prompt and values give the same text. */
+/** Options of a question. In mode stream_only the same seed, prompt and values give the same text. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardAskParams
 {
 	GENERATED_BODY()
 
-	/** Name of the conversation whose history belongs to the prompt. Empty: a question by itself. */
+	/** Name of the conversation. Its earlier questions and answers are part of the prompt. Empty: none. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Conversation;
 
-	/** The conversation's system text from now on. Empty: as it is. */
+	/** Sets the conversation's system text. Empty: unchanged. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Persona;
 
-	/** Stand before the question, for models with an Mmproj; at most 8. */
+	/** Images before the question, at most 8. The project settings must name an Mmproj. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TArray<FFrameshardImage> Images;
 
-	/** Comes back with the answer. A game that loads a save counts it up, to tell answers to an older past. */
+	/** A number that the answer repeats. A game that increases it when a save is loaded can discard answers to
+	 * questions from before the load. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	int64 Timeline = 0;
 
-	/** Events that may be under way before the game takes them. */
+	/** Maximum number of events that are sent but not handled by the game yet. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "256"))
 	int32 Window = 32;
 
@@ -179,7 +181,7 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	FString Text;
 
-	/** Stop: the model ended or a stop string came. Length: MaxTokens. */
+	/** Stop: the model ended the answer, or a stop string came. Length: MaxTokens was reached. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	EFrameshardReason Reason = EFrameshardReason::Unknown;
 
@@ -189,20 +191,20 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 GeneratedTokens = 0;
 
-	/** From the start of the prompt to the first token. */
+	/** Time from the start of the prefill to the first token. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double PrefillSeconds = 0;
 
-	/** From there to the end. */
+	/** Time from the first token to the end of the answer. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double DecodeSeconds = 0;
 
-	/** As the question was asked with it. */
+	/** The Timeline of the question. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int64 Timeline = 0;
 };
 
-/** How far a question with images is: images that are encoded, or tokens of the prompt. */
+/** Progress of a question with images. Done and Total count images (Encode) or prompt tokens (Prefill). */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardProgress
 {
@@ -254,30 +256,30 @@ struct FRAMESHARD_API FFrameshardLease
 	// end of lease
 };
 
-/** What the sidecar has decided about a proposed lease, before it begins. */
+/** The decision about a proposed lease. It comes before any VRAM is released. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardDecision
 {
 	GENERATED_BODY()
 
-	/** Partial: by the deadline only BudgetMb is reached. */
+	/** Partial: only BudgetMb can be reached by the deadline. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	EFrameshardDecision Decision = EFrameshardDecision::Unknown;
 
-	/** Reached by the deadline, in MiB; 0: no limit. */
+	/** VRAM budget that will be reached by the deadline, in MiB; 0: no limit. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double BudgetMb = 0;
 
-	/** Until all of the lease is reached, as predicted. */
+	/** Predicted time until the release is complete. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double Seconds = 0;
 
-	/** Of the lease in force. */
+	/** Version of the lease in force. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int64 Version = 0;
 };
 
-/** A budget that is in force. */
+/** A VRAM budget that is in force. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardBudget
 {
@@ -287,16 +289,16 @@ struct FRAMESHARD_API FFrameshardBudget
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double BudgetMb = 0;
 
-	/** What the sidecar holds, in MiB. */
+	/** VRAM that the sidecar uses, in MiB. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double UsedMb = 0;
 
-	/** Until what did not fit was given back. */
+	/** Time that the release took. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double Seconds = 0;
 };
 
-/** What the sidecar says about its VRAM without being asked. PROTOCOL.md ("The lease") has the kinds. */
+/** News about VRAM and the lease. PROTOCOL.md ("The lease") describes the kinds and their figures. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardNotice
 {
@@ -312,12 +314,12 @@ struct FRAMESHARD_API FFrameshardNotice
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double Seconds = 0;
 
-	/** A sentence for a log; of State the name of the state. */
+	/** A text for a log. For State: the new state. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	FString Text;
 };
 
-/** Code is the protocol's, Message says what to do. */
+/** Code is the protocol's error code, Message a sentence about the error. */
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardError, const FString&, Message, int32, Code);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardText, const FString&, Text);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardProgressed, const FFrameshardProgress&, Progress);
