@@ -1,13 +1,14 @@
-/* A C host that measures its own side; bench.py runs it: host MODEL PYTHON EXTRA_JSON JOBS
- * Says one JSON object: what fs_poll costs with nothing pending, what it allocates, and when the first text of each job
- * was there (CLOCK_MONOTONIC, nanoseconds). */
+/* A C host that measures the client library. bench.py runs it: host MODEL PYTHON EXTRA_JSON JOBS
+ *
+ * It prints one JSON object: the time and the allocations of fs_poll with nothing pending, and the time of the first
+ * text of each job (CLOCK_MONOTONIC, nanoseconds). */
 #define _GNU_SOURCE
 #include <frameshard.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
-/* The allocations of each thread, counted in glibc's own functions, which the library calls too. */
+/* Counts the allocations of each thread. These replace glibc's functions for the library, too. */
 extern void *__libc_malloc(size_t size);
 extern void *__libc_calloc(size_t count, size_t size);
 extern void *__libc_realloc(void *block, size_t size);
@@ -39,7 +40,7 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Frames of POLLS polls with nothing pending. Twice a second one of them also says that the host is there. */
+/* Measures FRAMES frames of POLLS polls each, with nothing pending. Twice a second, one poll also sends a ping. */
 static void poll_idle(fs_client *client) {
     static long long took[FRAMES];
     static long allocated[FRAMES];
@@ -89,7 +90,7 @@ int main(int argc, char **argv) {
     for (int job = 0; job < atoi(argv[4]) && event.type != FS_EVENT_CLOSED; ++job) {
         long long first = 0;
         fs_complete(client, "The innkeeper of the Prancing Pony", FS_NUL_TERMINATED, &options, NULL);
-        do { /* a host that has nothing else to do, so that its frames do not add to the time */
+        do { /* polls without a frame loop, whose frames would add to the time */
             if (fs_poll(client, &event, sizeof event, 1) == 0)
                 fs_wait(client, 0.05);
             else if (event.type == FS_EVENT_TEXT && first == 0)

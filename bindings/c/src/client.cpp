@@ -1,9 +1,9 @@
-/* The functions of frameshard.h: a Session with a ZeroMQ socket and, if it was launched, a process.
+/* The functions of frameshard.h. A client has a Session, a ZeroMQ socket and, if it was launched, a process.
  *
- * There is no thread here: ZeroMQ's own thread receives up to the high-water mark, and the sidecar sends no more than it
- * has credit for. A thread that owns the socket would only add pings while the game does not poll, which a launched
- * sidecar does not need (it watches the host's pipe); it would cost a lock, a hand-over of each event, and would survive
- * the reload of an engine's domain. */
+ * The library has no thread of its own. ZeroMQ's thread receives messages up to the high-water mark, and the sidecar
+ * sends only events that it has credit for. A thread that owns the socket could only add pings while the game does not
+ * poll. A launched sidecar does not need these, because it watches the host's pipe. The thread would need a lock, would
+ * have to pass on each event, and would keep running when a game engine reloads its scripts. */
 #include "frameshard.h"
 
 #include <algorithm>
@@ -50,7 +50,7 @@ constexpr size_t kMaxLine = 1 << 16;
 constexpr double kLookAtProcessSeconds = 0.05;
 constexpr double kGoodbyeSeconds = 1.0;
 constexpr double kLongestWaitSeconds = 3600.0;
-constexpr double kEndSeconds = 3.0; // from the end of the sidecar's output to its own
+constexpr double kEndSeconds = 3.0; // time for a process to end after its output has ended
 constexpr int kHighWater = 256, kHandshakeMs = 1000;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -80,9 +80,9 @@ struct fs_client {
     Session session;
     frameshard_core::Process process;
     bool launched = false, loading = false;
-    std::string python;      // program that was started
-    std::string line;        // of the process, so far
-    double output_ended = 0; // when the process closed its output without a line
+    std::string python;      // the Python that was started
+    std::string line;        // the ready line, as far as it was read
+    double output_ended = 0; // time at which the output ended without a ready line; 0: it has not
     std::string connect_file;
     uint64_t pid = 0;
     std::string model_name, model_arch, model_device, model_plan, model_vision;
@@ -111,7 +111,7 @@ void need(int result) {
 
 void set(void *socket, int option, int value) { need(zmq_setsockopt(socket, option, &value, sizeof value)); }
 
-/* The output of a process as UTF-8, without space at both ends. */
+/* Returns the output of a process as valid UTF-8, without space at both ends. */
 std::string valid_text(const std::string &bytes) {
     size_t begin = bytes.find_first_not_of(" \t\r\n"), end = bytes.find_last_not_of(" \t\r\n");
     std::string text = begin == std::string::npos ? "" : bytes.substr(begin, end + 1 - begin);
@@ -122,7 +122,8 @@ std::string valid_text(const std::string &bytes) {
     return text;
 }
 
-/* Whether the whole text is one path or one port of the loopback. ZeroMQ would accept further addresses behind it. */
+/* True if the text is exactly one ipc path or one port of the loopback interface. ZeroMQ itself would also accept a
+ * list of addresses. */
 bool is_endpoint(const std::string &text) {
     const std::string ipc = "ipc:///", tcp = "tcp://127.0.0.1:";
     if (text.compare(0, ipc.size(), ipc) == 0) {
@@ -137,7 +138,7 @@ bool is_endpoint(const std::string &text) {
            port.find_first_not_of("0123456789") == std::string::npos && std::stoi(port) <= 65535;
 }
 
-/* Refuses what is not the ConnectInfo of a ready line or a connect file. */
+/* Throws Refused unless `info` is a ConnectInfo, from a ready line or a connect file. */
 void check_info(const json &info) {
     bool right = info.is_object();
     for (const char *name : {"protocol", "epoch", "pid"}) {
@@ -169,7 +170,7 @@ fs_client &open_client(fs_client *client) {
     return *client;
 }
 
-/* The fields of submit that options give; the conversation, the system text and the memory of images separately. */
+/* Returns the fields of `submit` for the options. Sets *conversation and *system, and adds the images to *images. */
 json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system,
                 Images *images) {
     fs_job_options options;
@@ -253,7 +254,7 @@ void fs_client::connect(const json &info) {
     flush();
 }
 
-/* Looks for the sidecar's ready line. */
+/* Reads the process's output. When the ready line is complete, connects or ends the session. */
 void fs_client::load(double time) {
     bool more = process.read(&line);
     size_t end = line.find('\n');
@@ -285,13 +286,13 @@ void fs_client::load(double time) {
     line.clear();
 }
 
-/* The process has closed its output without a line: ends the session with its exit status and the output of Python. */
+/* The output has ended without a ready line. Ends the session with the exit status and the output of Python. */
 void fs_client::fail_to_start(double time) {
     std::string how;
     output_ended = output_ended > 0 ? output_ended : time;
     bool ended = process.ended(&how);
     if (!ended && time < output_ended + kEndSeconds) {
-        return; // it may end a moment later
+        return; // wait: the exit status may come a moment later
     }
     loading = false;
     std::string words = valid_text(process.words());
@@ -305,7 +306,7 @@ void fs_client::fail_to_start(double time) {
                   {{"python", python}, {"status", how}}});
 }
 
-/* Does what is due at `time`: looks at the process, sends a beat. */
+/* Does the work that is due at `time`: checks whether the process lives, and sends a beat. */
 void fs_client::work(double time) {
     if (launched && time >= next_look) {
         next_look = time + kLookAtProcessSeconds;
@@ -313,19 +314,19 @@ void fs_client::work(double time) {
         if (loading) {
             load(time);
         } else if (process.ended(&how)) {
-            while (receive()) { // what it has sent before
+            while (receive()) { // take what it sent before it ended
             }
             lose(FS_CONNECTION_LOST, "the sidecar has ended " + how);
         }
     }
     if (time >= next_beat && socket != nullptr) {
-        next_beat = time + kBeatSeconds; // from now: the time that a host has slept is not counted against the sidecar
+        next_beat = time + kBeatSeconds; // counted from now, so that a pause of the host is not the sidecar's silence
         session.beat();
         flush();
     }
 }
 
-/* One message from ZeroMQ's queue, if there is any. */
+/* Takes one message from ZeroMQ's queue. Returns false if there is none. */
 bool fs_client::receive() {
     if (socket == nullptr || session.lost()) {
         return false;
@@ -345,7 +346,7 @@ bool fs_client::receive() {
     return there;
 }
 
-/* Waits until there may be something to receive, `milliseconds` at most. */
+/* Waits at most `milliseconds` until there may be something to receive. */
 void fs_client::wait(int milliseconds) {
     if (loading) {
         process.wait_readable(milliseconds);
@@ -359,7 +360,7 @@ void fs_client::wait(int milliseconds) {
 void fs_client::flush() {
     while (const std::string *frame = session.next_frame()) {
         if (zmq_send(socket, frame->data(), frame->size(), ZMQ_DONTWAIT) < 0) {
-            break; // no connection yet, or a full queue: again with the next poll
+            break; // not connected, or the queue is full; the next poll tries again
         }
         session.sent();
     }
@@ -488,7 +489,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         if (info.is_null()) {
             refuse(FS_CONNECTION_LOST, "the model is not loaded yet");
         }
-        auto &texts = const_cast<fs_client &>(*client); // the caller gets pointers to them; they are written once
+        auto &texts = const_cast<fs_client &>(*client); // written once, because the caller keeps pointers to them
         if (texts.model_plan.empty()) {
             texts.model_name = info["name"];
             texts.model_arch = info["arch"];
@@ -686,7 +687,7 @@ int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_
         client->work(now());
         while (count < capacity && (client->session.has_event() || client->receive())) {
             if (!client->session.has_event()) {
-                continue; // an answer that makes no event
+                continue; // the message made no event
             }
             Event &event = client->handed.emplace_back(client->session.take());
             event.fields.text = event.text.c_str();
@@ -722,10 +723,10 @@ int32_t fs_wait(fs_client *client, double timeout_s) {
             if (session.next_frame() != nullptr && !session.lost()) {
                 client->flush();
             }
-            if (session.has_event() || !(time < deadline)) { // NaN included
+            if (session.has_event() || !(time < deadline)) { // true for a deadline of NaN, too
                 break;
             }
-            // Not longer than the next look at the process.
+            // Waits no longer than until the next check of the process.
             client->wait(int(std::ceil(1000 * std::min(deadline - time, kLookAtProcessSeconds))));
             if (session.lost()) {
                 break;

@@ -13,7 +13,7 @@ namespace {
 constexpr uint32_t kMaxArray = 1024, kMaxMap = 64, kMaxElements = 16384;
 constexpr size_t kMaxDepth = 8;
 
-/* Builds the value while msgpack-c walks the bytes, and stops it at the first thing that the protocol forbids. */
+/* Builds the value while msgpack-c parses the bytes. Stops the parser at the first violation of the protocol. */
 class Builder : public msgpack::null_visitor {
   public:
     explicit Builder(json *root) : root_(root) {}
@@ -46,7 +46,7 @@ class Builder : public msgpack::null_visitor {
         return put(std::string(text, size));
     }
     bool visit_bin(const char *data, uint32_t size) {
-        return put(json::binary({data, data + size})); // no longer than the frame, which is the limit
+        return put(json::binary({data, data + size})); // needs no check: the size of the frame limits it
     }
     bool visit_ext(const char *, uint32_t) { return refuse("an extension type"); }
     bool start_array(uint32_t size) { return size <= kMaxArray ? open(json::array(), size) : refuse("a long array"); }
@@ -114,7 +114,7 @@ class Builder : public msgpack::null_visitor {
     }
 
     json *root_;
-    std::vector<json *> stack_; // a container grows only while it is the last, so the pointers stay good
+    std::vector<json *> stack_; // only the last container grows, so the pointers to the others stay valid
     std::string name_;
     uint32_t elements_ = 0;
     bool key_ = false;
@@ -128,14 +128,14 @@ enum class Type { Int, Number, Text, Word, Bool, Map, Record, Records, Texts, Co
 struct Field;
 using Table = std::vector<Field>;
 
-/* One field of an answer or record. */
+/* Describes one field of an answer or record. */
 struct Field {
     const char *name;
     Type type;
-    double least = 0, most = 0;     // bounds of an Int or a Number; bytes of a Text; `most` elements of an array
-    const Table *record = nullptr;  // of a Record and of Records
+    double least = 0, most = 0;     // Int, Number: bounds. Text: bounds of its bytes. Arrays: `most` is elements
+    const Table *record = nullptr;  // Record, Records: the fields of the record
     bool nullable = false;          // nil is allowed
-    const char *fallback = nullptr; // JSON of the value of a field that was left out; nullptr: it is required
+    const char *fallback = nullptr; // the default as JSON; nullptr: the field is required
 };
 
 struct Message {
@@ -144,7 +144,7 @@ struct Message {
 };
 
 constexpr double kMost = double(kMaxInteger);
-constexpr size_t kMaxWord = 256; // bytes of a word that this version does not know
+constexpr size_t kMaxWord = 256; // bytes
 
 // generated: answers
 // clang-format off
@@ -355,7 +355,7 @@ const std::vector<Message> &messages() {
 // clang-format on
 // end of answers
 
-/* What is kept of a message with an unknown `t`: enough to count it, where it is an event of a job. */
+/* Fields that are kept of a message with an unknown name. They suffice to give credit for it if it is a job's event. */
 const Table kUnknown = {{"job", Type::Int, 1, kMost}, {"seq", Type::Int, 0, kMost}, {"epoch", Type::Int, 1, kMost}};
 
 bool is_integer(const json &value, double least, double most) {
@@ -376,8 +376,8 @@ bool is_count(const json &pair) {
 
 bool fits(const Field &field, json *value);
 
-/* Whether `fields` has what the table says. Fields that are not in the table are removed, and those with a fallback are
- * added where they are missing. */
+/* Returns true if `fields` match the table, else false with the reason in *why. Removes fields that are not in the
+ * table, and adds missing fields that have a fallback. */
 bool fits(const Table &table, json *fields, std::string *why) {
     json known = json::object();
     for (const Field &field : table) {
@@ -415,7 +415,7 @@ bool fits(const Field &field, json *value) {
         return value->is_number() && value->get<double>() >= field.least && value->get<double>() <= field.most;
     case Type::Text:
         return is_text(*value, field.least, field.most);
-    case Type::Word: // a newer sidecar may send one that is not known
+    case Type::Word: // any word, because a newer sidecar may send one that this version does not know
         return is_text(*value, 1, kMaxWord);
     case Type::Bool:
         return value->is_boolean();
@@ -470,7 +470,7 @@ template <class Packer> void write(Packer &packer, const json &value) {
     }
 }
 
-/* msgpack::packer wants a stream with write(). */
+/* The output stream for msgpack::packer, which needs write(). */
 struct Sink {
     std::string bytes;
     void write(const char *data, size_t size) { bytes.append(data, size); }
@@ -489,7 +489,7 @@ bool decode_frame(const char *data, size_t size, json *message, std::string *why
     bool whole = false;
     try {
         whole = msgpack::parse(data, size, end, builder);
-    } catch (const std::exception &) { // sizes that msgpack-c itself cannot take
+    } catch (const std::exception &) { // msgpack-c throws on sizes that it cannot handle
     }
     if (!whole) {
         *why = builder.why;
@@ -548,7 +548,7 @@ bool is_utf8(const char *text, size_t size) {
         if (first < 0xc2 || first > 0xf4 || end - at < more) {
             return false;
         }
-        // The second byte alone tells overlong forms, surrogates and what lies beyond U+10FFFF.
+        // The second byte alone shows overlong forms, surrogates and code points above U+10FFFF.
         unsigned least = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
         unsigned most = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
         if (*at < least || *at > most) {

@@ -1,5 +1,5 @@
-/* Frames and messages, without I/O: the rules of bindings/PROTOCOL.md for frames, types and answers. A frame that breaks
- * a rule is refused before anything is built from it, so memory is bounded. */
+/* Encodes and decodes messages, without I/O, by the rules of bindings/PROTOCOL.md for frames, types and answers.
+ * Decoding stops at the first byte that breaks a rule, so a bad frame cannot make it use much memory. */
 #ifndef FRAMESHARD_CODEC_H
 #define FRAMESHARD_CODEC_H
 
@@ -13,28 +13,28 @@ namespace frameshard_core {
 
 using json = nlohmann::json;
 
-constexpr uint32_t kProtocol = 1;              // the least that the broker must speak
-constexpr const char *kFeatures[] = {nullptr}; // what of PROTOCOL.md, "Features", this library knows
+constexpr uint32_t kProtocol = 1;              // the lowest protocol version that the broker must have
+constexpr const char *kFeatures[] = {nullptr}; // features of PROTOCOL.md that this library knows; ends with nullptr
 constexpr int64_t kMaxInteger = (int64_t(1) << 53) - 1;
 constexpr size_t kMaxFrame = 1 << 20;
 constexpr size_t kMaxString = 1 << 16;
 
-/* The map in a frame; false with the reason in *why. */
+/* Sets *message to the map in a frame. Returns false with the reason in *why if the frame breaks a rule. */
 bool decode_frame(const char *data, size_t size, json *message, std::string *why);
 
-/* Like decode_frame, for a message of the broker: its fields are checked against the table of the message, and fields
- * that were left out get their defaults. A newer broker may send more than this version knows: unknown fields are removed
- * at every level; of a message with an unknown `t`, `job`, `seq` and `epoch` are kept, if it has all three, and `t` is
- * "". Unknown words (such as a new lease state) are kept as they are. */
+/* Like decode_frame, for a message from the broker. Checks the fields against the message's table and gives missing
+ * fields their defaults. A newer broker may send what this version does not know. Unknown fields are removed, also in
+ * nested records. Unknown words, such as a new lease state, are kept. A message with an unknown name gets the name ""
+ * and keeps only `job`, `seq` and `epoch`, if it has all three. */
 bool decode_answer(const char *data, size_t size, json *message, std::string *why);
 
-/* The frame of a message that keeps the rules. */
+/* Encodes a message. The message must keep the protocol's rules. */
 std::string encode(const json &message);
 
-/* Whether `text` is UTF-8, without surrogates and overlong forms. */
+/* True if `text` is valid UTF-8; surrogates and overlong forms are not. */
 bool is_utf8(const char *text, size_t size);
 
-/* JSON text of a value from a message. */
+/* Returns a value of a message as JSON text. */
 std::string to_text(const json &value);
 
 } // namespace frameshard_core

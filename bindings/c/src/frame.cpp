@@ -1,4 +1,4 @@
-/* The frame block's writer: bindings/PROTOCOL.md, "Frame block". */
+/* The host's side of the frame block: bindings/PROTOCOL.md, "Frame block". */
 #include "frameshard.h"
 
 #include <atomic>
@@ -28,7 +28,7 @@ namespace {
 constexpr size_t kPageBytes = 4096;
 constexpr uint32_t kMagic = 0x42465346, kVersion = 1, kIdle = 1;
 
-/* The page: the host's half, then the sidecar's. */
+/* The shared page. The host writes the first half, the sidecar the second. */
 struct Page {
     uint32_t magic, version;
     std::atomic<uint32_t> sequence;
@@ -53,9 +53,9 @@ uint64_t clock_ns() {
 
 uint64_t nanoseconds_of(double seconds) { return uint64_t(seconds * 1e9); }
 
-const char kTooShort[] = "too short"; // mapped all the same, the first store would be a fault
+const char kTooShort[] = "too short"; // a write to a mapping beyond the end of the file would crash the host
 
-/* The page at `path`; nullptr with the reason in *why. */
+/* Maps the page at `path`. Returns nullptr with the reason in *why on failure. */
 #ifdef _WIN32
 void *map_page(const std::string &path, std::string *why) {
     HANDLE file =
@@ -106,7 +106,7 @@ void unmap_page(void *page) { munmap(page, kPageBytes); }
 
 struct fs_frame_block {
     Page *page = nullptr;
-    uint64_t start_ns = 0; // of the current frame; 0 after a pause, which is no frame
+    uint64_t start_ns = 0; // start of the current frame; 0 before the first one and while idle
     uint64_t gpu_busy_ns = 0;
 
     ~fs_frame_block() {
@@ -115,7 +115,7 @@ struct fs_frame_block {
         }
     }
 
-    /* Stores fields between two increments of `sequence`, by which a reader notices a write in progress. */
+    /* Makes `sequence` odd, stores fields, and makes it even again. So a reader notices a write in progress. */
     template <class Store> void write(Store store) {
         uint32_t odd = page->sequence.load(std::memory_order_relaxed) | 1;
         page->sequence.store(odd, std::memory_order_relaxed);

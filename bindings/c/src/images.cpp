@@ -15,7 +15,7 @@ namespace {
 constexpr uint64_t kMaxImage = 64 << 20, kMaxPixels = 1 << 24;
 
 #if defined(__linux__)
-/* A sealed memory file with the bytes; -1 with errno. */
+/* Returns a sealed memory file with the bytes; -1 with errno on failure. */
 int sealed(const void *data, uint64_t size) {
     int file = memfd_create("frameshard-image", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     const char *at = static_cast<const char *>(data);

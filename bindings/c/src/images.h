@@ -9,7 +9,7 @@
 
 namespace frameshard_core {
 
-/* The images of a job, and their shared memory, which lives as long as this object. */
+/* The images of a job. Owns their shared memory. */
 class Images {
   public:
     Images() = default;
@@ -17,7 +17,7 @@ class Images {
     Images(Images &&other) noexcept : files_(std::move(other.files_)) { other.files_.clear(); }
     Images &operator=(Images &&) = delete;
 
-    /* Copies an image and returns the protocol's Image; refuses a wrong one. */
+    /* Copies an image and returns the protocol's Image. Throws Refused if its format, size or dimensions are wrong. */
     json add(const fs_image &image);
 
     bool empty() const { return files_.empty(); }

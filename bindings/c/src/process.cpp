@@ -1,4 +1,4 @@
-/* Process for POSIX; process_windows.cpp is the one for Windows. */
+/* Process for POSIX systems. process_windows.cpp has the one for Windows. */
 #include "process.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace frameshard_core {
 namespace {
 
 constexpr long kLookAgainNs = 1000000;
-constexpr int kLogFd = 3; // in the child
+constexpr int kLogFd = 3; // descriptor of the log in the child
 constexpr size_t kMaxWords = 1000;
 
 void close_fd(int *fd) {
@@ -30,8 +30,8 @@ void close_fd(int *fd) {
     }
 }
 
-/* Replaces *fd by a descriptor that no child inherits and whose number is above those of the child: a host may have
- * closed its standard descriptors. */
+/* Replaces *fd by a descriptor that children do not inherit, with a number above kLogFd. Without this, the descriptors
+ * could collide with 0 to 3 of the child, because a host may have closed its standard descriptors. */
 bool move_up(int *fd) {
     int moved = *fd < 0 ? -1 : fcntl(*fd, F_DUPFD_CLOEXEC, kLogFd + 1);
     close_fd(fd);
@@ -45,11 +45,12 @@ bool open_pipe(int fds[2]) {
 #else
     bool open = pipe(fds) == 0;
 #endif
-    // The sidecar would outlive the host if another child inherited its pipe.
+    // No other child may inherit the pipe: it would keep the sidecar's input open after the host has ended.
     return open && move_up(&fds[0]) && move_up(&fds[1]);
 }
 
-/* Where the sidecar's log goes: a file, else the host's standard error, else nowhere. */
+/* Opens the sidecar's log: `file` if it is not empty, else the host's standard error, else /dev/null. Returns -1 with
+ * errno if that fails. */
 int open_log(const std::string &file) {
     int log = file.empty() ? fcntl(2, F_DUPFD_CLOEXEC, kLogFd + 1)
                            : open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
@@ -60,7 +61,8 @@ int open_log(const std::string &file) {
     return log;
 }
 
-/* Writes if that does not wait. A log that nobody reads must neither block the host nor end it by SIGPIPE. */
+/* Writes to the log only if that does not block. If nobody reads the log, this must not block the host, nor end it by
+ * SIGPIPE. */
 void write_log(int log, const char *text, size_t size) {
     pollfd item = {log, POLLOUT, 0};
     sigset_t broken, before;
@@ -92,7 +94,8 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
         *why = "cannot open " + (log_file.empty() ? std::string("a log") : log_file);
     }
     if (failed == 0) {
-        // Written before the child exists: a child that ends at once would cause a SIGPIPE. The pipe's buffer holds the line.
+        // The line is written before the child exists, because a child that ends at once would cause a SIGPIPE. The
+        // pipe's buffer holds the whole line.
         fcntl(in[1], F_SETFL, O_NONBLOCK);
         failed = write(in[1], line.data(), line.size()) == ssize_t(line.size())
                      ? spawn(python, in[0], out[1], errors[1])
@@ -119,7 +122,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     return true;
 }
 
-/* 0, or the error of posix_spawn. */
+/* Starts the process. Returns 0, or the error of posix_spawn. */
 int Process::spawn(const std::string &python, int input, int output, int errors) {
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
@@ -137,7 +140,7 @@ int Process::spawn(const std::string &python, int input, int output, int errors)
     }
     posix_spawnattr_setsigmask(&attributes, &none);
     posix_spawnattr_setsigdefault(&attributes, &defaults);
-    // A session of its own: Ctrl-C in a terminal reaches the host alone.
+    // The child gets its own session, so that Ctrl-C in a terminal reaches only the host.
     posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
 
     std::string words[] = {python, "-c", kProgram, "--log-fd", std::to_string(kLogFd)};
@@ -174,11 +177,11 @@ bool Process::read(std::string *text) {
             close_fd(&output_);
         }
     }
-    copy_words(); // written before the end
+    copy_words(); // Python may have written more before its output ended
     return false;
 }
 
-/* Passes on to the log what Python writes before the sidecar has the log itself. */
+/* Copies Python's standard error to the log, until the sidecar opens the log itself. */
 void Process::copy_words() {
     char buffer[4096];
     while (errors_ >= 0) {
@@ -204,7 +207,7 @@ void Process::stop_reading() {
 }
 
 void Process::wait_readable(int milliseconds) {
-    pollfd items[] = {{output_, POLLIN, 0}, {errors_, POLLIN, 0}}; // poll ignores negative descriptors
+    pollfd items[] = {{output_, POLLIN, 0}, {errors_, POLLIN, 0}}; // poll() ignores negative descriptors
     poll(items, 2, milliseconds);
 }
 
@@ -217,7 +220,7 @@ bool Process::ended(std::string *how) {
                                        : "with status " + std::to_string(WEXITSTATUS(status));
             pid_ = 0;
         } else if (found < 0 && errno == ECHILD && kill(pid_, 0) != 0 && errno == ESRCH) {
-            how_ = "and the host has collected it"; // a host that waits for all children, or ignores SIGCHLD
+            how_ = "and the host has collected it"; // the host waits for all children, or ignores SIGCHLD
             pid_ = 0;
         }
     }

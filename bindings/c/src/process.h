@@ -1,4 +1,4 @@
-/* The sidecar's process, for the host that starts it. */
+/* Starts and ends the sidecar's process. */
 #ifndef FRAMESHARD_PROCESS_H
 #define FRAMESHARD_PROCESS_H
 
@@ -10,9 +10,9 @@
 
 namespace frameshard_core {
 
-/* Runs the sidecar as a program that Python is given with -c, with kSafePath in its environment: no module is taken from
- * the working directory. The variable is unknown to Python 3.10, which imports nothing before the program takes the
- * directory from the path; later ones do, but know the variable. */
+/* Python runs this program with -c, and with kSafePath in its environment. Together they keep Python from importing
+ * modules from the working directory. Python 3.10 does not know the variable, but imports nothing before the program
+ * removes the directory from sys.path. Later versions import modules earlier, but know the variable. */
 constexpr char kProgram[] = "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
                             "runpy.run_module('frameshard.broker', run_name='__main__', alter_sys=True)";
 constexpr char kSafePath[] = "PYTHONSAFEPATH=1";
@@ -24,36 +24,36 @@ class Process {
     Process(const Process &) = delete;
     Process &operator=(const Process &) = delete;
 
-    /* Starts the module frameshard.broker with `python`, with `line` waiting on its standard input, which ends with this object.
-     * False with the reason in *why, a whole sentence. */
+    /* Starts the module frameshard.broker with `python` and writes `line` to its standard input. The input stays open
+     * as long as this object lives. Returns false with a sentence in *why if the process cannot be started. */
     bool start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why);
 
-    /* Appends what the process has written to its standard output; false when nothing more will come. Never waits. */
+    /* Appends new standard output of the process to *text. Returns false when the output has ended. Never waits. */
     bool read(std::string *text);
-    /* Waits until read() may have something, `milliseconds` at most. */
+    /* Waits at most `milliseconds` until read() may have new output. */
     void wait_readable(int milliseconds);
-    /* Closes the outputs: nothing is read after this. */
+    /* Closes the pipes of the output. read() returns false after this. */
     void stop_reading();
 
-    /* Whether it has ended, and how, in words. Never waits. */
+    /* Returns true if the process has ended, with *how such as "with status 1". Never waits. */
     bool ended(std::string *how);
-    /* The end of what Python wrote to standard error before the sidecar ran; "" where that went elsewhere. */
+    /* The last standard error output of Python from before the sidecar opened its log. Always "" on Windows. */
     const std::string &words() const { return words_; }
 
-    /* Closes its standard input, which ends it; waits `timeout_s` at most, then kills it. */
+    /* Ends the process by closing its standard input. Waits at most `timeout_s`, then kills it. */
     void end(double timeout_s);
 
   private:
 #ifdef _WIN32
-    void *process_ = nullptr, *job_ = nullptr; // HANDLEs; nullptr: none
+    void *process_ = nullptr, *job_ = nullptr; // HANDLEs; nullptr if not open
     void *input_ = nullptr, *output_ = nullptr;
 #else
     int spawn(const std::string &python, int input, int output, int errors);
     void copy_words();
 
-    pid_t pid_ = 0; // 0: none, or reaped
+    pid_t pid_ = 0; // 0: not started, or its exit status was collected
     int input_ = -1, output_ = -1;
-    int errors_ = -1, log_ = -1; // until the sidecar writes to the log by itself
+    int errors_ = -1, log_ = -1; // open until the sidecar writes to the log itself
 #endif
     std::string how_, words_;
 };

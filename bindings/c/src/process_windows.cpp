@@ -1,4 +1,4 @@
-/* Process over CreateProcess: a job object ends the sidecar and its engine with the host, also when that crashes. */
+/* Process for Windows. A job object ends the sidecar and its engine when the host ends, even if the host crashes. */
 #include "process.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace frameshard_core {
 namespace {
 
-constexpr DWORD kPipeBytes = 1 << 17; // more than the line, which is written before there is a reader
+constexpr DWORD kPipeBytes = 1 << 17; // must hold the whole line, which is written before the child can read it
 constexpr UINT kKilled = 137;
 
 std::wstring wide(const std::string &text) {
@@ -47,7 +47,7 @@ void close_handle(void **handle) {
     }
 }
 
-/* A handle that the child may have, for as long as it takes to start it. */
+/* A handle for the child. The host closes its own copy after the start. */
 class Inherited {
   public:
     Inherited() = default;
@@ -69,7 +69,7 @@ bool make_pipe(void **ours, void **theirs, bool we_write) {
     return SetHandleInformation(*ours, HANDLE_FLAG_INHERIT, 0) != 0;
 }
 
-/* The host's environment with kSafePath. */
+/* Returns the host's environment block with kSafePath added. */
 std::vector<wchar_t> safe_environment() {
     std::wstring first = wide(kSafePath);
     std::vector<wchar_t> block(first.begin(), first.end());
@@ -85,7 +85,8 @@ std::vector<wchar_t> safe_environment() {
     return block;
 }
 
-/* Where the sidecar's log goes: a file, else what the host has for its errors, else nowhere. */
+/* Opens the sidecar's log: `file` if it is not empty, else the host's standard error, else the null device. Returns
+ * nullptr if that fails. */
 void *open_log(const std::string &file) {
     SECURITY_ATTRIBUTES inherit = {sizeof inherit, nullptr, TRUE};
     HANDLE log = INVALID_HANDLE_VALUE;
@@ -131,7 +132,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
         return fail();
     }
 
-    // Only these three are inherited, whatever else the host has open: the sidecar would hold it.
+    // The child inherits only these three handles. Others of the host would stay open as long as the sidecar runs.
     HANDLE handles[] = {in.handle, out.handle, log.handle};
     SIZE_T size = 0;
     InitializeProcThreadAttributeList(nullptr, 1, 0, &size);
@@ -147,11 +148,12 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     startup.StartupInfo.hStdOutput = out.handle;
     startup.StartupInfo.hStdError = log.handle;
     startup.lpAttributeList = attributes;
-    // A path cannot hold a double quote, and the program has none.
+    // Quoting is safe: a Windows path cannot contain a double quote, and kProgram has none.
     std::wstring command = L"\"" + wide(python) + L"\" -c \"" + wide(kProgram) + L"\"";
     std::vector<wchar_t> environment = safe_environment();
     PROCESS_INFORMATION started{};
-    // No window, and so no console whose Ctrl-C would reach it. Suspended until the job has it.
+    // Without a console, Ctrl-C in the host's console does not reach the child. It starts suspended, so that it cannot
+    // start processes before it is in the job object.
     bool made =
         UpdateProcThreadAttribute(attributes, 0, PROC_THREAD_ATTRIBUTE_HANDLE_LIST, handles, sizeof handles, nullptr,
                                   nullptr) &&
@@ -192,7 +194,8 @@ bool Process::read(std::string *text) {
 }
 
 void Process::wait_readable(int milliseconds) {
-    // A pipe cannot be waited for; its writer can.
+    // Windows cannot wait for data in a pipe. So this looks every few milliseconds, and waits for the process
+    // meanwhile.
     constexpr int step = 5;
     for (int left = milliseconds; left > 0; left -= step) {
         DWORD there = 0;
@@ -228,7 +231,7 @@ void Process::end(double timeout_s) {
         }
         close_handle(&process_);
     }
-    close_handle(&job_); // and whoever is left in it
+    close_handle(&job_); // kills all processes that are left in the job object
 }
 
 } // namespace frameshard_core

@@ -78,7 +78,7 @@ std::string text_of(const char *what, const char *text, size_t least, size_t mos
 }
 
 void check_range(const char *what, double value, double least, double most) {
-    if (!(least <= value && value <= most)) { // NaN included
+    if (!(least <= value && value <= most)) { // true for NaN, too
         std::ostringstream sentence;
         sentence << what << " must be from " << least << " to " << most;
         refuse(FS_BAD_ARGUMENT, sentence.str());

@@ -1,5 +1,4 @@
-/* Between the C functions and the C++ code: turns exceptions into statuses with a sentence, and checks and copies the
- * caller's arguments. */
+/* Helpers of the C functions. They turn exceptions into statuses, and check and copy the caller's arguments. */
 #ifndef FRAMESHARD_SEAM_H
 #define FRAMESHARD_SEAM_H
 
@@ -14,7 +13,7 @@
 
 namespace frameshard_core {
 
-/* Thrown where a call is refused; becomes the call's status. */
+/* Thrown to refuse a call. `guarded` returns its status and remembers its message. */
 struct Refused {
     fs_status status;
     std::string message;
@@ -22,10 +21,10 @@ struct Refused {
 
 [[noreturn]] void refuse(fs_status status, std::string message);
 
-/* Keeps the sentence for fs_last_error. May throw std::bad_alloc. */
+/* Stores the sentence that fs_last_error returns on this thread. May throw std::bad_alloc. */
 void remember(const std::string &message);
 
-/* Runs a call's body; no exception gets out. */
+/* Runs the body of a C function. Returns FS_OK, or the status of the exception that it threw. */
 template <class Body> fs_status guarded(Body body) noexcept {
     try {
         try {
@@ -42,29 +41,30 @@ template <class Body> fs_status guarded(Body body) noexcept {
             return FS_INTERNAL;
         }
     } catch (...) {
-        return FS_OUT_OF_MEMORY; // there is no memory for the sentence either
+        return FS_OUT_OF_MEMORY; // there was no memory for the sentence
     }
 }
 
-/* A copy of the caller's text. Refuses what is not UTF-8 of `least` to `most` bytes. */
+/* Returns a copy of the caller's text. Throws Refused unless it is UTF-8 of `least` to `most` bytes. */
 std::string text_of(const char *what, const char *text, int64_t length, size_t least, size_t most);
 std::string text_of(const char *what, const char *text, size_t least, size_t most);
 
-/* An array of such texts, at most `limit`. */
+/* Returns an array of such texts. Throws Refused if there are more than `limit`. */
 json texts_of(const char *what, const char *const *texts, uint64_t count, uint32_t limit, size_t least, size_t most);
 
-/* A word that is one of `words`; or it is refused. */
+/* Returns `word`. Throws Refused unless it is one of `words`. */
 std::string word_of(const char *what, const char *word, std::initializer_list<const char *> words);
 
+/* Throws Refused unless `value` is in `least` to `most`. NaN is refused. */
 void check_range(const char *what, double value, double least, double most);
 
-/* The word with this number, from 1; or it is refused. */
+/* Returns the word with this number, counted from 1. Throws Refused if there is none. */
 template <size_t N> std::string word_of(const char *what, uint64_t number, const char *const (&words)[N]) {
     check_range(what, double(number), 1, N);
     return words[number - 1];
 }
 
-/* The caller's struct as this library knows it: members that an older program does not have get their defaults. */
+/* Returns a copy of the caller's struct. Members that an older program's struct does not have get their defaults. */
 template <class T> T known_part(const T *given, T defaults, const char *init) {
     if (given->struct_size < sizeof(uint32_t) || given->struct_size > 4096) {
         refuse(FS_BAD_ARGUMENT, std::string("struct_size is wrong: use ") + init);
@@ -73,7 +73,7 @@ template <class T> T known_part(const T *given, T defaults, const char *init) {
     return defaults;
 }
 
-/* Fills as much of the caller's struct as it has. */
+/* Copies `value` to the caller's struct, which has `size` bytes and may be shorter. */
 template <class T> void fill(T *target, uint32_t size, const T &value) {
     std::memcpy(target, &value, std::min<size_t>(size, sizeof(T)));
 }

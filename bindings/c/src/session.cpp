@@ -6,10 +6,10 @@ namespace frameshard_core {
 namespace {
 
 constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
-constexpr int kStoppedBeats = 40; // while the connection takes pings: the sidecar may be stopped by a debugger
+constexpr int kStoppedBeats = 40; // while the connection is open, because a debugger may have stopped the sidecar
 constexpr size_t kMaxMessages = 1024;
 
-/* The first `size` bytes of a text at most, without cutting a character. */
+/* Returns at most the first `size` bytes of a text. The result ends at a whole character. */
 std::string cut(const std::string &text, size_t size) {
     if (text.size() <= size) {
         return text;
@@ -20,7 +20,7 @@ std::string cut(const std::string &text, size_t size) {
     return text.substr(0, size);
 }
 
-/* The number of a word in a list, from 1; 0 for a word of a newer sidecar. */
+/* Returns the number of a word in a list, counted from 1; 0 for a word that only a newer sidecar knows. */
 uint32_t place_of(const std::string &word, std::initializer_list<const char *> words) {
     uint32_t at = 1;
     for (const char *known : words) {
@@ -40,7 +40,7 @@ uint32_t lease_state(const std::string &word) { return place_of(word, {"active",
 
 int64_t or_unknown(const json &bytes) { return bytes.is_null() ? -1 : bytes.get<int64_t>(); }
 
-/* Whether the program gets the answers to this request as events. */
+/* True if the program receives the answers to this request as events. */
 bool asked_by_program(const json &request) {
     const std::string &name = request["t"].get_ref<const std::string &>();
     return name != "submit" && name != "cancel" && name != "model_info" && name != "shutdown" && name != "bye";
@@ -69,7 +69,7 @@ uint64_t Session::request(json fields) {
     return id;
 }
 
-/* Before the first welcome and while resuming, requests wait; welcomed() sends them. */
+/* Sends a request if the session is open. Otherwise the request waits, and welcomed() sends it. */
 void Session::send_request(const json &fields) {
     if (state_ == State::Open) {
         json message = fields;
@@ -109,7 +109,7 @@ void Session::forget(const std::string &conversation) {
     advance(conversation);
 }
 
-/* Submits the next job of a conversation, unless one is running. */
+/* Submits the next job of a conversation, unless one of its jobs is running. */
 void Session::advance(const std::string &conversation) {
     Conversation &said = conversations_[conversation];
     while (said.speaking == 0 && !said.waiting.empty()) {
@@ -128,7 +128,7 @@ void Session::advance(const std::string &conversation) {
     }
 }
 
-/* Submits a job; one of fs_ask with the history of its conversation. */
+/* Submits a job. A job of fs_ask gets the history of its conversation. */
 void Session::open(uint64_t number) {
     Job &job = jobs_.at(number);
     if (job.turn) {
@@ -139,7 +139,7 @@ void Session::open(uint64_t number) {
         if (!system.empty()) {
             told.push_back(message("system", system));
         }
-        // As much history as fits a frame; the sidecar refuses what does not fit the context.
+        // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
         size_t bytes = system.size() + job.question.size(), first = said.exchanges.size();
         size_t most = kMaxFrame - 2 * kMaxString;
         while (first > 0 && said.exchanges.size() - first < kMaxMessages / 2 - 2) {
@@ -177,7 +177,7 @@ bool Session::cancel(uint64_t number) {
     }
     Job &job = found->second;
     if (job.ended) {
-        return true; // its last event waits to be polled
+        return true; // the program has not polled its last event yet
     }
     if (job.wire != 0) {
         request({{"t", "cancel"}, {"job", job.wire}});
@@ -221,7 +221,7 @@ void Session::beat() {
     if (++silent_beats_ > (state_ == State::Greeting ? kGreetingBeats : connected)) {
         lose({FS_CONNECTION_LOST, "the sidecar does not answer"});
     } else if (!outgoing_.empty()) {
-        // The socket does not take frames now.
+        // The socket accepts no frames now, so a ping would only wait behind them.
     } else if (state_ == State::Open) {
         send({{"t", "ping"}, {"id", ++ids_}, {"epoch", epoch_}});
     } else {
@@ -246,7 +246,7 @@ void Session::receive(const char *data, size_t size) {
     } else if (name == "error") {
         refused(message);
     } else if (!message.contains("epoch") || message["epoch"].get<uint64_t>() != epoch_) {
-        return; // of another launch, or a message that this version does not know
+        return; // from another launch, or unknown to this version
     } else if (message.contains("job")) {
         job_event(message);
     } else if (name == "pong") {
@@ -286,7 +286,7 @@ void Session::welcomed(const json &message) {
         }
         for (auto &item : jobs_) {
             if (!first && item.second.wire != 0) {
-                grant(item.second, item.second.granted); // the last one may be lost
+                grant(item.second, item.second.granted); // repeats the newest credit, which may be lost
             }
         }
         if (first) {
@@ -339,7 +339,7 @@ void Session::refused(const json &message) {
             Event &event = put(FS_EVENT_REFUSED);
             event.fields.request = id;
             put_error(event, error);
-        } // a refused cancel: the job has ended, and its last event tells it
+        } // a cancel is refused only if the job has ended; then its last event follows
     }
 }
 
@@ -347,13 +347,13 @@ void Session::answered_by(const json &message) {
     uint64_t id = message["id"];
     auto found = unanswered_.find(id);
     if (found == unanswered_.end()) {
-        return; // answered twice after a resumption
+        return; // a second answer, after the session was resumed
     }
     const std::string &name = message["t"].get_ref<const std::string &>();
     if (name == "lease" || name == "released") {
         std::string &heard = found->second.last_heard;
         if (heard == name || heard == "released") {
-            return; // repeated after a resumption
+            return; // a repeated answer, after the session was resumed
         }
         heard = name;
         Event &event = put(name == "lease" ? FS_EVENT_LEASE : FS_EVENT_BUDGET_RELEASED);
@@ -366,7 +366,7 @@ void Session::answered_by(const json &message) {
         } else {
             event.fields.used_bytes = message["used_bytes"];
         }
-        return; // observed is the last
+        return; // the request stays open until `observed` comes
     }
     json request = std::move(found->second.fields);
     unanswered_.erase(found);
@@ -460,11 +460,11 @@ void Session::job_event(const json &message) {
         }
     }
     if (name.empty()) {
-        pass_over(job, seq); // an event that this version does not know
+        pass_over(job, seq); // this version does not know the event
         return;
     }
     if (name == "started" && job.started) {
-        job.granted = seq + 1; // repeated by a shortened question; the program has this event
+        job.granted = seq + 1; // a question submitted again with less history starts twice; the program gets one event
         return;
     }
     Event &event = put(name == "started"    ? FS_EVENT_STARTED
@@ -504,7 +504,7 @@ void Session::job_event(const json &message) {
     }
 }
 
-/* Counts an event that the program does not get as taken, together with the event before it. */
+/* Gives credit for an event that the program does not receive, together with the credit for the event before it. */
 void Session::pass_over(Job &job, uint64_t seq) {
     for (auto event = events_.rbegin(); event != events_.rend(); ++event) {
         if (event->wire == job.wire) {
@@ -515,7 +515,7 @@ void Session::pass_over(Job &job, uint64_t seq) {
     credit(job, seq + 1);
 }
 
-/* Grants what the program has taken, once it is half of the window. */
+/* Gives the sidecar credit for the events before `next`, once they are half of the window. */
 void Session::credit(Job &job, uint64_t next) {
     uint64_t window = job.fields.value("window", uint64_t(32));
     if (next - job.granted >= std::max<uint64_t>(1, window / 2)) {
@@ -523,7 +523,7 @@ void Session::credit(Job &job, uint64_t next) {
     }
 }
 
-/* Forgets the oldest exchange; false when there is none. */
+/* Drops the oldest exchange of the job's conversation. Returns false if there is none. */
 bool Session::shorten(Job &job) {
     if (job.conversation.empty() || conversations_[job.conversation].exchanges.empty()) {
         return false;
@@ -549,7 +549,7 @@ void Session::compare(const json &message) {
                 forgotten.push_back(item.first);
             }
         } else if (found->second > job.expected) {
-            job.asked_again = false; // the events sent again were lost too
+            job.asked_again = false; // the events that were sent again are lost, too
             ask_again(job);
         }
     }
@@ -559,14 +559,14 @@ void Session::compare(const json &message) {
     }
     for (const auto &[wire, count] : sent) {
         if (by_wire_.count(wire) == 0) {
-            // The credit for its last event was lost.
+            // The sidecar keeps this job because it did not receive the credit for the last event.
             send({{"t", "credit"}, {"epoch", epoch_}, {"job", wire}, {"next", count}});
         }
     }
 }
 
 void Session::ask_again(Job &job) {
-    // One request for each gap: later events that are on their way must not repeat it.
+    // Ask once for each gap. Events after the gap that arrive later must not repeat the request.
     if (!job.asked_again) {
         job.asked_again = true;
         grant(job, job.granted, true);
@@ -628,7 +628,7 @@ void Session::put_error(Event &event, const Error &error) {
     }
 }
 
-/* Ends a job without an event of the sidecar. */
+/* Ends a job with an event that did not come from the sidecar. */
 void Session::end_job(uint64_t number, uint32_t type, const Error &error) {
     Job &job = jobs_.at(number);
     job.ended = true;

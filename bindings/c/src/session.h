@@ -1,5 +1,6 @@
-/* The client's side of one session, without I/O and without a clock: it takes frames and beats, and gives frames and
- * events. It implements bindings/PROTOCOL.md, "A client in ten steps", and above that the conversations of fs_ask. */
+/* The client's side of one session, without I/O and without a clock. The caller passes received frames and beats in,
+ * and takes frames to send and events out. Implements bindings/PROTOCOL.md, "A client in ten steps", and on top of it
+ * the conversations of fs_ask. */
 #ifndef FRAMESHARD_SESSION_H
 #define FRAMESHARD_SESSION_H
 
@@ -26,7 +27,7 @@ struct Error {
 struct Event {
     fs_event fields{};
     std::string text, detail;
-    uint64_t wire = 0; // the protocol's number of the job; 0: the event was made here
+    uint64_t wire = 0; // the protocol's number of the job; 0: the event did not come from the sidecar
     uint64_t seq = 0;
 };
 
@@ -34,30 +35,32 @@ class Session {
   public:
     explicit Session(std::string client_name) : name_(std::move(client_name)) {}
 
-    /* Sends hello; to be called once when the connection is made. */
+    /* Sends hello. Call it once, when the connection is made. */
     void greet(uint64_t epoch);
 
     const std::string *next_frame() const { return outgoing_.empty() ? nullptr : &outgoing_.front(); }
     void sent() { outgoing_.pop_front(); }
     void receive(const char *data, size_t size);
-    /* To be called every kBeatSeconds while the program polls: sends a ping, and loses the session after long silence. */
+    /* Call it every kBeatSeconds while the program polls. Sends a ping, and ends the session if the sidecar has not
+     * answered for too long. */
     void beat();
-    /* Ends the session once: each open job fails and each open request is refused with `error`; FS_EVENT_CLOSED follows. */
+    /* Ends the session: each open job fails and each open request is refused with `error`, then FS_EVENT_CLOSED
+     * follows. Further calls do nothing. */
     void lose(Error error);
 
     bool has_event() const { return !events_.empty(); }
-    /* The next event for the program. Gives the sidecar credit for it. */
+    /* Removes and returns the next event for the program, and gives the sidecar credit for it. */
     Event take();
 
     bool lost() const { return state_ == State::Lost; }
     const Error &error() const { return error_; }
-    /* Whether the request has its last answer. */
+    /* True if the last answer to the request has come. */
     bool answered(uint64_t request) const { return unanswered_.count(request) == 0; }
     const json &model() const { return model_; } // null before FS_EVENT_READY
-    /* Whether the sidecar has announced this feature in its welcome. */
+    /* True if the sidecar has named this feature in its welcome. */
     bool has_feature(const std::string &name) const;
 
-    /* `fields` are those of submit without job, epoch and id. */
+    /* `fields` are those of `submit` without job, epoch and id. Returns the program's number of the job. */
     uint64_t submit(json fields);
     uint64_t ask(std::string text, const std::string &conversation, const std::string *system, json fields);
     bool cancel(uint64_t job);
@@ -73,7 +76,7 @@ class Session {
     struct Conversation {
         std::string system;
         std::deque<Exchange> exchanges;
-        std::deque<uint64_t> waiting; // jobs in their order; 0: clear the history
+        std::deque<uint64_t> waiting; // jobs in their order; 0 stands for "clear the history"
         uint64_t speaking = 0;
     };
     struct Job {
@@ -83,13 +86,13 @@ class Session {
         std::unique_ptr<std::string> system;
         uint64_t wire = 0; // number of the job in the protocol; 0: it waits for its conversation
         uint64_t expected = 0, granted = 0;
-        bool turn = false; // of fs_ask
+        bool turn = false; // made by fs_ask
         bool accepted = false, asked_again = false, started = false, ended = false;
     };
 
     struct Request {
         json fields;              // without epoch
-        std::string last_heard{}; // of budget_set: `lease` or `released`, the answers that are not the last
+        std::string last_heard{}; // the newest answer to budget_set so far: "", `lease` or `released`
     };
 
     void hello();
@@ -119,21 +122,21 @@ class Session {
     uint64_t ids_ = 0, handles_ = 0, wires_ = 0;
     int silent_beats_ = 0;
     json model_;
-    json features_ = json::array(); // of the sidecar
+    json features_ = json::array(); // features of the sidecar
     std::deque<std::string> outgoing_;
     std::map<uint64_t, Request> unanswered_; // by id
-    std::map<uint64_t, Job> jobs_;           // by the program's number
-    std::map<uint64_t, uint64_t> by_wire_;   // to the program's number
+    std::map<uint64_t, Job> jobs_;           // by the program's number of the job
+    std::map<uint64_t, uint64_t> by_wire_;   // from the protocol's number of a job to the program's
     std::map<std::string, Conversation> conversations_;
     std::deque<Event> events_;
 };
 
-/* Whether this type of event is the last of a job. */
+/* True if an event of this type is the last one of its job. */
 inline bool is_end(uint32_t type) {
     return type == FS_EVENT_DONE || type == FS_EVENT_FAILED || type == FS_EVENT_CANCELLED;
 }
 
-/* The error of an ErrorInfo; an unknown code becomes FS_INTERNAL. */
+/* Converts the protocol's ErrorInfo. An unknown code becomes FS_INTERNAL. */
 Error error_of(const json &info);
 
 } // namespace frameshard_core
