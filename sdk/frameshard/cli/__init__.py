@@ -1,11 +1,11 @@
 """The ``frameshard`` command.
 
 Each subcommand is a module of this package with ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of
-the command that is called gets imported, so ``frameshard --help`` answers at once and a tool that needs no GPU loads no
-GPU library.
+the called command is imported. So ``frameshard --help`` answers at once, and a command without a GPU loads no GPU
+library.
 
-Exit status: 0 done, 1 the command ran and its check failed, 2 an error (with ``--json`` also ``{"error": ...}`` on
-stdout), 130 interrupted.
+Exit status: 0 if the command succeeded, 1 if its check failed, 2 after an error (with ``--json`` there is also
+``{"error": ...}`` on stdout), 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS = {
 }
 
 IN_PROCESS = ("plan", "profile", "bench", "verify")
-"""Commands that run native code in this process, which holds up Python's own answer to Ctrl-C."""
+"""Commands that run native code in this process. During native code Python cannot react to Ctrl-C."""
 
 DESCRIPTION = """\
 frameshard runs a language model beside a game on one GPU and hands VRAM back to
@@ -69,14 +69,14 @@ Ctrl-C      ends any command at once, with exit status 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours, so that they too reach a program as JSON."""
+    """An argument parser that raises our errors, so that ``--json`` works for them too."""
 
     def error(self, message: str) -> NoReturn:
         raise BadArgument(f"{message} (see {self.prog} --help)")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, complete for `command` and with a line of help for the others."""
+    """The parser for all commands. Only `command` has its options; the others have a line of help."""
     parser = Parser(
         prog="frameshard",
         description=DESCRIPTION,
@@ -122,9 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             emit_json({"error": error.to_wire()})
         return 2
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end in a traceback while Python finishes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C during the exit would print a traceback
         return interrupt.STATUS
     except BrokenPipeError:
-        # The reader of our output has gone, as in "frameshard plan ... | head". Python's flush at exit must not fail.
+        # The reader of our output has ended, as in "frameshard plan ... | head". Without this, Python's flush at exit
+        # would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -1,9 +1,9 @@
-"""``frameshard bench``: time to first token and tokens per second at several budgets, beside what the plan predicts.
+"""``frameshard bench``: measures TTFT and tokens per second at several budgets, and compares them with the plan.
 
-One model is loaded once; the budget changes between rows. A figure is the median of ``--repeat`` runs, rows
-interleaved, so that a slow spell of the machine hits all of them. ``--vs`` runs upstream's own benchmark in turn, after
-each of our rows at the same budget; meanwhile this process holds no more than its floor. Both sides read the prompt
-once before it counts.
+The model is loaded once, and the budget changes between rows. Each figure is the median of ``--repeat`` runs. The runs
+of the rows alternate, so that a slow phase of the machine affects all rows. With ``--vs`` llama.cpp's own benchmark
+runs after each row with the same budget; meanwhile this process holds only its floor. Both programs prefill the prompt
+once before the measured run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from frameshard.plan.workload import Workload
 
 MIB = 2**20
-_DRAWN = 3  # tokens decoded for a time line; the second is drawn
-_START = 61  # words from where one sequence begins to where the next does: alike, they would share experts
+_DRAWN = 3  # tokens decoded for a time line; it shows the second
+_START = 61  # each sequence begins so many words later: with the same text all would use the same experts
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 @dataclass
 class _Row:
-    """Measurements at one budget; a budget of ``None`` is llama.cpp without the shard device."""
+    """The measurements at one budget. A budget of ``None`` is llama.cpp without the shard device."""
 
     budget: int | None
     ttft: list[float] = field(default_factory=list)
@@ -177,7 +177,7 @@ def _fill(row: _Row, runtime: Runtime, workload: Workload) -> None:
     placement.replan()
     while placement.fill():
         pass
-    # The engine's own, but for the context that is decoded at.
+    # The same plan as the engine's, but for the context in the middle of the answer.
     row.plan = placement.plan_for(row.budget, workload.n_prompt + workload.n_generate // 2, workload.n_parallel)
 
 
@@ -191,7 +191,7 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
             _fill(row, runtime, workload)
         _read(runtime, workload.n_parallel, tokens)
         _decode(runtime, workload.n_parallel, tokens)  # compiles the decode graph and fills the ring
-        # As the engine does: the experts that this text needs show in the prefill.
+        # The engine does this too: after the prefill it is known which experts this text needs.
         if runtime.placement is not None and runtime.placement.learn():
             _fill(row, runtime, workload)
             _read(runtime, workload.n_parallel, tokens)
@@ -244,8 +244,8 @@ def _measure_upstream(row: _Row, runtime: Runtime, workload: Workload, args: arg
 
 
 def _tokens(runtime: Runtime, n: int, *, any_at_all: bool) -> tuple[list[int], list[int]]:
-    """Tokens to decode one by one, and a prompt of ``n``: of the passage, or any of the vocabulary, as
-    llama-batched-bench has them. What experts are asked for depends on it."""
+    """The tokens to decode one by one, and a prompt of ``n`` tokens. They are from the passage, or with ``any_at_all``
+    from the whole vocabulary as in llama-batched-bench. The choice of experts depends on it."""
     import numpy as np
 
     from .passage import PASSAGE
@@ -262,7 +262,7 @@ def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
 
     for seq in range(parallel):
         runtime.clear(seq)
-    # Several prompts in one graph where they fit: what is streamed is streamed once for all of them.
+    # Several prompts share a graph if they fit, so streamed weights are copied once for all of them.
     together = max(1, runtime.n_ubatch // len(tokens))
     for first in range(0, parallel, together):
         seqs = range(first, min(first + together, parallel))
@@ -274,7 +274,7 @@ def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
 
 
 def _decode(runtime: Runtime, parallel: int, words: list[int], i: int = 0) -> None:
-    """One token of every sequence; reading a row of logits waits for the result, as sampling would."""
+    """Decodes one token of every sequence. Reading a row of logits waits for the result, as a sampler would."""
     from frameshard.engine.llama import Rows
 
     for row in runtime.decode([Rows(seq, [words[(_START * seq + i) % len(words)]]) for seq in range(parallel)]):
@@ -282,14 +282,14 @@ def _decode(runtime: Runtime, parallel: int, words: list[int], i: int = 0) -> No
 
 
 def _turned(words: list[int], seq: int) -> list[int]:
-    """The words from where a sequence begins."""
+    """The words, starting with the first word of sequence ``seq``."""
     at = _START * seq % len(words)
     return words[at:] + words[:at]
 
 
 def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[str, figures.Window]:
-    """What a time line shows: the second of some tokens after a prompt and the second of two ubatches, so that the ring
-    is as it is in between."""
+    """The windows of a time line: the second of several tokens after a prompt, and the second of two ubatches. These
+    are in the middle of a run, so the ring is in its usual state."""
     assert runtime.device is not None
     words, tokens = _tokens(runtime, workload.n_prompt, any_at_all=any_tokens)
     _read(runtime, workload.n_parallel, tokens)
@@ -326,7 +326,7 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
     if row.plan is not None:
         document |= {
             "prefill_copied_mb": round(row.copied / MIB, 3),
-            "experts_a_step": row.experts,  # of decoding: those of layers that are not resident, by where they were
+            "experts_a_step": row.experts,  # per decode, in layers that are not resident
             "predicted_ttft_s": row.plan.predicted_ttft(workload.n_prompt, workload.n_parallel),
             "predicted_decode_tps": row.plan.predicted_decode_tps(workload.n_parallel),
             "bound_ttft_s": row.plan.bound_ttft(workload.n_prompt, workload.n_parallel),

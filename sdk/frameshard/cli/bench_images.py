@@ -1,9 +1,9 @@
-"""``frameshard bench --image``: how long a model takes to look at a picture and answer, at several budgets.
+"""``frameshard bench --image``: measures the time to read an image and answer, at several budgets.
 
-Each run sees a picture that it has not seen before. Latency runs from when its pixels are as the tower wants them, for
-which both programs have the same code, to the last token. ``--vs`` runs upstream's ``llama-mtmd-cli`` in turn: the
-vision tower is on the GPU where the budget holds it and as much again for its activations, else on the CPU, and of the
-model's layers as many are on the GPU as fit into the rest.
+Each run uses a new image. The latency is measured from the end of preprocessing, for which both programs have the same
+code, to the last token. ``--vs`` also runs llama.cpp's ``llama-mtmd-cli``. There the vision tower is on the GPU if
+twice its size fits in the budget, which leaves room for its activations; otherwise it is on the CPU. As many layers of
+the model are on the GPU as fit in the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 PROMPT = "\nWhat is this?"
 CONTEXT = 5120
-"""Tokens: 4096 of an image, as many as known models make of one, text and answer."""
+"""Tokens of context: 4096 for an image, the most that known models need, and the rest for text and answer."""
 
 
 @dataclass
@@ -50,7 +50,10 @@ class _Row:
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:
-    """Widths and heights of ``"1920x1080,1280x720"``; :class:`BadArgument` for anything else."""
+    """The widths and heights in a text such as ``"1920x1080,1280x720"``.
+
+    :raises BadArgument: the text does not have this form.
+    """
     from frameshard.errors import BadArgument
 
     sizes = []
@@ -112,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def noise(seed: int, width: int, height: int) -> Image:
-    """A picture that no cache knows."""
+    """An image of random pixels, so that no cache has it."""
     import numpy as np
 
     from frameshard.engine.vision import Image
@@ -172,7 +175,7 @@ def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], 
 
 
 def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[int], args: argparse.Namespace) -> None:
-    """What upstream itself times, without loading and preprocessing."""
+    """Runs llama.cpp's program and reads the times that it prints, without loading and preprocessing."""
     from frameshard.engine.nvml import Observer
     from frameshard.errors import FrameshardError
     from frameshard.native import EMULATED
@@ -197,7 +200,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
         command = [args.vs, "-m", runtime.config.model, "--mmproj", mmproj, "--image", str(file), "-p", PROMPT.strip()]
         command += ["-n", str(args.generate), "-c", str(runtime.n_ctx_seq), "-t", str(args.vs_threads or args.threads)]
         command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
-        command += ["-lv", "4", *upstream.BATCH, *upstream.kv_type(args.kv_type)]  # its times are not told otherwise
+        command += ["-lv", "4", *upstream.BATCH, *upstream.kv_type(args.kv_type)]  # -lv 4: prints its times
         observer = None if emulated else Observer()
         log = Path(scratch) / "log"
         with open(log, "wb") as out:
@@ -214,7 +217,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
                 process.wait()
         words = log.read_text(errors="replace")
     encode = [int(ms) for ms in re.findall(r"(?:encoding done|slice encoded) in (\d+) ms", words)]
-    # Upstream's clock of the prompt runs through the encode, as the text before the image is not waited for.
+    # The prompt's time of llama.cpp includes the encode.
     prompt = re.findall(r"prompt eval time = +([0-9.]+) ms", words)
     speech = re.findall(r" eval time = +([0-9.]+) ms", words)
     if code != 0 or not encode or not prompt or float(prompt[-1]) < sum(encode):

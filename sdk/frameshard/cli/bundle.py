@@ -1,19 +1,19 @@
-"""``frameshard bundle``: lays out what a game ships, so that the sidecar runs where nothing is installed.
+"""``frameshard bundle``: makes a folder that a game can ship, with everything that the sidecar needs.
 
-A bundle is this environment's interpreter and packages, copied file by file, behind a launcher that looks nowhere else.
-It runs from any path, offline, on Linux with a C library no older than here and a CPU that has what the manifest names:
-any x86-64 since Haswell, if ``make build`` made the environment. Rejected: a frozen executable, which is one more build
-tool for the same files, and a virtual environment, which names absolute paths.
+A bundle has copies of this environment's interpreter and packages, and a launcher that uses only these. It runs from
+any path and offline. It needs Linux with a C library at least as new as this machine's, and a CPU with the features in
+the manifest: any x86-64 since Haswell, if ``make build`` made the environment. A frozen executable was rejected because
+it needs another build tool for the same files, and a virtual environment because it contains absolute paths.
 
 ::
 
     DIR/frameshard           the command line
-    DIR/sidecar/python       what a binding is given as `python`
-    DIR/sidecar/...          the interpreter, packages and shared libraries that it uses
-    DIR/client/              libframeshard and what it needs, where it was given
-    DIR/models/              model files, where they were asked for
-    DIR/licences/            the licence texts of everything inside
-    DIR/manifest.json        what it needs, sizes, versions, and the models with their hashes
+    DIR/sidecar/python       the value of a binding's option `python`
+    DIR/sidecar/...          the interpreter, packages and shared libraries
+    DIR/client/              libframeshard and its libraries, if it was given
+    DIR/models/              model files, if any were asked for
+    DIR/licences/            the licence texts of everything in the bundle
+    DIR/manifest.json        requirements, sizes, versions, and the models with their hashes
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ here=$(dirname -- "$(readlink -f -- "$0")")/sidecar
 exec "$here/python" "$here/packages/frameshard/program.py" frameshard "$@"
 """
 
-# What every Linux with a desktop and a driver has, and what must be its own.
+# Libraries that every Linux with a desktop and a driver has. The machine's own ones must be used.
 SYSTEM_LIBRARIES = (
     *("ld-linux", "libc.", "libm.", "libdl.", "libpthread.", "librt.", "libutil.", "libresolv.", "libnsl."),
     *("libgcc_s.", "libstdc++.", "libcuda.", "libnvidia-", "libvulkan."),
@@ -71,7 +71,7 @@ LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class File:
-    """One file of the bundle: where it comes from, where it goes, and the part that it counts to."""
+    """One file of the bundle: its source, its path in the bundle, and the part whose size it adds to."""
 
     source: Path
     target: Path
@@ -151,7 +151,7 @@ def _models(names: list[str]) -> Iterator[Path]:
 
 
 def _closure(root: str) -> dict[str, metadata.Distribution]:
-    """The installed distributions that `root` needs, itself included, by name."""
+    """The installed distributions that `root` needs, and `root` itself, by name."""
     found: dict[str, metadata.Distribution] = {}
     wanted = [(root, True)]
     while wanted:
@@ -165,7 +165,7 @@ def _closure(root: str) -> dict[str, metadata.Distribution]:
             if needed:
                 why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install .)"
                 raise Unsupported(why, package=name) from None
-            continue  # for another system or Python
+            continue  # the requirement is for another system or Python
         found[key] = distribution
         for requirement in distribution.requires or []:
             what, _, marker = requirement.partition(";")
@@ -177,7 +177,7 @@ def _closure(root: str) -> dict[str, metadata.Distribution]:
 
 
 def _interpreter() -> Iterator[File]:
-    """The interpreter and its standard library, without what a program without a screen never imports."""
+    """The interpreter and its standard library, without modules that only programs with a user interface import."""
     home, base = Path("sidecar/home"), Path(sys.base_prefix)
     yield File(Path(os.path.realpath(sys.executable)), home / "bin" / "python3", "python")
     stdlib = Path(sysconfig.get_path("stdlib"))
@@ -194,13 +194,13 @@ def _interpreter() -> Iterator[File]:
 
 
 def _packages(distributions: dict[str, metadata.Distribution]) -> Iterator[File]:
-    """What pip has installed for each: its own list, without scripts, tests, headers and second copies."""
+    """The files that pip has installed for each distribution, without scripts, tests, headers and duplicates."""
     for name, distribution in distributions.items():
         if distribution.files is None:
             raise Unsupported(f"{name} was not installed by pip: its files are not known", package=name)
         for file in distribution.files:
             top = file.parts[0]
-            # llama-cpp-python installs its libraries a second time under lib/, for those who compile against it
+            # llama-cpp-python installs its libraries again under lib/, for programs that compile against it.
             if top not in ("..", "bin", "lib", "include") and file.suffix != ".pyc" and not TESTS.search(str(file)):
                 yield File(Path(str(distribution.locate_file(file))), Path("sidecar/packages") / file, name)
 
@@ -210,7 +210,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _shared_libraries(files: list[File]) -> Iterator[File]:
-    """Libraries from outside that files of the bundle are linked against; `ldd` tells where they are here."""
+    """The libraries of this machine that files of the bundle are linked with, as found by `ldd`."""
     inside = {os.path.realpath(file.source) for file in files}
     seen: set[tuple[str, str]] = set()
     for part in ("sidecar", "client"):
@@ -235,7 +235,7 @@ def _is_elf(path: Path) -> bool:
 
 
 def _licences(distributions: dict[str, metadata.Distribution], files: list[File]) -> tuple[list[File], list[str]]:
-    """The licence texts, and the names of what has none here."""
+    """The licence texts, and the names of packages without one on this machine."""
     texts: list[File] = []
     silent: list[str] = []
 
@@ -275,8 +275,8 @@ def _licences(distributions: dict[str, metadata.Distribution], files: list[File]
 
 
 def _debian_copyrights(paths: list[Path]) -> dict[Path, list[Path]]:
-    """For files of Debian packages, the packages' copyright files."""
-    # Packages name files by where they were before /lib became a link to /usr/lib, or after.
+    """The copyright files of the Debian packages that the files belong to."""
+    # A package may name its files under /lib or under /usr/lib, because /lib has become a link to /usr/lib.
     names: dict[str, Path] = {}
     for path in paths:
         real = os.path.realpath(path)
@@ -304,7 +304,7 @@ def _check_space(directory: Path, files: list[File]) -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(directory: Path, *, keep: bool) -> Iterator[None]:
-    """A bundle that is not whole is none."""
+    """Removes the directory if the block fails, so that no incomplete bundle is left."""
     try:
         yield
     except BaseException:
@@ -319,7 +319,10 @@ def _removed_on_failure(directory: Path, *, keep: bool) -> Iterator[None]:
 
 
 def _write(directory: Path, files: list[File]) -> dict[str, int]:
-    """Copies everything. Returns the bytes of each part, largest first."""
+    """Copies all files.
+
+    :returns: the bytes of each part, largest first.
+    """
     sizes: dict[str, int] = {}
     made: set[Path] = set()
     for file in files:
@@ -345,7 +348,8 @@ def _write(directory: Path, files: list[File]) -> dict[str, int]:
 
 
 def _compile(source: Path, target: Path, compiled: Path) -> bool:
-    """Byte code that does not depend on the source's date, which installers of games do not keep."""
+    """Compiles a module to byte code that is valid for any date of the source: installers of games do not keep
+    dates."""
     existing = Path(importlib.util.cache_from_source(str(source)))
     text = source.read_bytes()
     if existing.is_file():
@@ -355,7 +359,7 @@ def _compile(source: Path, target: Path, compiled: Path) -> bool:
             value.to_bytes(4, "little") for value in (0, int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size & 0xFFFFFFFF)
         )
         if dated and code[:4] == importlib.util.MAGIC_NUMBER:
-            unchecked = (1).to_bytes(4, "little")  # PEP 552: by hash, and not to be checked
+            unchecked = (1).to_bytes(4, "little")  # PEP 552: identified by its hash, and never compared with the source
             compiled.write_bytes(code[:4] + unchecked + importlib.util.source_hash(text) + code[16:])
             return True
     try:
@@ -366,7 +370,7 @@ def _compile(source: Path, target: Path, compiled: Path) -> bool:
             doraise=True,
             invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
         )
-    except py_compile.PyCompileError:  # a template, or for another Python
+    except py_compile.PyCompileError:  # the file is a template, or is for another Python
         return False
     return True
 
@@ -400,7 +404,7 @@ def _manifest(
 
 
 def _cpu_needs() -> dict[str, object] | None:
-    """What ggml was compiled for, the most demanding part of a bundle; ``None`` where that is not known."""
+    """The CPU features that ggml was compiled for, which include those that other parts need; ``None`` if unknown."""
     features = cpu.compiled_for()
     if features is None or platform.machine() != "x86_64":
         return None

@@ -1,8 +1,8 @@
-"""``frameshard chat``: talk to a model in the terminal, through a sidecar as a game would.
+"""``frameshard chat``: talks to a model in the terminal, through a sidecar as a game does.
 
-Input is read while an answer streams, so a command such as ``/budget 128`` acts in mid-answer; a question waits for its
-turn. What is typed at the prompt can be edited, where Python has readline. Answers go to standard output, everything
-else to standard error.
+Input is read while an answer streams. So a command such as ``/budget 128`` acts during an answer; a question waits
+until the answer is complete. The line at the prompt can be edited if Python has readline. Answers go to standard
+output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """One conversation. `answers` collects what was said, for ``--json``."""
+    """One conversation. `answers` collects the answers for ``--json``."""
 
     def __init__(
         self, client: frameshard.Client, system: str | None, sampling: frameshard.Sampling, show: bool
@@ -106,15 +106,18 @@ class Chat:
         self._error: BaseException | None = None
 
     async def run(self) -> None:
-        """Until the end of input, ``/quit``, or Ctrl-C without an answer. Raises what ended it otherwise."""
+        """Runs until the input ends, until ``/quit``, or until Ctrl-C while no answer streams.
+
+        :raises FrameshardError: the sidecar or the connection failed.
+        """
         import trio
 
         self._idle = trio.Event()
         self._idle.set()
         info = await self._client.model_info()
         self._note(f"{info.name} on {info.device}, {info.n_ctx} tokens of context\n/help for commands")
-        # Without a buffer the reader hands over a question only when the answer before it is complete, and a command
-        # that follows a question acts while that is answered.
+        # The channel has no buffer. So the reader passes on a question only when the previous answer is complete, and a
+        # command after a question acts during its answer.
         send, receive = trio.open_memory_channel[str](0)
         with self._input, trio.open_signal_receiver(signal.SIGINT) as interrupts:
             async with trio.open_nursery() as nursery:
@@ -131,7 +134,7 @@ class Chat:
                 self._error = KeyboardInterrupt()
                 scope.cancel()
                 return
-            stream, self._stream = self._stream, None  # a second Ctrl-C leaves
+            stream, self._stream = self._stream, None  # a second Ctrl-C ends the command
             await stream.cancel()
 
     async def _read(self, questions: trio.MemorySendChannel[str]) -> None:
@@ -240,11 +243,11 @@ class Chat:
 
 
 class Input:
-    """Lines of standard input. Leaving never waits for the return key. A context manager that gives a terminal back as
-    it was.
+    """Reads lines of standard input. It is a context manager: its end does not wait for the return key, and restores
+    the settings of the terminal.
 
-    With ``edit`` a line is edited by readline where Python has it (not on Windows, not in a bundle), but not while an
-    answer comes, which would be written into that line. `edits` says whether it is.
+    With ``edit`` readline edits the lines, if Python has it (not on Windows, not in a bundle). It does not while an
+    answer streams, because the answer would be written into the line. `edits` is true if readline is used.
     """
 
     def __init__(self, *, edit: bool) -> None:
@@ -264,11 +267,14 @@ class Input:
         if self.edits:
             import termios
 
-            # A thread may still be in readline, which has its own settings in force.
+            # A thread may still be in readline, which changes the settings of the terminal.
             termios.tcsetattr(0, termios.TCSADRAIN, self._settings)
 
     async def line(self, idle: trio.Event) -> str | None:
-        """The next line, stripped; ``None`` at the end. ``idle`` is set while nothing is being answered."""
+        """The next line without spaces around it; ``None`` at the end of input.
+
+        :param idle: set while no answer streams.
+        """
         import trio
 
         while not self._lines and not self._ended:
@@ -282,7 +288,7 @@ class Input:
         return self._lines.popleft() if self._lines else None
 
     async def _readable(self, idle: trio.Event) -> bool:
-        """Waits for input, or with readline until that can take over."""
+        """Waits for input, or with readline until no answer streams."""
         import trio
 
         found = False
@@ -291,7 +297,7 @@ class Input:
             nonlocal found
             try:
                 await trio.lowlevel.wait_readable(0)
-            except OSError:  # a regular file, which is always ready; on Windows whatever is no socket
+            except OSError:  # a regular file is always ready; on Windows only sockets can be waited for
                 await trio.lowlevel.checkpoint()
             found = True
             scope.cancel()
@@ -319,7 +325,10 @@ class Input:
 
 
 def _find_readline() -> bool:
-    """Loads it: from then on :func:`input` edits lines and keeps those of this process for the arrow keys."""
+    """Imports readline, so that :func:`input` edits lines and the arrow keys bring earlier ones back.
+
+    :returns: whether Python has it.
+    """
     try:
         import readline  # noqa: F401
     except ImportError:
@@ -328,7 +337,7 @@ def _find_readline() -> bool:
 
 
 def _edited_line() -> str | None:
-    """In a thread."""
+    """Reads a line with readline. Runs in a thread."""
     try:
         return input(PROMPT)
     except EOFError:
@@ -341,7 +350,7 @@ def budget_text(n_bytes: int) -> str:
 
 
 def stats_text(stats: frameshard.Stats) -> str:
-    """A few lines from the engine's figures; without a shard device there is no VRAM to tell of."""
+    """The engine's figures as a few lines of text. Without a shard device there are no figures of VRAM."""
     engine = stats.engine
     if engine is None:
         return f"the engine is {stats.broker.engine}"

@@ -1,4 +1,4 @@
-"""What the subcommands share: arguments that mean the same everywhere, sizes, and JSON output."""
+"""Shared by the subcommands: common arguments, sizes, tables and JSON output."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) *([A-Za-z]*)")
 
 
 WIDTH = 80
-"""Columns that tables and sentences take at most."""
+"""The most columns of tables and sentences."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes for ``"64"`` (MiB), ``"1.5GiB"``, ``"800 MB"``; :class:`BadArgument` for anything else."""
+    """The bytes of a size such as ``"64"`` (MiB), ``"1.5GiB"`` or ``"800 MB"``.
+
+    :raises BadArgument: the text is not a size.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in UNITS:
         raise BadArgument(f"{text!r} is not a size: a number of MiB, or one with B, KB, KiB, MB, MiB, GB or GiB")
@@ -45,21 +48,24 @@ def parse_size(text: str) -> int:
 
 
 def parse_budgets(text: str) -> list[int]:
-    """Bytes for a list such as ``"64,96,1.5GiB"``."""
+    """The bytes of each size in a list such as ``"64,96,1.5GiB"``.
+
+    :raises BadArgument: a part is not a size.
+    """
     return [parse_size(part) for part in text.split(",")]
 
 
 def sizes_of(text: str) -> list[int]:
-    """The budgets of a list that are not named ``floor`` or ``full``; 0, no limit, where all are."""
+    """The budgets of a list in bytes, without ``floor`` and ``full``; 0 for no limit if nothing else is in it."""
     words = (part.strip() for part in text.split(","))
     return [parse_size(word) for word in words if word not in ("floor", "full")] or [0]
 
 
 def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Runtime:
-    """Loads a model to be tried at each budget of the list ``budgets``, and never holds more than the largest of them.
-    Where ``floor`` is the only one, no weights are resident yet.
+    """Loads a model within the largest budget of the list ``budgets``. If ``floor`` is the only one, no weights become
+    resident. Raises the errors of ``Runtime.load`` too.
 
-    :raises BudgetBelowFloor: the largest is too small. For others see ``Runtime.load``.
+    :raises BudgetBelowFloor: the largest budget is too small.
     """
     from frameshard.engine.runtime import Runtime
     from frameshard.engine.scratch import try_files
@@ -75,7 +81,8 @@ def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Run
 
 
 def budgets_of(text: str, runtime: Runtime) -> Iterator[int | None]:
-    """The budgets of a list in bytes, with ``floor`` and ``full`` of the loaded model; one ``None`` on the CPU."""
+    """The budgets of a list in bytes. ``floor`` and ``full`` are those of the loaded model. On the CPU there is one
+    budget, ``None``."""
     if runtime.device is None:
         yield None
         return
@@ -86,13 +93,16 @@ def budgets_of(text: str, runtime: Runtime) -> Iterator[int | None]:
 
 
 def format_size(n_bytes: int) -> str:
-    """A size for people in MiB, rounded up, so that the printed figure is also enough when it is typed back in."""
+    """A size in MiB as text. It is rounded up, so that a user who types it in gets at least this size."""
     return f"{-(-n_bytes // 2**20)} MiB"
 
 
 def wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> str:
-    """A sentence in lines of at most :data:`WIDTH` columns; paths and names are not cut. ``hanging`` is the indent of
-    all lines but the first."""
+    """Wraps a sentence to lines of at most :data:`WIDTH` columns. Paths and names are not broken.
+
+    :param indent: columns before the first line.
+    :param hanging: columns before the other lines.
+    """
     return textwrap.fill(
         text,
         WIDTH,
@@ -104,15 +114,15 @@ def wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells, each to the right in its column, the first row being the heads. Two spaces lie
-    between columns, or one where that keeps within :data:`WIDTH`."""
+    """Formats rows with the same number of cells as a table. The first row has the headings. Cells are aligned to the
+    right, with two spaces between columns, or one if the table would be wider than :data:`WIDTH`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
     return "\n".join(space.join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def size(text: str) -> int:
-    """:func:`parse_size` for an option, so that the error names the option."""
+    """The type of an option: :func:`parse_size`, with errors that argparse shows with the option's name."""
     try:
         return parse_size(text)
     except BadArgument as error:
@@ -120,14 +130,14 @@ def size(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An integer from 1 to 2^31 - 1."""
+    """The type of an option: an integer from 1 to 2^31 - 1."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def rate(text: str) -> float:
-    """A rate above zero."""
+    """The type of an option: a rate above zero."""
     try:
         value = float(text)
     except ValueError:
@@ -138,12 +148,12 @@ def rate(text: str) -> float:
 
 
 def ubatch(text: str) -> int:
-    """Prompt tokens at once, 0 for ``auto``."""
+    """The type of ``--ubatch``: a number of tokens, or ``auto``, which becomes 0."""
     return 0 if text == "auto" else positive(text)
 
 
 def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """``--model --device --threads --json``."""
+    """Adds ``--model --device --threads --json``."""
     parser.add_argument(
         "--model", required=required, metavar="PATH|NAME", help="a GGUF file, or a name that `frameshard models` knows"
     )
@@ -165,7 +175,7 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
 
 
 def add_context_args(parser: argparse.ArgumentParser) -> None:
-    """``--ctx --parallel --ubatch --kv-type``."""
+    """Adds ``--ctx --parallel --ubatch --kv-type``."""
     parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context of each job in tokens (4096)")
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
     add_ubatch_arg(parser)
@@ -173,7 +183,7 @@ def add_context_args(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
-    """``--ubatch``, which is 0 for ``auto``."""
+    """Adds ``--ubatch``; its value is 0 for ``auto``."""
     parser.add_argument(
         "--ubatch",
         type=ubatch,
@@ -185,7 +195,7 @@ def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kv_type_arg(parser: argparse.ArgumentParser) -> None:
-    """``--kv-type``."""
+    """Adds ``--kv-type``."""
     parser.add_argument(
         "--kv-type",
         choices=KV_TYPES,
@@ -195,11 +205,14 @@ def add_kv_type_arg(parser: argparse.ArgumentParser) -> None:
 
 
 def to_json(document: Mapping[str, object]) -> str:
-    """A JSON document for a file or stdout. NaN and infinity are refused: they are not JSON."""
+    """A JSON document for a file or stdout.
+
+    :raises ValueError: a number is NaN or infinity, which JSON does not have.
+    """
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def emit_json(document: Mapping[str, object]) -> None:
-    """The one JSON document of a command, on stdout."""
+    """Writes the JSON document of a command to stdout. A command writes only one."""
     sys.stdout.write(to_json(document))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Pictures of measurements and plans, by matplotlib, which the extra ``plots`` installs."""
+"""Draws measurements and plans with matplotlib, which the extra ``plots`` installs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _LANES = {"copy": ("copies", "#4477aa"), "device": ("GPU", "#228833"), "cpu": ("
 
 
 def check(path: str) -> None:
-    """Raises :class:`BadArgument` if no picture can be written to ``path``: better before measuring than after."""
+    """Checks before a measurement that its picture can be written to ``path``.
+
+    :raises BadArgument: it cannot.
+    """
     if Path(path).suffix.lower() not in _FORMATS:
         raise BadArgument(f"{path} is not the name of a picture: end it with {', '.join(_FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
         raise BadArgument(f"there is no folder for {path}")
-    # Only looked for: what is measured should not have its libraries in the process.
+    # It is not imported here, because its libraries must not be in the process that is measured.
     if importlib.util.find_spec("matplotlib") is None:
         raise BadArgument("pictures need matplotlib: pip install 'frameshard[plots]'")
 
@@ -44,7 +47,7 @@ def _pyplot() -> Any:
 
 @dataclass(frozen=True)
 class Window:
-    """What the executor did between two moments of ``time.perf_counter``."""
+    """The executor's work between two times of ``time.perf_counter``."""
 
     what: str
     spans: Sequence[Span]
@@ -52,14 +55,15 @@ class Window:
     end_s: float
 
     def lane(self, name: str) -> list[tuple[float, float]]:
-        """(start, length) in seconds from the window's start of each span in it, cut at its ends."""
+        """The spans of a lane, cut at the ends of the window: (start, length) in seconds, from the window's start."""
         cut = [
             (max(span.start_s, self.start_s), min(span.end_s, self.end_s)) for span in self.spans if span.lane == name
         ]
         return [(start - self.start_s, end - start) for start, end in cut if end > start]
 
     def summary(self) -> dict[str, Any]:
-        """The window's length and, of each lane, its busy share of it and its rate while busy in GB/s of weights."""
+        """The window's length in seconds, and for each lane the share of time in which it is busy and its rate in that
+        time, in GB/s of weights."""
         length = self.end_s - self.start_s
         lanes = {}
         for name in _LANES:
@@ -76,8 +80,8 @@ class Window:
 
 
 def draw_apart(draw: Callable[..., None], path: str, *args: object) -> None:
-    """``draw(path, *args)``, a function here, in a process of its own: beside llama.cpp some builds of matplotlib
-    crash, as both bring a C++ runtime.
+    """Calls ``draw(path, *args)``, with a function of this module, in another process. In one process with llama.cpp
+    some builds of matplotlib crash, because both bring a C++ runtime.
 
     :raises FrameshardError: nothing was drawn."""
     drawn = subprocess.run(
@@ -88,13 +92,13 @@ def draw_apart(draw: Callable[..., None], path: str, *args: object) -> None:
     )
     if drawn.returncode:
         lines = drawn.stderr.decode(errors="replace").strip().splitlines()
-        died = drawn.returncode < 0  # what it had written then is no reason
+        died = drawn.returncode < 0  # its output does not explain a crash
         why = f"matplotlib ended with status {drawn.returncode}" if died or not lines else lines[-1]
         raise FrameshardError(f"{path} could not be drawn: {why}")
 
 
 def draw_timeline(path: str, title: str, windows: Sequence[Window]) -> None:
-    """A lane each for copies, GPU and CPU, one picture a window, with the busy share of each lane."""
+    """Draws the lanes of copies, GPU and CPU with the share of time in which each is busy, in one chart per window."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(len(windows), figsize=(12, 1.9 * len(windows) + 0.6), squeeze=False)
     for axis, window in zip(axes[:, 0], windows, strict=True):
@@ -120,7 +124,7 @@ def draw_timeline(path: str, title: str, windows: Sequence[Window]) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """What a plan says at a budget: predicted, at best, and with llama.cpp's static offload."""
+    """A plan's times at one budget: predicted, the bound, and with llama.cpp's static offload."""
 
     budget_gib: float
     ttft_s: tuple[float, float, float]
@@ -143,9 +147,12 @@ _LINES = (
 def draw_plans(
     path: str, title: str, sweep: Sequence[Point], marked: Sequence[Point], n_prompt: int, below: Sequence[float]
 ) -> None:
-    """TTFT and decode rate over the budgets of ``sweep``, with their bounds and llama.cpp's static offload; dots at
-    ``marked``. What lies below the first of ``sweep``, the floor, is grey; budgets there, ``below`` in GiB, are
-    lines."""
+    """Draws TTFT and tokens per second for the budgets of ``sweep``, with their bounds and llama.cpp's static offload.
+
+    :param sweep: points at ascending budgets; the first is at the floor, and the area below it is grey.
+    :param marked: points that are drawn as dots.
+    :param below: budgets below the floor, in GiB, that are drawn as lines.
+    """
     pyplot = _pyplot()
     panels: list[tuple[str, Callable[[Point], tuple[float, float, float]]]] = [
         (f"seconds to the first token, prompt of {n_prompt}", lambda point: point.ttft_s),
@@ -181,7 +188,7 @@ def draw_plans(
 
 
 def _draw_from_stdin() -> None:
-    """What :func:`draw_apart` runs: a function and its arguments, pickled."""
+    """Runs in the process that :func:`draw_apart` starts. Reads a function and its arguments, pickled."""
     draw, args = pickle.load(sys.stdin.buffer)
     draw(*args)
 

@@ -1,9 +1,9 @@
-"""Ctrl-C ends a command quietly and at once, with exit status 130.
+"""Makes Ctrl-C end a command at once and without a traceback, with exit status 130.
 
-Python handles a signal between two bytecodes of the main thread. A command that loads a model in this process spends
-seconds in single calls into llama.cpp, and a callback from there swallows the exception. So a thread, which such calls
-do not hold up, ends the process when the main thread has not done so :data:`GRACE_S` after the signal. In that time
-the main thread usually unwinds, and removes what it has left on the disk.
+Python handles a signal only between two bytecodes of the main thread. While a model loads, the main thread spends
+seconds in single calls to llama.cpp, and an exception in a callback from there is lost. So another thread ends the
+process if it is still running :data:`GRACE_S` after the signal. Usually the main thread has ended by then, and has
+removed its temporary files.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ STATUS = 130
 GRACE_S = 0.5
 
 at_end: list[Callable[[], None]] = []
-"""Called before the process is ended without unwinding, to give the terminal back as it was. Must not wait."""
+"""Functions that restore the terminal. They are called before the thread ends the process, and must not wait."""
 
 
 @contextlib.contextmanager
 def prompt() -> Iterator[None]:
-    """Ends this process :data:`GRACE_S` after a SIGINT, or at a second one, also while the main thread is in native
-    code. To be entered by the main thread. Raises KeyboardInterrupt like Python's own handler, and nothing else once
-    there was a SIGINT."""
+    """Ends this process :data:`GRACE_S` after a SIGINT, or at a second SIGINT, also while the main thread is in native
+    code. The main thread must enter it.
+
+    :raises KeyboardInterrupt: there was a SIGINT. Any other exception after it is replaced by this one.
+    """
     ours, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     interrupted = threading.Event()
@@ -56,7 +58,7 @@ def prompt() -> Iterator[None]:
         yield
     except BaseException:
         if interrupted.is_set():
-            raise KeyboardInterrupt from None  # the watch goes on: leaving the process may take long, too
+            raise KeyboardInterrupt from None  # the thread goes on, because the exit of the process may also take long
         raise
     finally:
         if not interrupted.is_set():
@@ -73,7 +75,7 @@ def _end() -> None:
 
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:
-    """``trio.run(main)`` in which a Ctrl-C is a KeyboardInterrupt, not a group with one in it."""
+    """Runs ``trio.run(main)``. Ctrl-C raises a KeyboardInterrupt instead of an exception group with one."""
     import trio
 
     try:

@@ -1,4 +1,4 @@
-"""``frameshard models``: fetch models by name, and see which are at hand."""
+"""``frameshard models``: lists models and fetches them by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text that verify and bench run: the opening of Moby-Dick (Herman Melville, 1851; public domain)."""
+"""The text for verify and bench: the beginning of Moby-Dick (Herman Melville, 1851; public domain)."""
 
 PASSAGE = """\
 Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and nothing \

@@ -1,7 +1,7 @@
-"""``frameshard plan``: what fits into a budget and how fast it will run, without loading the model.
+"""``frameshard plan``: predicts placements and times at several budgets, without loading the model.
 
-The size of llama.cpp's buffers, and with it the floor, is an estimate, at or above what a launch will say. A budget
-below it is shown as such; that none of the budgets fits is an error.
+The size of llama.cpp's buffers, and so the floor, is an estimate. It is at least as large as the floor of a launch. A
+budget below the floor is marked in the table; if all budgets are below it, that is an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         figures.check(args.plot)
     words = [word.strip() for word in args.vram_budget.split(",")]
     for size in (word for word in words if word not in ("floor", "full")):
-        common.parse_size(size)  # a typing error is said before anything is measured
+        common.parse_size(size)  # report a typing error before measuring
     model = read_model(models.resolve(args.model))
     forecast = _Forecast(args, model, _profile(args, model))
     named = {"floor": forecast.full.floor_bytes, "full": forecast.full.full_bytes}
@@ -101,7 +101,7 @@ def _profile(args: argparse.Namespace, model: Model) -> Profile:
 
 
 class _Forecast:
-    """Plans of one model on one machine, with the options of the command line."""
+    """The plans of one model on one machine, with the options of the command line."""
 
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
@@ -138,11 +138,14 @@ class _Forecast:
         self.full = self._plan(budget_bytes=0)
 
     def at(self, budget_bytes: int) -> Plan | None:
-        """The plan at a budget (0: no limit), or ``None`` below the floor."""
+        """The plan at a budget (0 for no limit); ``None`` below the floor."""
         return None if 0 < budget_bytes < self.full.floor_bytes else self._plan(budget_bytes=budget_bytes)
 
     def refuse(self, budget_bytes: int) -> None:
-        """Raises :class:`BudgetBelowFloor` for a budget below the floor."""
+        """Raises the error for a budget below the floor.
+
+        :raises BudgetBelowFloor: always, for such a budget.
+        """
         self._plan(budget_bytes=budget_bytes)
 
     def plot(self, path: str, budgets: Sequence[int]) -> None:
@@ -156,7 +159,7 @@ class _Forecast:
         figures.draw_apart(figures.draw_plans, path, title, *points, self.n_prompt, below)
 
     def document(self, budgets: Sequence[int], plans: Sequence[Plan | None]) -> dict[str, object]:
-        """For ``--json``. The floor and all that follows from it are estimates."""
+        """The document for ``--json``. The floor and all figures that depend on it are estimates."""
         bounds = {"floor_bytes": self.full.floor_bytes, "full_bytes": self.full.full_bytes}
         rows = [
             {
@@ -189,7 +192,7 @@ class _Forecast:
 
 
 def _choose_ubatch(choose: Callable[[Sequence[int]], int], budgets: Sequence[int]) -> int:
-    """For those of the budgets that have room for the smallest size."""
+    """Chooses ``n_ubatch`` for those of the budgets that have room for the smallest size."""
     from frameshard.errors import BudgetBelowFloor
     from frameshard.plan.ubatch import LEAST_UBATCH
 
@@ -201,7 +204,7 @@ def _choose_ubatch(choose: Callable[[Sequence[int]], int], budgets: Sequence[int
 
 
 def _cells(plan: Plan | None, n_prompt: int) -> list[str]:
-    """A row of the table without its budget."""
+    """The cells of a row, without the budget."""
     if plan is None:
         return [""] * (len(_COLUMNS) - 1)
     decode = plan.tiers[0]

@@ -1,4 +1,4 @@
-"""``frameshard profile``: measures what plans are made from."""
+"""``frameshard profile``: measures the machine's profile, which plans are made from."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(profile: Profile) -> str:
-    """A profile for people."""
+    """A profile as a table."""
     from frameshard.plan.profile import BYTES_PER_WEIGHT, parse_kind
 
     lines = common.wrapped(", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())).splitlines()
@@ -83,14 +83,17 @@ def table(profile: Profile) -> str:
 
 
 def _cells(values: Iterable[float]) -> str:
-    """A row's figures, to the right; narrower ones where there are many."""
+    """The figures of a row, aligned to the right. With many figures the columns are narrower."""
     figures = [f"{value:.4g}" for value in values]
     width = min(10, (common.WIDTH - 32) // max(len(figures), 1))
     return "".join(f"{figure:>{width}}" for figure in figures)
 
 
 def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:
-    """The profile for ``--device``, measured unless one is kept and ``refresh`` is false."""
+    """The profile for ``--device``. It is measured if none is kept, or if ``refresh`` is true.
+
+    :param seconds: time in seconds for all measurements together.
+    """
     from frameshard import native
     from frameshard.engine import llamalog
     from frameshard.engine.probe import load_or_probe

@@ -1,7 +1,7 @@
-"""What a command is doing, on standard error: a bar where that is a terminal and rich is installed, else a line for
-each step.
+"""Shows the progress of a command on standard error: a bar if that is a terminal and rich is installed, otherwise a
+line for each step.
 
-What takes long below the command line (loading, measuring) logs that it begins. In a bar such a line becomes its text.
+Slow operations (loading, measuring) write a log line when they begin. The bar shows this line as its text.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ logger = logging.getLogger("frameshard")
 
 
 class Steps:
-    """Work in ``total`` steps. The same without a bar."""
+    """Work in ``total`` steps; this class writes lines instead of a bar."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.begun = 0
 
     def next(self, text: str) -> None:
-        """The step before this one is done; ``text`` says what this one does."""
+        """Ends the step before and begins the next one.
+
+        :param text: what the next step does.
+        """
         self.begun += 1
         logger.info("%d of %d: %s", self.begun, self.total, text)
 
     def print(self, line: str) -> None:
-        """A line of the command's result, on stdout."""
+        """Prints a line of the command's result to stdout."""
         print(line, flush=True)
 
 
@@ -54,7 +57,7 @@ class _Bar(Steps):
 
 
 class _ToBar(logging.Handler):
-    """What is logged becomes the bar's text; warnings are printed above it."""
+    """Makes log lines the text of the bar. Warnings are printed above the bar."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class _ToBar(logging.Handler):
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Steps]:
-    """Shows how far the work of a ``with`` block has come."""
+    """Shows the progress of the ``with`` block."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield Steps(total)
         return

@@ -1,6 +1,6 @@
-"""``frameshard serve``: a sidecar that several programs connect to, until it is told to stop.
+"""``frameshard serve``: runs a sidecar for several programs until it is told to stop.
 
-A game usually starts its own with :func:`frameshard.launch` instead, so that it ends with the game.
+A game usually starts its own sidecar with :func:`frameshard.launch`. Such a sidecar ends with the game.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``frameshard simulate``: replays what a game does with its frames and its VRAM against a real sidecar.
+"""``frameshard simulate``: replays a game's frames, VRAM demand and questions with a real sidecar.
 
-Exit status 1: the sidecar broke its lease or lost a job.
+The exit status is 1 if the sidecar broke its lease or lost a job.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(recording: Recording) -> dict[str, Any]:
-    """One row of the table."""
+    """The figures of one row of the table."""
     released = [1e3 * change.released_s for change in recording.changes if change.released_s is not None]
     return {
         "trace": recording.trace,
@@ -134,7 +134,7 @@ LEGEND = (
 
 
 def table(recordings: Sequence[Recording]) -> str:
-    """A row for each trace, and what the heads mean."""
+    """A table with a row for each trace, and an explanation of its headings."""
     found = [[_cell(value) for value in summary(each).values()] for each in recordings]
     width = max(len(row[0]) for row in [HEADS, *found])
     rows = [[row[0].ljust(width), *row[1:]] for row in [HEADS, *found]]

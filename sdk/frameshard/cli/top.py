@@ -1,6 +1,6 @@
-"""``frameshard top``: a running sidecar in the terminal, while a game uses it.
+"""``frameshard top``: shows a running sidecar in the terminal, while a game uses it.
 
-It is a client like any other and changes nothing.
+It is an ordinary client, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_rich() -> None:
-    """Raises :class:`BadArgument` where there is nothing to draw with."""
+    """Checks that rich is installed, which draws the screen.
+
+    :raises BadArgument: it is not.
+    """
     try:
         import rich  # noqa: F401
     except ImportError:
@@ -102,7 +105,11 @@ def check_rich() -> None:
 
 
 def only_one() -> Path:
-    """The connect file of the only sidecar that runs. Raises :class:`ConnectionLost`, :class:`BadArgument`."""
+    """The connect file of the only running sidecar.
+
+    :raises ConnectionLost: no sidecar is running.
+    :raises BadArgument: several sidecars are running.
+    """
     from frameshard.broker.endpoint import running
 
     found = running()
@@ -117,7 +124,7 @@ def only_one() -> Path:
 
 @dataclass
 class View:
-    """What is known of the sidecar, and how it was of late."""
+    """The figures of the sidecar, with their recent history."""
 
     model: frameshard.ModelInfo
     budget: frameshard.Budget = field(init=False)
@@ -129,7 +136,7 @@ class View:
     _at: float = 0.0
 
     async def look(self, client: frameshard.Client) -> None:
-        """Takes the figures of this moment."""
+        """Asks the sidecar for its present figures."""
         stats = await client.stats()
         self.budget = await client.budget()
         now, copied = time.monotonic(), self.engine.get("copied_bytes", 0)
@@ -143,7 +150,7 @@ class View:
 
 
 def page(view: View) -> RenderableType:
-    """The whole screen."""
+    """The content of the screen."""
     from rich.console import Group
     from rich.panel import Panel
 
@@ -221,7 +228,7 @@ def grid(*rows: tuple[str, Text, str]) -> RenderableType:
 
 
 def stacked(parts: Iterable[tuple[int, str]], top: int, width: int = 40) -> Text:
-    """A bar whose whole width is `top`."""
+    """A bar of stacked parts. A part of `top` would fill the whole width."""
     from rich.text import Text
 
     bar, total, at = Text(), 0, 0

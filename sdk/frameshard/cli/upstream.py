@@ -1,8 +1,8 @@
-"""Stock llama.cpp for comparison: its own benchmark, with as much of the model on the GPU as a budget holds.
+"""Runs stock llama.cpp's own benchmark for comparison, with as much of the model on the GPU as fits in a budget.
 
-The whole budget is for weights: context and buffers come on top of it, so llama.cpp may use more VRAM than the budget,
-never less. Dense models get the largest ``-ngl``; mixtures of experts ``-ngl 999`` with the experts of as few
-layers as possible on the CPU (``-ncmoe``), which is faster than ``-ngl`` at every budget where it fits.
+The whole budget is for weights. Context and buffers are not counted, so llama.cpp may use more VRAM than the budget.
+Dense models run with the largest possible ``-ngl``. Mixtures of experts run with ``-ngl 999`` and the experts of as few
+layers as possible on the CPU (``-ncmoe``): that is faster than ``-ngl`` at every budget in which it fits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from frameshard.engine.nvml import Observer
 
 BATCH = ["-b", "2048", "-ub", "2048"]
-"""Sizes with which llama.cpp prefills fastest."""
+"""The arguments with which llama.cpp prefills fastest."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: seconds of the prefill, tokens per second of all sequences, bytes by NVML."""
+    """The result of one run: seconds of the prefill, tokens per second of all sequences together, and peak bytes of
+    VRAM that NVML counts."""
 
     ttft_s: float
     decode_tps: float
@@ -39,12 +40,12 @@ class Measured:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, without what :mod:`frameshard.engine` sets."""
+    """The environment of this process, without the variables that :mod:`frameshard.engine` sets."""
     return {key: value for key, value in os.environ.items() if key != "GGML_NO_BACKTRACE"}
 
 
 def placement(model: Model, budget_bytes: int) -> list[str]:
-    """Arguments that put the most weights on the GPU that fit ``budget_bytes`` by the sizes in the file."""
+    """The arguments that put as many weights on the GPU as fit in ``budget_bytes``, by the sizes in the file."""
     layers: Counter[int] = Counter()
     experts: Counter[int] = Counter()
     head = embedding = 0
@@ -58,7 +59,7 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
         else:
             head += tensor.n_bytes
     if not any(tensor.name == "output.weight" for tensor in model.tensors):
-        head += embedding  # tied: upstream keeps a second copy on the GPU
+        head += embedding  # the head is the embedding, and llama.cpp keeps a second copy of it on the GPU
     if experts:
         room = budget_bytes - head - sum(layers.values())
         on_cpu = model.n_layer
@@ -69,7 +70,7 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
             return ["-ngl", str(ALL_LAYERS), "-ncmoe", str(on_cpu)]
     room, n = budget_bytes - head, 0
     while room >= 0 and n <= model.n_layer:
-        n += 1  # the head counts as the first layer, then the last layers of the model
+        n += 1  # -ngl counts the head as the first layer; the last layers of the model follow
         room -= layers[model.n_layer - n] + experts[model.n_layer - n]
     return ["-ngl", str(n)]
 
@@ -88,13 +89,15 @@ def measure(
     *,
     threads: int,
 ) -> Measured:
-    """Run upstream's ``llama-batched-bench``. The first prompt, which allocates and uploads, is not counted.
-    ``observer`` is a new one, or ``None`` where there is no VRAM to look at.
+    """Runs llama.cpp's ``llama-batched-bench``. Its first prompt is not counted, because it allocates and uploads.
 
-    Raises :class:`FrameshardError` with its last words if it fails.
+    :param binary: path of the program.
+    :param where: arguments from :func:`placement`.
+    :param observer: a new one; ``None`` without a GPU.
+    :raises FrameshardError: the program failed; the message has its last output.
     """
     prompt, generate, parallel = workload.n_prompt, workload.n_generate, workload.n_parallel
-    # Each sequence has cells of its own, in blocks of 256.
+    # Each sequence has KV cells of its own, a multiple of 256.
     context = -(-(prompt + generate) // 256) * 256 * parallel
     command = [binary, "-m", str(model.path), "-c", str(context), *BATCH, "-fa", "on"]
     command += ["-t", str(threads), "-npp", str(prompt), "-ntg", f"1,{generate}", "-npl", str(parallel)]

@@ -1,13 +1,13 @@
-"""``frameshard verify``: the same text through stock llama.cpp and through the shard device at several budgets.
+"""``frameshard verify``: compares the shard device at several budgets with stock llama.cpp, on the same text.
 
-Stream-only rows must have the same bits as the same device at the largest budget named, also across a change of budget
-in mid-generation. Planned rows may compute on the CPU, whose rounding differs: there the next token and the perplexity
-must agree with stock llama.cpp. The device's own ledger, sampled at every allocation, must stay within the budget.
+Stream-only rows must give the same bits as the shard device at the largest given budget, also if the budget changes
+during the answer. Planned rows may compute on the CPU, which rounds differently. There the most likely next token and
+the perplexity must agree with stock llama.cpp. The device's ledger must stay within the budget at every allocation.
 
-No run holds more VRAM than the largest budget named. With ``full`` among them, everything is resident in the run that
-the others are compared with, and the reference for a GPU is stock llama.cpp on that GPU; else it is stock llama.cpp on
-the CPU. GPU and CPU round differently, and a planned row mixes both: it may differ from the reference as much as the
-two processors do. That is measured too, and printed as ``processors``.
+No run uses more VRAM than the largest given budget. If ``full`` is given, everything is resident in the run that
+stream-only rows are compared with, and the reference of a GPU is stock llama.cpp on that GPU. Otherwise the reference
+is stock llama.cpp on the CPU. A planned row uses GPU and CPU. So it may differ from the reference as much as these two
+differ from each other, which is measured too and printed as ``processors``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("frameshard.verify")
 TOP1_AGREEMENT = 0.97  # planned rows: share of positions with the same most likely token as stock llama.cpp
 PERPLEXITY_RATIO = 0.01  # planned rows: relative difference of perplexity
 MODES: tuple[Mode, ...] = ("stream_only", "planned")
-_LOGITS_OF_PROMPT = 16  # rows of logits looked at in the prompt, several in one graph
+_LOGITS_OF_PROMPT = 16  # so many rows of logits of the prompt are compared; one graph computes several
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -104,7 +104,10 @@ def _compare(
     config: Callable[[str], EngineConfig],
     steps: progress.Steps,
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """The references, and a row for each budget and mode, which is printed unless it is for ``--json``."""
+    """Measures the references and a row for each budget and mode. Rows are printed at once, except with ``--json``.
+
+    :returns: the references, and the rows.
+    """
     from frameshard import errors
     from frameshard.engine.runtime import STOCK, Runtime
     from frameshard.native import EMULATED, parse_device
@@ -159,7 +162,10 @@ def _tokens(runtime: Runtime, n: int) -> list[int]:
 def _logits(
     runtime: Runtime, tokens: Sequence[int], n_prompt: int, before: Callable[[int], None] | None = None
 ) -> Floats:
-    """Logits [rows, n_vocab] of the last prompt positions, computed together, and of each later token by itself."""
+    """The logits of the last positions of the prompt, computed together, and of each later token, computed alone.
+
+    :returns: shape [rows, n_vocab].
+    """
     import numpy as np
 
     runtime.clear(0)
@@ -185,8 +191,8 @@ def _set_mode(runtime: Runtime, mode: Mode, budget: int) -> None:
 
 
 class _MidGeneration:
-    """Changes the budget while a token is being computed, a third of the way through, and back after two thirds: to
-    less where that is possible, else to more, but not to more than ``most``. All are bytes."""
+    """Changes the budget during the decode of a token, after a third of the tokens, and back after two thirds. The
+    other budget is smaller if possible, and otherwise larger, but at most ``most``. All sizes are bytes."""
 
     def __init__(self, runtime: Runtime, budget: int, most: int, n_generate: int) -> None:
         assert runtime.placement is not None
@@ -213,7 +219,7 @@ class _MidGeneration:
             self.placement.fill()
 
     def finish(self) -> list[tuple[int, int]]:
-        """(budget, peak bytes) of each stretch of the run."""
+        """For each part of the run with the same budget: (budget, peak bytes)."""
         self._join()
         self.peaks.append((self.device.stats().budget_bytes, self.device.stats().peak_bytes))
         return self.peaks
@@ -235,8 +241,13 @@ def _row(
     resident: Floats,
     spread: float,
 ) -> dict[str, object]:
-    """One row of the result. ``most`` is the largest budget that may be used, in bytes; ``spread`` is the KL divergence
-    that a planned row may have in any case."""
+    """Measures one row of the result.
+
+    :param most: the largest budget in bytes that may be used.
+    :param reference: logits of stock llama.cpp, shape [rows, n_vocab].
+    :param resident: logits of the shard device at the largest budget, shape [rows, n_vocab].
+    :param spread: the KL divergence that a planned row may have in any case.
+    """
     import numpy as np
 
     assert runtime.device is not None
@@ -274,7 +285,7 @@ def _row(
 def _agreement(logits: Floats, reference: Floats, tokens: Sequence[int]) -> dict[str, float]:
     import numpy as np
 
-    # Row k predicts the token after it; the last row predicts nothing that we know.
+    # Row k predicts the token after it. For the last row that token is not known.
     targets = np.array(tokens[len(tokens) - len(logits) + 1 :])
     log_p, log_ref = _log_softmax(logits), _log_softmax(reference)
     return {

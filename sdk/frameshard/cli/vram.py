@@ -1,4 +1,4 @@
-"""Peak VRAM of a process as the driver counts it."""
+"""Measures the peak VRAM of a process, as counted by the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERVAL_S = 0.01
 
 
 class Sampler:
-    """A context manager that asks NVML every 10 ms; ``peak_bytes`` is ``None`` where NVML does not tell."""
+    """A context manager that asks NVML every 10 ms. ``peak_bytes`` is ``None`` if NVML does not report it."""
 
     def __init__(self, observer: Observer | None) -> None:
         self.peak_bytes: int | None = None

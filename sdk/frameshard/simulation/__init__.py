@@ -1,4 +1,4 @@
-"""A scripted host: replays what a game does with its frames and its VRAM against a real sidecar.
+"""A scripted host: replays a game's frames, VRAM demand and questions with a real sidecar.
 
-``trace`` is the script, ``player`` plays it and judges what it saw, ``plot`` draws it.
+``trace`` reads the script, ``player`` plays it and checks the result, ``plot`` draws the result.
 """

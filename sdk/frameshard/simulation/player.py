@@ -1,10 +1,11 @@
-"""Plays a trace against a sidecar as a game would, and checks the lease.
+"""Plays a trace with a sidecar, as a game would, and checks the lease.
 
-One task draws (it writes the frame block and sleeps for the length of the frame; no GPU is used), one changes the
-budget, one samples the VRAM in use, and each conversation has a task. Changes of the budget come one after the other.
+One task writes the frame block and sleeps for the length of each frame; it does not use the GPU. One task changes the
+budget, one samples the VRAM in use, and each conversation has a task. Only one change of the budget is under way at a
+time.
 
-The lease holds if no sample after a change was released, or after its deadline, is above the budget, and none in
-between is above the larger of the two budgets. All jobs have to end as their question says.
+The sidecar keeps its lease if no sample is above the budget in force. While a change is under way, until its release or
+its deadline, the larger one of the two budgets counts. Every job must end as its question says.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ MIB = 1 << 20
 SAMPLE_S = 1 / 60
 PAGE_S = 0.001
 DRAIN_S = 300.0
-"""For jobs that are under way when the trace ends."""
+"""The most seconds that jobs may take after the end of the trace."""
 
 LEAST_SHARE = 0.05
-"""Of what lies between floor and full: the least that is offered, since the floor of a real card moves a little."""
+"""The smallest budget is the floor plus this share of the range from floor to full. On a real GPU the floor changes a
+little, so it is not used itself."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The sidecar at one moment between `at` and `until`, in seconds since the start. `used_bytes` are by its own
-    ledger, `observed_bytes` by the driver, None where that does not tell; `frame_ms` is the last frame's time, None
-    while nothing is drawn."""
+    """The sidecar's figures at one moment.
+
+    :param at: the moment is between `at` and `until`, in seconds since the start.
+    :param used_bytes: VRAM in its ledger.
+    :param observed_bytes: VRAM that the driver counts; None if the driver does not report it.
+    :param frame_ms: the time of the last frame; None while nothing is drawn.
+    """
 
     at: float
     until: float
@@ -49,8 +55,12 @@ class Sample:
 
 @dataclass
 class Change:
-    """A change of the lease: in force `released_s` after it was asked, None: it was not in time. While the sidecar is
-    not active, `budget_bytes` is all that it may hold meanwhile."""
+    """A change of the lease.
+
+    :param budget_bytes: the new budget. If the new state is not active, it is the most that the sidecar may hold in
+        that state.
+    :param released_s: seconds from the request until the change was in force; None if it missed its deadline.
+    """
 
     at: float
     budget_bytes: int
@@ -62,7 +72,7 @@ class Change:
 
 @dataclass
 class Job:
-    """A question and what became of it: ``stop``, ``length``, ``cancelled`` or the name of an error."""
+    """A question and how its job ended: ``stop``, ``length``, ``cancelled`` or the name of an error."""
 
     at: float
     who: str
@@ -78,7 +88,7 @@ class Job:
 
 @dataclass
 class Recording:
-    """All that was seen; `problems` is empty when the sidecar kept its word."""
+    """The result of a replay. `problems` is empty if the sidecar kept its lease and every job ended as expected."""
 
     trace: str
     floor_bytes: int
@@ -92,7 +102,7 @@ class Recording:
 
     @property
     def resumed_s(self) -> list[float]:
-        """How long it took to be active again, each time."""
+        """For each change from another state back to active, the seconds until it was in force."""
         pairs = zip(self.changes, self.changes[1:], strict=False)
         return [b.released_s for a, b in pairs if a.state != "active" == b.state and b.released_s is not None]
 
@@ -104,11 +114,12 @@ class Recording:
 async def play(client: frameshard.Client, trace: Trace, *, speed: float = 1.0, as_recorded: bool = False) -> Recording:
     """Plays `trace` to its end and waits for its jobs.
 
-    The trace's VRAM is scaled so that what its game leaves at most is enough for the whole model and what it leaves at
-    least is little more than the sidecar's floor; `as_recorded` offers its own figures instead. At `speed` 2 events
-    come twice as fast; frames and deadlines keep their lengths.
+    The budgets of the trace are scaled to the model: the largest is enough for the whole model, and the smallest is a
+    little above the sidecar's floor.
 
-    Raises :class:`BadArgument` on a device without VRAM.
+    :param speed: at 2 the events come twice as fast. Frames and deadlines keep their lengths.
+    :param as_recorded: use the budgets of the trace without scaling.
+    :raises BadArgument: the device has no VRAM.
     """
     bounds = await client.budget()
     if not bounds.full_bytes:
@@ -133,7 +144,7 @@ class _Player:
         self._drawing = trio.Event()
         self._state: m.LeaseState = "active"
         self._offer = bounds.full_bytes
-        self._driver_bytes = 0  # of the driver's context, which a parked sidecar keeps
+        self._driver_bytes = 0  # VRAM of the driver's context; a parked sidecar keeps it
         self._frame_ms: float | None = None
         self._frame_at = 0.0
         self._speaking: dict[str, frameshard.Stream] = {}
@@ -218,7 +229,7 @@ class _Player:
         self._block.begin()
         await trio.sleep(draw.gpu_busy_ms / 1e3)
         self._block.end(gpu_busy_ms=draw.gpu_busy_ms)
-        self._frame_at = max(self._frame_at + draw.frame_ms / 1e3, self._now())  # a late frame makes up for nothing
+        self._frame_at = max(self._frame_at + draw.frame_ms / 1e3, self._now())  # a late frame delays the next
         await trio.sleep(max(0.0, self._frame_at - self._now()))
         self._frame_ms = 1e3 * (self._now() - began)
         self._recording.frames_ms.append(self._frame_ms)
@@ -226,10 +237,10 @@ class _Player:
     # ---- VRAM -------------------------------------------------------------------------------------------------------
 
     def _offered(self, event: Vram) -> int:
-        """Bytes for the sidecar."""
+        """The budget for the sidecar in bytes."""
         left = self._trace.card_mb - event.game_mb
         if self._as_recorded:
-            return max(1, left * MIB)  # 0 would be no limit
+            return max(1, left * MIB)  # 0 would mean no limit
         offers = self._trace.offers()
         least, most = min(offers), max(offers)
         share = 1.0 if most == least else LEAST_SHARE + (1 - LEAST_SHARE) * (left - least) / (most - least)
@@ -257,11 +268,15 @@ class _Player:
                 change.released_s = self._now() - change.at
             except FrameshardError as error:
                 if not isinstance(error, DeadlineMissed):
-                    self._recording.changes.remove(change)  # the lease before it stands
+                    self._recording.changes.remove(change)  # refused: the lease before stays in force
                 self._recording.problems.append(f"the lease asked for at {change.at:.2f} s: {error.message}")
 
     async def _set_by_page(self, change: Change) -> None:
-        """Raises :class:`DeadlineMissed`, :class:`BudgetBelowFloor`."""
+        """Sets the budget through the frame block.
+
+        :raises DeadlineMissed: the budget is in force, but too late.
+        :raises BudgetBelowFloor: the sidecar refuses the budget.
+        """
         generation = self._block.set_budget(change.budget_bytes)
         with trio.move_on_after(change.deadline_s):
             while self._block.answer.applied_generation < generation:
@@ -326,7 +341,7 @@ class _Player:
 
 
 def over_the_lease(recording: Recording, first_budget_bytes: int) -> list[str]:
-    """One line for each change of the budget that a sample lies above."""
+    """One line of text for each budget that a sample exceeds."""
     found: dict[float, str] = {}
     for sample in recording.samples:
         latest, allowed = 0.0, first_budget_bytes or math.inf

@@ -1,4 +1,4 @@
-"""One picture of recordings, each with VRAM against the lease, tokens per second and frame times."""
+"""Draws recordings in one picture: for each the VRAM and the lease, tokens per second, and frame times."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from frameshard.errors import BadArgument
 from frameshard.simulation.player import MIB, Recording
 
 COLUMNS = 3
-"""Recordings beside each other; more go below."""
+"""The number of recordings in one row of the picture."""
 
 INK, ASKED, HELD, RESIDENT, TOKENS, FRAMES = "#30343b", "#b5438b", "#2a7f9e", "#5aa469", "#d08c1f", "#6a5acd"
 
 
 def check() -> None:
-    """Raises :class:`BadArgument` where pictures cannot be drawn, to be known before a replay and not after it."""
+    """Checks before a replay that pictures can be drawn.
+
+    :raises BadArgument: matplotlib is not installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -24,7 +27,10 @@ def check() -> None:
 
 
 def draw(recordings: Sequence[Recording], path: str) -> None:
-    """Writes the picture; the file's name says in which format. Raises :class:`BadArgument`."""
+    """Writes the picture. The suffix of `path` decides the format.
+
+    :raises BadArgument: the picture cannot be written.
+    """
     check()
     from matplotlib.figure import Figure
 

@@ -1,11 +1,11 @@
-"""What a game does, as a script: frames, VRAM demand and questions to the model, each at its time.
+"""A trace is a script of a game: its frames, its VRAM demand and its questions to the model, with their times.
 
-A trace is a JSON file:
+It is a JSON file:
 
     {
       "about": "the streets fill up while Mira talks",
-      "seconds": 12,                            how long it lasts
-      "card_mb": 8192,                          the card; what the game leaves of it is offered to the sidecar
+      "seconds": 12,                            its length
+      "card_mb": 8192,                          VRAM of the GPU; the part that the game leaves is for the sidecar
       "events": [
         {"at": 0, "do": "draw", "frame_ms": 16.7, "gpu_busy_ms": 9.5},
         {"at": 0, "do": "vram", "game_mb": 3100},
@@ -14,16 +14,17 @@ A trace is a JSON file:
       ]
     }
 
-| do | says |
+| do | meaning |
 | --- | --- |
-| draw | frames of `frame_ms` from now on, of which the game keeps the GPU busy for `gpu_busy_ms` |
-| idle | nothing is drawn that matters (menu, loading, another window) until the next draw |
-| vram | the game needs `game_mb`; the rest is offered `by` a "message" or the frame block's "page" |
-| lease | the sidecar shall be "parked" or "hibernated" while the game wants all of the card, or "active" again |
-| ask | says `text` in the conversation with `who`; questions to one of them wait for each other |
-| cancel | the game no longer wants what `who` is saying |
+| draw | from now on frames take `frame_ms`, and the game keeps the GPU busy for `gpu_busy_ms` of each |
+| idle | the game draws no frames (menu, loading, another window) until the next draw |
+| vram | the game needs `game_mb`; the sidecar gets the rest, `by` a "message" or by the frame block ("page") |
+| lease | the sidecar must be "parked" or "hibernated" because the game needs the whole GPU, or "active" again |
+| ask | sends `text` in the conversation with `who`; the questions of one conversation are asked one after another |
+| cancel | cancels the answer of `who` |
 
-Events are in order of `at`, seconds from the start. A deadline is real time, also in a replay at another speed.
+Events are in the order of `at`, in seconds from the start. Deadlines are in real time, also in a replay at another
+speed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from frameshard.wire import messages as m
 
 @dataclass(frozen=True)
 class Draw:
-    """Frames from now on."""
+    """The game draws frames from now on."""
 
     at: checks.Seconds
     frame_ms: checks.Seconds
@@ -51,14 +52,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Idle:
-    """No frames from now on."""
+    """The game draws no frames from now on."""
 
     at: checks.Seconds
 
 
 @dataclass(frozen=True)
 class Vram:
-    """The game's need."""
+    """The VRAM that the game needs from now on."""
 
     at: checks.Seconds
     game_mb: checks.Count
@@ -68,7 +69,7 @@ class Vram:
 
 @dataclass(frozen=True)
 class Lease:
-    """A state of the sidecar. Budgets for another one than active are those to come back to."""
+    """A state of the sidecar. Budgets that are set while it is not active apply when it is active again."""
 
     at: checks.Seconds
     state: m.LeaseState
@@ -77,7 +78,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question."""
+    """A question to the model."""
 
     at: checks.Seconds
     who: checks.Name
@@ -87,7 +88,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Its end before its end."""
+    """The end of a job before its answer is complete."""
 
     at: checks.Seconds
     who: checks.Name
@@ -114,7 +115,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Trace:
-    """A script with its name; `seconds` are at speed 1."""
+    """A script with its name. `seconds` is its length at speed 1."""
 
     name: str
     about: str
@@ -123,17 +124,21 @@ class Trace:
     events: tuple[Event, ...]
 
     def offers(self) -> list[int]:
-        """MiB that the game leaves to the sidecar, in order."""
+        """The MiB that the game leaves to the sidecar, in the order of events."""
         return [self.card_mb - event.game_mb for event in self.events if isinstance(event, Vram)]
 
 
 def names() -> list[str]:
-    """Traces that come with the package."""
+    """The names of the traces that come with the package."""
     return sorted(path.name.removesuffix(".json") for path in _shipped().iterdir() if path.name.endswith(".json"))
 
 
 def load(name: str) -> Trace:
-    """A trace by its path, or one that comes with the package by its name. Raises :class:`BadArgument`."""
+    """Loads a trace.
+
+    :param name: the path of a file, or the name of a trace that comes with the package.
+    :raises BadArgument: there is no such trace, or it is wrong.
+    """
     if name in names():
         return parse(name, (_shipped() / f"{name}.json").read_text(encoding="utf-8"))
     path = Path(name)
@@ -145,7 +150,10 @@ def load(name: str) -> Trace:
 
 
 def parse(name: str, text: str) -> Trace:
-    """The trace in a file's `text`. Raises :class:`BadArgument`, saying where it is wrong."""
+    """Reads the trace in a file's `text`.
+
+    :raises BadArgument: the trace is wrong; the message says where.
+    """
     try:
         document = json.loads(text)
     except ValueError as error:
