@@ -5,8 +5,8 @@
             async for event in stream:
                 print(event.text, end="")
 
-Jobs and sidecars belong to blocks: leaving a stream's block cancels its job; leaving the client's ends all jobs and a
-launched sidecar. No task runs and no cancel scope is open inside an iterator, so a stream may be left, passed on or
+The end of a stream's block cancels its job. The end of the client's block ends all jobs, and the sidecar if it was
+launched here. No task runs and no cancel scope is open inside an iterator, so a stream may be left, passed on or
 dropped at any point.
 """
 
@@ -53,30 +53,31 @@ U = TypeVar("U")
 MIB = 1 << 20
 RETRY_S = 0.01
 ANSWER_S = 10.0
-"""Time limit of an answer that does not wait for work. A sidecar that has ended is noticed sooner."""
+"""Seconds to wait for an answer that needs no work of the engine. The end of the sidecar is noticed sooner."""
 
 PARTIAL_S = 60.0
-"""Time limit of a change of the budget that was granted in part."""
+"""Seconds to wait for the release after a change of the budget was granted in part."""
 
 SHUTDOWN_S = 1.0
 EXIT_S = 3.0
 MAX_READY_LINE = 1 << 16
 MAX_OUTPUT = 1000
-"""Bytes kept of what a sidecar that did not start wrote last."""
+"""If a sidecar does not start, so many bytes of its last output are kept for the error."""
 
 
 @dataclass(frozen=True)
 class Completion(m.Done):
-    """A finished answer: the job's last event, and the whole text. Times are without waiting in the queue."""
+    """A finished answer: the job's last event, and the whole text. Times do not include waiting in the queue."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class BudgetResult(m.Released):
-    """A change of the VRAM budget that is in force, with the answers before and after it.
+    """A change of the VRAM budget that is in force, with all its answers.
 
-    `observed` is what the driver counts; None when it was not waited for.
+    :param lease: the first answer.
+    :param observed: the third answer, with the VRAM that the driver counts; None if it was not waited for.
     """
 
     lease: m.Lease
@@ -86,9 +87,10 @@ class BudgetResult(m.Released):
 class Stream:
     """The answer to one request: an async context manager and an async iterator over :class:`frameshard.Delta`.
 
-    Iteration ends when the answer is complete; then :attr:`result` is set. It raises the job's error if it fails:
+    Iteration ends when the answer is complete; then :attr:`result` is set. If the job fails, iteration raises its
+    error:
     :class:`ContextOverflow`, :class:`EngineDied`, :class:`Overloaded`, :class:`ConnectionLost`, or
-    :class:`JobCancelled` after :meth:`cancel`. Reading slowly slows down nobody else; deltas get larger then.
+    :class:`JobCancelled` after :meth:`cancel`. A slow reader does not delay other jobs; it gets larger deltas.
     """
 
     def __init__(
@@ -100,13 +102,13 @@ class Stream:
     ) -> None:
         self.result: Completion | None = None
         self.text = ""
-        """All text so far."""
+        """The text of the answer so far."""
         self._client = client
         self._submit = submit
         self.progress: m.Progress | None = None
-        """How far the sidecar has got with the images and the prompt; only of a job with images."""
+        """How much of the images and the prompt is done; only for a job with images."""
         self.on_progress: Callable[[m.Progress], None] | None = None
-        """Called with each :attr:`progress` that comes while the stream is read."""
+        """Called with each new :attr:`progress` while the stream is read."""
         self._images = images
         self._shared: SharedImages | None = None
         self._turn = conversation
@@ -134,7 +136,7 @@ class Stream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancels the job unless it has ended. Returns at once; the engine stops within one shard."""
+        """Cancels the job unless it has ended. Returns at once. The engine stops within the time of one shard."""
         if self._request is not None:
             self._client._drop(self._request)
         if self._job is not None and not self._ended:
@@ -180,7 +182,10 @@ class Stream:
         raise StopAsyncIteration
 
     async def completed(self) -> Completion:
-        """Reads to the end and returns the whole answer. Needs no ``async with`` of its own."""
+        """Reads to the end and returns the whole answer. The stream need not be entered with ``async with``.
+
+        Raises the errors of iteration.
+        """
         if self._job is None:
             async with self:
                 return await self.completed()
@@ -191,14 +196,15 @@ class Stream:
         return self.result
 
     async def cancel(self) -> None:
-        """Asks for the job's end; reading goes on to its last event, JobCancelled or an end that came first."""
+        """Asks the sidecar to cancel the job. Iteration goes on to the job's last event: :class:`JobCancelled`, or
+        another end that came first."""
         if self._job is not None and not self._ended:
             self._client._cancel(self._job)
 
     def begin(self) -> None:
-        """Sends the request, unless that is done; entering the stream does so as well.
+        """Sends the request, unless it was sent already. Entering the stream does this too.
 
-        :raises FrameshardError: as entering does.
+        :raises FrameshardError: the request cannot be sent.
         """
         if self._job is None:
             if self._turn is not None:
@@ -231,7 +237,7 @@ class Stream:
 
 
 class BudgetChange:
-    """A change of the VRAM budget under way, made by :meth:`Client.change_budget`. Its answers are awaited in order."""
+    """A change of the VRAM budget, made by :meth:`Client.change_budget`. Await its answers in order."""
 
     def __init__(self, client: Client, request: int, timeout_s: float) -> None:
         self._client = client
@@ -239,9 +245,10 @@ class BudgetChange:
         self._timeout_s = timeout_s
 
     async def granted(self) -> m.Lease:
-        """First answer: all of it by the deadline, or a part, and how long it is predicted to take.
+        """The first answer: whether the whole change or a part of it is possible by the deadline, and the predicted
+        time.
 
-        :raises FrameshardError: as :meth:`Client.set_budget` does; so do the other two.
+        :raises FrameshardError: as :meth:`Client.set_budget`; the other two methods raise the same errors.
         """
         lease = await self._client._answer(self._request, self._timeout_s + ANSWER_S, last=False)
         assert isinstance(lease, m.Lease)
@@ -250,24 +257,24 @@ class BudgetChange:
         return lease
 
     async def released(self) -> m.Released:
-        """Second answer: it is in force, and the memory is released."""
+        """The second answer: the change is in force, and the memory is released."""
         released = await self._client._answer(self._request, self._timeout_s + ANSWER_S, last=False)
         assert isinstance(released, m.Released)
         return released
 
     async def observed(self) -> m.Observed:
-        """Third answer: what the driver counts. It can lag by seconds."""
+        """The third answer: the VRAM that the driver counts. It may come seconds later."""
         observed = await self._client._answer(self._request, self._timeout_s + ANSWER_S)
         assert isinstance(observed, m.Observed)
         return observed
 
     def close(self) -> None:
-        """No more answers are awaited. The change goes on."""
+        """To be called if no more answers are awaited. The change goes on."""
         self._client._drop(self._request)
 
 
 class _Conversation:
-    """The exchanges so far; answers as far as they were read."""
+    """The questions and answers of a conversation so far. An answer has only the text that was read."""
 
     def __init__(self) -> None:
         self.system: m.ChatMessage | None = None
@@ -299,7 +306,10 @@ class _Turn:
             self._conversation.system = m.ChatMessage("system", self._system)
 
     def shorten(self) -> bool:
-        """Forgets the oldest exchange; false when there is none."""
+        """Forgets the oldest question and answer of the conversation.
+
+        :returns: false if there is none.
+        """
         if not self._conversation.exchanges:
             return False
         del self._conversation.exchanges[0]
@@ -312,11 +322,11 @@ class _Turn:
 
 
 class Client:
-    """A session with a sidecar; made by :func:`launch` and :func:`connect`. For the tasks of one thread."""
+    """A session with a sidecar; made by :func:`launch` and :func:`connect`. Only tasks of one thread may use it."""
 
     def __init__(self, core: ClientConnection, socket: Socket, info: ConnectInfo) -> None:
         self.info = info
-        """Where the sidecar is; :func:`connect` takes it too. Holds the keys: keep it to yourself."""
+        """The sidecar's endpoint and keys, for :func:`connect`. Keep the keys secret."""
         self._core = core
         self._socket = socket
         self._answers: dict[int, trio.MemorySendChannel[m.Reply]] = {}
@@ -330,7 +340,7 @@ class Client:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of the additions to the protocol that the sidecar has (bindings/PROTOCOL.md, "Features")."""
+        """The names of the sidecar's additions to the protocol (bindings/PROTOCOL.md, "Features")."""
         return () if self._core.welcome is None else self._core.welcome.features
 
     def __repr__(self) -> str:
@@ -341,28 +351,28 @@ class Client:
     def ask(self, text: str, *, system: str | None = None, **options: Unpack[JobOptions]) -> Stream:
         """Asks the model and streams its answer.
 
-        With a `conversation`, its earlier messages belong to the prompt: answers as far as they were read, also of
-        streams that were left early. Its oldest exchanges are forgotten when the context is full. `images` stand
-        before the text; later questions of the conversation see its answer, not the images.
+        With a `conversation` the prompt begins with its earlier messages. An answer that was not read to its end is
+        included as far as it was read. When the context is full, the oldest questions and answers are forgotten.
+        `images` come before the text. Later questions of the conversation include the answer, but not the images.
 
-        :param system: the conversation's persona from now on.
+        :param system: the system message of the conversation from now on.
         :param options: see :class:`frameshard.options.JobOptions`: `conversation`, `sampling`, `images` (bytes of PNG
-            or JPEG files, or :class:`Pixels`), `timeline` (comes back in each event, so that a game that loads a save
-            can tell tokens that were meant for another past), `window`.
+            or JPEG files, or :class:`Pixels`), `timeline`, `window`. `timeline` is a number that comes back in each
+            event: a game that loads a saved state can recognise answers to questions from before.
         """
         turn = _Turn(lambda: self._conversation(options.get("conversation")), system, text)
         return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Stream:
-        """Like :meth:`ask` for callers that keep the history themselves.
+        """Like :meth:`ask`, for callers that keep the history themselves.
 
-        A `conversation` names the KV cache to keep, so that a prompt which begins as the last one did is read faster.
-        `images` stand before the last message's text.
+        With a `conversation` the KV cache is kept. A prompt with the same beginning as the last one is then prefilled
+        faster. `images` come before the text of the last message.
         """
         return self._stream("chat", None, lambda: {"messages": tuple(messages)}, options)
 
     def complete(self, prompt: str, **options: Unpack[JobOptions]) -> Stream:
-        """Streams what follows `images` and `prompt`, without a chat template."""
+        """Streams the text that the model generates after `images` and `prompt`, without a chat template."""
         return self._stream("completion", None, lambda: {"prompt": prompt}, options)
 
     def _stream(
@@ -380,7 +390,7 @@ class Client:
         return _Conversation() if name is None else self._conversations.setdefault(name, _Conversation())
 
     def forget(self, conversation: str) -> None:
-        """Begins a conversation anew."""
+        """Forgets all messages of a conversation. The next question starts a new one."""
         self._conversations.pop(conversation, None)
 
     # ---- VRAM and figures: a request is sent by the call, and answered when that is awaited --------------------------
@@ -394,18 +404,19 @@ class Client:
         on_released: Callable[[m.Released], None] | None = None,
         **terms: Unpack[LeaseTerms],
     ) -> BudgetResult:
-        """All that the sidecar holds in VRAM has to fit into so many MiB from now on; 0 is no limit.
+        """Sets the VRAM budget: the limit in MiB for everything that the sidecar holds in VRAM; 0 for no limit.
 
-        Jobs go on meanwhile. In another state than ``active`` they wait, and the budget is the one to come back to.
+        Jobs go on meanwhile. If `state` is not ``active``, they wait, and the budget applies when the sidecar is active
+        again.
 
-        :param observe: the driver is asked as well, which can take seconds.
-        :param on_lease: called with the first answer, at once.
-        :param on_released: called with the second answer, before the driver is asked.
+        :param observe: also wait until the driver's count is known, which may take seconds.
+        :param on_lease: called with the first answer, which comes at once.
+        :param on_released: called with the second answer, before the driver's count is known.
         :param terms: see :class:`frameshard.options.LeaseTerms`: `timeout_s`, `state`, `floor_mb`, `version`, `reason`.
-        :raises BudgetBelowFloor: nothing changes.
-        :raises StaleLease: nothing changes.
-        :raises DeadlineMissed: it stays in force.
-        :raises EngineDied: no engine stays alive.
+        :raises BudgetBelowFloor: the model cannot run in this budget; nothing changes.
+        :raises StaleLease: a newer change is in force; nothing changes.
+        :raises DeadlineMissed: the memory was not released in time. The new budget stays in force.
+        :raises EngineDied: the engine is off after repeated deaths.
         """
         change = self.change_budget(vram_budget_mb, **terms)
         lease = await change.granted()
@@ -419,9 +430,9 @@ class Client:
         return BudgetResult(**vars(released), lease=lease, observed=await change.observed() if observe else None)
 
     def change_budget(self, vram_budget_mb: float, **terms: Unpack[LeaseTerms]) -> BudgetChange:
-        """Like :meth:`set_budget`, for callers that wait for each answer by themselves. The request is sent at once.
+        """Like :meth:`set_budget`, for callers that await each answer themselves. The request is sent at once.
 
-        :raises BadArgument: a term is wrong.
+        :raises BadArgument: a term has a wrong value.
         """
         fields: dict[str, Any] = {**terms}
         if "floor_mb" in fields:
@@ -431,24 +442,26 @@ class Client:
         return BudgetChange(self, request_id, terms.get("timeout_s", m.BudgetSet.timeout_s))
 
     def budget(self) -> Awaitable[m.Budget]:
-        """The budget in force and its bounds."""
+        """The lease in force: budget, floor, state and version."""
         return self._asked(self._core.budget_get, m.Budget)
 
     def caps_and_requirements(self) -> Awaitable[m.Caps]:
-        """What the device has and what the model needs."""
+        """The properties of the device and the requirements of the model."""
         return self._asked(self._core.caps_and_requirements, m.Caps)
 
     def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> Awaitable[tuple[m.PlanRow, ...]]:
-        """What would fit into each of at most 32 budgets, and how fast it would run. Changes nothing.
+        """Predicts placements and speed at each budget; changes nothing.
 
-        :raises EngineDied: no engine runs.
-        :raises Unsupported: on the CPU alone.
+        :param budgets_mb: at most 32 budgets in MiB.
+        :param prompt_tokens: length of the prompt for the predicted TTFT.
+        :raises EngineDied: no engine is running.
+        :raises Unsupported: the model runs on the CPU, without a shard device.
         """
         budgets = tuple(mebibytes(budget) for budget in budgets_mb)
         return _then(self._asked(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer), lambda plan: plan.rows)
 
     def notices(self) -> trio.MemoryReceiveChannel[m.Notice]:
-        """Notices of the sidecar from now on. At most 16 wait to be read; further ones are dropped."""
+        """A channel with the sidecar's notices from now on. At most 16 wait to be read; further ones are dropped."""
         send, receive = trio.open_memory_channel[m.Notice](16)
         self._listeners.append(send)
         return receive
@@ -456,37 +469,41 @@ class Client:
     def set_pacing(
         self, scheduling_mode: m.SchedulingMode = "balance", *, target_tokens_per_second: float = 0.0
     ) -> Awaitable[None]:
-        """How the GPU is shared with the frames of :meth:`frame_block`.
+        """Sets how the sidecar shares the GPU with the frames of :meth:`frame_block`.
 
-        :param scheduling_mode: ``prioritize_graphics`` uses only what the frames leave, ``balance`` some more as long
-            as they keep their time, ``prioritize_compute`` takes no notice of them.
-        :param target_tokens_per_second: tokens come no faster, 0.1 to 10,000 a second for all jobs together; 0: as fast
-            as they can.
+        :param scheduling_mode: ``prioritize_graphics`` uses the GPU only in the time that the frames leave free.
+            ``balance`` uses more, as long as the frames keep their target time. ``prioritize_compute`` ignores the
+            frames.
+        :param target_tokens_per_second: the limit for all jobs together, from 0.1 to 10,000; 0 for no limit.
         """
         answer = self._asked(lambda: self._core.pacing(scheduling_mode, target_tokens_per_second), m.Ok)
         return _then(answer, lambda ok: None)
 
     def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> Awaitable[FrameBlock]:
-        """The frame block, in which this program writes when it draws; one program a sidecar."""
+        """The frame block, into which the host writes each frame. Only one program may write into a sidecar's block.
+
+        :param target_frame_ms: the time that a frame should take.
+        """
         answer = self._asked(self._core.frame_block, m.FrameBlock)
         return _then(answer, lambda found: FrameBlock(found.path, target_frame_ms=target_frame_ms))
 
     def model_info(self) -> Awaitable[m.ModelInfo]:
-        """The model that is loaded and how."""
+        """The loaded model and how it was loaded."""
         return _then(self._asked(self._core.model_info, m.Model), lambda answer: answer.model)
 
     def stats(self) -> Awaitable[m.Stats]:
-        """Figures of this moment."""
+        """The present figures of the sidecar: jobs, speed, VRAM."""
         return self._asked(self._core.stats, m.Stats)
 
     def engine_changes(self) -> trio.MemoryReceiveChannel[m.Engine]:
-        """Changes of the engine's state from now on. At most 16 wait to be read; further ones are dropped."""
+        """A channel with changes of the engine's state from now on. At most 16 wait to be read; further ones are
+        dropped."""
         send, receive = trio.open_memory_channel[m.Engine](16)
         self._watchers.append(send)
         return receive
 
     def shutdown(self) -> Awaitable[None]:
-        """Ends the sidecar, for all its clients."""
+        """Ends the sidecar for all its clients."""
         return _then(self._asked(self._core.shutdown, m.Ok), lambda ok: None)
 
     # ---- for streams ------------------------------------------------------------------------------------------------
@@ -494,7 +511,7 @@ class Client:
     def _open(self, submit: Callable[[], tuple[int, int]]) -> tuple[int, int, trio.MemoryReceiveChannel[m.JobEvent]]:
         request_id, job = submit()
         self._expect(request_id)
-        # The window bounds what is under way, and one more may be made up here when the server has forgotten the job.
+        # At most a window of events is on its way, and this client may add one if the sidecar does not know the job.
         self._streams[job], events = trio.open_memory_channel[m.JobEvent](m.MAX_WINDOW + 1)
         self._flush()
         return request_id, job, events
@@ -528,7 +545,7 @@ class Client:
         return request_id
 
     def _asked(self, request: Callable[[], int], kind: type[T]) -> Awaitable[T]:
-        """Sends a request; its answer is awaited."""
+        """Sends a request at once. Await the result for its answer."""
         request_id = self._ask(request)
 
         async def answer() -> T:
@@ -546,7 +563,7 @@ class Client:
         self._inboxes.pop(request_id, None)
 
     async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, last: bool = True) -> m.Reply:
-        # Time during which either side was stopped does not count.
+        # The time limit counts heartbeats, so time in which either process was stopped does not count.
         due_beats = self._core.heard_beats + timeout_s / BEAT_S
         answer = None
         try:
@@ -570,8 +587,8 @@ class Client:
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
     async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
-        """Runs until the scope that it returns is cancelled, and is shielded from all else: a cancelled client still
-        takes its leave of the sidecar."""
+        """Receives messages until the scope that it returns is cancelled. It is shielded from other cancellations, so
+        that a cancelled client can still end its session."""
         async with trio.open_nursery() as nursery:
             nursery.cancel_scope.shield = True
             for task in (self._receive, self._beat, self._retry):
@@ -632,7 +649,7 @@ class Client:
             self._lost()
 
     def _lost(self) -> None:
-        """Ends everything that waits for an answer or an event."""
+        """Ends all waiting for answers and events."""
         self._welcomed.set()
         channels: tuple[trio.MemorySendChannel[Any], ...]
         channels = (*self._answers.values(), *self._streams.values(), *self._watchers, *self._listeners)
@@ -650,7 +667,8 @@ async def _then(answer: Awaitable[T], made: Callable[[T], U]) -> U:
 
 @contextlib.contextmanager
 def _open_log(log: int | None) -> Iterator[int]:
-    """A descriptor for the sidecar's log: standard error for None, nothing where that is closed."""
+    """Yields a file descriptor for the sidecar's log. For None it is standard error, or the null device if that is
+    closed."""
     try:
         fd = os.open(os.devnull, os.O_WRONLY) if log == subprocess.DEVNULL else os.dup(2 if log is None else log)
     except OSError as error:
@@ -664,7 +682,7 @@ def _open_log(log: int | None) -> Iterator[int]:
 
 
 async def _ready_line(sidecar: trio.Process, config: bytes) -> bytes:
-    """What the sidecar answers; cut off when it ends before."""
+    """Sends the configuration and reads the sidecar's line; it is incomplete if the sidecar has ended."""
     assert sidecar.stdin is not None
     assert sidecar.stdout is not None
     line = b""
@@ -679,7 +697,8 @@ async def _ready_line(sidecar: trio.Process, config: bytes) -> bytes:
 
 
 async def _copy_words(sidecar: trio.Process, log: int, output: bytearray) -> None:
-    """Copies to the log what the sidecar writes before it uses the log itself; keeps the end of it in `output`."""
+    """Copies the sidecar's output to the log, until the sidecar writes to the log itself. Keeps the last part in
+    `output`."""
     assert sidecar.stderr is not None
     async for data in sidecar.stderr:
         with contextlib.suppress(OSError):
@@ -689,7 +708,7 @@ async def _copy_words(sidecar: trio.Process, log: int, output: bytearray) -> Non
 
 
 async def _status(sidecar: trio.Process) -> str:
-    """How the sidecar, which has closed its output, ended."""
+    """Waits for a sidecar that has closed its output, and says how it ended."""
     with trio.move_on_after(EXIT_S):
         await sidecar.wait()
     if sidecar.returncode is None:
@@ -710,7 +729,7 @@ def _tell(listeners: list[trio.MemorySendChannel[T]], what: T) -> None:
 
 
 class ClientScope:
-    """What :func:`launch` and :func:`connect` return: ``async with`` it to get the :class:`Client`."""
+    """The result of :func:`launch` and :func:`connect`. ``async with`` gives the :class:`Client`."""
 
     def __init__(self, name: str, info: ConnectInfo | None, config: ServeConfig | None, log: int | None) -> None:
         self._name = name
@@ -723,8 +742,8 @@ class ClientScope:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     async def __aenter__(self) -> Client:
-        # The nursery's end is called by hand, without the block's exception: a user's error must come out of the block
-        # as it is and not in a group.
+        # The nursery is closed without the exception of the block, so that an error of the user's code is raised as it
+        # is and not in an exception group.
         self._tasks = trio.open_nursery()
         self._nursery = await self._tasks.__aenter__()
         try:
@@ -773,7 +792,8 @@ class ClientScope:
         client._lost()
 
     async def _watch(self, sidecar: trio.Process, client: Client) -> None:
-        """The end of a launched sidecar is known at once; that of another one only by its silence."""
+        """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
+        only because they are silent."""
         status = await sidecar.wait()
         client._core.gone(ConnectionLost(f"the sidecar has ended with status {status}"))
         client._flush()
@@ -782,7 +802,7 @@ class ClientScope:
         assert sidecar.stdin is not None
         assert sidecar.stdout is not None
         assert sidecar.stderr is not None
-        if self._client is None:  # while its modules are imported it would learn of our end only after that
+        if self._client is None:  # a sidecar that is still importing modules would notice our end too late
             sidecar.terminate()
         for pipe in (sidecar.stdin, sidecar.stdout, sidecar.stderr):
             await pipe.aclose()
@@ -799,9 +819,9 @@ class ClientScope:
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,  # until it has taken its log: see broker/__main__.py
+                    stderr=subprocess.PIPE,  # until it writes to the log itself: see broker/__main__.py
                     pass_fds=(log,),
-                    start_new_session=True,  # a Ctrl-C in the terminal is the host's to answer
+                    start_new_session=True,  # Ctrl-C in the terminal must reach the host only
                 )
             except OSError as error:
                 raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
@@ -851,17 +871,17 @@ def launch(
 ) -> ClientScope:
     """Starts a sidecar with a model and connects to it: ``async with launch(...) as client``.
 
-    The sidecar ends with the block, and also when this process ends in whatever way.
+    The sidecar ends with the block. It also ends when this process ends, for whatever reason.
 
     :param model: path of a GGUF file; :func:`frameshard.models.resolve` finds one by name.
-    :param vram_budget_mb: MiB of VRAM for everything that the sidecar does; 0 is no limit.
-    :param name: of this client, for the sidecar's log.
+    :param vram_budget_mb: the limit in MiB for everything that the sidecar holds in VRAM; 0 for no limit.
+    :param name: name of this client in the sidecar's log.
     :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
-    :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the first GPU, else the CPU),
-        `n_ctx`, `n_parallel`, `mmproj`, ...
-    :raises BadArgument: an option is unknown or wrong.
+    :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the first GPU, or the CPU if
+        there is none), `n_ctx`, `n_parallel`, `mmproj`, ...
+    :raises BadArgument: an option is unknown or has a wrong value.
 
-    Entering raises what the model or the device is refused with: :class:`ModelNotFound`, :class:`BadModel`,
+    Entering the block raises the error of a failed load: :class:`ModelNotFound`, :class:`BadModel`,
     :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...
     """
     fields: dict[str, Any] = {**options}
@@ -875,10 +895,11 @@ def launch(
 
 
 def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python") -> ClientScope:
-    """Connects to a sidecar that runs: ``async with connect(...) as client``. Leaving the block does not end it.
+    """Connects to a running sidecar: ``async with connect(...) as client``. The end of the block does not end the
+    sidecar. Entering the block raises :class:`ConnectionLost` if no sidecar answers.
 
-    `target` is the path of its connect file, or another client's :attr:`Client.info`. Entering raises
-    :class:`ConnectionLost` when nobody answers there.
+    :param target: the path of its connect file, or the :attr:`Client.info` of another client.
+    :param name: name of this client in the sidecar's log.
     """
     if isinstance(target, ConnectInfo):
         return ClientScope(name, target, None, None)
@@ -890,7 +911,10 @@ def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python
 
 
 def mebibytes(count: float) -> int:
-    """Bytes of so many MiB. Raises :class:`BadArgument`."""
+    """The bytes of so many MiB.
+
+    :raises BadArgument: it is not a number from 0 up.
+    """
     if type(count) not in (int, float) or not 0 <= count < 2**33:
         raise BadArgument("a budget is a number of MiB, 0 for no limit", field="vram_budget_mb")
     return int(count * MIB)

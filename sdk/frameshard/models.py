@@ -1,4 +1,4 @@
-"""Models by name: where they are kept and how they get there.
+"""Finds, fetches and keeps models by name.
 
 A model is named in one of three ways:
 
@@ -129,11 +129,12 @@ def cache_dir() -> Path:
 
 
 def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
-    """The cache file that exists once a test of this kind has passed for these files as they are now.
+    """The path of a cache file that records a passed test of some files. It exists if these files, as they are now,
+    have passed the test.
 
     :param kind: name of the test.
-    :param files: the files that are tested; path, size, time of change and the hash of the first MiB identify each.
-    :param about: what else the result depends on, such as the version of llama.cpp.
+    :param files: the tested files. Path, size, time of change and the hash of the first MiB identify each file.
+    :param about: other values that the result depends on, such as the version of llama.cpp.
     """
     named: list[object] = [kind, *about]
     for path in files:
@@ -145,7 +146,8 @@ def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
 
 
 def pass_verdict(passed: Path) -> None:
-    """Create the file of a :func:`verdict`. With a read-only cache, the next run tests again."""
+    """Creates the file of a :func:`verdict`. If the cache is read-only it does nothing, and the next run tests
+    again."""
     with suppress(OSError):
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
@@ -159,7 +161,7 @@ def models_dir() -> Path:
 def path_of(name: str) -> Path:
     """The path of a known or ``hf:`` model, fetched or not; a path is returned unchanged. Uses no network.
 
-    :raises ModelNotFound: for an ``hf:`` name that is not ``hf:OWNER/REPO/FILE``.
+    :raises ModelNotFound: an ``hf:`` name does not have the form ``hf:OWNER/REPO/FILE``.
     """
     if name in KNOWN:
         return models_dir() / Path(KNOWN[name].member).name
@@ -174,7 +176,7 @@ def path_of(name: str) -> Path:
 
 
 def sprites_dir() -> Path:
-    """The directory of that tower, with ``art/`` (sprites by class) and ``renders/`` (test images)."""
+    """The directory of the :data:`SPRITES` tower, with ``art/`` (sprites by class) and ``renders/`` (test images)."""
     return models_dir() / SPRITES
 
 
@@ -187,8 +189,8 @@ def mmproj_of(name_or_path: str | os.PathLike[str]) -> str | None:
 def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     """The path of the model's file. A model with a name is fetched first if it is not in the cache.
 
-    :raises ModelNotFound: if there is no such file or name.
-    :raises DownloadFailed: if the file cannot be fetched.
+    :raises ModelNotFound: there is no such file or name.
+    :raises DownloadFailed: the file cannot be fetched.
     """
     name = os.fspath(name_or_path)
     path = path_of(name)
@@ -212,11 +214,11 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """Fetch a known or ``hf:`` model, even if it is in the cache. Progress goes to stderr.
+    """Fetches a known or ``hf:`` model, even if it is in the cache. Progress goes to stderr.
 
     :returns: the path of the model's file.
-    :raises ModelNotFound: if there is no model of that name.
-    :raises DownloadFailed: if the file cannot be fetched.
+    :raises ModelNotFound: there is no model of that name.
+    :raises DownloadFailed: the file cannot be fetched.
     """
     path = path_of(name)
     if name in KNOWN:
@@ -239,9 +241,9 @@ def _not_built(path: Path) -> ModelNotFound:
 
 
 def files_of(path: Path) -> list[Path]:
-    """All files of a model, given the first; most models have one.
+    """All files of a model, given the first one. Most models have only one.
 
-    :raises ModelNotFound: if one of them is missing.
+    :raises ModelNotFound: one of them is missing.
     """
     files = [Path(part) for part in _parts(str(path))]
     for file in files:
@@ -251,7 +253,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def known() -> list[tuple[str, str, int | None, Path]]:
-    """Of every name: the name, a description, the size in bytes (None: unknown) and the path, fetched or not."""
+    """For every known name: the name, a description, the size in bytes (None if unknown) and the path. The path is
+    given whether the model is fetched or not."""
     rows = [(model.name, model.about, model.n_bytes) for model in KNOWN.values()]
     more = [(SPRITES, _SPRITES_ABOUT, None), *((model.name, model.about, None) for model in VISION.values())]
     return [(name, about, n_bytes, path_of(name)) for name, about, n_bytes in [*rows, *more]]
@@ -271,14 +274,14 @@ def _replacing(path: Path) -> Iterator[Path]:
             part = Path(scratch) / path.name
             yield part
             with open(part, "rb+") as whole:
-                os.fsync(whole.fileno())  # a power cut must not leave the final name on incomplete bytes
+                os.fsync(whole.fileno())  # after a power cut, a file with the final name must be complete
             os.replace(part, path)
     except OSError as error:
         raise DownloadFailed(f"cannot write {path}: {error}", path=str(path)) from error
 
 
 class _Progress:
-    """Progress on stderr: one line, rewritten, on a terminal; elsewhere a new line for each tenth."""
+    """Shows progress on stderr. On a terminal it rewrites one line; otherwise it writes a line for each tenth."""
 
     def __init__(self, label: str) -> None:
         self._label, self._terminal, self._last = label, sys.stderr.isatty(), -1
@@ -431,7 +434,8 @@ def _fetch_from_hub(name: str, path: Path) -> None:
 
 
 def _total(linked: dict[str, str], headers: Message, start: int) -> int | None:
-    """The size of the whole file in bytes: by the redirect's header, else by this answer's length; None if unknown."""
+    """The size of the whole file in bytes: from the redirect's header, otherwise from the length of this response; None
+    if unknown."""
     size = linked.get("X-Linked-Size")
     if size is not None and size.isdigit():
         return int(size)

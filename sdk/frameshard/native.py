@@ -1,4 +1,4 @@
-"""The shard device seen from Python: ctypes over ``native/include/frameshard_device.h``.
+"""The Python interface of the shard device: ctypes for ``native/include/frameshard_device.h``.
 
 Order of calls: :class:`ShardDevice` -> :meth:`~ShardDevice.set_shards` -> llama model with ``devices =
 device.devices_array`` -> llama context -> :meth:`~ShardDevice.commit` -> :meth:`~ShardDevice.set_plan` ->
@@ -58,7 +58,7 @@ class _Tier(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """The device's figures, each as ``fsd_stats`` in frameshard_device.h describes it."""
+    """The device's figures. ``fsd_stats`` in frameshard_device.h describes each."""
 
     budget_bytes: int
     used_bytes: int
@@ -112,7 +112,7 @@ class _Stats(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class MachineRates:
-    """Rates that depend on the machine alone, as ``fsd_machine_rates`` describes them: bytes/s, seconds."""
+    """Rates that depend only on the machine, in bytes/s and seconds. ``fsd_machine_rates`` describes each."""
 
     threads: tuple[int, ...]
     piece_bytes: tuple[int, ...]
@@ -127,7 +127,7 @@ class MachineRates:
 
 @dataclasses.dataclass(frozen=True)
 class ProductRates:
-    """Rates of products with one kind of weights, as ``fsd_product_rates`` describes them: FLOP/s, bytes/s."""
+    """Rates of products with one kind of weights, in FLOP/s and bytes/s. ``fsd_product_rates`` describes each."""
 
     tokens: tuple[int, ...]
     cpu_flops: tuple[float, ...]
@@ -138,7 +138,7 @@ class ProductRates:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRates:
-    """Rates of flash attention, as ``fsd_attention_rates`` describes them; 0 where the device cannot do it."""
+    """Rates of flash attention; 0 if the device cannot do it. ``fsd_attention_rates`` describes each."""
 
     kv_bytes: float
     flops: float
@@ -146,7 +146,7 @@ class AttentionRates:
 
 @dataclasses.dataclass(frozen=True)
 class Pacing:
-    """What the host's frames make of the device's work, each as ``fsd_pacing`` describes it."""
+    """How the device's work is paced by the host's frames. ``fsd_pacing`` describes each figure."""
 
     pacing: bool
     frames: int
@@ -208,17 +208,20 @@ class _AttentionRates(ctypes.Structure):
 
 
 def _values(raw: ctypes.Structure) -> dict[str, Any]:
-    """The fields of a struct, arrays as tuples."""
+    """The fields of a struct by name; arrays become tuples."""
     values = {name: getattr(raw, name) for name, *_ in raw._fields_ if name != "struct_size"}
     return {name: tuple(value) if isinstance(value, ctypes.Array) else value for name, value in values.items()}
 
 
 def check_llama_cpp_python() -> None:
-    """Raises VersionMismatch unless the installed llama-cpp-python is the pinned one: the plugin depends on its ABI."""
+    """Checks that the pinned version of llama-cpp-python is installed, because the plugin depends on its ABI.
+
+    :raises VersionMismatch: it is another version.
+    """
     try:
         found = metadata.version("llama-cpp-python")
     except metadata.PackageNotFoundError:
-        return  # libraries laid out by hand (LLAMA_CPP_LIB_PATH): the plugin compares ggml's commit when it loads
+        return  # the libraries are from LLAMA_CPP_LIB_PATH; the plugin compares ggml's commit when it loads
     if found != LLAMA_CPP_PYTHON:
         raise errors.VersionMismatch(
             f"llama-cpp-python {found} is installed, frameshard needs {LLAMA_CPP_PYTHON}: "
@@ -229,9 +232,9 @@ def check_llama_cpp_python() -> None:
 
 
 def _ggml() -> ctypes.CDLL:
-    """libggml as llama_cpp loaded it; another copy in the process would have a registry of its own.
+    """The libggml that llama_cpp has loaded. A second copy in the process would have a device registry of its own.
 
-    :raises Unsupported: it was compiled for another CPU.
+    :raises Unsupported: it was compiled for a CPU with other features.
     """
     import llama_cpp
 
@@ -256,8 +259,8 @@ _on_abort: Any = None  # ggml keeps the pointer for the life of the process
 
 
 def on_abort(tell: Callable[[str], None]) -> None:
-    """Has ggml call `tell` with its reason (file, line and message) before it aborts the process, in any thread. The
-    process is aborted when `tell` returns."""
+    """Makes ggml call `tell` before it aborts the process, in any thread. The argument is the reason: file, line and
+    message. The process aborts when `tell` returns."""
     global _on_abort
     _on_abort = _AbortCallback(lambda why: tell((why or b"").decode("utf-8", "replace")))
     ggml = _ggml()
@@ -270,7 +273,7 @@ _GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
 
 
 def gpu_devices() -> list[str]:
-    """Names of the GPUs that this build of ggml sees, such as ``CUDA0``."""
+    """The names of the GPUs that this build of ggml can use, such as ``CUDA0``."""
     ggml = _ggml()
     found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
     names = [ggml.ggml_backend_dev_name(d).decode() for d in found if ggml.ggml_backend_dev_type(d) in _GPU_TYPES]
@@ -278,7 +281,10 @@ def gpu_devices() -> list[str]:
 
 
 def device_handle(name: str) -> int:
-    """ggml's handle of a registered device, for ``llama_model_params.devices``. Raises UnknownDevice."""
+    """ggml's handle of a registered device, for ``llama_model_params.devices``.
+
+    :raises UnknownDevice: there is no such device.
+    """
     handle: int | None = _ggml().ggml_backend_dev_by_name(name.encode())
     if not handle:
         raise errors.UnknownDevice(f"no device named {name!r}; there are: {gpu_devices()}", devices=gpu_devices())
@@ -297,7 +303,7 @@ def _library_path() -> Path:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    """The plugin library, for functions that need no device. Nothing is registered with ggml."""
+    """Loads the plugin library for functions that need no device, without registering it with ggml."""
     check_llama_cpp_python()
     _ggml()
     path = _library_path()
@@ -312,7 +318,10 @@ def _library() -> ctypes.CDLL:
 
 
 def _load() -> tuple[ctypes.CDLL, int]:
-    """The plugin library and the ggml handle of its device."""
+    """Loads the plugin library and registers it with ggml.
+
+    :returns: the library and ggml's handle of its device.
+    """
     check_llama_cpp_python()
     ggml = _ggml()
     path = _library_path()
@@ -325,8 +334,8 @@ def _load() -> tuple[ctypes.CDLL, int]:
 
 
 class WeightShape(NamedTuple):
-    """A weight tensor as its GGUF header has it: ``shape`` in ggml's order (contiguous dimension first), ``shard`` its
-    index in the ladder."""
+    """A weight tensor from a GGUF header. ``shape`` is in ggml's order (contiguous dimension first); ``shard`` is the
+    index of its shard in the ladder."""
 
     name: str
     shard: int
@@ -335,10 +344,11 @@ class WeightShape(NamedTuple):
 
 
 class KvShape(NamedTuple):
-    """A tensor of a layer's KV cache: ``row`` values in a cell, ``cells`` and ``streams`` as llama.cpp asks for them.
+    """A tensor of a layer's KV cache. Keys and values are two tensors, with a stream for each sequence. A recurrent
+    state has one stream, with a cell for each sequence.
 
-    Keys and values are two tensors with a stream for each sequence. Recurrent state has one stream, and a cell for each
-    sequence. ``used``: cells in use of each stream."""
+    ``row`` is the number of values in a cell, ``cells`` the cells of each stream, ``streams`` the number of streams,
+    and ``used`` the cells in use of each stream."""
 
     layer: int
     ggml_type: int
@@ -350,10 +360,12 @@ class KvShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """How the shard device cuts a model, and what it needs of VRAM; bytes, as ``fsd_layout`` describes each figure.
+    """The pieces and slabs of a model on the shard device, and the VRAM it needs, in bytes. ``fsd_layout`` describes
+    each figure.
 
-    ``slabs``: the size of each slab, in the order of the ladder. ``piece_*``: one value for each piece, in the order of
-    the ladder: the index of its weight in the call, its shard, its slab, and its bytes on the device.
+    ``slabs`` has the size of each slab, in the order of the ladder. The ``piece_*`` arrays have one value for each
+    piece, in the order of the ladder: the index of its weight in the call, its shard, its slab, and its bytes on the
+    device.
     """
 
     prefill_tokens: int
@@ -380,10 +392,12 @@ class Layout:
     piece_padded_bytes: NDArray[np.int64] = dataclasses.field(repr=False)
 
     def fit(self, room_bytes: int, wanted_ring_bytes: int) -> tuple[int, int]:
-        """What ``room_bytes`` beside the fixed part and the KV cache hold.
+        """Divides VRAM between the ring and resident slabs.
 
-        :returns: bytes of the ring, 0 when everything is resident; the number of resident slabs.
-        :raises BudgetBelowFloor: not all slabs fit, and neither does the smallest ring.
+        :param room_bytes: VRAM without the fixed part and the KV cache.
+        :param wanted_ring_bytes: size of the ring, if not everything can be resident.
+        :returns: bytes of the ring, 0 if everything is resident; the number of resident slabs.
+        :raises BudgetBelowFloor: there is room neither for all slabs nor for the smallest ring.
         """
         ring, n_slabs = ctypes.c_uint64(), ctypes.c_size_t()
         sizes = (max(room_bytes, 0), wanted_ring_bytes, self.min_ring_bytes, self.unit_bytes)
@@ -473,22 +487,22 @@ def lay_out(
     step_bytes: int = 0,
     slab_bytes: int = 0,
 ) -> Layout:
-    """What :meth:`ShardDevice.commit` makes of a model, without a device: the shapes in a GGUF header are enough.
+    """Computes the layout of a model without a device, from the shapes in its GGUF header.
 
-    The result is the device's own: with the same arguments the device's ``floor_bytes``, ``full_bytes``, ``core_bytes``
-    and ``scratch_bytes`` are the same numbers. An estimate comes in only where the caller estimates an argument, as the
-    compute buffers, whose sizes are known only once a llama context exists.
+    It is the layout that :meth:`ShardDevice.commit` makes. With the same arguments the device's ``floor_bytes``,
+    ``full_bytes``, ``core_bytes`` and ``scratch_bytes`` are the same numbers. Only the caller's arguments may be
+    estimates: for example, the sizes of compute buffers are known only when there is a llama context.
 
-    :param inner: name of the inner device, which need not be there. ``"emulated"`` counts bytes, all others whole units
-        of 2 MiB.
-    :param weights: all weights that the device will hold: those of the ladder, ascending by shard and in the order that
-        is given to :meth:`ShardDevice.set_shards`, then those that the ladder leaves out (the core), whose shard is the
-        length of the ladder.
+    :param inner: name of the inner device; this machine need not have it. ``"emulated"`` counts bytes, all others whole
+        units of 2 MiB.
+    :param weights: all weights that the device will hold. First those of the ladder, by shard, in the same order as for
+        :meth:`ShardDevice.set_shards`; then those of the core, with the length of the ladder as their shard.
     :param kv: the KV cache and recurrent state, by layer.
     :param buffers: bytes of each of llama.cpp's compute buffers.
-    :param overhead_bytes: what the driver's context and libraries hold of the budget.
-    :param piece_bytes: as for :class:`ShardDevice`; so ``step_bytes`` and ``slab_bytes``. 0: chosen by the model.
-    :raises BadArgument: a shape is impossible, or shards do not ascend.
+    :param overhead_bytes: VRAM of the driver's context and libraries.
+    :param piece_bytes: as for :class:`ShardDevice`, like ``step_bytes`` and ``slab_bytes``. 0: a size that fits the
+        model.
+    :raises BadArgument: a shape is impossible, or shards are not in ascending order.
     """
     lib = _library()
     shapes = (_WeightShape * max(len(weights), 1))()
@@ -511,7 +525,7 @@ def lay_out(
     )
     raw = _Layout(struct_size=ctypes.sizeof(_Layout))
     slabs, pieces = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=_PIECE)
-    for _ in range(2):  # the first call tells how many there are
+    for _ in range(2):  # the first call returns the lengths of the arrays
         status = lib.fsd_lay_out(
             ctypes.byref(request),
             ctypes.byref(raw),
@@ -550,8 +564,8 @@ LANES = ("copy", "device", "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One piece of work in a time line: ``lane`` is one of :data:`LANES`, times are seconds of a monotonic clock,
-    ``n_bytes`` the weights that it moves or reads."""
+    """One operation in a time line. ``lane`` is one of :data:`LANES`, times are seconds of a monotonic clock, and
+    ``n_bytes`` are the bytes of weights that it copies or reads."""
 
     lane: str
     start_s: float
@@ -560,12 +574,12 @@ class Span:
 
 
 def parse_device(device: str) -> tuple[str, float]:
-    """Splits a device's name as the options have it.
+    """Splits a device's name from the options.
 
-    :param device: such as ``CUDA0``, ``emulated``, or ``emulated:25`` for an emulated device that copies 25e9 bytes/s
-        at most.
+    :param device: for example ``CUDA0``, ``emulated``, or ``emulated:25`` for an emulated device that copies at most
+        25e9 bytes/s.
     :returns: the name of the inner device, and the emulated device's copy rate in 1e9 bytes/s (0: unlimited).
-    :raises BadArgument: the rate is no number above 0.
+    :raises BadArgument: the rate is not a number above 0.
     """
     name, colon, rate = device.partition(":")
     if name != EMULATED or not colon:
@@ -586,11 +600,15 @@ class ShardDevice:
     """The shard device over one inner device: ``emulated``, ``emulated:25`` (see :func:`parse_device`) or a ggml device
     such as ``CUDA0``.
 
-    ``vram_budget_bytes`` (0: no limit) bounds everything the process holds in VRAM. ``piece_bytes``, ``step_bytes`` and
-    ``slab_bytes`` of 0 take values that fit the model; they are fixed for the life of the device. ``copy_bytes`` is the
-    size of one transfer to the inner device: larger ones are quicker, smaller ones leave the host's own copies less to
-    wait for (16 MiB: 0.3 ms of PCIe 5 x16, 1.3 ms of a laptop's PCIe 4 x8). While the host's frames are paced a
-    transfer is 4 MiB at most. Raises UnknownDevice, VersionMismatch, BadArgument.
+    :param vram_budget_bytes: the limit for everything that the process holds in VRAM; 0 for no limit.
+    :param piece_bytes: largest piece; 0 for a size that fits the model, like ``step_bytes`` and ``slab_bytes``. These
+        sizes cannot be changed later.
+    :param copy_bytes: size of one transfer to the inner device. Large transfers are quicker. With small ones the host's
+        own copies wait less: 16 MiB take 0.3 ms on PCIe 5 x16 and 1.3 ms on a laptop's PCIe 4 x8. While the host writes
+        frames, a transfer has at most 4 MiB.
+    :raises UnknownDevice: there is no such device.
+    :raises VersionMismatch: the installed llama-cpp-python is not the pinned one.
+    :raises BadArgument: an argument has a wrong value.
     """
 
     def __init__(
@@ -644,43 +662,62 @@ class ShardDevice:
         raise errors.BadArgument(text) if status == 1 else errors.FrameshardError(text)
 
     def set_shards(self, shards: Sequence[Sequence[str]]) -> None:
-        """The ladder: for each shard, first to be kept first, the names of its tensors."""
+        """Sets the ladder.
+
+        :param shards: the names of the tensors of each shard. The last shard is evicted first.
+        """
         rows = [(name.encode(), i) for i, names in enumerate(shards) for name in names]
         array = (_ShardTensor * max(len(rows), 1))(*(_ShardTensor(*row) for row in rows))
         self._check(self._lib.fsd_set_shards(array, ctypes.c_size_t(len(rows)), ctypes.c_uint32(len(shards))))
 
     def commit(self) -> None:
-        """Takes the VRAM the model cannot do without. Raises BudgetBelowFloor, OutOfMemory."""
+        """Takes the VRAM that the model needs at any budget.
+
+        :raises BudgetBelowFloor: the budget is too small.
+        :raises OutOfMemory: the inner device refuses the memory.
+        """
         self._check(self._lib.fsd_commit())
 
     def park(self) -> None:
-        """Gives all VRAM back but the driver's; the KV cache waits in host memory. No decode until :meth:`unpark`."""
+        """Frees all VRAM except for the driver's own. The KV cache moves to host memory. No decode may run before
+        :meth:`unpark`."""
         self._check(self._lib.fsd_park())
 
     def unpark(self) -> None:
-        """Takes it again, within the budget in force. Raises BudgetBelowFloor, OutOfMemory; it stays parked then."""
+        """Takes the VRAM again, within the budget in force. After an error the device stays parked.
+
+        :raises BudgetBelowFloor: the budget is too small.
+        :raises OutOfMemory: the inner device refuses the memory.
+        """
         self._check(self._lib.fsd_unpark())
 
     def memory(self) -> tuple[int, int]:
-        """Any thread: bytes free and in all, as the inner device says."""
+        """Any thread: the free and the total bytes of the inner device's memory."""
         free, total = ctypes.c_uint64(), ctypes.c_uint64()
         self._check(self._lib.fsd_get_memory(ctypes.byref(free), ctypes.byref(total)))
         return free.value, total.value
 
     def open_frame_block(self, path: str | None) -> None:
-        """Any thread: works around the frames that the host writes into this page. Raises BadArgument."""
+        """Any thread: opens the frame block at ``path``, and paces work by the frames in it. ``None`` closes it.
+
+        :raises BadArgument: it cannot be opened.
+        """
         self._check(self._lib.fsd_open_frame_block(None if path is None else os.fsencode(path)))
 
     def poll_frame_block(self) -> None:
-        """Any thread, every few milliseconds: takes a budget in the page while no graph runs."""
+        """Any thread: if no graph runs, applies a budget that the host has written into the frame block. Call it every
+        few milliseconds."""
         self._check(self._lib.fsd_poll_frame_block())
 
     def set_scheduling_mode(self, mode: str) -> None:
-        """Any thread: one of :data:`SCHEDULING_MODES`."""
+        """Any thread: sets how the device shares the GPU with the host's frames.
+
+        :param mode: one of :data:`SCHEDULING_MODES`.
+        """
         self._check(self._lib.fsd_set_scheduling_mode(ctypes.c_int(SCHEDULING_MODES.index(mode))))
 
     def pacing(self) -> Pacing:
-        """Any thread."""
+        """Any thread: the present pacing."""
         raw = _Pacing(struct_size=ctypes.sizeof(_Pacing))
         self._check(self._lib.fsd_get_pacing(ctypes.byref(raw)))
         values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Pacing)}
@@ -694,10 +731,16 @@ class ShardDevice:
         *,
         exact: bool = True,
     ) -> None:
-        """``tiers``: (least tokens of a graph, placement by shard while it is not resident), in ascending order from 0
-        tokens. ``ring_bytes`` of 0 leaves the ring as it is. ``expert_stream_share``: how many of the experts that are
-        asked for one at a time and would be computed on the CPU are copied instead, from 0 to 1. ``exact``: the same
-        bits at every budget, if nothing is placed on the CPU; otherwise the device may fuse what runs together."""
+        """Sets the plan.
+
+        :param tiers: for each the fewest tokens of a graph, and the placement of each shard while it is not resident.
+            Ascending, starting with 0 tokens.
+        :param ring_bytes: size of the ring; 0 for no change.
+        :param expert_stream_share: from 0 to 1. It concerns single experts on the CPU: this share of them is copied to
+            the device instead.
+        :param exact: gives the same bits at every budget, if no shard is on the CPU. If false, the device may fuse
+            operations.
+        """
         n_shards = len(tiers[0][1]) if tiers else 0
         if any(len(p) != n_shards for _, p in tiers):
             raise errors.BadArgument("every tier needs one placement for each shard")
@@ -717,27 +760,38 @@ class ShardDevice:
         )
 
     def set_budget(self, vram_budget_bytes: int, timeout_s: float = 5.0) -> None:
-        """Any thread, also while a graph runs: returns when no more than ``vram_budget_bytes`` is in use.
+        """Any thread, also while a graph runs: sets the budget. Returns when at most ``vram_budget_bytes`` are in use.
 
-        Raises BudgetBelowFloor (nothing changes) and DeadlineMissed (the budget stays in force)."""
+        :raises BudgetBelowFloor: the budget is too small; nothing changes.
+        :raises DeadlineMissed: more was in use after ``timeout_s`` seconds. The budget stays in force.
+        """
         status = self._lib.fsd_set_budget(ctypes.c_uint64(vram_budget_bytes), ctypes.c_double(timeout_s))
         self._check(status, vram_budget_bytes)
         self._vram_budget_bytes = vram_budget_bytes
 
     def use_kv(self, sequence: int, cells: int) -> None:
-        """A sequence has so many tokens or soon will: takes room for them. What is no longer in use is given back by
-        :meth:`fill`. Raises OutOfMemory."""
+        """Takes room for ``cells`` tokens of a sequence. Room that is not needed any more is freed by :meth:`fill`.
+
+        :raises OutOfMemory: neither VRAM nor host memory has room.
+        """
         self._check(self._lib.fsd_use_kv(ctypes.c_uint32(sequence), ctypes.c_uint64(cells)))
 
     def fill(self, max_bytes: int = 2**63) -> int:
-        """Starts copies of weights into free budget, about ``max_bytes`` at most; returns bytes. Between decodes."""
+        """Makes more weights resident, if the budget has room. Call it between decodes.
+
+        :param max_bytes: about the most bytes to copy.
+        :returns: the bytes whose copies were started.
+        """
         filled = ctypes.c_uint64()
         self._check(self._lib.fsd_fill(ctypes.c_uint64(max_bytes), ctypes.byref(filled)))
         return filled.value
 
     def expert_uses(self, shard: int, n_expert: int) -> list[int]:
-        """How often a layer's router chose each expert of late, by expert; ``shard`` are the layer's experts. Empty as
-        long as none of its choices was seen. Between decodes."""
+        """How often the router of a layer has recently chosen each expert. Call it between decodes.
+
+        :param shard: the index of the layer's experts in the ladder.
+        :returns: a count for each expert; empty if there are none yet.
+        """
         uses = (ctypes.c_uint32 * n_expert)()
         n = ctypes.c_size_t()
         self._check(
@@ -746,24 +800,28 @@ class ShardDevice:
         return list(uses) if n.value else []
 
     def set_expert_uses(self, shard: int, uses: Sequence[int]) -> None:
-        """What an earlier run has seen of that, instead of what this one has. Between decodes."""
+        """Replaces the counts of :meth:`expert_uses` with those of an earlier run. Call it between decodes."""
         array = (ctypes.c_uint32 * len(uses))(*uses)
         self._check(self._lib.fsd_set_expert_uses(ctypes.c_uint32(shard), array, ctypes.c_size_t(len(uses))))
 
     def clear_expert_cache(self) -> None:
-        """Forgets which experts lie in the ring, so that what their cache is worth can be measured. Between decodes."""
+        """Empties the expert cache, so that its effect can be measured. Call it between decodes."""
         self._check(self._lib.fsd_clear_expert_cache())
 
     def set_overhead(self, overhead_bytes: int) -> None:
-        """VRAM that the process holds beside the device's own allocations (driver context, library workspaces)."""
+        """Sets the VRAM that the process holds besides the device's own allocations: driver context and library
+        workspaces.
+
+        :raises BudgetBelowFloor: with this overhead the budget is below the floor.
+        """
         self._check(self._lib.fsd_set_overhead(ctypes.c_uint64(overhead_bytes)))
 
     def set_abort(self, on: bool) -> None:
-        """Any thread: graphs stop at the next step until this is cleared; llama_decode then returns 2."""
+        """Any thread: while ``on``, graphs stop at their next step, and llama_decode returns 2."""
         self._check(self._lib.fsd_set_abort(ctypes.c_int(on)))
 
     def stats(self) -> Stats:
-        """Any thread."""
+        """Any thread: the present figures."""
         raw = _Stats(struct_size=ctypes.sizeof(_Stats))
         if self._lib.fsd_get_stats(ctypes.byref(raw)) != 0:
             raise errors.VersionMismatch("the shard device library and this package do not belong together: reinstall")
@@ -771,15 +829,18 @@ class ShardDevice:
         return Stats(**{**values, "host_weights_pinned": bool(values["host_weights_pinned"])})
 
     def reset_peak(self) -> None:
-        """``peak_bytes`` starts anew from what is in use."""
+        """Resets ``peak_bytes`` to the bytes in use."""
         self._check(self._lib.fsd_reset_peak())
 
     def start_trace(self) -> None:
-        """Records a time line of the graphs that follow, until :meth:`stop_trace`."""
+        """Starts to record a time line of graphs, until :meth:`stop_trace`."""
         self._check(self._lib.fsd_trace_start())
 
     def stop_trace(self) -> list[Span]:
-        """The time line since :meth:`start_trace`, in order of start."""
+        """Ends the recording.
+
+        :returns: the time line since :meth:`start_trace`, in the order of start times.
+        """
         room = 1 << 20
         spans = (_Span * room)()
         found = ctypes.c_size_t()
@@ -787,13 +848,20 @@ class ShardDevice:
         return [Span(LANES[s.lane], s.start_s, s.end_s, s.bytes) for s in spans[: min(found.value, room)]]
 
     def probe_machine(self, seconds: float) -> MachineRates:
-        """Measures copies, host memory and hand-offs in about ``seconds``. Raises OutOfMemory."""
+        """Measures copies, host memory and hand-offs in about ``seconds``.
+
+        :raises OutOfMemory: there is no room for the measurement.
+        """
         raw = _MachineRates(struct_size=ctypes.sizeof(_MachineRates))
         self._probed(self._lib.fsd_probe_machine(ctypes.c_double(seconds), ctypes.byref(raw)))
         return MachineRates(**_values(raw))
 
     def probe_product(self, ggml_type: int, rows: int, cols: int, seconds: float) -> ProductRates:
-        """Measures products with weights of one type and shape on both processors. Raises OutOfMemory, BadArgument."""
+        """Measures products with weights of one type and shape, on the CPU and the inner device.
+
+        :raises OutOfMemory: there is no room for the measurement.
+        :raises BadArgument: the type or the shape is impossible.
+        """
         raw = _ProductRates(struct_size=ctypes.sizeof(_ProductRates))
         shape = (ctypes.c_int(ggml_type), ctypes.c_int64(rows), ctypes.c_int64(cols))
         self._probed(self._lib.fsd_probe_product(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
@@ -802,8 +870,11 @@ class ShardDevice:
     def probe_attention(
         self, head_dim: int, n_head: int, n_head_kv: int, ggml_type: int, n_cells: int, seconds: float
     ) -> AttentionRates:
-        """Measures attention over ``n_cells`` (a multiple of 256) of keys and values of one type on the inner device.
-        Raises BadArgument."""
+        """Measures attention on the inner device, with ``n_cells`` KV cells of one type.
+
+        :param n_cells: a multiple of 256.
+        :raises BadArgument: an argument has a wrong value.
+        """
         raw = _AttentionRates(struct_size=ctypes.sizeof(_AttentionRates), type=ggml_type)
         shape = (ctypes.c_int64(n) for n in (head_dim, n_head, n_head_kv, n_cells))
         self._probed(self._lib.fsd_probe_attention(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))

@@ -1,13 +1,13 @@
 """An engine without a model, for tests of programs that use frameshard.
 
-It is a real process that speaks the messages of :mod:`frameshard.wire.engine`, started by the real broker::
+It is a real process with the messages of :mod:`frameshard.wire.engine`. The real broker starts it::
 
     async with frameshard.launch("any name", engine=fake_engine(delay_s=0.01)) as client:
         assert (await client.ask("one two").completed()).text == "one two"
 
-It answers a chat with the words of its last message, and a completion with the words of its prompt; with `endless`
-again and again up to ``max_tokens``. A token is a word with the space before it, so that a resumed stream can be
-compared. The other arguments make it misbehave.
+It answers a chat with the words of the last message, and a completion with the words of the prompt. With `endless` it
+repeats them up to ``max_tokens``. A token is a word with the space before it, so a resumed stream can be compared. The
+other arguments cause faults.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def fake_engine(
     :param delay_s: pause before each token.
     :param endless: repeat the words until ``max_tokens``.
     :param floor_mb: smallest VRAM budget, in MiB.
-    :param full_mb: what it holds without a limit, in MiB.
-    :param n_ctx: words that a prompt may have; by default the launch option of this name.
-    :param fatal: name of an error (``bad_model``) that loading ends with.
+    :param full_mb: VRAM that it holds without a limit, in MiB.
+    :param n_ctx: the most words of a prompt; by default the launch option of this name.
+    :param fatal: name of an error, such as ``bad_model``, that the load fails with.
     :param crash_at_load: die by a signal while loading.
-    :param crash_at_token: die by a signal before the token of this number of any job, every time.
+    :param crash_at_token: die by a signal before the token with this number, in every job.
     :param crash_when_idle: die as soon as it is ready.
-    :param poison: die by a signal before any token of a job that has this word.
-    :param sick: path of a file; as long as it exists, die by a signal while loading.
-    :param hang_at_token: hang before this token, with the process alive.
-    :param nonsense_at_token: send bytes that are no message before this token.
+    :param poison: die by a signal before any token of a job whose text has this word.
+    :param sick: path of a file. While it exists, die by a signal while loading.
+    :param hang_at_token: hang before the token with this number. The process stays alive.
+    :param nonsense_at_token: send bytes that are not a message before the token with this number.
     """
     options: dict[str, object] = {
         "delay": delay_s,
