@@ -1,5 +1,5 @@
-// Runs scenarios in child processes, because there is one shard device per process. The parent never calls ggml: a child of
-// a process with threads could inherit locks that are never released.
+// Runs scenarios in child processes, because a process can have only one shard device. The parent never calls ggml:
+// ggml starts threads, and a forked child could inherit a lock that a thread of the parent holds.
 #pragma once
 
 #include "check.h"

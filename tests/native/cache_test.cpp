@@ -1,4 +1,5 @@
-// Keys and values in no more VRAM than is in use of them, with graphs as llama.cpp builds them, against ggml-cpu bit for bit.
+// Tests of the KV cache with graphs as llama.cpp builds them. It takes VRAM only for the cells in use, and results have
+// the same bits as those of ggml-cpu.
 #include "apart.h"
 #include "check.h"
 #include "device.h"
@@ -19,12 +20,12 @@ namespace {
 constexpr int64_t kEmbd = 256, kHeads = 4, kHeadDim = 64, kVocab = 96;
 constexpr int kLayers = 3, kStreams = 3, kCells = 1024;
 
-// Tokens of neighbouring streams, as many of each.
+// A decode of n tokens for each of `streams` neighbouring streams, from stream0 on.
 struct Batch {
     int stream0, streams, n;
 };
 
-// A model, its caches, and how many tokens each stream has, on one backend.
+// A model and its KV cache on one backend, with the number of tokens of each stream.
 class Net {
   public:
     Net(ggml_backend_t backend, char *file, ggml_type kv) : backend(backend) {
@@ -212,7 +213,7 @@ struct Session {
     Session(const Session &) = delete;
     Session &operator=(const Session &) = delete;
 
-    // Aligned as ggml wants it of a mapped file.
+    // Start of the weights, aligned as ggml requires.
     char *begin() { return (char *)(((uintptr_t)file.data() + 31) / 32 * 32); }
 
     void check(Batch b) {
@@ -229,7 +230,7 @@ struct Session {
         CHECK(s.floor_bytes == floor && s.full_bytes == full);
     }
 
-    // As llama.cpp does when a sequence is cut: its cells stay as they are.
+    // Shortens a sequence as llama.cpp does: the cells keep their content.
     void cut(int stream, int length) {
         net->lengths[stream] = expected->lengths[stream] = length;
         CHECK(fsd_use_kv((uint32_t)stream, (uint64_t)length) == FSD_OK);
@@ -257,18 +258,18 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     CHECK(stats().kv_bytes == 256 * kCellBytes);
     s.check({0, 1, 1});
     CHECK(stats().kv_bytes == 512 * kCellBytes);
-    // Of several sequences each has as much as the longest.
+    // With several sequences, each has room for as many cells as the longest one.
     s.check({1, 2, 20});
     CHECK(stats().kv_bytes == 3 * 512 * kCellBytes);
     s.check({0, 3, 1});
-    // What is announced is there at once, and not taken again by the graphs that use it.
+    // fsd_use_kv allocates at once. Graphs that use these cells allocate nothing more.
     CHECK(fsd_use_kv(1, 1000) == FSD_OK);
     CHECK(stats().kv_bytes == 3 * 1024 * kCellBytes);
     for (int i = 0; i < 2; i++) {
         s.check({1, 1, 400});
         CHECK(stats().kv_bytes == 3 * 1024 * kCellBytes);
     }
-    // Cut or cleared, it is given back when there is time; what the others hold is kept.
+    // The room of a shortened or cleared sequence is given back in fsd_fill. Other sequences keep theirs.
     s.cut(1, 100);
     CHECK(stats().kv_bytes == 3 * 1024 * kCellBytes);
     s.check({1, 1, 1});
@@ -283,7 +284,7 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     CHECK(stats().kv_bytes == 0 && stats().streamed_bytes == 0);
     s.check({0, 2, 3});
-    // Never more than there is of it.
+    // The cache never gets larger than its context.
     for (int i = 0; i < kStreams; i++) {
         CHECK(fsd_use_kv((uint32_t)i, UINT64_MAX) == FSD_OK);
     }
@@ -292,7 +293,7 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     s.check({0, 3, 200});
 }
 
-// At the floor there is room for one layer's keys and values: the others' wait on the host.
+// At the floor, VRAM has room for the keys and values of one layer. Those of other layers are in host memory.
 SCENARIO(what_has_no_room_passes_through_the_window) {
     for (ggml_type kv : {GGML_TYPE_F16, GGML_TYPE_Q8_0}) {
         CHECK(run_apart([kv] {
@@ -307,7 +308,8 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
                   CHECK(st.kv_host_bytes > 0 && st.kv_bytes > 0 && st.kv_copied_bytes > 0);
                   CHECK(fsd_park() == FSD_OK && stats().used_bytes == 0 && fsd_unpark() == FSD_OK);
                   s.check({0, 3, 1});
-                  // A larger budget takes it back, beside a ring in which copies run ahead, before it takes weights.
+                  // With a larger budget, the KV cache returns to VRAM once the ring has room for two steps. Only
+                  // then do weights become resident.
                   const uint64_t on_host = stats().kv_host_bytes, step = stats().ring_bytes;
                   const uint64_t without_window = on_host / kLayers * (kLayers - 1);
                   s.set_budget(s.floor + without_window + step);
@@ -384,7 +386,7 @@ SCENARIO(conversations_of_all_lengths_come_and_go) { converse(21, false); }
 
 SCENARIO(budgets_change_while_conversations_grow) { converse(22, true); }
 
-// As llama.cpp saves and restores a sequence.
+// Reads and writes the cache as llama.cpp does when it saves and restores a sequence.
 SCENARIO(caches_are_read_and_written_from_outside) {
     Session s;
     s.set_budget(s.floor);
@@ -397,7 +399,7 @@ SCENARIO(caches_are_read_and_written_from_outside) {
             ggml_backend_tensor_get(ours, saved.data(), 0, saved.size());
             ggml_backend_tensor_get(theirs, wanted.data(), 0, wanted.size());
             CHECK(saved == wanted);
-            // From the first stream into the third, and across the end of what is held there.
+            // Writes cells of the first stream to the third, beyond the end of the cells that are held there.
             ggml_backend_tensor_set(ours, saved.data() + 10 * row, 2 * stream, 600 * row);
             ggml_backend_tensor_set(theirs, saved.data() + 10 * row, 2 * stream, 600 * row);
             ggml_backend_tensor_memset(ours, 0, stream + 290 * row, 500 * row);

@@ -1,4 +1,5 @@
-// A small test harness: TEST(name) { CHECK(...); }, and one main per program, which runs all tests or the named ones.
+// A small test harness. TEST(name) { CHECK(...); } defines a test. Each program has one TEST_MAIN(), which runs all
+// tests, or those that the arguments name.
 #pragma once
 
 #include <cstdio>

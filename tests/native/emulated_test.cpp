@@ -1,4 +1,4 @@
-// The emulated device through ggml's public API, as the shard device uses it.
+// Tests of the emulated device through ggml's public API, as the shard device uses it.
 #include "check.h"
 #include "emulated.h"
 
@@ -45,7 +45,7 @@ struct Event {
     ggml_backend_event_t e;
 };
 
-// A ggml context without data, and a buffer for its tensors.
+// A ggml context without data, with a buffer for its tensors.
 struct Tensors {
     Tensors() : ctx(ggml_init({ggml_tensor_overhead() * 64 + ggml_graph_overhead(), nullptr, true})) {}
     ~Tensors() {
@@ -125,7 +125,7 @@ TEST(looks_like_a_gpu) {
     CHECK(ggml_backend_dev_supports_buft(d.dev, buft));
     Device other;
     CHECK(!ggml_backend_dev_supports_buft(other.dev, buft));
-    CHECK(ggml_backend_dev_by_name(ggml_backend_dev_name(d.dev)) == nullptr); // not in ggml's registry
+    CHECK(ggml_backend_dev_by_name(ggml_backend_dev_name(d.dev)) == nullptr); // the device is not in ggml's registry
 }
 
 TEST(rows_of_quantised_tensors_are_padded_with_zeros) {
@@ -167,7 +167,7 @@ TEST(data_arrives_by_every_way_of_copying) {
     ggml_backend_synchronize(two);
     CHECK(out == in);
 
-    // Every second row, in both directions; the rows between stay as they are.
+    // Copies every second row, in both directions. The rows between must not change.
     ggml_backend_buffer_clear(t.buffer, 0);
     std::vector<float> expected(in.size());
     for (size_t r = 0; r < 48; r += 2) {
@@ -209,7 +209,7 @@ TEST(a_copy_overlaps_an_independent_compute) {
     CHECK(ggml_backend_graph_compute_async(compute, graph) == GGML_STATUS_SUCCESS);
     ggml_backend_event_record(computed, compute);
     ggml_backend_event_synchronize(computed);
-    CHECK(fs_emulated_get_stats(d.dev).h2d_bytes < size); // the copy that was queued first is still running
+    CHECK(fs_emulated_get_stats(d.dev).h2d_bytes < size); // the large copy, which was queued first, still runs
     ggml_backend_event_synchronize(copied);
     CHECK(fs_emulated_get_stats(d.dev).h2d_bytes == size);
 }
@@ -240,8 +240,8 @@ TEST(copies_keep_to_the_links_rate) {
     std::printf("1024 paced copies: %.4f s for %.4f s of link\n", took, expected);
 }
 
-// Like the ring: one slot that one stream fills and another uses, each waiting for the other's event. If a wait used a record
-// that is later than the wait, or none, the sum would be wrong or the streams would deadlock.
+// One stream fills a slot and another uses it, as in the ring. Each waits for the other's event. If a wait took a
+// record that was made after it, or none, the sum would be wrong or the streams would deadlock.
 TEST(events_order_streams) {
     const int n_rounds = 500;
     Device d;
@@ -257,7 +257,7 @@ TEST(events_order_streams) {
     for (int i = 0; i < n_rounds; i++) {
         sources.emplace_back(1000, static_cast<float>(i));
     }
-    ggml_backend_event_synchronize(full); // an event that was never recorded counts as complete
+    ggml_backend_event_synchronize(full); // an event without a record counts as complete
     for (int i = 0; i < n_rounds; i++) {
         ggml_backend_event_wait(copies, empty);
         ggml_backend_tensor_set_async(copies, slot, sources[i].data(), 0, ggml_nbytes(slot));
@@ -369,7 +369,7 @@ TEST(a_failed_compute_loses_the_device) {
 
 TEST(a_stuck_compute_holds_up_its_own_stream_only) {
     fs_emulated_config config;
-    config.faults.compute_stuck = 1; // for a minute, but freeing the stream ends it
+    config.faults.compute_stuck = 1; // the computation would take a minute, but freeing the stream ends it
     Device d(config);
     Tensors t;
     ggml_tensor *x = ggml_new_tensor_1d(t.ctx, GGML_TYPE_F32, 16);

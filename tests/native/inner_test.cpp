@@ -1,4 +1,4 @@
-// The inner device: its quirks, and what passes between host memory and its buffers.
+// Tests of the inner device: its quirks, and copies between host memory and its buffers.
 #include "check.h"
 #include "emulated.h"
 #include "inner.h"

@@ -1,4 +1,4 @@
-// Properties of the pure functions in layout.h, kv_layout.h and ring.h, on seeded random cases.
+// Checks properties of layout.h, kv_layout.h, ring.h and expert_cache.h with random cases from fixed seeds.
 #include "check.h"
 #include "expert_cache.h"
 #include "kv_layout.h"
@@ -17,7 +17,7 @@ struct Random {
     explicit Random(uint64_t seed) : engine(seed) {}
     size_t below(size_t n) { return engine() % n; }
     size_t between(size_t low, size_t high) { return low + below(high - low + 1); }
-    // Sizes spread over orders of magnitude, so that pieces far below and far above a slab meet.
+    // Sizes range over orders of magnitude, so that pieces are much smaller and much larger than a slab.
     size_t size() { return align_up(size_t{1} << between(0, 20) | below(4096)); }
 };
 
@@ -76,7 +76,7 @@ TEST(slabs_hold_every_piece_once_in_ladder_order) {
         for (const Piece &p : pieces) {
             CHECK(p.slab >= last && p.slab <= last + 1 && p.slab < (int)slabs.size());
             last = p.slab;
-            // Pieces lie end to end, so they neither overlap nor leave a gap that would be paid for.
+            // Each piece begins where the one before it ends: no overlaps, no gaps.
             CHECK(p.slab_offset == filled[p.slab] && p.slab_offset % kAlign == 0);
             filled[p.slab] += p.padded;
             count[p.slab]++;
@@ -85,7 +85,7 @@ TEST(slabs_hold_every_piece_once_in_ladder_order) {
         for (size_t i = 0; i < slabs.size(); i++) {
             CHECK(count[i] > 0);
             CHECK(slabs[i] <= slab_bytes || count[i] == 1);
-            if (i > 0) { // no slab is closed early
+            if (i > 0) { // the first piece of this slab did not fit into the slab before
                 size_t first = 0;
                 while (pieces[first].slab != (int)i) {
                     first++;
@@ -131,7 +131,7 @@ TEST(a_layout_holds_every_weight_once) {
             const WeightPlace &at = l.weights[i];
             CHECK(at.core == (w.bytes() <= kCoreBytes));
             if (at.core) {
-                CHECK(at.core_offset >= core && at.n_pieces == 0); // behind the weight before it
+                CHECK(at.core_offset >= core && at.n_pieces == 0); // after the weight before it
                 core = at.core_offset + align_up(w.bytes());
                 continue;
             }
@@ -167,7 +167,7 @@ TEST(small_weights_are_the_core) {
     CHECK(l.core_bytes == kCoreBytes && l.slabs_total == align_up(kCoreBytes + 4));
 }
 
-// Two thirds of a million rows: their results for one token do not fit the usual scratch.
+// The piece has so many rows that their results for one token do not fit into the usual scratch.
 TEST(scratch_holds_a_token_of_the_largest_row_piece) {
     const WeightShape w = {"output.weight", 0, GGML_TYPE_F16, {32, 1 << 21, 1, 1}};
     LayoutSizes sizes;
@@ -215,7 +215,7 @@ TEST(residency_stays_within_the_budget_and_grows_with_it) {
                 CHECK(r.ring == 0 && r.slabs == 0);
             }
             CHECK(!last.fits || r.fits);
-            CHECK(last.slabs <= r.slabs); // a resident set is a prefix, so this is inclusion
+            CHECK(last.slabs <= r.slabs); // resident sets are prefixes, so a larger one includes a smaller one
             last = r;
             budget += random.below(2 * (fixed + total + min_ring) / 60 + 2);
         }
@@ -237,7 +237,7 @@ TEST(the_floor_is_sharp) {
         const Residency less = residency(fixed + total - 1, fixed, min_ring, wanted_ring, slabs, 1);
         CHECK(less.slabs < slabs.size());
     }
-    CHECK(residency(256, 256, 512, 512, {}, 1).fits); // nothing to stage: the fixed part is the floor
+    CHECK(residency(256, 256, 512, 512, {}, 1).fits); // without streamed steps, the floor is the fixed part
 }
 
 TEST(a_step_larger_than_the_ring_has_no_layout) {
@@ -246,8 +246,8 @@ TEST(a_step_larger_than_the_ring_has_no_layout) {
     CHECK(lay_ring({}, 1024).empty());
 }
 
-// An endless run: copies start ahead as the rule allows, uses follow in order. Every byte must still be its step's own at
-// the time of use.
+// Runs the ring for six passes. Copies run ahead as far as the rule allows, and uses follow in order. When a step is
+// used, the ring must still have every byte of its copy.
 void run_ring(const std::vector<size_t> &steps, size_t capacity, Random &random) {
     const std::vector<RingSlot> slots = lay_ring(steps, capacity);
     const size_t n = steps.size();
@@ -256,7 +256,7 @@ void run_ring(const std::vector<size_t> &steps, size_t capacity, Random &random)
         CHECK(slots[i].bytes == steps[i] && slots[i].offset + slots[i].bytes <= capacity);
         CHECK(slots[i].reuse_distance >= 1 && slots[i].reuse_distance <= n);
     }
-    std::vector<uint64_t> owner(capacity / kAlign, UINT64_MAX); // by unit: the copy that wrote it last
+    std::vector<uint64_t> owner(capacity / kAlign, UINT64_MAX); // the last copy to each unit of kAlign bytes
     uint64_t next_copy = 0, next_use = 0;
     const uint64_t end = 6 * n;
     while (next_use < end) {
@@ -264,7 +264,7 @@ void run_ring(const std::vector<size_t> &steps, size_t capacity, Random &random)
         const size_t back = slots[c].reuse_distance;
         const bool may_copy = next_copy < next_use + n && (next_copy < back || next_copy - back < next_use);
         const bool may_use = next_use < next_copy;
-        CHECK(may_copy || may_use); // no deadlock
+        CHECK(may_copy || may_use); // neither may go on: a deadlock
         if (may_copy && (!may_use || random.below(3) > 0)) {
             for (size_t u = 0; u < slots[c].bytes / kAlign; u++) {
                 owner[slots[c].offset / kAlign + u] = next_copy;
@@ -289,7 +289,7 @@ TEST(no_byte_of_the_ring_is_overwritten_before_its_use) {
             s = kAlign * random.between(1, seed % 2 ? 4 : 60);
             largest = std::max(largest, s);
         }
-        // From a ring of one step to one that holds a whole pass.
+        // Ring sizes: for the largest step alone, for some steps, and for a whole pass.
         run_ring(steps, largest, random);
         run_ring(steps, largest + kAlign * random.below(120), random);
         run_ring(steps, sum(steps), random);
@@ -321,11 +321,11 @@ TEST(an_expert_in_use_keeps_its_slot) {
         slots.insert(cache.take(7, expert, true));
     }
     CHECK(slots.size() == 4);
-    CHECK(cache.take(7, 4, true) == -1); // all in use
+    CHECK(cache.take(7, 4, true) == -1); // all slots are in use
     cache.begin_use();
     const int slot = cache.find(7, 2);
     CHECK(slot >= 0);
-    CHECK(cache.find(8, 2) == -1); // another layer's
+    CHECK(cache.find(8, 2) == -1); // same expert, other layer
     CHECK(cache.take(8, 2, true) != slot);
     CHECK(cache.find(8, 2) >= 0);
     cache.clear();
@@ -340,7 +340,7 @@ TEST(experts_that_are_asked_for_often_stay) {
     size_t hits = 0, asked = 0;
     for (int use = 0; use < 20000; use++) {
         cache.begin_use();
-        // Of 256 experts 24 get half of the uses.
+        // 24 of 256 experts get a little more than half of the uses.
         const int expert = random() % 2 ? (int)(random() % 24) : (int)(random() % 256);
         cache.count(1, expert);
         if (cache.find(1, expert) >= 0) {
@@ -350,10 +350,10 @@ TEST(experts_that_are_asked_for_often_stay) {
         }
         asked += use > 2000;
     }
-    CHECK(hits * 100 > asked * 48); // 12 % if each expert were as good as another
+    CHECK(hits * 100 > asked * 48); // random slots would give 12 %
 }
 
-// What a token needs comes round and round: a cache of the latest would have none of it.
+// Each token needs the same 256 experts in the same order. A cache that keeps the most recent ones would never hit.
 TEST(a_cache_half_as_large_as_what_is_needed_hits_nearly_half) {
     ExpertCache cache;
     cache.adopt(arena_of(128));
@@ -371,7 +371,7 @@ TEST(a_cache_half_as_large_as_what_is_needed_hits_nearly_half) {
             }
         }
     }
-    CHECK(hits >= 50 * 96 * 9 / 10); // 96 slots are for experts that stay
+    CHECK(hits >= 50 * 96 * 9 / 10); // 96 of the 128 slots hold experts that stay
 }
 
 TEST(experts_outlast_a_graph_that_needs_room) {
@@ -388,7 +388,7 @@ TEST(experts_outlast_a_graph_that_needs_room) {
         CHECK(slot < 16);
         slots.insert(slot);
     }
-    CHECK(slots.size() == 17); // and -1
+    CHECK(slots.size() == 17); // 16 slots, and -1 for experts without one
     cache.adopt(arena_of(64));
     CHECK(cache.where(3, *slots.rbegin()) >= 0);
     ExpertArena other = arena_of(64);
@@ -400,12 +400,12 @@ TEST(experts_outlast_a_graph_that_needs_room) {
 }
 
 TEST(a_share_of_missing_experts_is_copied) {
-    ExpertCache cache; // without slots, so that there are no empty ones to fill
+    ExpertCache cache; // without slots, because empty slots would be filled first
     size_t copied = 0;
     for (int i = 0; i < 10; i++) {
         copied += cache.n_to_copy(3, 0.25);
     }
-    CHECK(copied == 7); // of 7.5: the fraction is carried from call to call
+    CHECK(copied == 7); // 10 * 3 * 0.25 = 7.5: fractions are carried over from call to call
     CHECK(cache.n_to_copy(3, 0) == 0 && cache.n_to_copy(3, 1) == 3);
 }
 

@@ -1,4 +1,4 @@
-// Who gives VRAM back, in which order, and what a child of the ledger may take.
+// Tests of the ledger: which uses give VRAM back, in which order, and how much VRAM a child ledger may borrow.
 #include "check.h"
 #include "emulated.h"
 #include "ledger.h"
@@ -19,7 +19,8 @@ const Inner &emulated() {
     return inner;
 }
 
-// A ledger over the emulated device, with 1000 bytes of everything that can be given back.
+// A ledger on the emulated device. take() allocates 1000 bytes each of weights, ring and KV. `given` records which of
+// them (w, r, k) were given back.
 struct Holder {
     std::string given;
     size_t surplus = 1;
@@ -57,7 +58,7 @@ TEST(memory_is_given_back_in_the_order_of_the_list) {
     h.take();
     CHECK(h.ledger.make_room(0) && h.given.empty());
     CHECK(h.ledger.make_room(500) && h.given == "w" && h.ledger.used() == 2000);
-    CHECK(h.ledger.make_room(1500) && h.given == "wk"); // the ring stays
+    CHECK(h.ledger.make_room(1500) && h.given == "wk"); // the ring is given back only for images
     CHECK(!h.ledger.make_room(2500) && h.ledger.used() == 1000);
     CHECK(h.ledger.make_room(2500, Ledger::kForImages) && h.given == "wkr");
     CHECK(!h.ledger.allocate(Use::buffers, 3001) && h.ledger.figures().peak == 3000);
@@ -86,7 +87,8 @@ TEST(a_child_takes_from_the_budget_and_gives_all_of_it_back) {
     CHECK(!child.borrow(h.ledger, 3001, 4000) && h.ledger.used() == 0);
     h.given.clear();
     h.take();
-    CHECK(child.borrow(h.ledger, 1500, 9000) && h.given == "wr"); // what is left beyond `least`, and no more
+    // It needs 1500 bytes, for which two buffers are given back. It gets all 2000 bytes that these free.
+    CHECK(child.borrow(h.ledger, 1500, 9000) && h.given == "wr");
     CHECK(child.budget() == 2000 && h.ledger.used() == 3000 && h.ledger.used(Use::image) == 2000);
     InnerBuffer b = child.allocate(Use::buffers, 2000);
     CHECK(b && h.ledger.used() == 3000 && !child.allocate(Use::buffers, 1));

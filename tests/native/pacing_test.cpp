@@ -1,5 +1,5 @@
-// The pacing decision with a simulated host: frames of 16 ms, for a part of which the host uses the GPU. Steps in that part
-// share the GPU with it.
+// Tests when the pacer starts steps. A simulated host draws frames of 16 ms and uses the GPU for a part of each. Steps
+// in that part share the GPU with the host.
 #include "check.h"
 #include "pacing.h"
 
@@ -14,8 +14,8 @@ struct Outcome {
     uint64_t steps = 0, beside = 0, late = 0, overran = 0;
 };
 
-// Plays three seconds of frames, of which the last two count. Steps start as soon as the pacer allows. While the host uses
-// the GPU a step gets a tenth of it, and the host's work takes longer by the step's own time.
+// Simulates three seconds of frames and counts the last two. Each step starts as soon as the pacer allows. While the
+// host uses the GPU, a step gets a tenth of it, and the host's work takes longer by the time of the step.
 Outcome play(Mode mode, uint64_t busy, uint64_t step, bool hint = true, uint64_t late_by = 0) {
     FramePacer pacer;
     pacer.set_mode(mode);
@@ -43,7 +43,7 @@ Outcome play(Mode mode, uint64_t busy, uint64_t step, bool hint = true, uint64_t
             uint64_t took = step;
             if (beside) {
                 drawn += step;
-                const uint64_t alone = (drawn - now) / kTurns; // of the step, done when the host is ready
+                const uint64_t alone = (drawn - now) / kTurns; // part of the step that is done when the host is
                 took = alone >= step ? step * kTurns : drawn - now + step - alone;
             }
             pacer.ran(now, now + took);
@@ -65,14 +65,14 @@ TEST(graphics_first_uses_the_gaps_alone) {
     CHECK(o.beside == 0);
     CHECK(o.overran == 0);
     CHECK(o.late == 0);
-    CHECK(o.steps > 124 * 10); // most of 4 ms per frame
+    CHECK(o.steps > 124 * 10); // 10 steps of 300 us in most of the 4 ms gaps
 }
 
 TEST(balance_does_about_as_much_as_graphics_first) {
     for (uint64_t step : {50 * kUs, 300 * kUs, 1500 * kUs}) {
         const Outcome graphics = play(Mode::graphics, 12 * kMs, step);
         const Outcome balance = play(Mode::balance, 12 * kMs, step);
-        CHECK(balance.steps * 10 >= graphics.steps * 9); // in the host's GPU time each step costs as much of the gap
+        CHECK(balance.steps * 10 >= graphics.steps * 9); // a step beside the host shortens the gap by as much
         CHECK(balance.beside > 0);
     }
 }
@@ -85,13 +85,13 @@ TEST(a_step_longer_than_the_gap_still_runs) {
 
 TEST(a_host_without_a_moment_to_spare_lets_some_through) {
     CHECK(play(Mode::graphics, 16 * kMs, 100 * kUs).steps >= 100);
-    CHECK(play(Mode::graphics, 12 * kMs, 100 * kUs, false).steps >= 100); // the host does not say its GPU time
+    CHECK(play(Mode::graphics, 12 * kMs, 100 * kUs, false).steps >= 100); // the host does not report its GPU time
 }
 
 TEST(a_host_that_is_late_by_itself_does_not_stop_us) {
     const Outcome o = play(Mode::balance, 40 * kMs, 300 * kUs, true, 30 * kMs);
     CHECK(o.late == 44);
-    CHECK(o.steps > 80); // more than one per frame
+    CHECK(o.steps > 80); // more than one step per frame
 }
 
 Frame first_frame() {
@@ -103,7 +103,7 @@ Frame first_frame() {
     return f;
 }
 
-// Draws the first frame; returns the time.
+// Shows the pacer the first frame. Returns the time at which its gap begins.
 uint64_t see_a_gap(FramePacer &pacer) {
     const Frame f = first_frame();
     const uint64_t gap = f.start + f.gpu_busy;
@@ -120,7 +120,7 @@ TEST(a_step_that_was_held_up_does_not_keep_others_from_the_gaps) {
     }
     CHECK(pacer.start_at(gap) <= gap);
     for (int i = 0; i < 8; i++) {
-        pacer.ran(gap, gap + 8 * kMs); // several long steps in a row do count
+        pacer.ran(gap, gap + 8 * kMs); // several long steps in a row are no outliers
     }
     CHECK(pacer.start_at(gap) > gap);
 }
@@ -129,7 +129,7 @@ TEST(a_first_step_that_was_held_up_is_forgotten_in_half_a_second) {
     FramePacer pacer;
     const uint64_t gap = see_a_gap(pacer);
     pacer.ran(gap, gap + 60 * kMs);
-    for (int i = 0; i < 30; i++) { // one per frame
+    for (int i = 0; i < 30; i++) { // one step per frame
         pacer.ran(gap, gap + kMs);
     }
     CHECK(pacer.start_at(gap) <= gap);

@@ -1,4 +1,4 @@
-// How masks are cut into tiles.
+// Tests how attention masks are cut into tiles.
 #include "check.h"
 #include "tiling.h"
 
@@ -19,7 +19,7 @@ struct Mask {
     std::vector<float> values;
 };
 
-// The tiles cover all rows in order, and every key that a row sees is inside its tile.
+// Checks that the tiles cover all rows in order, and that each tile contains every key that its rows see.
 void check_tiles(const Mask &m) {
     const std::vector<QueryTile> tiles = m.tiles();
     CHECK(!tiles.empty());
@@ -81,7 +81,7 @@ TEST(a_row_that_sees_nothing_is_not_for_tiles) {
     check_tiles(m);
     m.values[600 * m.keys + 600] = -INFINITY;
     CHECK(m.tiles().empty());
-    m.values[600 * m.keys + 600] = std::numeric_limits<float>::lowest(); // becomes minus infinity in F16, too
+    m.values[600 * m.keys + 600] = std::numeric_limits<float>::lowest(); // in F16 this becomes minus infinity, too
     CHECK(m.tiles(1).empty());
 }
 
