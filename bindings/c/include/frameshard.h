@@ -27,7 +27,10 @@
  *            more text ends with FS_OVERLOADED.
  * Errors     Most functions return an fs_status: FS_OK, or an error code of the protocol. fs_last_error returns a
  *            sentence about the last failed call on the calling thread. A call that fails has changed nothing. An
- *            error that occurs after the call arrives as an event. The library throws no C++ exceptions.
+ *            error that occurs after the call arrives as an event. A call for a closed client returns the status of
+ *            FS_EVENT_CLOSED, or FS_CONNECTION_LOST if that is FS_OK. The library throws no C++ exceptions.
+ * Requests   A function with a `request` parameter sets *request to the number that the events of its answer have.
+ *            `request` may be NULL.
  * Strings    Texts are UTF-8. A text for the library has a length in bytes, or FS_NUL_TERMINATED, and is copied before
  *            the call returns. A text from the library ends with a NUL byte, which its length does not count.
  * Structs    A struct that the caller fills begins with struct_size. Its _init function sets struct_size and every
@@ -368,7 +371,7 @@ typedef struct fs_message {
  * dropped. Sets *job to the number of the job. `options` and `job` may be NULL.
  * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
  * FS_EVENT_FAILED and FS_EVENT_CANCELLED. A job that ends early may have no FS_EVENT_STARTED.
- * Returns FS_BAD_ARGUMENT if an argument is invalid, FS_CONNECTION_LOST if the client is closed. [client] */
+ * Returns FS_BAD_ARGUMENT if an argument is invalid. [client] */
 FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
                         uint64_t *job);
 
@@ -431,7 +434,7 @@ FS_API void fs_lease_init(fs_lease *lease, uint32_t struct_size);
  * decision, FS_EVENT_BUDGET_RELEASED when the VRAM is released, and FS_EVENT_BUDGET_OBSERVED with the driver's count.
  * Instead of these, or after FS_EVENT_LEASE, FS_EVENT_REFUSED may follow. Its status is FS_BUDGET_BELOW_FLOOR (nothing
  * changes; event.floor_bytes is the floor), FS_STALE_LEASE (nothing changes), FS_ENGINE_DIED, or FS_DEADLINE_MISSED
- * (the new lease stays in force). Sets *request to the number of the request; `request` may be NULL. [client] */
+ * (the new lease stays in force). Returns FS_BAD_ARGUMENT if a value is out of range. [client] */
 FS_API fs_status fs_set_lease(fs_client *client, const fs_lease *lease, uint64_t *request);
 
 /* fs_set_lease with this budget and deadline, and defaults for the rest. [client] */
@@ -466,7 +469,7 @@ enum {
 
 /* Sets how the GPU is shared with the frames in the frame block. `scheduling_mode` is one of the above.
  * `target_tokens_per_second` limits all jobs together, 0.1 to 10000; 0: no limit. The newest call of any client counts.
- * If the sidecar refuses, FS_EVENT_REFUSED follows; otherwise no event does. `request` may be NULL. [client] */
+ * If the sidecar refuses, FS_EVENT_REFUSED follows; otherwise no event does. [client] */
 FS_API fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second,
                                uint64_t *request);
 
@@ -520,7 +523,7 @@ FS_API fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answe
 
 /* Kinds of events. Each comment lists the members of fs_event that the kind sets, besides `type`. */
 enum {
-    /* The model is loaded. text: its name; floor_bytes, full_bytes; detail: the protocol's ModelInfo. */
+    /* The model is loaded. text: the file's name; floor_bytes, full_bytes; detail: the protocol's ModelInfo. */
     FS_EVENT_READY = 1,
     /* The job has started to run. job, timeline, n_prompt. */
     FS_EVENT_STARTED = 2,
