@@ -1,5 +1,5 @@
-// What Unity's editor does when code is reloaded: the domain is unloaded while a sidecar answers, without a word to it,
-// and a new domain starts another. Prints the sidecars' process numbers.
+// Does what Unity's editor does when code is reloaded. It unloads the application domain while a sidecar answers,
+// without closing the sidecar, and starts another sidecar in a new domain. Prints the process ids of both sidecars.
 
 using System;
 using Frameshard;
@@ -32,6 +32,6 @@ internal static class DomainReload
             Console.WriteLine(play.Enter());
             AppDomain.Unload(domain);
         }
-        Console.ReadLine(); // until the tester has looked
+        Console.ReadLine(); // stays until the test has checked the processes
     }
 }

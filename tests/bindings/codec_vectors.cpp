@@ -1,4 +1,4 @@
-/* The C client's codec against bindings/vectors: codec_vectors DIRECTORY. No socket: it runs wherever it compiles. */
+/* Checks the C client's codec with bindings/vectors: codec_vectors DIRECTORY. It uses no socket. */
 #include <cstdio>
 #include <fstream>
 #include <iterator>
@@ -14,7 +14,7 @@ std::string content(const std::string &path) {
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-/* What the index has for a binary: a map of its base64. */
+/* Replaces binaries by maps with their base64 text, as in the index of the vectors. */
 json shown(const json &value) {
     if (value.is_binary()) {
         static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -40,7 +40,7 @@ json shown(const json &value) {
     return copy;
 }
 
-/* What is wrong with the codec's view of one vector; "" if nothing. */
+/* Checks one vector. Returns what the codec does wrong; "" if nothing. */
 std::string judge(const json &row, const std::string &frame) {
     json message, again;
     std::string why;
@@ -50,7 +50,7 @@ std::string judge(const json &row, const std::string &frame) {
         return is_frame ? "taken for a frame" : "not taken for a frame: " + why;
     }
     if (!row["valid"]) {
-        return ""; // wrong requests are the sidecar's to refuse
+        return ""; // the sidecar refuses wrong requests; the client library does not check them
     }
     bool is_answer = frameshard_core::decode_answer(frame.data(), frame.size(), &again, &why);
     if (row["from"] == "broker") {
@@ -59,7 +59,7 @@ std::string judge(const json &row, const std::string &frame) {
         }
         json kept = shown(again);
         if (kept["t"] == "") {
-            kept.erase("t"); // a message that this version does not know
+            kept.erase("t"); // "" stands for a message that this version does not know
         }
         if (kept != row.value("known", row["message"])) {
             return "kept of it is " + kept.dump();

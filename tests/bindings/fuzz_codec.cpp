@@ -1,6 +1,6 @@
-/* libFuzzer's way into the C client, where bytes from a sidecar arrive: `make fuzz`, with bindings/vectors as first
- * inputs. Whatever comes, the codec either refuses it or gives back what survives being written and read again, and a
- * session in the middle of its work goes on or is lost, with one last event. */
+/* A libFuzzer target for the C client, run by `make fuzz` with bindings/vectors as first inputs. It feeds bytes as if
+ * they came from a sidecar. The codec must refuse them, or decode a message that is the same after encoding and
+ * decoding it again. A session with open jobs must continue, or end with FS_EVENT_CLOSED as its last event. */
 #include <cstdlib>
 
 #include "session.h"
@@ -11,7 +11,7 @@ using frameshard_core::Session;
 
 namespace {
 
-/* The epoch, session and job of the vectors. */
+/* Epoch and session of the vectors. */
 constexpr uint64_t kEpoch = (uint64_t(1) << 53) - 1, kSession = 4711;
 
 void expect(bool held) {
@@ -25,7 +25,7 @@ void hear(Session &session, const json &message) {
     session.receive(frame.data(), frame.size());
 }
 
-/* A session with jobs and requests under way, as far as the vectors' numbers reach. */
+/* Passes the bytes to a session with open jobs and requests, whose numbers are those in the vectors. */
 void play(const char *data, size_t size) {
     Session session("fuzz");
     session.greet(kEpoch);
@@ -73,13 +73,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     std::string why;
     if (frameshard_core::decode_frame(data, size, &message, &why)) {
         std::string text = frameshard_core::to_text(message);
-        bool binary = text.find("\"bytes\"") != std::string::npos; // which requests, and so encode(), do not have
+        bool binary = text.find("\"bytes\"") != std::string::npos; // encode() does not write binaries
         std::string written = frameshard_core::encode(message);
         expect(binary ||
                (frameshard_core::decode_frame(written.data(), written.size(), &again, &why) && again == message));
         play(data, size);
     } else {
-        expect(!why.empty()); // and a session that hears it is lost, which the slow part need not repeat
+        expect(!why.empty()); // play() is slow and would only show that the session ends
     }
     return 0;
 }

@@ -1,4 +1,4 @@
-/* frameshard::Game against a real sidecar: game MODEL PYTHON */
+/* Tests frameshard::Game with a real sidecar: game MODEL PYTHON */
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -20,7 +20,7 @@ void check(const char *what, bool right) {
     failed += right ? 0 : 1;
 }
 
-/* Frames until `done`, a minute at most; the most events of one frame. */
+/* Runs frames until `done` returns true, at most for a minute. Returns the largest number of events in one frame. */
 template <class Done> int32_t play(Game &game, int32_t most, Done done) {
     int32_t seen = 0;
     auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
@@ -131,6 +131,6 @@ int main(int argc, char **argv) {
     play(game, 64, [&] { return closed != FS_OK; });
     check("says why there is no sidecar", closed == FS_MODEL_NOT_FOUND && game.client() == nullptr);
     check("ends what was asked", fourth.ends == 1 && fourth.ending.status == FS_MODEL_NOT_FOUND);
-    game.close(0); // before those who listen go
+    game.close(0); // before the listeners are destroyed
     return failed != 0;
 }

@@ -1,5 +1,5 @@
-/* A session of the C client with a newer sidecar: fields, messages and words that this version does not know. No socket:
- * the frames are made here. */
+/* Tests a session of the C client with a newer sidecar, which sends fields, messages and words that this version does
+ * not know. The test makes the frames itself, without a socket. */
 #include <cstdio>
 
 #include "session.h"
@@ -22,7 +22,7 @@ void hear(Session &session, const json &message) {
     session.receive(frame.data(), frame.size());
 }
 
-/* What the session has to send, as maps. */
+/* Returns the messages that the session sends, as maps. */
 std::vector<json> sent(Session &session) {
     std::vector<json> frames;
     while (const std::string *frame = session.next_frame()) {
@@ -44,7 +44,7 @@ std::vector<Event> taken(Session &session) {
     return events;
 }
 
-/* The last credit in these frames; -1 for none. */
+/* Returns the last credit in these frames; -1 if there is none. */
 int64_t credit(const std::vector<json> &frames) {
     int64_t next = -1;
     for (const json &frame : frames) {
@@ -103,7 +103,7 @@ int main() {
     check("unknown fields of a record are not kept", !detail.contains("voice") && !detail.contains("wings"));
     check("known fields are", detail["vision"] == "eye" && detail["n_ctx"] == 256);
 
-    // A job whose events are mostly of a kind that is not known. Its window is 4, so credit is due after two.
+    // A job with mostly unknown events. Its window is 4, so the session gives credit after two events.
     session.submit({{"kind", "completion"}, {"prompt", "x"}, {"window", 4}});
     sent(session);
     hear(session, {{"t", "ok"}, {"id", 2}, {"epoch", 5}, {"eta_s", 1.5}});
@@ -127,7 +127,7 @@ int main() {
     check("an unknown reason is 0", events.at(1).fields.type == FS_EVENT_DONE && events[1].fields.reason == 0);
     check("the end is credited", credit(sent(session)) == 8);
 
-    // Messages to every session, and answers to requests.
+    // Unknown messages to every session, and unknown answers.
     hear(session, {{"t", "weather"}, {"epoch", 5}, {"rain", true}});
     hear(session, {{"t", "weather"}, {"id", 9}, {"epoch", 5}, {"job", "none"}});
     hear(session, {{"t", "weather"}});
@@ -189,7 +189,7 @@ int main() {
           events.size() == 1 && events[0].fields.type == FS_EVENT_REFUSED && events[0].fields.status == FS_INTERNAL);
     check("and keeps its details", events.at(0).detail == "{\"seats\":3}");
 
-    // What must still be refused: a known field of a wrong type, and one that is missing.
+    // A known field that has a wrong type or is missing must still be refused.
     hear(session, {{"t", "ok"}, {"id", "1"}, {"epoch", 5}});
     check("a wrong type ends the session", session.lost());
     Session older("growth");

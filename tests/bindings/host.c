@@ -1,5 +1,5 @@
-/* A host that needs no engine. `host` starts itself in the sidecar's place, to see that processes are started, heard,
- * and ended; `host CONNECT_FILE` asks a sidecar that runs. */
+/* A host that needs no model. `host` starts itself instead of a sidecar, and checks that a process is started, read and
+ * ended. `host CONNECT_FILE` asks a running sidecar. */
 #include <frameshard.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,7 +12,7 @@
 #define pause_for_ever() pause()
 #endif
 
-/* In the sidecar's place: does what the model's name says. */
+/* Plays the sidecar. The name of the model says what it does. */
 static int be_a_sidecar(void) {
     static char line[65536];
     if (fgets(line, sizeof line, stdin) == NULL)
@@ -20,7 +20,7 @@ static int be_a_sidecar(void) {
     if (strstr(line, "\"refuse\""))
         puts("{\"error\": {\"code\": 20, \"name\": \"model_not_found\", \"message\": \"no such file\", "
              "\"retriable\": false, \"detail\": {}}}");
-    else if (strstr(line, "\"hang\"")) /* not even the end of the pipe ends it */
+    else if (strstr(line, "\"hang\"")) /* does not end when its input ends */
         for (;;)
             pause_for_ever();
     fflush(stdout);
@@ -38,7 +38,7 @@ static fs_client *launch(const char *self, const char *model) {
     return client;
 }
 
-/* The status that the client closes with; -1 if it does not. */
+/* Returns the status with which the client closes; -1 if it does not close. */
 static fs_status closes_with(fs_client *client) {
     fs_event event;
     for (int looks = 0; client != NULL && looks < 2000; ++looks) {
@@ -63,7 +63,7 @@ static int processes(const char *self) {
     fs_close(client, 3);
     client = launch(self, "hang");
     failed += check("a sidecar that says nothing loads", client != NULL && fs_state(client) == FS_STATE_LOADING);
-    fs_close(client, 0.2); /* returns only when the process is gone */
+    fs_close(client, 0.2); /* returns when the process has ended */
     failed += check("a program that is not there is refused", launch("no/such/program", "end") == NULL);
     return failed != 0;
 }

@@ -1,4 +1,5 @@
-/* What waiting costs: idle MODEL PYTHON. It also takes the sidecar's place itself, as a process that is silent. */
+/* Measures the CPU time of waiting: idle MODEL PYTHON. It also starts itself instead of a sidecar, as a silent process.
+ * */
 #define _POSIX_C_SOURCE 200809L
 #include <frameshard.h>
 #include <signal.h>
@@ -8,7 +9,7 @@
 #include <unistd.h>
 
 #define IDLE_S 2.0
-#define MOST_CPU 0.2 /* of the time that passes, on a machine that may be slow and busy */
+#define MOST_CPU 0.2 /* CPU time per elapsed time; high enough for a slow and busy machine */
 
 static int failed;
 
@@ -23,7 +24,7 @@ static double clock_s(clockid_t clock) {
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* Waits IDLE_S as programs do, by fs_wait and fs_poll; events are dropped. */
+/* Waits IDLE_S with fs_wait and fs_poll, as programs do, and drops the events. */
 static void idle(fs_client *client, const char *where) {
     char what[200];
     fs_event event;
@@ -42,7 +43,7 @@ static void idle(fs_client *client, const char *where) {
     check(what, cpu < MOST_CPU * wall);
 }
 
-/* Polls until such an event has come; 0 if the client closes first. */
+/* Polls until an event of this type has come. Returns 0 if the client closes before. */
 static int until(fs_client *client, uint32_t type) {
     fs_event event = {0};
     while (event.type != type && event.type != FS_EVENT_CLOSED)
@@ -65,7 +66,7 @@ static fs_client *launch(const char *model, const char *python) {
     return client;
 }
 
-/* In the sidecar's place: does what the model's name says, and then nothing. */
+/* Plays the sidecar. The name of the model says what it does; then it does nothing more. */
 static int be_a_sidecar(void) {
     static char line[65536];
     if (fgets(line, sizeof line, stdin) == NULL)

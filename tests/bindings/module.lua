@@ -1,4 +1,4 @@
--- The Lua module against a real sidecar with a real model: what is Lua's own, beside the conformance scenarios.
+-- Tests of the Lua module with a real sidecar and a real model, for what the conformance scenarios do not cover.
 
 local frameshard = require("frameshard")
 
@@ -53,7 +53,7 @@ local ready = poll_until(sidecar, function(event) return event.type == "ready" e
 local model = sidecar:model()
 assert(ready.full_bytes == model.full_bytes and ready.name == model.name)
 
--- callbacks: what they are told is the answer, and an error in one comes out of poll and loses nothing
+-- callbacks get the whole answer; an error in a callback is raised from poll, and no event is lost
 local heard, finished, job = {}, nil, nil
 job = sidecar:ask("Any rooms left?", {
   sampling = { max_tokens = 12, temperature = 0 },
@@ -79,7 +79,7 @@ end
 assert(thrown == 1)
 assert(finished == job.text and table.concat(heard) == job.text and job.result.n_generated == 12)
 
--- memory moves in the middle of an answer, and the answer can be ended early
+-- the budget changes during an answer, and the answer can be ended early
 local half = math.floor((model.floor_bytes + model.full_bytes) / 2 / MIB)
 local failed
 job = sidecar:ask("Tell me a long story.", {
@@ -95,7 +95,7 @@ poll_until(sidecar, function() return job.ended end)
 assert(failed.name == "cancelled" and tostring(failed) == "cancelled: the job was cancelled")
 job:stop_generation() -- once more does no harm
 
--- an image is more to read
+-- an image makes the prompt longer
 local function length_with(images)
   sidecar:ask("What do you see?", { images = images, sampling = { max_tokens = 1, temperature = 0 } })
   local encoded = false
@@ -111,13 +111,13 @@ assert(length_with({ pixels }) > length_with(nil))
 pixels.data = pixels.data:sub(2)
 assert(failure(sidecar.ask, sidecar, "And now?", { images = { pixels } }).name == "bad_argument")
 
--- an answer that fits a schema
+-- an answer that matches a schema
 job = sidecar:ask("Yes or no?", { sampling = { json_schema = '{"enum": ["yes", "no"]}', temperature = 0 } })
 poll_until(sidecar, function() return job.ended end)
 assert(job.text == '"yes"' or job.text == '"no"', job.text)
 assert(not sidecar:has_feature("songs"))
 
--- what is refused
+-- wrong arguments are refused
 sidecar:set_budget(1)
 local refused = poll_until(sidecar, function(event) return event.type == "refused" end)
 assert(refused.error.name == "budget_below_floor" and refused.floor_bytes > 0)
@@ -127,7 +127,7 @@ assert(failure(sidecar.ask, sidecar, "?", { temprature = 0 }).message:find("temp
 assert(failure(sidecar.set_pacing, sidecar, "whatever").name == "bad_argument")
 assert(failure(frameshard.connect, "/no/such/file").name == "connection_lost")
 
--- frames
+-- the frame block
 sidecar:set_pacing("prioritize_graphics")
 sidecar:get_frame_block()
 local block = frameshard.frame_block(poll_until(sidecar, function(event) return event.type == "frame_block" end).path,
@@ -140,7 +140,7 @@ block:close()
 block:close()
 assert(failure(block.frame_begin, block).name == "bad_argument")
 
--- ends: closed, forgotten, never loaded
+-- ends of a sidecar: closed, garbage-collected, never loaded
 sidecar:close()
 sidecar:close()
 assert(sidecar:state() == "closed" and not alive(model.pid))

@@ -1,4 +1,4 @@
-/* frameshard::SentenceSplitter, which needs no library: each text is given whole, by characters, and by pairs. */
+/* Tests frameshard::SentenceSplitter. Each text is passed as a whole, by single characters, and by pairs. */
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -40,7 +40,7 @@ std::vector<std::string> split(const std::string &text, size_t piece) {
     for (size_t begin = 0; begin < text.size();) {
         size_t end = std::min(text.size(), begin + piece);
         while (end < text.size() && (text[end] & 0xc0) == 0x80) {
-            ++end; // as the sidecar's pieces never cut a character
+            ++end; // each part ends at a whole character
         }
         splitter.add(std::string_view(text).substr(begin, end - begin), take);
         begin = end;
@@ -49,7 +49,7 @@ std::vector<std::string> split(const std::string &text, size_t piece) {
     return found;
 }
 
-/* A sentence must not wait for the end of the text. */
+/* Checks that a sentence is passed on before the text ends. */
 int early() {
     int given = 0;
     frameshard::SentenceSplitter splitter;

@@ -1,4 +1,4 @@
-/* The Unreal layer over tests/unreal_stubs, against a real sidecar: unreal_layer MODEL PYTHON MMPROJ */
+/* Tests the Unreal plugin, built with tests/unreal_stubs, with a real sidecar: unreal_layer MODEL PYTHON MMPROJ */
 #include <chrono>
 #include <cstdio>
 #include <functional>
@@ -25,7 +25,7 @@ void check(const char *what, bool right) {
     failed += right ? 0 : 1;
 }
 
-/* The engine's frames until `done`, a minute at most. */
+/* Runs frames until `done` returns true, at most for a minute. */
 template <class Done> void play(UFrameshardSubsystem &sidecar, Done done) {
     auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!done() && std::chrono::steady_clock::now() < until) {
@@ -119,7 +119,7 @@ int main(int argc, char **argv) {
     play(sidecar, [&] { return parked->Ready && states > 0; });
     check("parks, and a notice says so", decided == 1 && changed == 2 && states == 1);
     refused = 0;
-    UFrameshardSetLeaseAsync *late = propose(); // with the version of before
+    UFrameshardSetLeaseAsync *late = propose(); // with the same version as the lease before
     play(sidecar, [&] { return late->Ready; });
     check("a late lease is refused", refused == FS_STALE_LEASE && changed == 2);
     lease.State = EFrameshardLeaseState::Active;
@@ -172,7 +172,7 @@ int main(int argc, char **argv) {
     FFrameshardImage image;
     image.Format = EFrameshardImageFormat::Rgb;
     image.Width = image.Height = 8;
-    image.Data.Init(255, 191); // a byte is missing
+    image.Data.Init(255, 191); // one byte less than the image needs
     params.Images.Add(image);
     check("a wrong image is refused", ask(params, {}).first == FS_BAD_ARGUMENT);
     params.Images = {};
@@ -205,7 +205,7 @@ int main(int argc, char **argv) {
 
     npc->Ask(TEXT("Goodbye!"));
     npc->EndPlay(EEndPlayReason::Destroyed);
-    npc.reset(); // and nobody calls it then
+    npc.reset(); // nothing may call the component after this
     sidecar.Deinitialize();
     check("ends in good order", lost == 0 && errors == 0 && !sidecar.IsReady());
     return failed != 0;

@@ -1,5 +1,5 @@
-// As much of Unreal as the plugin uses, so that its layer compiles and runs without the engine. Signatures are those of
-// Unreal Engine 5; what the engine's tools generate is left out.
+// The parts of Unreal that the plugin uses, so that it compiles and runs without the engine. Signatures are those of
+// Unreal Engine 5. Code that the engine's tools generate is left out.
 #pragma once
 
 #include <cstdint>
@@ -118,8 +118,8 @@ class UObject {
     FString GetName() const { return Name; }
     bool IsTemplate() const { return false; }
 
-    FString Name;                                               // the stubs' own
-    const std::shared_ptr<int> Alive = std::make_shared<int>(); // the stubs' own
+    FString Name;                                               // not in Unreal
+    const std::shared_ptr<int> Alive = std::make_shared<int>(); // not in Unreal
 };
 
 template <class T> class TWeakObjectPtr {
@@ -140,7 +140,7 @@ template <class T> class TWeakObjectPtr {
 };
 
 template <class T> T *NewObject() {
-    static std::vector<std::unique_ptr<T>> Made; // the collector's
+    static std::vector<std::unique_ptr<T>> Made; // keeps objects alive, as Unreal's garbage collector does
     Made.push_back(std::make_unique<T>());
     return Made.back().get();
 }
@@ -158,7 +158,7 @@ template <class... Params> class TStubDelegate {
             Listener(Values...);
         }
     }
-    std::vector<std::function<void(Params...)>> Listeners; // the stubs' own
+    std::vector<std::function<void(Params...)>> Listeners; // not in Unreal
 };
 #define DECLARE_DYNAMIC_MULTICAST_DELEGATE(Name) using Name = TStubDelegate<>
 #define DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(Name, Type1, Param1) using Name = TStubDelegate<Type1>

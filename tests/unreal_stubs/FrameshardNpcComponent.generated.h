@@ -1,1 +1,1 @@
-// Unreal's header tool makes this one; there is nothing in it that the stubs need.
+// Empty, because the stubs need nothing of what Unreal's header tool writes here.

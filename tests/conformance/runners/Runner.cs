@@ -1,4 +1,4 @@
-// The conformance runner of the C# core; see tests/conformance/README.md for what it is told and says.
+// The conformance runner of the C# core. tests/conformance/README.md describes its commands and answers.
 
 using System;
 using System.Collections.Generic;
@@ -298,7 +298,7 @@ internal static class Runner
 
     private static JsonValue Known(long? bytes) => bytes.HasValue ? new JsonPrimitive(bytes.Value) : null;
 
-    // The protocol's words are C#'s with underscores.
+    // Converts a C# enumerator to the protocol's word: GivesBack to gives_back.
     private static string Word<T>(T value) => Regex.Replace(value.ToString(), "(?<=[a-z])[A-Z]", "_$0").ToLowerInvariant();
 
     private static T Value<T>(string word) where T : struct =>

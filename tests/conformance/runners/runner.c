@@ -1,4 +1,4 @@
-/* The conformance runner of the C interface; see tests/conformance/README.md for what it is told and says. */
+/* The conformance runner of the C interface. tests/conformance/README.md describes its commands and answers. */
 #define _POSIX_C_SOURCE 200809L
 #include <cjson/cJSON.h>
 #include <frameshard.h>
@@ -34,7 +34,7 @@ static double number(const cJSON *object, const char *name, double otherwise) {
     return cJSON_IsNumber(found) ? found->valuedouble : otherwise;
 }
 
-/* The place of a word in a list that begins with 1; -1 if it is not there. */
+/* Returns the index of a word in a list whose first word has index 1; -1 if it is not there. */
 static int32_t place(const char *word, const char *const *words, int32_t count) {
     for (int32_t i = 1; i < count; ++i)
         if (strcmp(word, words[i]) == 0)
@@ -58,7 +58,7 @@ static fs_status launch(const cJSON *command) {
     return status;
 }
 
-/* The bytes of a file; `size` is 0 if it is not there. */
+/* Reads a file. Sets *size to 0 if it does not exist. */
 static void *content(const char *path, uint64_t *size) {
     FILE *file = fopen(path, "rb");
     void *bytes = NULL;
@@ -73,7 +73,7 @@ static void *content(const char *path, uint64_t *size) {
     return bytes;
 }
 
-/* The job's options; the rest is the caller's room for what they point to. The images' bytes are to be freed. */
+/* Makes the job's options. They point into `sampling`, `stop` and `images`. The caller frees the images' bytes. */
 static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
                                   fs_image images[8]) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
@@ -132,7 +132,7 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
         free(messages);
     }
     for (uint32_t i = 0; i < options.n_images; ++i)
-        free((void *)(uintptr_t)images[i].data); /* the library has its copy */
+        free((void *)(uintptr_t)images[i].data); /* the library has copied it */
     return status;
 }
 
@@ -167,7 +167,7 @@ static void add_text(cJSON *object, const char *name, const char *value) {
     cJSON_AddStringToObject(object, name, value);
 }
 
-/* -1 is what the system does not tell. */
+/* -1 stands for a size that the system does not report. */
 static void add_known(cJSON *object, const char *name, int64_t bytes) {
     if (bytes < 0)
         cJSON_AddNullToObject(object, name);
@@ -175,7 +175,7 @@ static void add_known(cJSON *object, const char *name, int64_t bytes) {
         add(object, name, (double)bytes);
 }
 
-/* All fields that the type of an event may name; those of other types are there too, and not looked at. */
+/* Makes an object with all fields of an event. The driver ignores fields that its type does not set. */
 static cJSON *told(const fs_event *event) {
     cJSON *object = cJSON_CreateObject();
     add_text(object, "type", types[event->type]);

@@ -1,4 +1,4 @@
-/* The conformance runner of the C++ header; see tests/conformance/README.md for what it is told and says. */
+/* The conformance runner of the C++ header. tests/conformance/README.md describes its commands and answers. */
 #include <frameshard.hpp>
 
 #include <chrono>
@@ -20,7 +20,7 @@ const std::vector<std::string> kEngines = {"", "loading", "ready", "restarting",
 const std::vector<std::string> kDecisions = {"", "granted", "partial"};
 const std::vector<std::string> kNotices = {"", "wants", "gives_back", "late", "pressure", "other_process", "state"};
 
-/* -1 where the word is not known, which the library refuses. */
+/* Returns the index of a word; -1, which the library refuses, for an unknown word. */
 int32_t place(const std::vector<std::string> &words, const std::string &word) {
     for (size_t i = 1; i < words.size(); ++i) {
         if (words[i] == word) {
@@ -35,7 +35,7 @@ const char *text(const json &object, const char *name) {
     return found == object.end() ? nullptr : found->get_ref<const std::string &>().c_str();
 }
 
-/* A job's options with the room for what they point to. */
+/* A job's options, with the objects that they point to. */
 struct Options {
     explicit Options(const json &command) {
         json given = command.value("options", json::object());

@@ -1,4 +1,4 @@
--- The conformance runner of the Lua module; see tests/conformance/README.md for what it is told and says.
+-- The conformance runner of the Lua module. tests/conformance/README.md describes its commands and answers.
 
 local here = arg[0]:match("^(.*)/[^/]*$") or "."
 package.path = here .. "/../../../bindings/lua/?.lua;" .. package.path
@@ -31,7 +31,7 @@ local function said_job(job)
   return { job = job.number }
 end
 
--- An event as the driver wants it: without tables of the module, and with null for what is not known.
+-- Converts an event for the driver: without the module's tables, and with null for unknown values.
 local function told(event)
   local made = { status = "ok" }
   for name, value in pairs(event) do

@@ -10,11 +10,11 @@ enum Type { Destroyed, LevelTransition, EndPlayInEditor, RemovedFromWorld, Quit 
 
 class UActorComponent : public UObject {
   public:
-    using Super = UActorComponent; // of the classes made from it
+    using Super = UActorComponent; // for derived classes
     AActor *GetOwner() const { return Owner; }
     UWorld *GetWorld() const override { return World; }
     virtual void EndPlay(const EEndPlayReason::Type) {}
 
-    AActor *Owner = nullptr; // the stubs' own
-    UWorld *World = nullptr; // the stubs' own
+    AActor *Owner = nullptr; // not in Unreal
+    UWorld *World = nullptr; // not in Unreal
 };

@@ -8,5 +8,5 @@ class UGameInstance : public UObject {
   public:
     template <class T> T *GetSubsystem() const { return static_cast<T *>(Subsystem); }
 
-    UGameInstanceSubsystem *Subsystem = nullptr; // the stubs' own: there is one
+    UGameInstanceSubsystem *Subsystem = nullptr; // not in Unreal; there is only one subsystem
 };

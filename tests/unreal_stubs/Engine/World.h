@@ -8,5 +8,5 @@ class UWorld : public UObject {
   public:
     UGameInstance *GetGameInstance() const { return Instance; }
 
-    UGameInstance *Instance = nullptr; // the stubs' own
+    UGameInstance *Instance = nullptr; // not in Unreal
 };

@@ -8,5 +8,5 @@ class UBlueprintAsyncActionBase : public UObject {
     void RegisterWithGameInstance(const UObject *) {}
     virtual void SetReadyToDestroy() { Ready = true; }
 
-    bool Ready = false; // the stubs' own
+    bool Ready = false; // not in Unreal
 };

@@ -6,7 +6,7 @@ class FSubsystemCollectionBase {};
 
 class UGameInstanceSubsystem : public UObject {
   public:
-    using Super = UGameInstanceSubsystem; // of the classes made from it
+    using Super = UGameInstanceSubsystem; // for derived classes
     virtual void Initialize(FSubsystemCollectionBase &) {}
     virtual void Deinitialize() {}
 };
