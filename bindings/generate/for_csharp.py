@@ -107,8 +107,9 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
         if kind == "string":
             yield f"            if ({given} != null) {target} = texts.Name({given});"
         elif kind == "string[]":
-            count = f"native.N{pascal(member.name)}"
-            yield f"            if ({given} != null) {target} = texts.Names({given}, out {count});"
+            (count,) = (each for each in for_c.members(struct) if each.name == f"n_{member.name}")
+            yield f"            if ({given} != null) {target} = texts.Names({given});"
+            yield f"            native.{pascal(count.name)} = ({KINDS[count.kind]})({given}?.Length ?? 0);"
         elif field is not None and field["name"] in SIZES:
             yield f"            {target} = Sidecar.Bytes({given});"
         elif field is not None and _enum(field):

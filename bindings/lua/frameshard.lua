@@ -106,6 +106,13 @@ typedef struct fs_sampling {
   const char *json_schema;
   double frequency_penalty;
   double presence_penalty;
+  double typical_p;
+  double xtc_probability;
+  double xtc_threshold;
+  uint64_t n_choices;
+  const char *const *choices;
+  const char *regex;
+  const char *lark;
 } fs_sampling;
 void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3, };
@@ -233,6 +240,8 @@ typedef struct fs_event {
   uint32_t done;
   uint32_t total;
   uint32_t reserved;
+  uint64_t seed;
+  uint64_t n_reused;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -489,6 +498,18 @@ local OPTIONS = {
     frequency_penalty = { "number", -2, 2 },
     -- Subtracted once from a token's logit if the token is among the last 64; 0: off.
     presence_penalty = { "number", -2, 2 },
+    -- Choose only among the tokens of the most typical probability, which add up to this value; 1: off. Default 1.0.
+    typical_p = { "number", 0, 1 },
+    -- Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never.
+    xtc_probability = { "number", 0, 1 },
+    -- Tokens with at least this probability may be removed, see `xtc_probability`. Default 0.1.
+    xtc_threshold = { "number", 0, 0.5 },
+    -- The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`.
+    choices = { "texts" },
+    -- The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off.
+    regex = { "text" },
+    -- The answer fits this grammar, written in llguidance's variant of Lark; empty: off.
+    lark = { "text" },
   },
   fs_lease = {
     -- `parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is used. One
@@ -867,11 +888,12 @@ local function convert(self, raw)
   if kind == "text" then
     event.text, event.tokens = text, raw.tokens
   elseif kind == "started" then
-    event.n_prompt = raw.n_prompt
+    event.n_prompt, event.seed = raw.n_prompt, tonumber(raw.seed)
   elseif kind == "progress" then
     event.phase, event.done, event.total = PHASES[raw.phase] or "unknown", raw.done, raw.total
   elseif kind == "done" then
     event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
+    event.n_reused = tonumber(raw.n_reused)
     event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
   elseif kind == "cancelled" then
     event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
@@ -945,9 +967,9 @@ end
 -- | type | fields |
 -- | --- | --- |
 -- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
--- | "started" | `job`, `n_prompt` |
+-- | "started" | `job`, `n_prompt`, `seed` |
 -- | "text" | `job`, `text`, `tokens` |
--- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `prefill_s`, `decode_s` |
+-- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `prefill_s`, `decode_s` |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; only for jobs with images |
 -- | "failed", "cancelled" | `job`, `error` |
 -- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |

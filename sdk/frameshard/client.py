@@ -65,7 +65,7 @@ MAX_OUTPUT = 1000
 """If a sidecar does not start, so many bytes of its last output are kept for the error."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Completion(m.Done):
     """A finished answer: the job's last event, and the whole text. Times do not include waiting in the queue."""
 

@@ -204,7 +204,8 @@ class _FakeEngine:
             return
         self._jobs[job.number] = job
         seed = request.sampling.seed or 0
-        self._say(em.Started(job.number, job.n_prompt, n_reused=0, seed=seed, history=history))
+        n_reused = max(job.n_prompt - 1, 0)  # as if the KV cache had all but the token that is always computed
+        self._say(em.Started(job.number, job.n_prompt, n_reused, seed=seed, history=history))
 
     def _step(self, job: _Job) -> None:
         index = job.produced

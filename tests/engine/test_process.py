@@ -86,6 +86,31 @@ def test_penalties_make_tokens_of_the_last_ones_rarer(cpu: EngineProcess, penalt
     assert repeated(-2.0) >= repeated(0.0)
 
 
+def test_xtc_removes_the_likeliest_tokens(cpu: EngineProcess) -> None:
+    """At threshold 0 it leaves the least likely of the tokens that it is given: of these two, the second."""
+    params = {"temperature": 5.0, "top_k": 2, "min_p": 0.0, "top_p": 1.0, "max_tokens": 1, "xtc_threshold": 0.0}
+    likeliest = ids(cpu.run(CASTLE, params={"temperature": 0.0, "max_tokens": 1}))
+    drawn = {
+        probability: {
+            ids(cpu.run(CASTLE, params={**params, "seed": seed, "xtc_probability": probability}))[0]
+            for seed in range(20)
+        }
+        for probability in (0.0, 1.0)
+    }
+    assert likeliest[0] in drawn[0.0]
+    assert len(drawn[0.0]) == 2
+    assert len(drawn[1.0]) == 1
+    assert likeliest[0] not in drawn[1.0]
+
+
+def test_typical_p_draws_from_fewer_tokens(cpu: EngineProcess) -> None:
+    def drawn(typical_p: float) -> int:
+        params = {"temperature": 1.5, "top_k": 0, "min_p": 0.0, "top_p": 1.0, "max_tokens": 1, "typical_p": typical_p}
+        return len({ids(cpu.run(CASTLE, params={**params, "seed": seed}))[0] for seed in range(40)})
+
+    assert drawn(0.05) < drawn(1.0)
+
+
 def test_without_a_seed_the_started_event_names_one_that_repeats(cpu: EngineProcess) -> None:
     warm = {"temperature": 1.0, "max_tokens": 20}
     first = cpu.run(CASTLE, params=warm)
@@ -168,6 +193,7 @@ def test_reading_again_can_be_cancelled_and_lets_others_talk(model_path: Path) -
         ({"temperature": 0.0, "max_tokens": 20}, 1),
         ({"temperature": 0.9, "seed": 11, "repeat_penalty": 1.1, "max_tokens": 20}, 4),
         ({"temperature": 0.9, "seed": 12, "frequency_penalty": 0.5, "presence_penalty": 0.2, "max_tokens": 20}, 7),
+        ({"temperature": 1.2, "seed": 13, "xtc_probability": 0.5, "typical_p": 0.9, "max_tokens": 20}, 7),
     ],
 )
 def test_resume_at_any_token(exact: EngineProcess, params: dict[str, object], stride: int) -> None:

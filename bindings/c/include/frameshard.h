@@ -314,6 +314,25 @@ typedef struct fs_sampling {
     double frequency_penalty;
     /* Subtracted once from a token's logit if the token is among the last 64; 0: off. Range -2..2. Default 0. */
     double presence_penalty;
+    /* Choose only among the tokens of the most typical probability, which add up to this value; 1: off. Range
+       0..1. Default 1. */
+    double typical_p;
+    /* Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never. Range
+       0..1. Default 0. */
+    double xtc_probability;
+    /* Tokens with at least this probability may be removed, see `xtc_probability`. Range 0..0.5. Default 0.1. */
+    double xtc_threshold;
+    /* Number of strings in `choices`, at most 256. */
+    uint64_t n_choices;
+    /* The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`. Each has
+       1..4096 bytes and a NUL at the end. */
+    const char *const *choices;
+    /* The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off. At most
+       65536 bytes; NULL (default): not given. */
+    const char *regex;
+    /* The answer fits this grammar, written in llguidance's variant of Lark; empty: off. At most 65536 bytes; NULL
+       (default): not given. */
+    const char *lark;
     /* end of fs_sampling */
 } fs_sampling;
 
@@ -525,11 +544,12 @@ FS_API fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answe
 enum {
     /* The model is loaded. text: the file's name; floor_bytes, full_bytes; detail: the protocol's ModelInfo. */
     FS_EVENT_READY = 1,
-    /* The job has started to run. job, timeline, n_prompt. */
+    /* The job has started to run. job, timeline, n_prompt, seed. */
     FS_EVENT_STARTED = 2,
     /* The next part of the answer. job, timeline, text, tokens. The text never ends within a UTF-8 character. */
     FS_EVENT_TEXT = 3,
-    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, prefill_s, decode_s. */
+    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, prefill_s,
+       decode_s. */
     FS_EVENT_DONE = 4,
     /* The job has failed; text sent before stays valid. job, timeline, status, text: the reason; detail. Also sent for
        jobs that wait when the launch fails, and for open jobs when the connection to the sidecar is lost. */
@@ -710,6 +730,10 @@ typedef struct fs_event {
     uint32_t total;
     /* Always 0. */
     uint32_t reserved;
+    /* Seed of the random numbers: the requested one, or the one that the sidecar chose. */
+    uint64_t seed;
+    /* Tokens of the prompt that were in the KV cache already. */
+    uint64_t n_reused;
     /* end of fs_event */
 } fs_event;
 

@@ -174,6 +174,7 @@ struct Ending {
     uint32_t reason = 0;      // FS_REASON_... if status is FS_OK
     uint32_t n_prompt = 0;    // tokens
     uint32_t n_generated = 0; // tokens
+    uint64_t n_reused = 0;    // tokens of the prompt that were in the KV cache already
     double prefill_s = 0, decode_s = 0;
 };
 
@@ -426,6 +427,7 @@ class Game {
             answer->ending.reason = event.reason;
             answer->ending.n_prompt = event.n_prompt;
             answer->ending.n_generated = event.n_generated;
+            answer->ending.n_reused = event.n_reused;
             answer->ending.prefill_s = event.prefill_s;
             answer->ending.decode_s = event.decode_s;
             break;

@@ -294,6 +294,7 @@ const std::vector<Message> &messages() {
             {"epoch", Type::Int, 1, kMost},
             {"timeline", Type::Int, 0, kMost},
             {"n_prompt", Type::Int, 0, kMost},
+            {"seed", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"progress", {
             {"job", Type::Int, 1, kMost},
@@ -322,6 +323,7 @@ const std::vector<Message> &messages() {
             {"n_generated", Type::Int, 0, kMost},
             {"prefill_s", Type::Number, 0, 1000000000},
             {"decode_s", Type::Number, 0, 1000000000},
+            {"n_reused", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"failed", {
             {"job", Type::Int, 1, kMost},

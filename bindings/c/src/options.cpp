@@ -152,6 +152,27 @@ json fields_of(const fs_sampling &given) {
         check_range("presence_penalty", double(given.presence_penalty), -2, 2);
         fields["presence_penalty"] = given.presence_penalty;
     }
+    if (given.typical_p != 1) {
+        check_range("typical_p", double(given.typical_p), 0, 1);
+        fields["typical_p"] = given.typical_p;
+    }
+    if (given.xtc_probability != 0) {
+        check_range("xtc_probability", double(given.xtc_probability), 0, 1);
+        fields["xtc_probability"] = given.xtc_probability;
+    }
+    if (given.xtc_threshold != 0.1) {
+        check_range("xtc_threshold", double(given.xtc_threshold), 0, 0.5);
+        fields["xtc_threshold"] = given.xtc_threshold;
+    }
+    if (given.n_choices != 0) {
+        fields["choices"] = texts_of("choices", given.choices, given.n_choices, 256, 1, 4096);
+    }
+    if (given.regex != nullptr) {
+        fields["regex"] = text_of("regex", given.regex, 0, 65536);
+    }
+    if (given.lark != nullptr) {
+        fields["lark"] = text_of("lark", given.lark, 0, 65536);
+    }
     return fields;
 }
 
@@ -213,6 +234,8 @@ void fs_sampling_init(fs_sampling *options, uint32_t struct_size) {
     defaults.min_p = 0.05;
     defaults.repeat_penalty = 1;
     defaults.seed = -1;
+    defaults.typical_p = 1;
+    defaults.xtc_threshold = 0.1;
     frameshard_core::fill(options, struct_size, defaults);
 }
 

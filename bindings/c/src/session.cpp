@@ -480,6 +480,7 @@ void Session::job_event(const json &message) {
     if (name == "started") {
         job.started = true;
         event.fields.n_prompt = message["n_prompt"];
+        event.fields.seed = message["seed"];
     } else if (name == "progress") {
         event.fields.phase = place_of(message["phase"], {"encode", "prefill"});
         event.fields.done = message["done"];
@@ -496,6 +497,7 @@ void Session::job_event(const json &message) {
             event.fields.reason = place_of(message["reason"], {"stop", "length"});
             event.fields.n_prompt = message["n_prompt"];
             event.fields.n_generated = message["n_generated"];
+            event.fields.n_reused = message["n_reused"];
             event.fields.prefill_s = message["prefill_s"];
             event.fields.decode_s = message["decode_s"];
         } else if (name == "failed") {

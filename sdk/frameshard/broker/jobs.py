@@ -49,6 +49,7 @@ class Job:
     undelivered: int = 0
     """Tokens since the last delta: a token may have no text of its own."""
     n_prompt: int = 0
+    n_reused: int = 0
     history: em.Shapes = ()
     """How the engine has cut the prompt into graphs, in mode ``stream_only``."""
     deaths: int = 0
@@ -212,7 +213,8 @@ class Jobs:
         if isinstance(event, em.Started):
             if job.state is states.Job.QUEUED:
                 job.n_prompt = event.n_prompt
-                connection.started(job_id, job.n_prompt)
+                job.n_reused = event.n_reused
+                connection.started(job_id, job.n_prompt, job.seed)
             job.history = job.history or event.history
             job.state = states.JOB[job.state]["started"]
         elif isinstance(event, em.Progress):
@@ -225,6 +227,7 @@ class Jobs:
                 reason=event.reason,
                 n_prompt=job.n_prompt,
                 n_generated=len(job.tokens),
+                n_reused=job.n_reused,
                 prefill_s=event.prefill_s,
                 decode_s=event.decode_s,
             )

@@ -41,6 +41,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from frameshard.engine.draft import DraftModel, DraftState, common_prefix
+from frameshard.engine.forms import Grammar
 from frameshard.engine.llama import DecodeAborted, Rows
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import Runtime
@@ -79,7 +80,7 @@ class Job:
 
     :param resume: the tokens of the answer that an earlier engine produced.
     :param history: the shapes in which the earlier engine decoded the prompt.
-    :param grammar: the grammar that the answer must follow; "" for none.
+    :param grammar: the grammar of the form that the answer must have; ``None`` for any text.
     :param shapes: the chunks of the prompt that are not decoded yet.
     :param pictures: the images in the prompt, by the index of their first token. Tokens of an image are negative.
     """
@@ -92,7 +93,7 @@ class Job:
     resume: list[int]
     history: list[Shape]
     text: TextStream
-    grammar: str = ""
+    grammar: Grammar | None = None
     slot: Slot | None = None
     sampler: Sampler | None = None
     shapes: collections.deque[Shape] = field(default_factory=collections.deque)
@@ -521,7 +522,7 @@ class Batcher:
             job.draft_state = DraftState()
             if exact:
                 self._draft.forget(slot.seq)  # its drafts may depend on the shapes in which it read the text
-        matcher = self._runtime.schemas.matcher(job.grammar) if job.grammar else None
+        matcher = self._runtime.forms.matcher(job.grammar) if job.grammar is not None else None
         seen = [token for token in job.prompt if token >= 0]
         job.sampler = Sampler(job.sampling, job.seed, self._runtime.n_vocab, seen, matcher)
         shapes = _pack_shapes([*slot.shapes, *job.shapes]) if exact else ()
@@ -546,7 +547,7 @@ class Batcher:
         for token in job.resume:
             try:
                 job.sampler.accept(token)
-            except BadArgument as error:  # its schema is too complex after all
+            except BadArgument as error:  # its form is too complex after all
                 return [self._end(job, em.Failed(job.id, m.ErrorInfo.of(error)))]
             _, reason = self._add(job, token)
             if reason is not None:
@@ -570,7 +571,7 @@ class Batcher:
         for kept, row in enumerate(rows, 1):
             try:
                 reason = self._next_token(job, row, now, events)
-            except BadArgument as error:  # its schema is too complex after all
+            except BadArgument as error:  # its form is too complex after all
                 refusal, reason = error, None
                 break
             if reason is not None or tokens[kept : kept + 1] != job.produced[-1:]:

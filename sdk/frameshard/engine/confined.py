@@ -1,4 +1,4 @@
-"""A process of its own for work on what others wrote: templates of downloaded files, schemas of clients.
+"""A process of its own for work on what others wrote: templates of downloaded files, schemas and grammars of clients.
 
 A thread can neither be stopped nor bounded, and a library that does such work may crash. So the work is done in a child
 process that limits its address space and the CPU time of each request. CPU time does not depend on what else the

@@ -128,5 +128,7 @@ class Preparation:
 
 
 def _is_short(request: Submit) -> bool:
-    texts = [request.prompt, request.sampling.json_schema, *(message.content for message in request.messages)]
-    return not request.images and sum(map(len, texts)) <= SHORT_CHARS
+    sampling = request.sampling
+    forms = sampling.json_schema, sampling.regex, sampling.lark, *sampling.choices
+    texts = request.prompt, *(message.content for message in request.messages)
+    return not request.images and sum(map(len, (*texts, *forms))) <= SHORT_CHARS

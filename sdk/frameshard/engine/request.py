@@ -1,6 +1,6 @@
 """Turns a :class:`frameshard.wire.engine.Submit` into a :class:`Job` with a tokenised prompt.
 
-Templates, tokenisers, image decoders and schemas may take seconds, so this does not run in the decode thread. Nothing
+Templates, tokenisers, image decoders and forms may take seconds, so this does not run in the decode thread. Nothing
 here changes the runtime or the vision tower.
 """
 
@@ -10,6 +10,7 @@ import secrets
 
 from frameshard.engine import speculation
 from frameshard.engine.batch import Job, Shape
+from frameshard.engine.forms import form_of
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.text import TextStream
@@ -32,10 +33,11 @@ class RequestReader:
             the job.
         :raises ContextOverflow: prompt and answer together are longer than a sequence.
         :raises Unsupported: it is a chat and the model has no chat template; it has images and there is no vision
-            tower; or it has a JSON schema and the model has no token that ends an answer.
+            tower; or it asks for a form and the model has no token that ends an answer.
         """
         runtime, sampling = self._runtime, request.sampling
-        grammar = runtime.schemas.grammar(sampling.json_schema) if sampling.json_schema else ""
+        form = form_of(sampling)
+        grammar = runtime.forms.grammar(form) if form is not None else None
         prompt, pictures = self._prompt(request)
         n_prompt = len(prompt)
         if not n_prompt:

@@ -26,10 +26,10 @@ import numpy.typing as npt
 from frameshard import cpu
 from frameshard.cpu import default_threads
 from frameshard.engine import llamalog
+from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Rows
 from frameshard.engine.nvml import Observer
 from frameshard.engine.placement import Placement
-from frameshard.engine.schema import Schemas
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, ContextOverflow
 from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
@@ -59,7 +59,7 @@ class Runtime:
         """What NVML counts for this process; ``None`` without a real GPU."""
         self._llama: Llama | None = None
         self._tokenizer: Tokenizer | None = None
-        self._schemas: Schemas | None = None
+        self._forms: Forms | None = None
         self._abort = False
         self._nodes = 0
 
@@ -109,7 +109,7 @@ class Runtime:
         llama_cpp.llama_backend_init()
         llama = self._llama = Llama(self.model_info, self._open_device(device))
         tokenizer = self._tokenizer = Tokenizer(llama.model, self.model_info.chat_template)
-        self._schemas = Schemas(tokenizer.grammar_tokens)
+        self._forms = Forms(tokenizer.grammar_tokens)
         self.n_vocab = tokenizer.n_vocab
         if not config.n_ubatch:
             chosen = self.placement.choose_ubatch(budgets, n_prompt) if self.placement else PLAIN_UBATCH
@@ -169,8 +169,8 @@ class Runtime:
         """Frees the context, then the model. Safe to call twice and after a failed load."""
         if self._tokenizer is not None:
             self._tokenizer.close()
-        if self._schemas is not None:
-            self._schemas.close()
+        if self._forms is not None:
+            self._forms.close()
         if self._llama is not None:
             self._llama.close()
         if hasattr(self, "_file"):
@@ -197,10 +197,10 @@ class Runtime:
         return self._tokenizer
 
     @property
-    def schemas(self) -> Schemas:
-        """[any thread] Grammars and matchers for JSON schemas."""
-        assert self._schemas is not None
-        return self._schemas
+    def forms(self) -> Forms:
+        """[any thread] Grammars and matchers for the forms of answers."""
+        assert self._forms is not None
+        return self._forms
 
     @property
     def mode(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from frameshard.engine.schema import Matcher
+from frameshard.engine.forms import Matcher
 from frameshard.wire.messages import Sampling
 
 PENALTY_WINDOW = 64
@@ -37,8 +37,8 @@ def token_seed(seed: int, index: int) -> int:
 
 
 class Sampler:
-    """One job's sampler chain: penalties, top-k, top-p, min-p, temperature, then the seeded draw. Of an answer with a
-    JSON schema, the chain is given only the tokens that ``matcher`` allows.
+    """One job's sampler chain: penalties, top-k, typical-p, top-p, min-p, XTC, temperature, then the seeded draw. Where
+    the answer is held to a form, the chain is given only the tokens that ``matcher`` allows.
 
     ``context_tokens`` are the prompt tokens that the repeat penalty starts from. Free it with :meth:`close`.
     """
@@ -51,12 +51,13 @@ class Sampler:
         context_tokens: Sequence[int],
         matcher: Matcher | None = None,
     ) -> None:
+        self._params = params
         self._seed = seed
         self._n_vocab = n_vocab
         self._matcher = matcher
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        steps = []
+        steps: list[Any] = []
         weights = params.repeat_penalty, params.frequency_penalty, params.presence_penalty
         if weights != NO_PENALTIES:
             penalties = llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, *weights)
@@ -66,35 +67,46 @@ class Sampler:
         if self._draws:
             if params.top_k > 0:
                 steps.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
+            if params.typical_p < 1.0:
+                steps.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
             if params.top_p < 1.0:
                 steps.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
             if params.min_p > 0.0:
                 steps.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
-            steps.append(llama_cpp.llama_sampler_init_temp(params.temperature))
         else:
             steps.append(llama_cpp.llama_sampler_init_greedy())
         for step in steps:
             llama_cpp.llama_sampler_chain_add(self._chain, step)
-        self._n_steps = len(steps)
 
     @property
     def complete(self) -> bool:
-        """By its JSON schema the answer is complete."""
+        """By its form the answer is complete."""
         return self._matcher is not None and self._matcher.complete
 
     def sample(self, context: Any, row: int, index: int) -> int:
         """Token ``index`` of the answer, from output ``row`` of the context's last decode; it counts as accepted.
 
-        :raises BadArgument: the JSON schema is too complex after all.
+        :raises BadArgument: the answer's form is too complex after all.
         """
-        if not self._draws:
-            return self._choose(context, row)
-        draw = llama_cpp.llama_sampler_init_dist(token_seed(self._seed, index))
-        llama_cpp.llama_sampler_chain_add(self._chain, draw)
+        steps = self._seeded_steps(token_seed(self._seed, index)) if self._draws else []
+        for step in steps:
+            llama_cpp.llama_sampler_chain_add(self._chain, step)
         try:
             return self._choose(context, row)
         finally:
-            llama_cpp.llama_sampler_free(llama_cpp.llama_sampler_chain_remove(self._chain, self._n_steps))
+            for _ in steps:
+                last = llama_cpp.llama_sampler_chain_n(self._chain) - 1
+                llama_cpp.llama_sampler_free(llama_cpp.llama_sampler_chain_remove(self._chain, last))
+
+    def _seeded_steps(self, seed: int) -> list[Any]:
+        """The end of the chain, from the first step that draws a random number: made anew for each token."""
+        params, steps = self._params, []
+        if params.xtc_probability > 0.0:
+            xtc = params.xtc_probability, params.xtc_threshold
+            steps.append(llama_cpp.llama_sampler_init_xtc(*xtc, 1, token_seed(seed, 0)))
+        steps.append(llama_cpp.llama_sampler_init_temp(params.temperature))
+        steps.append(llama_cpp.llama_sampler_init_dist(seed))
+        return steps
 
     def _choose(self, context: Any, row: int) -> int:
         if self._matcher is None:
@@ -112,9 +124,9 @@ class Sampler:
         return token
 
     def accept(self, token: int) -> None:
-        """Takes a token that was not sampled here (a resumed one) into the penalty window and the JSON schema.
+        """Takes a token that was not sampled here (a resumed one) into the penalty window and the answer's form.
 
-        :raises BadArgument: the JSON schema does not allow it.
+        :raises BadArgument: the form does not allow it.
         """
         llama_cpp.llama_sampler_accept(self._chain, token)
         if self._matcher is not None:

@@ -161,8 +161,8 @@ class ServerConnection:
         for stream in self._streams.values():
             stream.sent = stream.taken
 
-    def started(self, job: int, n_prompt: int) -> None:
-        self._streams[job].add(m.Started, {"n_prompt": n_prompt}, self.epoch)
+    def started(self, job: int, n_prompt: int, seed: int) -> None:
+        self._streams[job].add(m.Started, {"n_prompt": n_prompt, "seed": seed}, self.epoch)
 
     def progress(self, job: int, phase: str, done: int, total: int) -> None:
         """Left out while the window is full: the next one has newer figures."""
@@ -181,7 +181,15 @@ class ServerConnection:
         stream.add(m.Delta, {"text": text, "tokens": tokens}, self.epoch)
 
     def done(
-        self, job: int, *, reason: str, n_prompt: int, n_generated: int, prefill_s: float, decode_s: float
+        self,
+        job: int,
+        *,
+        reason: str,
+        n_prompt: int,
+        n_generated: int,
+        prefill_s: float,
+        decode_s: float,
+        n_reused: int,
     ) -> None:
         fields = {
             "reason": reason,
@@ -189,6 +197,7 @@ class ServerConnection:
             "n_generated": n_generated,
             "prefill_s": prefill_s,
             "decode_s": decode_s,
+            "n_reused": n_reused,
         }
         self._streams[job].add(m.Done, fields, self.epoch)
 

@@ -38,6 +38,7 @@ Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 Role = Literal["system", "user", "assistant"]
 StopString = Annotated[str, checks.text(256, least=1)]
+Choice = Annotated[str, checks.text(4096, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
@@ -138,6 +139,28 @@ class Sampling:
     presence_penalty: Annotated[
         float, checks.number(-2, 2), "Subtracted once from a token's logit if the token is among the last 64; 0: off."
     ] = 0.0
+    typical_p: Annotated[
+        float,
+        checks.number(0, 1),
+        "Choose only among the tokens of the most typical probability, which add up to this value; 1: off.",
+    ] = 1.0
+    xtc_probability: Annotated[
+        float,
+        checks.number(0, 1),
+        "Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never.",
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, checks.number(0, 0.5), "Tokens with at least this probability may be removed, see `xtc_probability`."
+    ] = 0.1
+    choices: Annotated[
+        tuple[Choice, ...],
+        256,
+        "The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`.",
+    ] = ()
+    regex: Annotated[
+        Text, "The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off."
+    ] = ""
+    lark: Annotated[Text, "The answer fits this grammar, written in llguidance's variant of Lark; empty: off."] = ""
 
 
 DEFAULT_SAMPLING = Sampling()
@@ -597,6 +620,7 @@ class Started:
     epoch: Epoch
     timeline: Timeline
     n_prompt: Annotated[Tokens, "Length of the prompt in tokens."]
+    seed: Annotated[Count, "Seed of the random numbers: the requested one, or the one that the sidecar chose."] = 0
 
 
 @dataclass(frozen=True)
@@ -649,6 +673,7 @@ class Done:
     n_generated: Annotated[Tokens, "Length of the answer in tokens."]
     prefill_s: Annotated[Seconds, "Time from the start of the prefill to the first token."]
     decode_s: Annotated[Seconds, "Time from the first token to the end of the answer."]
+    n_reused: Annotated[Tokens, "Tokens of the prompt that were in the KV cache already."] = 0
 
 
 @dataclass(frozen=True)

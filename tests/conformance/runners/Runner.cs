@@ -227,6 +227,7 @@ internal static class Runner
         After(job.Completion, done => TellOf(job, "done", new JsonObject
         {
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },
+            { "n_reused", (long)done.NReused },
             { "prefill_s", done.PrefillSeconds }, { "decode_s", done.DecodeSeconds },
         }), error => TellOf(job, "failed", Failure(error)), () => TellOf(job, "cancelled", new JsonObject()));
         return Number("job", (long)job.Id);

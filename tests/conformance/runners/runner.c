@@ -188,6 +188,8 @@ static cJSON *told(const fs_event *event) {
     add(object, "tokens", event->tokens);
     add(object, "n_prompt", event->n_prompt);
     add(object, "n_generated", event->n_generated);
+    add(object, "n_reused", (double)event->n_reused);
+    add(object, "seed", (double)event->seed);
     add(object, "restarts", event->restarts);
     add(object, "budget_bytes", (double)event->budget_bytes);
     add(object, "used_bytes", (double)event->used_bytes);

@@ -87,7 +87,7 @@ json told(const Event &event) {
                 {"floor_bytes", event.floor_bytes},
                 {"full_bytes", event.full_bytes}};
     case FS_EVENT_STARTED:
-        said = {{"type", "started"}, {"n_prompt", event.n_prompt}};
+        said = {{"type", "started"}, {"n_prompt", event.n_prompt}, {"seed", event.seed}};
         said.update(of_job);
         break;
     case FS_EVENT_TEXT:
@@ -99,6 +99,7 @@ json told(const Event &event) {
                 {"reason", kReasons.at(event.reason)},
                 {"n_prompt", event.n_prompt},
                 {"n_generated", event.n_generated},
+                {"n_reused", event.n_reused},
                 {"prefill_s", event.prefill_s},
                 {"decode_s", event.decode_s}};
         said.update(of_job);

@@ -132,6 +132,13 @@ namespace Frameshard
             internal IntPtr JsonSchema;
             internal double FrequencyPenalty;
             internal double PresencePenalty;
+            internal double TypicalP;
+            internal double XtcProbability;
+            internal double XtcThreshold;
+            internal ulong NChoices;
+            internal IntPtr Choices;
+            internal IntPtr Regex;
+            internal IntPtr Lark;
             // end of fs_sampling
         }
 
@@ -238,6 +245,8 @@ namespace Frameshard
             internal uint Done;
             internal uint Total;
             internal uint Reserved;
+            internal ulong Seed;
+            internal ulong NReused;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);

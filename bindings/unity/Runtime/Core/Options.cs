@@ -49,10 +49,18 @@ namespace Frameshard
             native.MinP = options.MinP ?? native.MinP;
             native.RepeatPenalty = options.RepeatPenalty ?? native.RepeatPenalty;
             native.Seed = options.Seed ?? native.Seed;
-            if (options.Stop != null) native.Stop = texts.Names(options.Stop, out native.NStop);
+            if (options.Stop != null) native.Stop = texts.Names(options.Stop);
+            native.NStop = (uint)(options.Stop?.Length ?? 0);
             if (options.JsonSchema != null) native.JsonSchema = texts.Name(options.JsonSchema);
             native.FrequencyPenalty = options.FrequencyPenalty ?? native.FrequencyPenalty;
             native.PresencePenalty = options.PresencePenalty ?? native.PresencePenalty;
+            native.TypicalP = options.TypicalP ?? native.TypicalP;
+            native.XtcProbability = options.XtcProbability ?? native.XtcProbability;
+            native.XtcThreshold = options.XtcThreshold ?? native.XtcThreshold;
+            if (options.Choices != null) native.Choices = texts.Names(options.Choices);
+            native.NChoices = (ulong)(options.Choices?.Length ?? 0);
+            if (options.Regex != null) native.Regex = texts.Name(options.Regex);
+            if (options.Lark != null) native.Lark = texts.Name(options.Lark);
         }
 
         internal static void Fill(ref Native.Lease native, Lease options, Utf8 texts)

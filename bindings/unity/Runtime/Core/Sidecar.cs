@@ -540,6 +540,7 @@ namespace Frameshard
                     Find(native.Job, true)?.Finish(new Completion
                     {
                         Reason = (StopReason)native.Reason, NPrompt = native.NPrompt, NGenerated = native.NGenerated,
+                        NReused = native.NReused,
                         PrefillSeconds = native.PrefillS, DecodeSeconds = native.DecodeS,
                     });
                     break;

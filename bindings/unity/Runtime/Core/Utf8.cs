@@ -22,9 +22,8 @@ namespace Frameshard
         }
 
         /// <summary>Allocates an array of pointers to such texts.</summary>
-        internal IntPtr Names(string[] texts, out uint count)
+        internal IntPtr Names(string[] texts)
         {
-            count = (uint)texts.Length;
             var block = Block(texts.Length * IntPtr.Size);
             for (var index = 0; index < texts.Length; index++)
                 Marshal.WriteIntPtr(block, index * IntPtr.Size, Name(texts[index] ?? ""));

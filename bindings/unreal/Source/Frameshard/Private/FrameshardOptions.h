@@ -102,6 +102,13 @@ inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, 
 	Made.json_schema = Texts.Text(From.JsonSchema);
 	Made.frequency_penalty = static_cast<decltype(Made.frequency_penalty)>(From.FrequencyPenalty);
 	Made.presence_penalty = static_cast<decltype(Made.presence_penalty)>(From.PresencePenalty);
+	Made.typical_p = static_cast<decltype(Made.typical_p)>(From.TypicalP);
+	Made.xtc_probability = static_cast<decltype(Made.xtc_probability)>(From.XtcProbability);
+	Made.xtc_threshold = static_cast<decltype(Made.xtc_threshold)>(From.XtcThreshold);
+	Made.n_choices = static_cast<decltype(Made.n_choices)>(From.Choices.Num());
+	Made.choices = Texts.List(From.Choices);
+	Made.regex = Texts.Text(From.Regex);
+	Made.lark = Texts.Text(From.Lark);
 }
 
 inline void FrameshardFill(fs_lease& Made, const FFrameshardLease& From, FFrameshardTexts& Texts)

@@ -69,6 +69,7 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 			Answer.Reason = static_cast<EFrameshardReason>(Ending.reason);
 			Answer.PromptTokens = static_cast<int32>(Ending.n_prompt);
 			Answer.GeneratedTokens = static_cast<int32>(Ending.n_generated);
+			Answer.ReusedTokens = static_cast<int32>(Ending.n_reused);
 			Answer.PrefillSeconds = Ending.prefill_s;
 			Answer.DecodeSeconds = Ending.decode_s;
 			Answer.Timeline = Timeline;

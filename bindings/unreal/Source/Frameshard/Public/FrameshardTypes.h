@@ -169,6 +169,30 @@ struct FRAMESHARD_API FFrameshardAskParams
 	/** Subtracted once from a token's logit if the token is among the last 64; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-2", ClampMax = "2"))
 	double PresencePenalty = 0;
+
+	/** Choose only among the tokens of the most typical probability, which add up to this value; 1: off. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
+	double TypicalP = 1;
+
+	/** Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
+	double XtcProbability = 0;
+
+	/** Tokens with at least this probability may be removed, see `xtc_probability`. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "0.5"))
+	double XtcThreshold = 0.1;
+
+	/** The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	TArray<FString> Choices;
+
+	/** The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString Regex;
+
+	/** The answer fits this grammar, written in llguidance's variant of Lark; empty: off. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString Lark;
 	// end of sampling
 };
 
@@ -190,6 +214,10 @@ struct FRAMESHARD_API FFrameshardAnswer
 
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 GeneratedTokens = 0;
+
+	/** Tokens of the prompt that were in the KV cache already. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 ReusedTokens = 0;
 
 	/** Time from the start of the prefill to the first token. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")

@@ -1,13 +1,14 @@
-"""Makes a grammar of one JSON schema. The worker of a :mod:`frameshard.engine.confined` process: llguidance bounds most
-of what a schema can cost, but not all (an intersection of many patterns, a large ``multipleOf``).
+"""Makes a grammar of the form of one answer. The worker of a :mod:`frameshard.engine.confined` process: llguidance
+bounds most of what a form can cost, but not all (an intersection of many patterns, a large ``multipleOf``).
 
-A request is ``{"schema"}``, a text. The answer is ``{"grammar"}``, for llguidance, or ``{"error", "reason"}``, where
-the error is ``refused``.
+A request is ``{"form", "text"}``: ``json_schema``, ``choices`` (a JSON list of strings), ``regex`` or ``lark``. The
+answer is ``{"grammar"}``, for llguidance, or ``{"error", "reason"}``, where the error is ``refused``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,13 +19,16 @@ MEMORY_BYTES = 256 << 20
 """Of address space; the process takes 30 MiB of it before it has a schema."""
 
 CPU_S = 0.5
-"""For one schema. Ordinary ones take a millisecond, an ``enum`` of 6,000 values 30."""
+"""For one form. Ordinary ones take a millisecond, an ``enum`` of 6,000 values 30."""
 
 # At most one space after a comma and a colon, and none elsewhere: a small model would else fill an answer with them.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 # A forced text is not spelled for the model: the tokenizer of a vocabulary need not give back the bytes it was given.
-_HEAD = '%llguidance {"no_forcing": true}\nstart: %json '
+_HEAD = '%llguidance {"no_forcing": true}\n'
+
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # in a regular expression, or anything that is escaped already
+_OPTIONS = re.compile(r"^\s*%llguidance", re.MULTILINE)
 
 _PLACE_S = 0.1  # for finding the place of what is wrong
 _MAX_REASON_CHARS = 500
@@ -49,34 +53,54 @@ class Worker:
 
     def answer(self, request: Mapping[str, str]) -> dict[str, str]:
         """The answer to one request."""
+        text = request["text"]
+        match request["form"]:
+            case "json_schema":
+                return self._schema(text)
+            case "choices":
+                return self._checked("start: " + " | ".join(map(json.dumps, json.loads(text))))
+            case "regex":
+                escaped = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], text)
+                return self._checked(f"start: /{escaped}/")
+            case _:
+                return _refused("it sets options of llguidance") if _OPTIONS.search(text) else self._checked(text)
+
+    def _checked(self, lark: str) -> dict[str, str]:
+        grammar = _HEAD + lark
+        reason = self._refusal(grammar)
+        return _refused(reason) if reason else {"grammar": grammar}
+
+    def _schema(self, text: str) -> dict[str, str]:
         try:
-            return self._answer(json.loads(request["schema"]))
+            return self._closed_schema(json.loads(text))
         except ValueError as error:
             return _refused(f"not JSON: {error}")
         except RecursionError:
             return _refused("too deep")
 
-    def _answer(self, schema: Any) -> dict[str, str]:
+    def _closed_schema(self, schema: Any) -> dict[str, str]:
         if not isinstance(schema, dict):
             return _refused("a schema is an object")
         _close_objects(schema)
         schema["x-guidance"] = _LAYOUT
-        reason = self._refusal(schema)
+        reason = self._schema_refusal(schema)
         if reason:
             return _refused(f"at {self._place(reason, schema, schema, '#', time.process_time() + _PLACE_S)}: {reason}")
-        return {"grammar": _HEAD + json.dumps(schema)}
+        return {"grammar": _HEAD + "start: %json " + json.dumps(schema)}
 
-    def _refusal(self, schema: Schema) -> str:
-        """Why the schema cannot be used; empty where it can."""
-        text = json.dumps(schema)
-        matcher = LLMatcher(self._bytes, LLMatcher.grammar_from_json_schema(text), log_level=0, limits=self._limits)
+    def _schema_refusal(self, schema: Schema) -> str:
+        return self._refusal(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+    def _refusal(self, grammar: str) -> str:
+        """Why the grammar cannot be used; empty where it can."""
+        matcher = LLMatcher(self._bytes, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if not matcher.is_error():
             return ""
         error = matcher.get_error().removesuffix("<non-verbose/>").strip()
         if error.startswith("NoExtension"):
-            return "no value fits it"
+            return "nothing fits it"
         return _ONE_OF if error.startswith("oneOf constraints") else error
 
     def _place(self, reason: str, root: Schema, schema: Schema, at: str, until: float) -> str:
@@ -85,7 +109,7 @@ class Worker:
         for name, part in _parts(schema):
             if time.process_time() > until:
                 break
-            if isinstance(part, dict) and self._refusal({**shared, **part}) == reason:
+            if isinstance(part, dict) and self._schema_refusal({**shared, **part}) == reason:
                 return self._place(reason, root, part, f"{at}/{name}", until)
         return at
 

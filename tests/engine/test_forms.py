@@ -18,8 +18,8 @@ import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 from pydantic import BaseModel, Field
 
+from frameshard.engine.forms import MAX_BYTES, Form
 from frameshard.engine.runtime import Runtime
-from frameshard.engine.schema import MAX_BYTES
 from frameshard.wire.engine import EngineConfig
 
 Name = Annotated[str, Field(max_length=8)]
@@ -124,9 +124,9 @@ def job(child: EngineProcess, schema: object, seed: int, **params: object) -> in
     return child.submit("Once", params={**WARM, "seed": seed, **params, "json_schema": held})
 
 
-def refusal(events: list[Event]) -> str:
+def refusal(events: list[Event], field: str = "json_schema") -> str:
     error = events[-1]["error"]
-    assert (error["name"], error["detail"]) == ("bad_argument", {"field": "json_schema"}), error
+    assert (error["name"], error["detail"]) == ("bad_argument", {"field": field}), error
     return str(error["message"])
 
 
@@ -140,10 +140,10 @@ def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
     with Runtime.load(config) as runtime:
         pieces = [runtime.tokenizer.piece(token) for token in range(runtime.n_vocab)]
         for name, schema in SCHEMAS.items():
-            grammar = runtime.schemas.grammar(json.dumps(schema))
+            grammar = runtime.forms.grammar(Form("json_schema", json.dumps(schema)))
             endless = 0
             for seed in range(200):
-                draw, matcher, said = random.Random(f"{name} {seed}"), runtime.schemas.matcher(grammar), b""
+                draw, matcher, said = random.Random(f"{name} {seed}"), runtime.forms.matcher(grammar), b""
                 for _ in range(2000):
                     token = int(draw.choice(matcher.allowed()))
                     if runtime.tokenizer.is_end(token):
@@ -186,11 +186,75 @@ def test_a_model_that_has_an_idea(model_path: Path) -> None:
             check(jobs[number], text(events))
 
 
+CHOICES = ["yes", "no", "no way", ODD, "süß", '"quoted"', "a\\nb", "// no comment"]
+REGEXES = [
+    r"[A-Z][a-z]{2,8}( the [A-Z][a-z]{2,8})?",
+    r"\d{1,2}/\d{1,2}\/\d{4}",  # a slash, and one that is escaped already
+    r"(?i)(north|south)-(east|west)",
+    "one\ntwo|three\\\\four",
+]
+ARITHMETIC = """
+start: sum
+sum: term (" + " term){0,3}
+term: NUMBER | "(" NUMBER " * " NUMBER ")"
+NUMBER: /[1-9][0-9]?/
+"""
+
+
+def test_answers_are_one_of_the_choices(tiny: EngineProcess) -> None:
+    jobs = [tiny.submit("Once", params={**WARM, "seed": seed, "choices": CHOICES}) for seed in range(64)]
+    answers = list(tiny.finish(*jobs).values())
+    assert all(events[-1]["reason"] == "stop" for events in answers)
+    said = {text(events) for events in answers}
+    assert said <= set(CHOICES)
+    assert len(said) > 3
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_answers_match_the_regular_expression(tiny: EngineProcess, regex: str) -> None:
+    jobs = [tiny.submit("Once", params={**WARM, "seed": seed, "regex": regex}) for seed in range(16)]
+    for events in tiny.finish(*jobs).values():
+        assert events[-1]["reason"] == "stop"
+        assert re.fullmatch(regex, text(events)), text(events)
+
+
+def test_answers_fit_the_grammar(tiny: EngineProcess) -> None:
+    number = r"([1-9][0-9]?|\([1-9][0-9]? \* [1-9][0-9]?\))"
+    jobs = [tiny.submit("Once", params={**WARM, "seed": seed, "lark": ARITHMETIC}) for seed in range(16)]
+    for events in tiny.finish(*jobs).values():
+        assert events[-1]["reason"] == "stop"
+        assert re.fullmatch(rf"{number}( \+ {number}){{0,3}}", text(events)), text(events)
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "why"),
+    [
+        ({"regex": "(("}, "regex", "unclosed group"),
+        ({"regex": "ends in \\"}, "regex", ""),
+        ({"regex": "[^\\s\\S]"}, "regex", ""),
+        ({"choices": [str(i) * 2000 for i in range(10, 30)]}, "choices", f"more than {MAX_BYTES} bytes"),
+        ({"lark": "start: word"}, "lark", "word"),
+        ({"lark": "begin: /a/"}, "lark", "no start rule"),
+        ({"lark": "start: start"}, "lark", "nothing fits it"),
+        ({"lark": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "lark", "too deeply nested"),
+        ({"lark": 'start: "a"\n  %llguidance {"no_forcing": false}'}, "lark", "options of llguidance"),
+        ({"lark": "start: @other"}, "lark", "other"),
+        ({"choices": ["a"], "regex": "a"}, "regex", "choices and regex: an answer has one form"),
+        ({"json_schema": "{}", "lark": 'start: "a"'}, "lark", "json_schema and lark: an answer has one form"),
+    ],
+)
+def test_forms_that_cannot_be_used(tiny: EngineProcess, form: dict[str, object], field: str, why: str) -> None:
+    number = tiny.submit("Once", params={**WARM, "max_tokens": 5, **form})
+    message = refusal(tiny.finish(number)[number], field)
+    assert why in message, message
+    assert len(message) < 600
+
+
 def test_control_tokens_are_no_text(model_path: Path) -> None:
     config = EngineConfig(str(model_path), n_ctx=512, n_parallel=1, n_threads=1)
     with Runtime.load(config) as runtime:
-        grammar = runtime.schemas.grammar('{"type": "string"}')
-        matcher = runtime.schemas.matcher(grammar)
+        grammar = runtime.forms.grammar(Form("json_schema", '{"type": "string"}'))
+        matcher = runtime.forms.matcher(grammar)
         for token in runtime.tokenizer.tokenize('"a', add_special=False):
             matcher.accept(token)
         allowed = set(matcher.allowed().tolist())
@@ -226,7 +290,7 @@ def test_an_object_has_only_what_is_named_unless_it_says_otherwise(tiny_model: C
     with Runtime.load(EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
 
         def goes_on(schema: dict[str, Any]) -> bool:
-            matcher = runtime.schemas.matcher(runtime.schemas.grammar(json.dumps(schema)))
+            matcher = runtime.forms.matcher(runtime.forms.grammar(Form("json_schema", json.dumps(schema))))
             for byte in rest[:-1]:
                 matcher.accept(3 + byte)
             return 3 + rest[-1] in matcher.allowed()
