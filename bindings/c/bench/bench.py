@@ -1,7 +1,7 @@
-"""What the C client costs, against a real sidecar with a real model: ``bench.py HOST MODEL [DEVICE [JOBS]]``.
+"""Measures the C client with a real sidecar and a real model: ``bench.py HOST MODEL [DEVICE [JOBS]]``.
 
-HOST is the program of ``host.c``. The engine notes the time at which it has produced the first token of each job,
-before it sends it on, and the host the time at which fs_poll returned its text: both read CLOCK_MONOTONIC.
+HOST is the program of ``host.c``. The engine records when it has produced the first token of each job, before it sends
+the token. The host records when fs_poll returned the token's text. Both use CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from frameshard import models
 
 
 def engine(stamps: str, arguments: list[str]) -> None:
-    """The engine as it is, which also says when it has a first token."""
+    """Runs the usual engine, and writes the time of each first token to the file `stamps`."""
     import time
 
     from frameshard.engine import process

@@ -654,7 +654,7 @@ typedef struct fs_event {
     uint32_t text_length;
     /* Length of `detail` in bytes, without the NUL. */
     uint32_t detail_length;
-    /* Number of tokens since the last delta, including tokens that gave no text. */
+    /* Number of tokens of this part, including tokens without text of their own. */
     uint32_t tokens;
     /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached.
        FS_REASON_..., or 0 for a value that this library does not know. */
@@ -709,11 +709,11 @@ typedef struct fs_event {
     uint64_t wanted_bytes;
     /* VRAM of the device; missing if the system does not report it. -1 if missing. */
     int64_t total_bytes;
-    /* Free VRAM of the device at the last look; missing if the system does not report it. -1 if missing. */
+    /* Free VRAM of the device when it was last measured; missing if the system does not report it. -1 if missing. */
     int64_t free_bytes;
-    /* Time to first token: from the request to the first token of the answer. 0 if missing. */
+    /* Predicted time from the request to the first token of the answer. 0 if missing. */
     double ttft_s;
-    /* Rate at which one job generates tokens. 0 if missing. */
+    /* Predicted rate at which one job generates tokens. 0 if missing. */
     double tokens_per_second;
     /* Weights that stay in VRAM. */
     uint64_t resident_bytes;

@@ -2,7 +2,7 @@
 # Cross-compiles the C client for Windows on Debian and runs its tests under Wine: build.sh [DIRECTORY]
 # Needs: apt-get install g++-mingw-w64-x86-64-posix wine64 cmake ninja-build pkg-config autoconf automake libtool \
 #        libmsgpack-dev nlohmann-json3-dev dpkg-dev
-# libzmq and libsodium are compiled from Debian's own source packages, which are fetched once into DIRECTORY.
+# Compiles libzmq and libsodium from Debian's source packages, which it fetches once into DIRECTORY.
 set -eu
 here=$(dirname -- "$(readlink -f -- "$0")")
 mkdir -p "${1:-build/windows}"
@@ -20,7 +20,7 @@ if [ -n "$missing" ]; then
   exit 1
 fi
 
-source_of() { # PACKAGE: fetches and unpacks a Debian source package; says where it is
+source_of() { # PACKAGE: fetches and unpacks a Debian source package; prints its path
   if ! ls -d "$work/$1"/*/ >/dev/null 2>&1; then
     mkdir -p "$work/$1" "$work/apt/lists" "$work/apt/cache"
     codename=$(. /etc/os-release && echo "$VERSION_CODENAME")
@@ -43,7 +43,7 @@ fi
 if [ ! -f "$prefix/lib/libzmq.a" ]; then
   cd "$(source_of zeromq3)"
   echo "building libzmq"
-  # Without ipc: libzmq's needs Microsoft's compiler. The protocol is on loopback tcp on Windows.
+  # Without ipc, which libzmq can build for Windows only with Microsoft's compiler. Clients use tcp there.
   { cmake -S . -B "$work/zeromq3-build" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$toolchain" -DCMAKE_BUILD_TYPE=Release \
       -DCMAKE_POLICY_VERSION_MINIMUM=3.5 -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_PREFIX_PATH="$prefix" \
       -DCMAKE_FIND_ROOT_PATH="$prefix" -DBUILD_SHARED=OFF -DBUILD_TESTS=OFF -DWITH_PERF_TOOL=OFF -DWITH_DOCS=OFF \
@@ -52,7 +52,7 @@ if [ ! -f "$prefix/lib/libzmq.a" ]; then
     || { tail "$work/libzmq-build.log" >&2; exit 1; }
 fi
 
-# Of the headers in /usr/include only these: the others are this system's.
+# Only these headers of /usr/include may be used. The others belong to Linux.
 mkdir -p "$prefix/headers"
 for header in msgpack msgpack.hpp nlohmann; do ln -sfn /usr/include/$header "$prefix/headers/$header"; done
 cmake -S "$here/.." -B "$work/client" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$toolchain" -DFRAMESHARD_TESTS=ON \

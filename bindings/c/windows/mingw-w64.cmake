@@ -1,6 +1,6 @@
-# Windows, 64 bit, by the MinGW-w64 of Debian: cmake -DCMAKE_TOOLCHAIN_FILE=...
+# Toolchain for 64-bit Windows with Debian's MinGW-w64: cmake -DCMAKE_TOOLCHAIN_FILE=...
 set(CMAKE_SYSTEM_NAME Windows)
-set(CMAKE_SYSTEM_VERSION 10.0) # libzmq chooses by it what Windows it may use
+set(CMAKE_SYSTEM_VERSION 10.0) # tells libzmq which functions of Windows exist
 set(CMAKE_SYSTEM_PROCESSOR x86_64)
 set(CMAKE_C_COMPILER x86_64-w64-mingw32-gcc-posix)
 set(CMAKE_CXX_COMPILER x86_64-w64-mingw32-g++-posix)

@@ -110,7 +110,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ServeConfig(EngineOptions):
-    """What a sidecar serves and how: the launch options.
+    """The launch options of a sidecar.
 
     Each field's meaning is in its annotation; bindings/PROTOCOL.md lists them, under "Starting a sidecar".
 
@@ -179,7 +179,7 @@ class ServeConfig(EngineOptions):
 
 @dataclass(frozen=True, repr=False)
 class ConnectInfo:
-    """All that a client needs to connect. The keys are CURVE's, as Z85 text, new for each launch and secret."""
+    """What a client needs to connect. The keys are CURVE keys as Z85 text. They are secret, and new for each launch."""
 
     protocol: Annotated[Count, "Protocol version that the sidecar speaks."]
     endpoint: Annotated[str, checks.text(4096), "Endpoint to connect to."]

@@ -225,15 +225,15 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Predictions at one VRAM budget. The sizes are those while tokens are generated."""
+    """Predictions at one VRAM budget. The sizes hold while tokens are generated."""
 
     vram_budget_bytes: Annotated[Bytes, "The VRAM budget that was asked about."]
     fits: Annotated[
         bool, "False if the budget is below the floor; then the predictions are missing and the sizes are 0."
     ]
-    ttft_s: Annotated[Seconds | None, "Time to first token: from the request to the first token of the answer."]
+    ttft_s: Annotated[Seconds | None, "Predicted time from the request to the first token of the answer."]
     tokens_per_second: Annotated[
-        Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Rate at which one job generates tokens."
+        Annotated[float, checks.number(0, 1e9, "tokens/s")] | None, "Predicted rate at which one job generates tokens."
     ]
     resident_bytes: Annotated[Bytes, "Weights that stay in VRAM."]
     streamed_bytes: Annotated[Bytes, "Weights that are copied to VRAM for each token."]
@@ -543,7 +543,7 @@ class Caps:
     device: Annotated[Name, "Name of the device that the model runs on."]
     total_bytes: Annotated[Bytes | None, "VRAM of the device; missing if the system does not report it."]
     free_bytes: Annotated[
-        Bytes | None, "Free VRAM of the device at the last look; missing if the system does not report it."
+        Bytes | None, "Free VRAM of the device when it was last measured; missing if the system does not report it."
     ]
     floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in."]
     full_bytes: Annotated[Bytes, "With this VRAM budget all weights are resident."]
@@ -654,7 +654,7 @@ class Delta:
     tokens: Annotated[
         int,
         checks.integer(1, unit="tokens"),
-        "Number of tokens since the last delta, including tokens that gave no text.",
+        "Number of tokens of this part, including tokens without text of their own.",
     ]
 
 
