@@ -1,6 +1,6 @@
-"""Models for the tests: fetched or made once a machine and kept in frameshard's cache directory.
+"""Models for the tests. They are fetched or made once per machine, and kept in frameshard's cache directory.
 
-`make test` runs two tests at a time, each in a process of its own.
+`make test` runs two processes of tests at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import tiny_models
 import tiny_vision
 from frameshard import models
 
-# The machine may be busy with other tests.
+# There is no deadline, because the machine may be busy with other tests.
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """For what two processes of tests would else fetch or make twice."""
+    """A lock, so that two processes of tests do not fetch or make the same file."""
     directory = models.cache_dir() / "tests"
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
@@ -38,14 +38,15 @@ def one_at_a_time() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_directory() -> Iterator[None]:
-    """Sidecars of this process of tests only: a launch sweeps what dead ones left, also those of other tests."""
+    """Each process of tests has a runtime directory of its own: a launch removes the files of dead sidecars, also those
+    of other tests."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory, pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_RUNTIME_DIR", directory)
         yield
 
 
 def made(name: str, maker: Path, write: Callable[[Path], None]) -> Path:
-    """A file in the cache that ``write`` makes; it is made again when the source of ``maker`` changes."""
+    """A file in the cache that ``write`` makes. It is made again if the source file ``maker`` has changed."""
     version = hashlib.sha256(maker.read_bytes()).hexdigest()[:12]
     path = models.cache_dir() / "tests" / f"{name}-{version}.gguf"
     with one_at_a_time():
@@ -66,13 +67,13 @@ def model_path() -> Path:
 
 @pytest.fixture(scope="session")
 def moe_path(model_path: Path) -> Path:
-    """SmolLM2 with 8 experts, 2 a token; computes what SmolLM2 computes."""
+    """SmolLM2 with 8 experts, of which a token uses 2. Its results are those of SmolLM2."""
     return made("smollm2-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(model_path, path))
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[[str], Path]:
-    """The file of a model of ``tiny_models.ARCHS``, by its name there."""
+    """Gives the file of a model by its name in ``tiny_models.ARCHS``."""
     source = Path(tiny_models.__file__)
     return lambda name: made(f"tiny-{name}", source, lambda path: tiny_models.make(name, path))
 

@@ -1,9 +1,9 @@
-"""Turns a dense llama-architecture GGUF into a mixture of experts with known behaviour, for tests.
+"""Turns a dense GGUF of the llama architecture into a mixture of experts with the same output, for tests.
 
-Every expert computes the dense feed-forward network, but its hidden units stand in an order of its own (moved in blocks
-of 32, so quantised blocks are moved and never requantised). The experts' bytes differ, yet any choice of experts gives
-the dense model's output up to rounding, because llama.cpp scales the gate weights of the chosen ones to a sum of 1.
-Gate and up of one expert with down of another give garbage, so an expert taken from the wrong place shows at once.
+Every expert computes the dense feed-forward network, with its hidden units in another order. They are moved in blocks
+of 32, so that quantised blocks stay as they are. The bytes of the experts differ, but any choice of experts gives the
+output of the dense model up to rounding, because llama.cpp scales the weights of the chosen experts to a sum of 1. If
+matrices of different experts are mixed up, the output is garbage, so the error is noticed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import gguf
 import numpy as np
 
-_BLOCK = 32  # quantisation block of every type the source may have (F32, F16, Q4_0, Q4_1, Q8_0)
+_BLOCK = 32  # a multiple of the quantisation block of every type in a source file (F32, F16, Q4_0, Q4_1, Q8_0)
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def make_moe(source: Path, target: Path, *, n_expert: int = 8, n_used: int = 2, seed: int = 7) -> None:
-    """Write ``source`` (dense, architecture ``llama``) to ``target`` with ``n_expert`` experts, ``n_used`` a token."""
+    """Writes ``source`` (dense, architecture ``llama``) to ``target`` with ``n_expert`` experts, of which a token uses
+    ``n_used``."""
     reader = gguf.GGUFReader(source)
     arch = _scalar(reader, "general.architecture")
     if arch != "llama":
@@ -34,14 +35,14 @@ def make_moe(source: Path, target: Path, *, n_expert: int = 8, n_used: int = 2, 
     writer.add_expert_count(n_expert)
     writer.add_expert_used_count(n_used)
 
-    orders: dict[str, list[np.ndarray]] = {}  # by layer: the order of hidden blocks in each expert
+    orders: dict[str, list[np.ndarray]] = {}  # for each layer, the order of hidden blocks in each expert
     for tensor in reader.tensors:
         data = np.asarray(tensor.data)  # quantised types: bytes, [rows, bytes of a row]
         layer, _, part = tensor.name.removesuffix(".weight").rpartition(".")
         if part not in _DENSE:
             writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
             continue
-        down = part == "ffn_down"  # hidden units are its columns; they are the rows of the other two
+        down = part == "ffn_down"  # its columns are the hidden units; in the other two matrices the rows are
         n_blocks = int(tensor.shape[0 if down else 1]) // _BLOCK
         if layer not in orders:
             orders[layer] = [np.arange(n_blocks), *(rng.permutation(n_blocks) for _ in range(n_expert - 1))]

@@ -1,7 +1,7 @@
-"""Damaged GGUF files: seeded changes of a file's header at the level of keys and tensors, and of its length.
+"""Makes damaged GGUF files: seeded changes of the keys, tensors and length of a file.
 
-Bytes that are changed at random are mostly refused for what they no longer parse as. A mutant made here is a file that
-a broken converter or an attacker would write: well-formed, with numbers, types, names and shapes that do not fit.
+If bytes are changed at random, most files can no longer be parsed. The files made here can: their numbers, types, names
+or shapes are wrong, as if a defective converter or an attacker had written them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WORDS = ("", "none", "yarn", "longrope", "linear", "gpt2", "llama", "bert", "qw
 
 @dataclass
 class Key:
-    """``kind`` as in the file; of an array ``element`` is its elements' kind."""
+    """A key of the header. ``kind`` is its type in the file; for an array ``element`` is the type of its elements."""
 
     name: bytes
     kind: int
@@ -58,7 +58,7 @@ class Key:
 
 @dataclass
 class Info:
-    """A tensor's entry. ``offset`` None stands for where it belongs."""
+    """A tensor's entry. If ``offset`` is None, the right offset is written."""
 
     name: bytes
     shape: list[int]
@@ -68,7 +68,7 @@ class Info:
 
 
 class Gguf:
-    """A whole file in memory, to be changed and written again."""
+    """A file in memory that can be changed and written."""
 
     def __init__(self, path: Path) -> None:
         reader = gguf.GGUFReader(path)
@@ -78,13 +78,14 @@ class Gguf:
             for each in reader.tensors
         ]
         self.cut: float | None = None
-        """The share of the file that is left."""
+        """The share of the file to write; None for all of it."""
 
     def key(self, name: str) -> Key:
         return next(key for key in self.keys if key.name == name.encode())
 
     def write(self, path: Path, *, sparse: bool = False) -> Path:
-        """The file; ``sparse`` leaves out the weights, which no preflight reads, but keeps its length."""
+        """Writes the file. With ``sparse`` it has its full length but no weights, which a header check does not
+        read."""
         out = [b"GGUF", struct.pack("<IQQ", 3, len(self.tensors), len(self.keys))]
         out += [_text(key.name) + struct.pack("<I", key.kind) + _value(key) for key in self.keys]
         offset = 0
@@ -134,7 +135,10 @@ def _value(key: Key) -> bytes:
 
 
 def mutate(file: Gguf, rng: random.Random) -> list[str]:
-    """Changes ``file`` in one to three ways; says in which."""
+    """Makes one to three changes to ``file``.
+
+    :returns: a description of each.
+    """
     done = []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         change = rng.choices((_number, _array, _kind, _word, _key_gone, _tensor), (8, 3, 1, 1, 1, 6))[0]
@@ -165,7 +169,7 @@ def _number(file: Gguf, rng: random.Random) -> str:
 
 
 def _array(file: Gguf, rng: random.Random) -> str:
-    """A list of numbers, or one number by layer where there was one for all."""
+    """Changes an array of numbers, or replaces a number by an array with one value per layer."""
     lists = [key for key in file.keys if key.kind == _ARRAY and key.value and len(key.value) <= 512]
     longs = [key for key in file.keys if key.kind == _ARRAY and len(key.value) > 512]
     if lists and rng.random() < 0.6:
@@ -243,7 +247,8 @@ def _tensor(file: Gguf, rng: random.Random) -> str:
 
 
 def _refit(each: Info, rng: random.Random) -> None:
-    """Mostly as many bytes as shape and type ask for, so that the rest of the file stays in its place."""
+    """Changes a shape or type. In most cases the bytes of the tensor stay the same, so that the other offsets are
+    right."""
     try:
         block, size = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(each.ggml_type)]
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the tests of broker and client share: deadlines, raw peers that keep no rule, and a look at processes."""
+"""Shared by the tests of broker and client: deadlines, peers that can break the protocol, and checks of processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from frameshard.wire import codec
 from frameshard.wire import messages as m
 
 DEADLINE_S = 180.0
-"""Only to end a test that hangs: no verdict may depend on how fast this machine is just now."""
+"""Ends a test that hangs. It is long, so that no result depends on the speed of the machine."""
 
 WORDS = " ".join(f"word{index}" for index in range(200))
 GREEDY = frameshard.Sampling(max_tokens=100_000, temperature=0.0)
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs an asynchronous test, for :data:`DEADLINE_S` at most."""
+    """Runs an asynchronous test for at most :data:`DEADLINE_S`."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
@@ -47,20 +47,20 @@ def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def launch(**options: Any) -> frameshard.ClientScope:
-    """A sidecar with an engine that has no model."""
+    """Launches a sidecar with the fake engine."""
     options.setdefault("engine", fake_engine())
     return frameshard.launch("no model", **options)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that nothing tells of."""
+    """Polls until the condition is true."""
     with trio.fail_after(DEADLINE_S):
         while not condition():
             await trio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
-    """The process runs (a zombie does not)."""
+    """Whether the process is running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -68,13 +68,16 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that it has started and that have not been waited for."""
+    """The child processes that were not waited for."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for tasks in lists for child in tasks.read_text().split()]
 
 
 def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
-    """Seconds until none of the processes is left. Fails after `timeout_s`."""
+    """Waits until all processes have ended. Fails after `timeout_s`.
+
+    :returns: the seconds that it took.
+    """
     started = time.monotonic()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -88,19 +91,19 @@ def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
 
 
 async def until_lost(client: frameshard.Client) -> None:
-    """Waits until the client knows that its sidecar is gone."""
+    """Waits until the client has noticed the end of its sidecar."""
     with trio.fail_after(DEADLINE_S), contextlib.suppress(errors.ConnectionLost):
         while True:
             await client.stats()
 
 
 def directory_of(info: frameshard.ConnectInfo) -> Path:
-    """Where the sidecar keeps its socket."""
+    """The directory with the sidecar's socket."""
     return Path(info.endpoint.removeprefix("ipc://")).parent
 
 
 def host(script: str, *args: str) -> subprocess.Popen[str]:
-    """A process of its own that runs `script` and prints to us."""
+    """Starts a process that runs `script`; its output can be read."""
     return subprocess.Popen([sys.executable, "-c", script, *args], stdout=subprocess.PIPE, text=True)
 
 
@@ -113,7 +116,7 @@ def thaw(pid: int) -> None:
 
 
 class RawPeer:
-    """A connection that says what it is told to, right or wrong."""
+    """A connection that sends any frames, also wrong ones."""
 
     def __init__(self, socket: Socket, epoch: int) -> None:
         self.socket = socket
@@ -131,7 +134,7 @@ class RawPeer:
         return m.decode_answer(frame)
 
     async def hear_of(self, request_id: int) -> Any:
-        """The answer to a request; what comes before it is dropped."""
+        """The answer to a request. Messages before it are dropped."""
         while True:
             answer = await self.hear()
             if getattr(answer, "id", None) == request_id:
@@ -142,14 +145,14 @@ class RawPeer:
         return await self.hear()
 
     async def tell(self, fields: dict[str, Any]) -> Any:
-        """Sends any map and returns what comes back."""
+        """Sends any map and returns the next message."""
         await self.send(codec.encode(fields))
         return await self.hear()
 
 
 @asynccontextmanager
 async def raw_peer(info: frameshard.ConnectInfo, *, keys: tuple[bytes, bytes] | None = None) -> AsyncIterator[RawPeer]:
-    """A peer with the launch's keys, or with `keys` of its own."""
+    """A peer with the keys of the launch, or with `keys`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     configure(dealer, linger_ms=0)

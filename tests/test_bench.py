@@ -1,4 +1,4 @@
-"""frameshard bench as a shell sees it, and where it would put a model for llama.cpp."""
+"""frameshard bench on the command line, and the layers that it puts on the GPU for llama.cpp."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["rows"][0]["budget_mb"] == 60.0
-    assert document["ubatch"] == 256  # more than the prompt has is never better
+    assert document["ubatch"] == 256  # larger than the prompt is never better
     for row in document["rows"]:
         assert row["peak_vram_mb"] <= row["budget_mb"]
         assert row["runs"]["decode_tps"] == [row["decode_tps"]]
@@ -77,7 +77,7 @@ def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, model_path
 
 
 def in_vram(model: Model, ngl: int, ncmoe: int = 0) -> int:
-    """Bytes of weights that llama.cpp puts on a GPU: the head first, then the last layers."""
+    """The bytes of weights that llama.cpp puts on a GPU: first the head, then the last layers."""
     n_bytes = 0
     tied = not any(tensor.name == "output.weight" for tensor in model.tensors)
     for tensor in model.tensors:

@@ -1,4 +1,4 @@
-"""``frameshard bundle``: what it lays out runs where nothing is installed."""
+"""``frameshard bundle``: a bundle runs on a machine on which nothing is installed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bundled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def files_of(pid: int) -> set[str]:
-    """Files that a process has mapped."""
+    """The files that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {parts[5] for parts in (line.split(maxsplit=5) for line in lines) if len(parts) == 6 and parts[5][0] == "/"}
 
@@ -62,7 +62,7 @@ def test_the_command_takes_nothing_from_where_it_is_called(
     for name in sys.stdlib_module_names:
         (tmp_path / f"{name}.py").write_text("open('mark', 'w')")
     command = (bundled[0] / "frameshard").read_text()
-    assert " -m " not in command  # PYTHONSAFEPATH, which the bundle's Python sets, means nothing to Python 3.10
+    assert " -m " not in command  # the bundle sets PYTHONSAFEPATH, which Python 3.10 ignores
     said = subprocess.run([bundled[0] / "frameshard", "--version"], cwd=tmp_path, capture_output=True, text=True)
     assert said.stdout.startswith("frameshard"), said.stderr
     assert not (tmp_path / "mark").exists()
@@ -116,7 +116,7 @@ def test_the_command_line_of_a_bundle(bundled: tuple[Path, dict[str, Any]], tmp_
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64")
 @pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="no emulated Haswell here (Debian: qemu-user)")
 def test_a_bundle_runs_on_haswell(bundled: tuple[Path, dict[str, Any]], tiny_model: Callable[[str], Path]) -> None:
-    """qemu knows nothing newer than AVX2 and ends what uses more by SIGILL."""
+    """qemu supports nothing newer than AVX2, and ends other programs with SIGILL."""
     place, manifest = bundled
     if manifest["system"]["cpu"]["level"] != "x86-64-v3":
         pytest.skip("this environment's llama-cpp-python was compiled for newer CPUs, as the manifest says")
@@ -160,7 +160,7 @@ def test_every_part_has_its_licence(bundled: tuple[Path, dict[str, Any]]) -> Non
     there = {path.name for path in (place / "licences").iterdir() if any(file.is_file() for file in path.rglob("*"))}
     assert parts - set(manifest["without_licence_text"]) == there
     assert "llama-cpp-python" in there
-    assert list((place / "licences" / "pyzmq").rglob("*zeromq*"))  # inside pyzmq's wheel
+    assert list((place / "licences" / "pyzmq").rglob("*zeromq*"))  # it is part of pyzmq's wheel
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_missing_part_of_a_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bundle_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
-    """As on a full disk: writing a large file fails."""
+    """Writing a large file fails, as on a full disk."""
     size = (1 << 17, 1 << 17)
     place = tmp_path / "b"
     error = refusal(bundle(place, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, size)))

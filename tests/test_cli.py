@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: every test runs a real process."""
+"""The command line. Every test runs a real process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def frameshard(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.
 
 
 def error_of(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
-    """The typed error of a command that was given --json: the whole of stdout."""
+    """The error that a command with --json has printed. Nothing else may be on stdout."""
     assert result.returncode == 2, result.stderr
     document = json.loads(result.stdout)
     assert list(document) == ["error"]
@@ -112,7 +112,7 @@ def test_an_error_without_json_is_one_line_on_stderr(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error_message() -> None:
-    """As with ``frameshard --help | head -0``."""
+    """The reader of stdout ends at once, as in ``frameshard --help | head -0``."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as out:
@@ -212,7 +212,7 @@ def test_serve_serves_until_it_is_told_to_stop(model_path: Path, tmp_path: Path)
 
 
 class Terminal:
-    """``frameshard chat`` on a terminal of its own."""
+    """``frameshard chat`` in a pseudo-terminal."""
 
     def __init__(self, model: Path, **environment: str) -> None:
         self.ours, theirs = pty.openpty()
@@ -230,7 +230,7 @@ class Terminal:
         self.seen, self.read = "", 0
 
     def read_until(self, words: str) -> None:
-        """What comes next must have these words in it."""
+        """Reads the output until these words come. Fails if they do not come."""
         while (found := self.seen.find(words, self.read)) < 0:
             assert select.select([self.ours], [], [], 60)[0], self.seen
             self.seen += os.read(self.ours, 1 << 16).decode(errors="replace")
@@ -275,7 +275,7 @@ def test_chat_edits_lines_and_gives_the_terminal_back(model_path: Path) -> None:
 
 
 def test_chat_without_readline_reads_lines(model_path: Path, tmp_path: Path) -> None:
-    """As on Windows and in a bundle."""
+    """Windows and bundles have no readline."""
     (tmp_path / "readline.py").write_text("raise ImportError('none here')")
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with Terminal(model_path, PYTHONPATH=search) as chat:

@@ -1,4 +1,4 @@
-"""The native libraries run on every x86-64 since Haswell, and a ggml that does not fit the CPU ends nothing."""
+"""The native libraries run on every x86-64 CPU since Haswell. A ggml for another CPU gives an error, not a crash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import llama_wheel
 
 HASWELL = frozenset({"avx", "avx2", "bmi2", "f16c", "fma"})
 SAPPHIRE_RAPIDS = HASWELL | {"avx512", "avx512_vbmi", "avx512_vnni", "avx512_bf16", "amx_int8"}
-# Registers of AVX-512 (which also has 32 of the smaller ones, and masks) and of AMX.
+# The registers that Haswell lacks: those of AVX-512 (also mask registers, and xmm16 to ymm31) and of AMX.
 BEYOND = re.compile(r"%(?:zmm\d+|tmm\d|k[0-7]|[xy]mm(?:1[6-9]|2\d|3[01]))\b")
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64")
@@ -32,7 +32,7 @@ x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86-64")
 
 
 def beyond_haswell(library: Path) -> list[str]:
-    """Instructions in ``library`` that Haswell lacks."""
+    """The instructions in ``library`` that Haswell lacks."""
     command = ["objdump", "--disassemble", "--no-show-raw-insn", str(library)]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "\tret" in told.stdout, f"objdump sees no code in {library}"
@@ -42,12 +42,12 @@ def beyond_haswell(library: Path) -> list[str]:
 def native_libraries() -> list[Path]:
     ours = Path(frameshard.__file__).parent.glob("libframeshard_device.so")
     theirs = (Path(llama_cpp.__file__).parent / "lib").glob("lib*.so")
-    # A GPU's library has nothing that is compiled for the CPU, and takes minutes to read.
+    # The libraries for GPUs are left out: they have no code for special CPUs, and take minutes to disassemble.
     return [path for path in (*ours, *theirs) if not re.match(r"libggml-(cuda|hip|musa|sycl|vulkan)", path.name)]
 
 
 def chosen_native() -> bool:
-    """``make build`` was given CMAKE_ARGS=-DGGML_NATIVE=ON."""
+    """Whether ``make build`` was called with CMAKE_ARGS=-DGGML_NATIVE=ON."""
     chosen = Path(sys.prefix) / "cmake_args"
     return chosen.is_file() and "native" in chosen.read_text().lower()
 
@@ -151,7 +151,7 @@ print("".join(said))
 
 @x86
 def test_a_ggml_with_amx_is_loaded_without_its_buffer_types(tiny_model: Callable[[str], Path]) -> None:
-    """Seen by the repacked weights, which are of the same kind and which this model has on any CPU with AVX2."""
+    """The test looks at repacked weights. They use a buffer type of the same kind, on any CPU with AVX2."""
 
     def load(kind: str) -> tuple[str, str]:
         model = str(tiny_model("qwen3moe"))

@@ -1,4 +1,4 @@
-"""Files that the documents name exist."""
+"""The files that the documents name exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame block: its layout is the document's, and what is written arrives whole."""
+"""The frame block: its layout is as documented, and a reader never sees half of a write."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import pytest
 from sidecars import alive, gone_after
 
 HANGS_S = 60.0
-"""Only to notice a command that does not end."""
+"""Ends a test whose command does not end."""
 
 
 def _default_sigint() -> None:
@@ -28,7 +28,7 @@ def _default_sigint() -> None:
 
 @contextlib.contextmanager
 def running(*args: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a session of its own; killed with all that it started if the test fails."""
+    """Runs a command in a new process session. If the test fails, it is killed with all processes that it started."""
     with subprocess.Popen(
         [sys.executable, "-m", "frameshard", *args],
         stdin=subprocess.PIPE,
@@ -46,7 +46,7 @@ def running(*args: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that `pid` has started, and what those have started."""
+    """The child processes of `pid`, and their children."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -61,7 +61,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def read_until(process: subprocess.Popen[bytes], *words: bytes) -> bytes:
-    """What the command writes to stderr until one of the words is in it."""
+    """Reads stderr until one of the words is in it; returns what was read."""
     assert process.stderr is not None
     said, give_up_at = b"", time.monotonic() + HANGS_S
     while not any(word in said for word in words):
@@ -74,7 +74,7 @@ def read_until(process: subprocess.Popen[bytes], *words: bytes) -> bytes:
 
 
 def interrupted(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGINT to the command alone and checks its end."""
+    """Sends SIGINT to the command only, and checks how it ends."""
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     at = time.monotonic()
@@ -103,7 +103,7 @@ def options(model: Path, *more: str) -> tuple[str, ...]:
     ],
 )
 def test_native_code_does_not_hold_it_up(args: tuple[str, ...], words: bytes, model_path: Path, tmp_path: Path) -> None:
-    """A load, a decode on either device, and a measurement."""
+    """SIGINT comes during a load, a decode on each device, and a measurement."""
     cache = {"XDG_CACHE_HOME": str(tmp_path)} if words == b"measuring" else {}
     with running(args[0], *options(model_path), *args[1:], **cache) as process:
         read_until(process, words)
@@ -150,7 +150,7 @@ def test_while_the_sidecar_is_started(model_path: Path) -> None:
 
 
 def test_a_fetch_leaves_nothing(tmp_path: Path) -> None:
-    """The server takes the request and never answers."""
+    """The server accepts the request and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(HANGS_S)
         hub = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -175,11 +175,11 @@ def test_top_gives_the_terminal_back(model_path: Path) -> None:
         while b"tokens/s" not in seen:
             seen += os.read(ours, 1 << 16)
         top.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the terminal's end
+        with contextlib.suppress(OSError):  # the terminal is closed
             while data := os.read(ours, 1 << 16):
                 seen += data
         _, err = top.communicate(timeout=HANGS_S)
         assert (top.returncode, err) == (130, b"")
-        assert b"\x1b[?1049l" in seen  # the screen that was there before
+        assert b"\x1b[?1049l" in seen  # the screen is as before
         interrupted(sidecar)
     os.close(ours)

@@ -1,4 +1,4 @@
-"""The rooms of the package import one way, and every public name has one home."""
+"""The subpackages import in one direction, and every public name has one module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import frameshard
 
 PACKAGE = Path(frameshard.__file__).parent
 
-# What each room may import, besides itself. Errors, the model store and the way to start a program are everyone's.
+# The subpackages and modules that each may import, besides itself. All may import errors, models and program.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "models": set(),
@@ -60,7 +60,7 @@ def modules() -> list[Path]:
 
 
 def imported(path: Path) -> set[Path]:
-    """Modules of the package that a module imports: at its top level, in functions and for type checkers alone."""
+    """The modules of the package that a module imports: at its top level, in functions and for type checkers."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
@@ -69,7 +69,7 @@ def imported(path: Path) -> set[Path]:
         elif isinstance(node, ast.ImportFrom):
             above = ["frameshard", *path.relative_to(PACKAGE).parts[: -node.level]] if node.level else []
             home = ".".join([*above, *([node.module] if node.module else [])])
-            # What is imported from a package is a module of it, or a name in its __init__.
+            # A name that is imported from a package is one of its modules, or is in its __init__.
             names = [f"{home}.{alias.name}" if module(f"{home}.{alias.name}") else home for alias in node.names]
         found |= {file for name in names if (file := module(name)) is not None}
     return found - {path}
@@ -108,7 +108,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 MOST_LINES, MOST_FIELDS = 80, 25
-# What is longer or larger, and why.
+# Functions and classes over these limits, each with the reason.
 EXCEPTIONS = {
     "native.py: Stats": "the fields of fsd_stats, one for one",
     "options.py: LaunchOptions": "the launch options, one for one",
@@ -122,7 +122,7 @@ def functions_and_classes(path: Path) -> Iterator[tuple[str, ast.AST]]:
 
 
 def fields(node: ast.ClassDef) -> set[str]:
-    """Of a class: what its body annotates and what its methods assign to self."""
+    """The fields of a class: names that its body annotates, and names that its methods assign to self."""
     found = {
         each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     }
@@ -147,7 +147,7 @@ def test_functions_and_classes_are_small() -> None:
 
 
 def test_the_protocol_core_does_no_io() -> None:
-    """Its time and its frames are parameters."""
+    """Times and frames are parameters of the core."""
     forbidden = {"socket", "zmq", "trio", "time", "threading", "asyncio", "select", "subprocess"}
     for path in (PACKAGE / "wire").glob("*.py"):
         names = {

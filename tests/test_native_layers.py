@@ -1,4 +1,4 @@
-"""The native sources have no circle of includes and no long functions."""
+"""The native sources have no circular includes and no long functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTROL = re.compile(r"(if|else|for|while|switch|do|try|catch|} else|} while)\b"
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("*.[ch]*")), ids=lambda path: path.name)
 def test_functions_are_short(path: Path) -> None:
     lines = path.read_text().splitlines()
-    heads: dict[int, int] = {}  # by indent, the latest line there: of a closing brace that is where its block begins
+    heads: dict[int, int] = {}  # for each indent its last line: for a closing brace that is the first line of its block
     for number, line in enumerate(lines, 1):
         text = line.strip()
         indent = len(line) - len(line.lstrip())

@@ -1,4 +1,4 @@
-"""The command line as a new user meets it: help, progress, tables, errors."""
+"""The output of the command line for a new user: help, progress, tables, errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frameshard(*args: str, stdin: str = "", code: int = 0) -> subprocess.Complet
 
 
 def too_wide(text: str) -> list[str]:
-    """Lines over 80 columns, except those that begin with a path."""
+    """The lines over 80 columns, except for those that begin with a path."""
     return [line for line in text.splitlines() if len(line) > common.WIDTH and not line.lstrip().startswith("/")]
 
 
@@ -103,7 +103,7 @@ def test_an_error_is_one_line_that_says_what_to_do(args: tuple[str, ...], says: 
 def test_a_first_measurement_and_each_row_are_said(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a terminal progress is lines on stderr, and stdout has only JSON."""
+    """Without a terminal the progress is written as lines to stderr, and stdout has only JSON."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path))
     small = ("--vram-budget", "floor,64", "--prompt", "16", "--generate", "2", "--repeat", "1")
     result = frameshard("bench", "--model", str(model_path), *EMULATED, *small, "--json")
@@ -128,7 +128,7 @@ def test_on_a_terminal_there_is_a_bar(model_path: Path) -> None:
     try:
         while data := os.read(ours, 1 << 16):
             seen += data
-    except OSError:  # the terminal's end
+    except OSError:  # the terminal is closed
         pass
     finally:
         os.close(ours)
@@ -137,4 +137,4 @@ def test_on_a_terminal_there_is_a_bar(model_path: Path) -> None:
     assert len(json.loads(out)["rows"]) == 2
     assert b"0/2" in seen
     assert b"frameshard: 1 of 2" not in seen
-    assert seen.endswith(b"\x1b[2K") or b"\x1b[?25h" in seen  # the cursor is back
+    assert seen.endswith(b"\x1b[2K") or b"\x1b[?25h" in seen  # the cursor is visible again

@@ -1,4 +1,4 @@
-"""The frame block with a real sidecar: a budget in the page, and frames that are kept free."""
+"""The frame block with a real sidecar: budgets that the host writes into it, and pacing by frames."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def applied(block: FrameBlock, generation: int) -> None:
 
 @in_trio
 async def test_a_budget_in_the_page(model_path: Path) -> None:
-    """Taken in the middle of an answer and in between; the broker learns of it; below the floor it is refused."""
+    """It is applied during an answer and between answers. The broker learns of it. Below the floor it is refused."""
     async with frameshard.launch(
         model_path, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1, mode="stream_only"
     ) as client:
@@ -51,7 +51,7 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
             while block.answer.refused_generation < generation:
                 await trio.sleep(0.01)
         assert (await client.budget()).vram_budget_bytes == small
-        # Later words come by message: whoever asks for the page again does not bring its last budget back.
+        # A budget by message replaces it. Opening the frame block again does not restore the old budget.
         await client.set_budget(bounds.full_bytes / MIB, observe=False)
         (await client.frame_block()).close()
         assert (await client.complete("Once upon a time", sampling=GREEDY).completed()).text == undisturbed
@@ -63,7 +63,7 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
 
 @in_trio
 async def test_answers_go_on_beside_frames(model_path: Path) -> None:
-    """In each mode, with frames that leave time and frames that leave none; idle frames are used in full."""
+    """Each mode is tested with frames that leave GPU time and frames that leave none. Idle frames are used fully."""
     async with frameshard.launch(model_path, device="emulated", n_ctx=512, n_parallel=1) as client:
         block = await client.frame_block(target_frame_ms=16.0)
         texts = set()
@@ -120,7 +120,7 @@ async def test_a_target_out_of_range_is_refused_and_harms_nobody() -> None:
 
 @in_trio
 async def test_what_was_due_at_the_old_target_is_forgotten(model_path: Path) -> None:
-    """At a token in ten seconds, a wait begins that is as long as that; the new target ends it."""
+    """At 0.1 tokens per second the engine waits ten seconds. A new target ends this wait."""
     async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
         sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
         async with client.complete("Once upon a time", sampling=sampling) as stream:
@@ -128,20 +128,20 @@ async def test_what_was_due_at_the_old_target_is_forgotten(model_path: Path) -> 
             waited = []
             for _ in range(3):
                 await client.set_pacing(target_tokens_per_second=0.1)
-                with trio.move_on_after(1.0):  # what was under way
+                with trio.move_on_after(1.0):  # tokens that are on their way
                     while True:
                         await stream.__anext__()
                 asked = trio.current_time()
                 await client.set_pacing(target_tokens_per_second=0)
                 await stream.__anext__()
                 waited.append(trio.current_time() - asked)
-            # A wait that nobody ended would last for 8 s or more.
+            # If the new target did not end the wait, it would last 8 s or more.
             assert min(waited) < 5
 
 
 @in_trio
 async def test_a_new_engine_is_told_the_settings() -> None:
-    """One page a launch; the pacing outlives the engine."""
+    """There is one frame block per launch, and the pacing stays in force after an engine's death."""
     async with launch() as client:
         await client.set_pacing("prioritize_graphics", target_tokens_per_second=7)
         first, second = await client.frame_block(), await client.frame_block()

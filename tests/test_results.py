@@ -1,4 +1,4 @@
-"""Results are data: each says where it is from, and the page that shows them is made from them."""
+"""Each result has its origin, and the page of results is up to date."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_page_and_the_chart_are_fresh() -> None:
 
 
 def test_no_cell_holds_several_figures(results: ModuleType) -> None:
-    """A column has one meaning: no cell such as "0.297, 0.281, 0.270" or "2.01 (6.78 x)"."""
+    """A column has one meaning, so there is no cell such as "0.297, 0.281, 0.270" or "2.01 (6.78 x)"."""
     page = results.PAGE.read_text()
     cells = [cell.strip() for line in page.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
     assert len(cells) > 1000
@@ -63,7 +63,7 @@ def test_a_recorded_command_has_its_meta(tmp_path: Path) -> None:
 
 
 def test_the_readme_quotes_the_files(results: ModuleType) -> None:
-    """The figures of its table are those of the result files."""
+    """The figures in the table of the README are those of the result files."""
     readme = (REPO / "README.md").read_text()
 
     def figures(path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The samples run as a user runs them, and the README shows hello.py."""
+"""The samples run with the commands that a user types, and the README shows hello.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def play(model: Path, gbps: str) -> tuple[list[str], list[int]]:
-    """The scene's text lines, and the figures of its summary."""
+    """Runs the scene; returns its lines of text and the figures of its summary."""
     result = run(str(SCENE), "--unattended", "--model", str(model), "--device", f"emulated:{gbps}")
     assert result.returncode == 0, result.stderr
     assert "taken back" in result.stdout
@@ -34,7 +34,7 @@ def play(model: Path, gbps: str) -> tuple[list[str], list[int]]:
 
 
 def test_the_scene_plays_and_the_budget_changes_during_answers(model_path: Path) -> None:
-    """Stream-only gives the same bits at any budget, so the text does not depend on when the budget changes."""
+    """Stream-only mode gives the same bits at every budget, so the text does not depend on the time of the change."""
     said, (answers, shrinks, grows) = play(model_path, "2")
     assert answers == 3
     assert shrinks >= 1
@@ -65,7 +65,7 @@ def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
 
 
 def test_the_scene_ends_with_its_sidecar(model_path: Path) -> None:
-    """The sidecar is killed during an answer, over a link so slow that the answer takes minutes."""
+    """The sidecar is killed during an answer. The link is so slow that the answer would take minutes."""
     options = ["--unattended", "--model", str(model_path), "--device", "emulated:0.05"]
     with subprocess.Popen(
         [sys.executable, str(SCENE), *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

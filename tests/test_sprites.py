@@ -20,13 +20,13 @@ pytestmark = [
 
 
 def test_the_guard_sees_what_is_drawn(tmp_path: Path) -> None:
-    """Without a window; the budget changes with each question."""
+    """The scene runs without a window, and the budget changes with each question."""
     shot = tmp_path / "shot.png"
     scene = REPO / "samples" / "scene_reasoning" / "main.py"
     command = [sys.executable, str(scene), "--unattended", "--screenshot", str(shot)]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    assert "names sprites" in result.stdout  # the line that says how this model is asked
+    assert "names sprites" in result.stdout  # the line about the question that this model gets
     said = re.findall(r"^Guard: (.*)$", result.stdout, re.MULTILINE)
     assert len(said) == 6
     assert said[:2] == ["There is a bomb on the table.", "No, a box is in the way."]

@@ -1,4 +1,4 @@
-"""``frameshard top`` beside a sidecar that another program has launched."""
+"""``frameshard top`` with a sidecar that another program has launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter between ZeroMQ and trio under load, beside the obvious one, which stalls."""
+"""The adapter between ZeroMQ and trio under load, compared with the obvious one, which stalls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNT = 20_000
 
 
 class Naive(Socket):
-    """Waits for the descriptor and reads what is there, as one would with any other socket."""
+    """Waits until the descriptor is readable and then reads, which works with other sockets."""
 
     async def receive(self) -> list[bytes]:
         while True:
@@ -32,7 +32,10 @@ class Naive(Socket):
 
 
 async def echo_load(kind: type[Socket], count: int) -> int:
-    """Messages both ways at once through one pair of sockets; how many came back before traffic stood still."""
+    """Sends messages in both directions at once through one pair of sockets.
+
+    :returns: how many came back before the traffic stalled.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     try:
@@ -84,7 +87,7 @@ async def test_nothing_stalls_under_load() -> None:
 
 @in_trio
 async def test_the_naive_adapter_stalls() -> None:
-    """If this fails, libzmq's descriptor has changed and the adapter may become simpler."""
+    """If this test fails, libzmq's descriptor behaves differently, and the adapter can become simpler."""
     assert await echo_load(Naive, COUNT) < COUNT
 
 
@@ -98,7 +101,7 @@ async def test_a_router_says_that_nobody_is_there() -> None:
 
 @in_trio
 async def test_a_message_of_too_many_parts_is_given_up() -> None:
-    """Other tasks have their turn meanwhile."""
+    """Other tasks run while the message is read."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://parts")
         theirs.connect("inproc://parts")

@@ -1,4 +1,4 @@
-"""``frameshard verify`` on the emulated device: the project's strongest claim, on every kind of model."""
+"""``frameshard verify`` on the emulated device, with every kind of model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import tiny_models
 
-QUANTISED = {"qwen3moe"}  # llama.cpp's own CPU path repacks Q4_0, so its rounding differs from any device's
+QUANTISED = {"qwen3moe"}  # llama.cpp repacks Q4_0 on the CPU, so it rounds differently from any device
 
 
 def verify(model: Path, budgets: str, *extra: str, threads: int = 1) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,7 @@ def test_mixture_of_experts_at_five_budgets(moe_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_two_threads(tiny_model: Callable[[str], Path], name: str) -> None:
-    """On a small model, since ggml's threads spin where others need the cores."""
+    """The model is small, because ggml's threads keep the cores busy while they wait."""
     rows = rows_of(verify(tiny_model(name), "floor", "--device", "emulated:0.5", threads=2))
     check(rows, agrees_with_stock=name not in QUANTISED)
 

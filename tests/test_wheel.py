@@ -1,4 +1,4 @@
-"""The wheel holds the sidecar: what the build made, as pip has installed it, and as `make bindings` builds it anew."""
+"""The wheel contains the sidecar: as pip has installed it, and as `make bindings` builds it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARY = "frameshard/libframeshard_device.so"
 
 
 def wanted() -> set[str]:
-    """Files that a wheel must have: the package as the repository has it, the shard device, known machines."""
+    """The files that a wheel must have: the package, the shard device, and the profiles of known machines."""
     package = REPO / "sdk" / "frameshard"
     files = {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()}
     machines = {f"frameshard/plan/profiles/{path.name}" for path in (REPO / "profiles").glob("*.json")}
@@ -51,10 +51,10 @@ def test_what_is_installed_is_whole() -> None:
     "FRAMESHARD_BINDINGS" not in os.environ, reason="builds for a minute: `make bindings` runs this one"
 )
 def test_pip_wheel(tmp_path: Path) -> None:
-    """Built, installed into an empty place, and loaded from there."""
+    """The wheel is built, installed into an empty directory, and imported from there."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(REPO)]
-    # Apart from the build that `make build` keeps.
+    # The build directory is not that of `make build`.
     subprocess.run([*build, f"--config-settings=build-dir={tmp_path / 'build'}"], check=True, timeout=900)
     (wheel,) = tmp_path.glob("frameshard-*-py3-none-*.whl")
     check(set(zipfile.ZipFile(wheel).namelist()))

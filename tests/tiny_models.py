@@ -1,8 +1,8 @@
 """Tiny models with random weights, one for each kind of architecture that the shard device must run.
 
-They are small (a few MB) but not toys: most matrices are larger than the 64 KiB below which a tensor belongs to the
-core, so that each layer has shards to stream and to evict. Weights are scaled so that logits spread by a few units, and
-the same name always gives the same bytes. The vocabulary has the 256 byte tokens, so any text can be tokenised.
+They have a few MB. Most matrices are larger than 64 KiB, so they are not part of the core, and each layer has shards to
+stream and to evict. Weights are scaled so that logits differ by a few units. The same name always gives the same bytes.
+The vocabulary has the 256 byte tokens, so any text can be tokenised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ N_CTX_TRAIN = 4096
 
 
 class _File:
-    """One model file in the making: keys and tensors of an architecture, written by :meth:`close`."""
+    """Collects the keys and tensors of a model file. :meth:`close` writes it."""
 
     def __init__(self, name: str, path: Path, arch: str, n_layer: int, n_embd: int) -> None:
         self.n_layer, self.n_embd, self._arch = n_layer, n_embd, arch
@@ -50,7 +50,7 @@ class _File:
         self._writer.add_chat_template(source)
 
     def key(self, name: str, value: bool | int | float | list[int] | list[bool]) -> None:
-        """An architecture's key, with the type that llama.cpp wants."""
+        """Adds a key of the architecture, with the type that llama.cpp expects."""
         key = f"{self._arch}.{name}"
         if isinstance(value, list):
             self._writer.add_array(key, value)
@@ -62,18 +62,18 @@ class _File:
             self._writer.add_float32(key, value)
 
     def matrix(self, name: str, *shape: int, kind: str = "F16", gain: float = 1.0) -> None:
-        """Random weights, scaled by the fan-in; ``shape`` in ggml's order."""
+        """Adds random weights, scaled by the number of inputs. ``shape`` is in ggml's order."""
         values = self._rng.standard_normal(shape[::-1], dtype=np.float32) * (gain / shape[0] ** 0.5)
         quant = gguf.GGMLQuantizationType[kind]
         self._writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, quant), raw_dtype=quant)
 
     def vector(self, name: str, *shape: int, mean: float = 1.0, spread: float = 0.1) -> None:
-        """Norms, biases and other small 32-bit tensors; ``name`` with its suffix."""
+        """Adds a norm, a bias or another small 32-bit tensor. ``name`` has its suffix."""
         values = mean + spread * self._rng.standard_normal(shape[::-1], dtype=np.float32)
         self._writer.add_tensor(name, values.astype(np.float32))
 
     def head(self, *, tied: bool = False, kind: str = "F16", norm: str = "output_norm") -> None:
-        """Token embedding, last norm and output head."""
+        """Adds token embedding, last norm and output head."""
         self.matrix("token_embd", self.n_embd, N_VOCAB, kind=kind)
         self.vector(f"{norm}.weight", self.n_embd, mean=3.0)
         if not tied:
@@ -208,7 +208,7 @@ def _gemma3(file: _File) -> None:
     file.head(tied=True)
     for i in range(file.n_layer):
         file.norms(i, "attn_norm", "ffn_norm")
-        # Large beside the embedding, which a tied head would else find again: the model would repeat its input.
+        # These are large relative to the embedding. Otherwise a model with a tied head would repeat its input.
         file.norms(i, "post_attention_norm", "post_ffw_norm", mean=4.0)
         file.attention(i, 6, 3, 64, norms=True)
         file.ffn(i, 512)
@@ -318,7 +318,7 @@ def _falcon_h1(file: _File) -> None:
 
 @dataclass(frozen=True)
 class Tiny:
-    """What an entry of :data:`ARCHS` stands for, and how it is made."""
+    """An entry of :data:`ARCHS`: the properties of a model, and the function that makes it."""
 
     about: str
     arch: str
@@ -341,7 +341,7 @@ ARCHS: dict[str, Tiny] = {
 
 
 def make(name: str, path: Path, *, chat_template: str = "") -> None:
-    """Write the model ``name`` of :data:`ARCHS` to ``path``."""
+    """Writes the model ``name`` of :data:`ARCHS` to ``path``."""
     tiny = ARCHS[name]
     file = _File(name, path, tiny.arch, tiny.n_layer, tiny.n_embd)
     if chat_template:

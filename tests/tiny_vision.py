@@ -1,7 +1,7 @@
-"""A vision tower with random weights for SmolLM2: what it sees means nothing, but images give
-answers of their own.
+"""Makes a vision tower with random weights for SmolLM2. Its embeddings have no meaning, but different images give
+different answers.
 
-Its shapes are such that a small budget has to stream it: 8 MiB in 4 layers, of which a step takes about 2.
+It has 8 MiB in 4 layers, and a step takes about 2 MiB, so it is streamed within a small budget.
 """
 
 from __future__ import annotations

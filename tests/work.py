@@ -1,4 +1,4 @@
-"""How much work a call is, in a unit that does not depend on the machine or on what else runs there."""
+"""Measures the work of a call in a unit that does not depend on the machine or its load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def count_calls(call: Callable[[], object]) -> int:
-    """Function calls that ``call`` makes, of Python and of C, its own among them."""
+    """The number of function calls, of Python and of C, that ``call`` makes. The call itself is counted too."""
     count = 0
 
     def see(_frame: FrameType, event: str, _argument: object) -> None:

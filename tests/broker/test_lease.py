@@ -1,4 +1,4 @@
-"""The lease: versions, repetitions, the way down and back, and what the sidecar says on its own."""
+"""The lease: versions, repeated requests, parking, hibernation and waking, and changes by the sidecar itself."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ async def test_a_version_that_is_not_above_the_one_in_force_changes_nothing() ->
                 await late
             assert refused.value.detail["version"] == 3
         assert (await client.budget()).vram_budget_bytes == 64 * MIB
-        # What is refused for another reason leaves its number to be used.
+        # The version of a change that was refused for another reason can be used again.
         with pytest.raises(errors.BudgetBelowFloor):
             await client.set_budget(1, version=4)
         assert (await client.budget()).version == 3
         assert (await other.set_budget(40, version=4)).vram_budget_bytes == 40 * MIB
-        assert (await other.set_budget(48)).lease.version == 4  # without a version the last word counts
+        assert (await other.set_budget(48)).lease.version == 4  # without a version the last change counts
 
 
 @in_trio
 async def test_a_change_that_is_said_again_is_not_made_again() -> None:
-    """After a cut a client repeats what has no answer; a newer change, also another client's, must stand."""
+    """After a lost connection a client repeats requests without an answer. Newer changes, also of other clients, must
+    stay in force."""
     async with launch() as client:
         async with raw_peer(client.info) as peer:
             welcome = await peer.greet()
@@ -58,7 +59,7 @@ async def test_a_change_that_is_said_again_is_not_made_again() -> None:
             assert [await peer.hear_of(5) for _ in range(3)] == answers
             await peer.say(m.BudgetSet(6, peer.epoch, 1))
             assert await peer.hear_of(6) == refused
-            await peer.say(m.BudgetSet(4, peer.epoch, 48 * MIB))  # never heard of, but older than what was
+            await peer.say(m.BudgetSet(4, peer.epoch, 48 * MIB))  # new, but older than the last
             assert (await peer.hear_of(4)).error.name == "stale_lease"
         assert (await client.budget()).vram_budget_bytes == 32 * MIB
 
@@ -118,7 +119,7 @@ async def test_an_engine_that_dies_while_it_is_parked_stays_away() -> None:
 
 @in_trio
 async def test_hibernating_and_waking_in_one_breath() -> None:
-    """The last word counts, and each of them gets its answers."""
+    """The last change counts, and each change gets its answers."""
     async with launch(engine=fake_engine(delay_s=0.001)) as client:
         async with client.complete(WORDS) as stream:
             await stream.__anext__()
@@ -140,7 +141,7 @@ async def test_hibernating_and_waking_in_one_breath() -> None:
 
 @in_trio
 async def test_parking_before_the_engine_is_back_is_hibernating() -> None:
-    """Each change is answered, and the next one brings the engine back, wherever its start stands."""
+    """Each change is answered. The next change brings the engine back, whatever the state of its start is."""
     async with launch(engine=fake_engine(delay_s=0.001)) as client:
         for pause_s in (0.0, 0.0, 0.05, 0.3):
             await client.set_budget(64, state="hibernated")
@@ -204,7 +205,7 @@ async def test_caps_and_plans() -> None:
     async with launch(n_ctx=512, n_parallel=2) as client:
         caps = await client.caps_and_requirements()
         assert (caps.floor_bytes, caps.full_bytes, caps.context, caps.mode) == (16 * MIB, 256 * MIB, 512, "planned")
-        assert caps.total_bytes is None  # nothing tells: the host's word is what counts
+        assert caps.total_bytes is None  # the device does not report it: only the host's budget counts
         rows = await client.plan([1, 64, 0], prompt_tokens=100)
         assert [(row.vram_budget_bytes, row.fits, row.ttft_s) for row in rows] == [
             (1 * MIB, False, None),
@@ -217,7 +218,7 @@ async def test_caps_and_plans() -> None:
 
 
 def lease(budget_mb: int, used_mb: int, keep_mb: int = 0) -> Lease:
-    """In force, with a model of 16 to 256 MiB."""
+    """A lease in force, with a model whose floor is 16 MiB and which is fully resident in 256 MiB."""
     made = Lease(0, EPOCH)
     made.engine_ready(16 * MIB, 256 * MIB, 0, 0.0)
     connection = ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
@@ -228,7 +229,7 @@ def lease(budget_mb: int, used_mb: int, keep_mb: int = 0) -> Lease:
 
 
 def obey(made: Lease, used_mb: int) -> list[int]:
-    """The budgets in MiB that the engine is told; it does as it is told."""
+    """Carries out the commands as an engine would; returns their budgets in MiB."""
     told = []
     for command in made.commands:
         assert isinstance(command, em.SetBudget)
@@ -280,7 +281,7 @@ def test_what_is_not_needed_is_given_back_and_taken_again() -> None:
     assert obey(made, 50) == [50]
     made.tick(60.0, 0)
     assert made.commands == []
-    assert made.describe(1, 0).vram_budget_bytes == 200 * MIB  # the lease stands
+    assert made.describe(1, 0).vram_budget_bytes == 200 * MIB  # the lease is unchanged
     made.tick(61.0, 1)
     assert ("gives_back", 200) in heard(made)
     assert obey(made, 200) == [200]
@@ -307,7 +308,7 @@ def test_pressure_shrinks_until_enough_is_free() -> None:
     heard(made)
     look(made, 6.0, used_mb=16, free_mb=20)
     assert (made.commands, heard(made)) == ([], [])
-    # The host's next word counts again.
+    # The host's next change counts.
     connection = ServerConnection(2, epoch=EPOCH, held_bytes=0, now=0.0)
     made.set(connection, m.BudgetSet(1, EPOCH, 128 * MIB), 7.0)
     assert obey(made, 128) == [128]

@@ -1,4 +1,4 @@
-"""The lease's tables: every pair of state and event, and random walks through them."""
+"""The tables of the lease: every pair of state and event, and random sequences of events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_state_is_reached_and_left() -> None:
 
 
 class Bench:
-    """A lease, one host that asks for changes, and what it has been answered."""
+    """A lease, one host that asks for changes, and the answers to it."""
 
     def __init__(self) -> None:
         self.lease = Lease(0, EPOCH)
@@ -59,7 +59,7 @@ class Bench:
         self.asked.append(number)
 
     def obey(self) -> None:
-        """The engine carries out what it has been told."""
+        """The engine carries out its commands."""
         for command in self.lease.commands:
             assert isinstance(command, em.SetBudget)
             self.lease.engine_event(em.BudgetGranted(command.seq, command.vram_budget_bytes, 0.0), self.now)
@@ -69,7 +69,7 @@ class Bench:
         self.lease.commands.clear()
 
     def refuse(self, error: FrameshardError) -> None:
-        """The engine refuses what it has been told."""
+        """The engine refuses its commands."""
         for command in self.lease.commands:
             assert isinstance(command, em.SetBudget)
             self.lease.engine_event(em.BudgetRefused(command.seq, m.ErrorInfo.of(error)), self.now)
@@ -84,7 +84,7 @@ class Bench:
         self.lease.tick(self.now, jobs)
 
     def answers(self) -> dict[int, list[str]]:
-        """To each request, as words."""
+        """The types of the answers to each request."""
         found: dict[int, list[str]] = {number: [] for number in self.asked}
         while (frame := self.host.next_frame()) is not None:
             answer = m.decode_answer(frame)
@@ -169,14 +169,14 @@ def test_a_refusal_brings_back_what_was_before() -> None:
     bench = in_state(states.Lease.ACTIVE)
     bench.ask("parked")
     bench.refuse(DeadlineMissed("late"))
-    assert bench.state() is states.Lease.PARKED  # it stays in force
+    assert bench.state() is states.Lease.PARKED  # the change stays in force
     bench = in_state(states.Lease.WAKING)
     bench.lease.fail_all(EngineDied("off"))
     assert bench.state() is states.Lease.HIBERNATING
 
 
 def test_to_park_while_no_engine_is_ready_is_to_hibernate() -> None:
-    """Nothing could carry it out: it was never answered where the last engine had ended and none had been started."""
+    """Parking needs an engine. After the end of an engine, and before the start of the next, it had no answer once."""
     bench = in_state(states.Lease.WAKING)
     bench.ask("parked")
     assert bench.lease.ends_engine
@@ -186,7 +186,7 @@ def test_to_park_while_no_engine_is_ready_is_to_hibernate() -> None:
 
 
 def test_an_own_change_does_not_overtake_the_hosts() -> None:
-    """A job that comes while a change is under way must not bring the budget before it back."""
+    """A new job during a change must not restore the budget before the change."""
     bench = in_state(states.Lease.ACTIVE)
     bench.tick(1.0, 0)
     bench.tick(IDLE_S + 1, 0)
@@ -233,7 +233,7 @@ def test_random_walks_answer_everything_once(seed: int) -> None:
                 bench.tick(IDLE_S + 1, event == "jobs")
         except BadArgument:
             refused += 1
-    # At the end an active lease is asked for, and an engine comes.
+    # At the end the host asks for an active lease, and an engine starts.
     bench.ask("active", 0)
     bench.lease.engine_lost(bench.now)
     bench.lease.engine_ready(FLOOR, FULL, 0, bench.now)

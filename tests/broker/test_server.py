@@ -1,4 +1,4 @@
-"""The broker's traffic: a real broker process and real sockets; the engine has no model."""
+"""The broker's traffic, with a real broker process, real sockets and the fake engine."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_client_that_vanishes_takes_only_its_jobs_with_it() -> None:
 
 @in_trio
 async def test_a_client_that_freezes_goes_on_where_it_was() -> None:
-    """Longer than its patience with the broker: it blames nobody when it wakes."""
+    """It is stopped for longer than its own time limit for the broker, and must not report the broker as lost."""
     async with launch(engine=fake_engine(delay_s=0.03)) as client:
         other = host(CLIENT, connect_file(client), WORDS)
         assert other.stdout is not None
@@ -145,7 +145,7 @@ trio.run(main)
 
 @pytest.mark.parametrize("who", ["broker", "client", "engine", "all"])
 def test_no_job_fails_when_processes_are_stopped(who: str) -> None:
-    """For longer than any silence is borne: a console, a debugger or a cgroup freezer stops one of them or all."""
+    """They are stopped for longer than any time limit, as by a console, a debugger or a cgroup freezer."""
 
     @in_trio
     async def run() -> None:
@@ -160,7 +160,7 @@ def test_no_job_fails_when_processes_are_stopped(who: str) -> None:
                 freeze(pid)
             await trio.sleep(4)
             for pid in pids:
-                with suppress(ProcessLookupError):  # an engine that is stopped while others are awake is replaced
+                with suppress(ProcessLookupError):  # if only the engine is stopped, it is replaced
                     thaw(pid)
             assert await trio.to_thread.run_sync(read) == f"{WORDS}\n"
             assert await trio.to_thread.run_sync(read) == ("1\n" if who == "engine" else "0\n")
@@ -171,7 +171,7 @@ def test_no_job_fails_when_processes_are_stopped(who: str) -> None:
 
 @in_trio
 async def test_what_is_asked_of_a_stopped_sidecar_is_answered_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than an answer may take, and a lease with it."""
+    """It is stopped for longer than the time limit of an answer. A change of the lease is tested too."""
     monkeypatch.setattr(client_module, "ANSWER_S", 0.5)
     async with launch() as client:
         stats = await client.stats()
@@ -203,7 +203,7 @@ async def test_a_stopped_broker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def bad_frames(peer: RawPeer) -> None:
-    """Every kind of nonsense that the protocol names; each gets an answer."""
+    """Sends every kind of wrong frame in the protocol document. Each gets an answer."""
     epoch = peer.epoch
     for frame in [
         b"",
@@ -264,7 +264,7 @@ async def test_multipart_messages_are_refused() -> None:
 
 @in_trio
 async def test_a_message_of_very_many_parts_ends_its_sender_only() -> None:
-    """All connections are made anew, which the other client does not notice."""
+    """All connections are closed and made again. The other client misses nothing."""
     async with launch(engine=fake_engine(delay_s=0.01)) as client:
         async with client.complete(WORDS) as stream, raw_peer(client.info) as peer:
             welcome = await peer.greet()
@@ -279,7 +279,7 @@ async def test_a_message_of_very_many_parts_ends_its_sender_only() -> None:
 
 @in_trio
 async def test_idle_connections_do_not_use_up_the_files() -> None:
-    """Connected clients go on; new ones can connect again when the flood is over."""
+    """Connected clients continue. New ones can connect when the idle connections are gone."""
     async with launch(engine=fake_engine(delay_s=0.01)) as client:
         path = client.info.endpoint.removeprefix("ipc://")
         resource.prlimit((await client.stats()).broker.pid, resource.RLIMIT_NOFILE, (1024, 1024))
@@ -295,7 +295,7 @@ async def test_idle_connections_do_not_use_up_the_files() -> None:
                     caller.setblocking(False)
                     try:
                         caller.connect(path)
-                    except OSError:  # no connections are accepted, or many wait
+                    except OSError:  # no connections are accepted now
                         refused += 1
                         caller.close()
                 assert (await stream.completed()).text == WORDS
@@ -312,7 +312,7 @@ async def test_an_oversized_message_ends_its_connection_only() -> None:
             async with raw_peer(client.info) as peer:
                 welcome = await peer.greet()
                 await peer.send(bytes((1 << 20) + 1))
-                # ZeroMQ drops the connection and makes another; we are strangers there, but the session can be resumed.
+                # ZeroMQ drops the connection and makes another one, on which the session must be resumed.
                 with trio.fail_after(60):
                     while True:
                         with trio.move_on_after(0.2):
@@ -412,7 +412,7 @@ async def test_a_reader_that_stands_still_gets_overloaded() -> None:
 
 @in_trio
 async def test_slots_go_round_by_client() -> None:
-    """A short job waits for the job that runs and for no more of another client's queue."""
+    """A short job waits only for the running job, not for the queue of another client."""
     ended: list[str] = []
     async with launch(engine=fake_engine(endless=True, delay_s=0.002), n_parallel=1) as greedy:
         async with frameshard.connect(greedy.info) as modest, trio.open_nursery() as nursery:
@@ -429,7 +429,7 @@ async def test_slots_go_round_by_client() -> None:
                 for _ in range(3):
                     before = len(ended)
                     await modest.complete("li", sampling=frameshard.Sampling(max_tokens=5)).completed()
-                    assert len(ended) - before <= 2  # the one that ran, and one that ended while we asked
+                    assert len(ended) - before <= 2  # the running one, and one that ended during the request
                 while len(ended) < 16:
                     await trio.sleep(0.01)
     assert ended == [str(number) for number in range(16)]
@@ -437,7 +437,7 @@ async def test_slots_go_round_by_client() -> None:
 
 @in_trio
 async def test_a_conversation_holds_one_slot() -> None:
-    """Its next jobs wait for it, and not in other clients' way."""
+    """The next jobs of a conversation wait for it, and take no slots from other clients."""
     message = (frameshard.ChatMessage("user", "la"),)
     async with launch(engine=fake_engine(endless=True, delay_s=0.002), n_parallel=2) as client:
         async with frameshard.connect(client.info) as other, AsyncExitStack() as streams:
@@ -448,7 +448,7 @@ async def test_a_conversation_holds_one_slot() -> None:
             assert (await other.complete("li", sampling=frameshard.Sampling(max_tokens=5)).completed()).n_generated == 5
             assert [(await client.stats()).broker.jobs_running, (await client.stats()).broker.jobs_queued] == [1, 2]
             for stream in talk:
-                await stream.__anext__()  # each in its turn
+                await stream.__anext__()  # one after another
                 await stream.aclose()
 
 
@@ -487,7 +487,7 @@ trio.run(main)
 
 @in_trio
 async def test_clients_that_vanished_make_room_at_once() -> None:
-    """Those that are there keep their sessions, also when they say nothing."""
+    """Connected clients keep their sessions, even if they are silent."""
     engine = fake_engine(delay_s=0.01, endless=True)
     async with launch(engine=engine, silent_s=60) as client, client.complete("li", sampling=GREEDY) as stream:
         await stream.__anext__()
@@ -504,7 +504,7 @@ async def test_clients_that_vanished_make_room_at_once() -> None:
         crowd.wait()
         async with frameshard.connect(client.info) as other:
             assert (await other.stats()).broker.sessions == 32
-        assert (await stream.__anext__()).text  # the first client was not among them
+        assert (await stream.__anext__()).text  # the first client has kept its session
 
 
 @in_trio
@@ -516,7 +516,7 @@ async def test_who_has_made_room_cannot_resume() -> None:
             for _ in range(30):
                 peer = await peers.enter_async_context(raw_peer(client.info))
                 assert isinstance(await peer.greet(), m.Welcome)
-            async with raw_peer(client.info) as peer:  # in the place of the first, which may resume until then
+            async with raw_peer(client.info) as peer:  # it takes the place of the first, which could have resumed
                 assert isinstance(await peer.greet(), m.Welcome)
                 assert (await client.stats()).broker.sessions == 32
             async with raw_peer(client.info) as peer:
@@ -585,13 +585,14 @@ async def test_a_peer_that_sends_requests_and_reads_nothing_is_dropped() -> None
 
 
 def memory(pid: int) -> int:
-    """Bytes of memory that the process uses."""
+    """The resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @in_trio
 async def test_when_memory_fills_up_all_connections_are_dropped_and_resumed() -> None:
-    """In this process, where we can fill it: a message without end can only be sent by a ZeroMQ of one's own making."""
+    """The broker runs in this process, so that the test can fill its memory. An endless message cannot be sent with an
+    ordinary ZeroMQ."""
     public, secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     listener = Listener("tcp://127.0.0.1:*", secret, client_public)
@@ -730,7 +731,7 @@ async def test_shutdown_by_a_client_tells_the_others() -> None:
 
 
 def test_a_defect_over_a_request_is_that_requests_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python runs when it starts makes one request meet a defect, in each process that follows."""
+    """A sitecustomize module makes one request raise an exception in each new process."""
     patch = """
 from frameshard.broker.requests import Requests
 whole = Requests.carry_out

@@ -1,4 +1,4 @@
-"""Starting a sidecar: what it takes from where it is started, where it listens, and what it says when it cannot."""
+"""Starting a sidecar: imports, endpoints, and the errors if it cannot start."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ print("a b")
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """A directory with a module of every name that the sidecar could import; each leaves a mark when it is run."""
+    """A directory with a module for every name that the sidecar could import. Each writes a file when it is
+    imported."""
     directory = tmp_path / "trap"
     directory.mkdir()
     marked = f"open({str(tmp_path / 'marks')!r}, 'a').write(__name__ + ' ')\n"
@@ -78,7 +79,7 @@ def trap(tmp_path: Path) -> Path:
 
 
 def run_in(trap: Path, command: list[str]) -> str:
-    """What a program says that is run there. Nothing but its own command line protects it."""
+    """Runs a program in that directory, without environment variables that protect it; returns its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(command, cwd=trap, env=environment, capture_output=True, text=True, timeout=120)
     marks = trap.parent / "marks"
@@ -91,7 +92,7 @@ def run_in(trap: Path, command: list[str]) -> str:
     "script", [ASK, ASK_SYNC, REAL_ENGINE, DRAW, PIP], ids=["trio", "sync", "engine", "draw", "pip"]
 )
 def test_nothing_is_imported_from_the_working_directory(script: str, trap: Path, tmp_path: Path) -> None:
-    host = tmp_path / "host.py"  # whose own directory is searched, as for any script
+    host = tmp_path / "host.py"  # Python searches the directory of a script
     host.write_text(script)
     assert run_in(trap, [sys.executable, str(host)]).split() == ["a", "b"]
 
@@ -102,7 +103,7 @@ def test_the_trap_works(trap: Path) -> None:
 
 
 def test_a_program_keeps_the_rest_of_its_path(tmp_path: Path) -> None:
-    """What PYTHONPATH names is found, and arguments arrive."""
+    """Modules in PYTHONPATH are found, and arguments arrive."""
     (tmp_path / "errors.py").write_text("import sys; print(sys.argv[1:], __name__)")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     said = subprocess.run(program.command("errors", "-x", "1"), env=environment, capture_output=True, text=True).stdout
@@ -185,12 +186,12 @@ def test_an_endpoint_is_a_path_or_a_port_of_the_loopback(endpoint: Any) -> None:
         assert frameshard.ServeConfig("m", endpoint=right).endpoint == right
         assert wire_launch.parse_info(json.dumps({**info, "endpoint": right})).endpoint == right
     assert frameshard.ServeConfig("m", endpoint="tcp://127.0.0.1:*").endpoint
-    with pytest.raises(errors.BadArgument):  # nobody can connect to any port that is free
+    with pytest.raises(errors.BadArgument):  # `connect` needs a real port
         wire_launch.parse_info(json.dumps({**info, "endpoint": "tcp://127.0.0.1:*"}))
 
 
 def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and error of a sidecar that cannot start."""
+    """The exit status and the error of a sidecar that cannot start."""
     done = subprocess.run(
         program.command("frameshard.broker"),
         input=json.dumps({"model": "none", "engine": fake_engine(), **config}) + "\n",

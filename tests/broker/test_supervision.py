@@ -1,4 +1,4 @@
-"""Deaths: of the engine, of the broker, of the host. Real processes, real signals."""
+"""Deaths of the engine, the broker and the host, with real processes and real signals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ trio.run(main)
 
 
 async def engine_pid(client: frameshard.Client) -> int:
-    """Process id of an engine that is ready."""
+    """The process id of the engine, when it is ready."""
     with trio.fail_after(60):
         while True:
             broker = (await client.stats()).broker
@@ -49,7 +49,10 @@ async def engine_pid(client: frameshard.Client) -> int:
 
 
 def patched_engine(patch: str) -> tuple[str, ...]:
-    """The real engine with a defect: Python that runs before it, with its module as `process`."""
+    """The real engine with a defect.
+
+    :param patch: Python code that runs first; `process` is the engine's module.
+    """
     script = f"from frameshard import native\nfrom frameshard.engine import process\n{patch}\nprocess.main()"
     return (sys.executable, "-c", script)
 
@@ -58,7 +61,8 @@ ABORT = "native._ggml().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
 async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, *after: int) -> None:
-    """Reads to the end, and kills the engine after each of these numbers of tokens, and after a new one from it."""
+    """Reads the stream to its end. Kills the engine after each of these numbers of tokens, once the present engine has
+    sent a new token."""
     count = 0
     for number in after:
         while count < number:
@@ -69,7 +73,7 @@ async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshar
                 await trio.sleep(0.01)
         assert stream._events is not None
         with suppress(StopAsyncIteration):
-            for _ in range(stream._events.statistics().current_buffer_used + 1):  # those of the old engine, and one
+            for _ in range(stream._events.statistics().current_buffer_used + 1):  # the old ones, and a new one
                 count += (await stream.__anext__()).tokens
     await stream.completed()
 
@@ -89,7 +93,7 @@ async def test_an_engine_killed_in_mid_stream_twenty_times() -> None:
 
 @in_trio
 async def test_all_jobs_survive_an_engine() -> None:
-    """Those that run, those that wait, and one that is cancelled meanwhile."""
+    """The engine dies with running jobs, waiting jobs, and one that is cancelled meanwhile."""
     async with launch(engine=fake_engine(delay_s=0.005), n_parallel=2) as client:
         texts = [f"{index} {WORDS}" for index in range(6)]
         results: dict[int, str] = {}
@@ -114,7 +118,7 @@ async def test_all_jobs_survive_an_engine() -> None:
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, temperature: float) -> None:
-    """Once in an answer and four times in another, in each of four settings: the text is that of an undisturbed run."""
+    """The engine is killed once in one answer and four times in another. The texts are those of an undisturbed run."""
 
     async def main() -> None:
         options = {"device": device, "mode": "stream_only", "n_parallel": 2, "n_ctx": 512, "n_ubatch": 64}
@@ -139,7 +143,7 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
 
 
 def test_what_was_said_is_read_again_in_chunks(model_path: Path) -> None:
-    """In planned mode, once the engine has been killed: the text goes on, and no token is decoded alone again."""
+    """In planned mode the new engine prefills the answer so far in chunks, and the text goes on."""
     said, n_tokens, n_ubatch = 100, 120, 64
 
     async def main() -> None:
@@ -159,7 +163,7 @@ def test_what_was_said_is_read_again_in_chunks(model_path: Path) -> None:
             stats = await client.stats()
             assert stats.broker.engine_restarts == 1
             assert stats.engine is not None
-            # The second engine's: what was said in two chunks, then each token; the rest is for its warm-up.
+            # Graphs of the second engine: two chunks for the answer so far, one per further token, and the warm-up.
             assert stats.engine["graphs"] <= n_tokens - said + said // n_ubatch + 1 + 20
 
     async def bounded() -> None:
@@ -183,7 +187,8 @@ async def test_a_job_that_kills_the_engine_at_the_same_place_fails_alone() -> No
 
 @in_trio
 async def test_jobs_beside_one_that_kills_the_engine_go_on() -> None:
-    """It comes first, in the middle and last; it dies at two engines, the others miss nothing."""
+    """The job that kills engines is submitted first, in the middle or last. It fails after two deaths. The other jobs
+    lose nothing."""
     for place in range(3):
         async with launch(engine=fake_engine(poison="poison", delay_s=0.005), n_parallel=3) as client:
             ended: dict[int, str] = {}
@@ -206,7 +211,8 @@ async def test_jobs_beside_one_that_kills_the_engine_go_on() -> None:
 
 @in_trio
 async def test_job_after_job_that_kills_the_engine_ends_no_other() -> None:
-    """More of them than the restart limit, beside a long answer that gets one token between two deaths at least."""
+    """There are more such jobs than the restart limit. A long answer beside them gets at least one token between two
+    deaths."""
     async with launch(engine=fake_engine(poison="poison", delay_s=0.005), restart_limit=1) as client:
         async with client.complete(WORDS) as stream:
             for _ in range(4):
@@ -218,7 +224,7 @@ async def test_job_after_job_that_kills_the_engine_ends_no_other() -> None:
 def test_an_image_that_kills_the_engine_fails_its_job_alone(
     model_path: Path, mmproj_path: Path, tmp_path: Path
 ) -> None:
-    """A progress event of the replay is no progress."""
+    """Progress events of a repeated prefill do not count as progress."""
     see = "process.Batcher._see = lambda self, picture, *_: "
     abort = f"{ABORT} if picture.embedding is not None else see(self, picture, *_)"
     engine = patched_engine(f"see = process.Batcher._see\n{see}{abort}")
@@ -248,7 +254,7 @@ async def test_an_engine_that_dies_idle_is_off_after_a_while() -> None:
 
 @in_trio
 async def test_an_engine_that_does_not_load_again_is_off_and_tried_again(tmp_path: Path) -> None:
-    """Why it is off is in each refusal and in the event; when what ailed it is gone, it comes back by itself."""
+    """The reason is in each error and in the event. When the cause is gone, an engine starts by itself."""
     sick = tmp_path / "sick"
     options = {"restart_limit": 1, "off_pause_s": 0.2, "off_pause_max_s": 0.4}
     async with launch(engine=fake_engine(sick=str(sick)), **options) as client:
@@ -275,7 +281,7 @@ async def test_an_engine_that_does_not_load_again_is_off_and_tried_again(tmp_pat
 
 @pytest.mark.parametrize("wish", ["job", "budget"])
 def test_a_wish_ends_a_long_pause_early(tmp_path: Path, wish: str) -> None:
-    """The fifth pause would last for an hour."""
+    """Without the request, the fifth pause would last an hour."""
 
     @in_trio
     async def run() -> None:
@@ -325,7 +331,7 @@ async def test_an_engine_can_be_off_and_then_hibernate(tmp_path: Path) -> None:
 
 @in_trio
 async def test_wishes_cannot_make_it_spin(tmp_path: Path) -> None:
-    """Asked all the time, it is tried again only so often: each pause lasts for five of the first at least."""
+    """Requests come all the time, but each pause lasts at least five times as long as the first."""
     sick = tmp_path / "sick"
     options = {"restart_limit": 0, "off_pause_s": 0.4, "off_pause_max_s": 3600.0}
     async with launch(engine=fake_engine(sick=str(sick)), **options) as client:
@@ -369,7 +375,7 @@ async def test_an_engine_that_hangs_idle_is_replaced() -> None:
 
 @in_trio
 async def test_a_busy_engine_is_left_in_peace() -> None:
-    """It is silent for longer than an idle one may be, and answers then."""
+    """It is silent for longer than the limit of an idle engine, and then answers."""
     async with launch(engine=fake_engine(delay_s=0.02), hang_idle_s=1.0) as client:
         async with client.complete(WORDS) as stream:
             await stream.__anext__()
@@ -383,7 +389,7 @@ async def test_a_busy_engine_is_left_in_peace() -> None:
 
 @in_trio
 async def test_a_busy_engine_that_is_stopped_is_replaced(model_path: Path) -> None:
-    """Long before one that hangs would be: no thread of it answers."""
+    """It is replaced much sooner than an engine that hangs, because none of its threads answers."""
     options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1}
     sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
     async with frameshard.launch(model_path, hang_busy_s=600.0, hang_still_s=3.0, **options) as client:
@@ -397,7 +403,7 @@ async def test_a_busy_engine_that_is_stopped_is_replaced(model_path: Path) -> No
 
 @in_trio
 async def test_an_engine_that_is_stopped_while_it_loads_is_replaced(model_path: Path) -> None:
-    """Long before one whose load hangs would be."""
+    """It is replaced much sooner than an engine whose load hangs."""
     slow = "import time\nload = process.Engine._load\nprocess.Engine._load = lambda *a: (time.sleep(2), load(*a))"
     options = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "engine": patched_engine(slow)}
     sampling = frameshard.Sampling(max_tokens=20, temperature=0.0)
@@ -417,7 +423,7 @@ async def test_an_engine_that_is_stopped_while_it_loads_is_replaced(model_path: 
 async def test_an_engine_whose_device_hangs_is_not_taken_for_stopped(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader answers, so it has the time that work may take."""
+    """The thread that reads commands answers, so the longer limit for work applies."""
     monkeypatch.setenv("FRAMESHARD_FAULTS", "compute_stuck=300,stuck_ms=9000")
     options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "vram_budget_mb": 200}
     sampling = frameshard.Sampling(max_tokens=40, temperature=0.0)
@@ -477,7 +483,7 @@ async def test_what_ggml_says_before_it_aborts_ends_the_launch(model_path: Path)
 
 @in_trio
 async def test_an_exception_over_a_plan_or_a_budget_is_its_failure_alone(model_path: Path) -> None:
-    """What is asked next is answered."""
+    """The next request is answered."""
     patch = """
 def broken(owner, name, poisoned):
     whole = getattr(owner, name)
@@ -497,7 +503,8 @@ broken(process.Budgets, "_grant", lambda command: command.vram_budget_bytes == 7
 
 @pytest.mark.parametrize("place", ["read", "start", "speak"])
 def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: str) -> None:
-    """While it is read, while it is started, and while it speaks; its neighbour's text stays as it was."""
+    """The exception comes while the request is read, while the job starts, or during its answer. The text of another
+    job does not change."""
     patches = {
         "read": "from frameshard.engine import request; owner = request.RequestReader; name = 'read'"
         "; of = lambda request: request.prompt",
@@ -542,7 +549,7 @@ async def test_the_latest_budget_outlives_the_engine() -> None:
     async with launch(vram_budget_mb=100) as client:
         await client.set_budget(50)
         os.kill(await engine_pid(client), signal.SIGKILL)
-        # Asked of no engine at all, and answered by the next.
+        # There is no engine when this is asked. The next engine answers.
         result = await client.set_budget(40)
         assert (result.vram_budget_bytes, result.used_bytes) == (40 << 20, 40 << 20)
         os.kill(pid := await engine_pid(client), signal.SIGKILL)
@@ -566,7 +573,7 @@ async def test_a_refused_budget_does_not_keep_the_next_engine_from_loading() -> 
 
 
 def launched(*args: str) -> tuple[subprocess.Popen[str], list[int], Path]:
-    """A host in mid-stream, its sidecar's processes and the sidecar's directory."""
+    """A host during an answer, the processes of its sidecar, and the directory of the sidecar."""
     process = host(HOST, *args)
     assert process.stdout is not None
     broker, engine, endpoint = process.stdout.readline().split()

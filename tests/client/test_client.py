@@ -1,4 +1,4 @@
-"""The asynchronous client as a program uses it."""
+"""The asynchronous client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_conversation_remembers_what_was_heard() -> None:
         assert await n_prompt("three") == 5 + 2 + 1
         assert await n_prompt("apart", conversation="road") == 1
         assert await n_prompt("apart", conversation=None) == 1
-        # An answer that is left early stays as far as it was read.
+        # The conversation keeps the part of an answer that was read.
         async with client.ask("a b c d", conversation="inn") as stream:
             await stream.__anext__()
             await stream.__anext__()
@@ -183,7 +183,7 @@ async def test_connect() -> None:
         async with frameshard.connect(path, name="second") as second:
             assert (await second.ask("hello you").completed()).text == "hello you"
             assert await second.model_info() == await client.model_info()
-        # Leaving does not end it.
+        # The end of a connected client does not end the sidecar.
         assert (await client.ask("hello").completed()).text == "hello"
         info = client.info
     with pytest.raises(errors.ConnectionLost):
@@ -246,7 +246,7 @@ def test_each_conversation_has_as_many_tokens_as_were_asked_for(model_path: Path
 
 
 def test_the_real_engine(model_path: Path) -> None:
-    """The whole path once: chat, a budget change in mid-answer, figures."""
+    """Uses the real engine once: a chat, a change of the budget during the answer, figures."""
 
     async def main() -> None:
         options = {"n_parallel": 2, "n_ctx": 512, "n_threads": 1}

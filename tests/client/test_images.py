@@ -1,4 +1,4 @@
-"""Images from the client through broker and engine: shared memory, what is refused, and what survives an engine."""
+"""Images from the client through broker and engine: shared memory, refused images, and an engine's death."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_the_broker_refuses_memory_that_is_not_what_it_should_be(tmp_path:
                 assert (answer.error.name, answer.error.detail["field"]) == ("bad_argument", "images"), case
         stats = await client.stats()
         held = [os.readlink(f"/proc/{stats.broker.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{stats.broker.pid}/fd")]
-        assert not [name for name in held if "memfd:test" in name]  # what was refused is not kept
+        assert not [name for name in held if "memfd:test" in name]  # the broker does not keep refused images
 
 
 @in_trio
@@ -107,7 +107,7 @@ async def test_images_of_all_kinds_reach_the_model(model_path: Path, mmproj_path
         with pytest.raises(errors.BadArgument):
             await client.ask(QUESTION, images=[b""], sampling=SHORT).completed()
 
-        # Left in the middle of an encode, and an engine's death in another.
+        # A stream is left during an encode, and the engine dies during another one.
         async with client.ask(QUESTION, images=[png(noise(300, 300, 2))], sampling=SHORT):
             pass
         expected = (await client.complete(QUESTION, images=[png(noise(300, 300, 3))], sampling=SHORT).completed()).text
@@ -126,7 +126,7 @@ def _link(fd: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except FileNotFoundError:
-        return ""  # listing opens one
+        return ""  # the listing itself opens a descriptor
 
 
 def test_the_polled_client_takes_images_too() -> None:

@@ -1,4 +1,4 @@
-"""The facade for frame loops."""
+"""The client for frame loops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(**options: object) -> Sidecar:
 
 
 def play(sidecar: Sidecar, done: Callable[[], object], timeout_s: float = 120.0) -> list[Event]:
-    """Frames until `done` says so; what was polled."""
+    """Polls once a frame until `done` is true; returns all events."""
     events: list[Event] = []
     pause = threading.Event()
     deadline = time.monotonic() + timeout_s
@@ -231,7 +231,7 @@ def test_both_clients_take_the_same_arguments() -> None:
         asynchronous = getattr(frameshard.Client if hasattr(frameshard.Client, name) else frameshard, name)
         mine = inspect.signature(getattr(Sidecar, name)).parameters
         theirs = inspect.signature(asynchronous).parameters
-        only_awaited = {"observe", "on_lease", "on_released", "self", "cls"}  # the events tell of these
+        only_awaited = {"observe", "on_lease", "on_released", "self", "cls"}  # events replace these
         assert {
             name: (parameter.kind, parameter.default, parameter.annotation) for name, parameter in mine.items()
         }.items() >= {
@@ -252,7 +252,8 @@ def test_close_while_loading() -> None:
 
 
 def test_calls_wait_for_nobody() -> None:
-    """They return while no process of the sidecar runs. How fast they do, `profiles/tools/render_loop.py` measures."""
+    """They return while all processes of the sidecar are stopped. `profiles/tools/render_loop.py` measures their
+    time."""
     with start(engine=fake_engine(endless=True, delay_s=0.001)) as sidecar:
         sidecar.wait_ready()
         sidecar.stats()
@@ -279,5 +280,5 @@ def test_calls_wait_for_nobody() -> None:
                 times.append(time.perf_counter() - started)
         for pid in pids:
             thaw(pid)
-        # Each takes some 20 microseconds; one that waits for an answer takes seconds, until the sidecar is given up.
+        # Each takes about 20 microseconds. A call that waits for an answer would take seconds.
         assert max(times) < 2.0

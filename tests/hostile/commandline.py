@@ -16,10 +16,10 @@ import trio
 def main(description: str | None, attack: Callable[..., Awaitable[Any]], **options: tuple[float, str]) -> int:
     """Runs `attack` on a model and prints its report.
 
-    :param attack: gets the model's path, ``seconds``, ``seed`` and `options`; returns a report with ``problems`` (what
-        must not happen) and ``changed`` (texts that were not the expected ones).
-    :param options: of this attack alone: default and help.
-    :returns: the exit code; 1 where the report has a problem.
+    :param attack: gets the model's path, ``seconds``, ``seed`` and `options`; returns a report with ``problems`` (a
+        list of errors) and ``changed`` (texts that differ from the expected ones).
+    :param options: further options of this attack: for each its default and help.
+    :returns: the exit code; 1 if the report has a problem.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)

@@ -1,10 +1,10 @@
-"""Requests with wrong values in every field, sent to a running sidecar that goes on serving a good client.
+"""Sends requests with wrong values in every field to a running sidecar, which also serves a good client.
 
     python tests/hostile/fuzz.py MODEL.gguf --seconds 600 --seed 1
 
-Each message starts from a valid one; some of its fields get values of another kind, another size or another meaning,
-and now and then the frame itself is damaged. What is still valid is carried out: such jobs run in the real engine. The
-broker has to answer a ping after each message, no engine may die, and the good client's text must not change.
+Each message is made from a valid one. Some of its fields get values of another type, size or meaning, and sometimes the
+frame itself is damaged. Messages that are still valid are carried out by the real engine. The broker must answer a ping
+after each message, no engine may die, and the text of the good client must not change.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ import frameshard
 from frameshard import errors
 from frameshard.wire import messages as m
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, tests/ is not on the path
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a program Python does not search tests/
 from sidecars import RawPeer, raw_peer
 
 ANSWER_S = 30.0
 DROPPED_S = 0.3
-"""After so long without an answer to a ping a new connection is made: the broker drops peers that break the rules."""
+"""After so many seconds without an answer to a ping, a new connection is made: the broker drops peers that break the
+protocol."""
 
 ASIDE_EVERY = 25
-"""Messages between two looks at the engine; the lease is set back then."""
+"""The number of messages between two checks of the engine. The checks also restore the lease."""
 
 INTEGERS = (-1, 0, 1, 2, 31, 33, 255, 65536, 2**31, 2**32, 2**53 - 1, 2**53, 2**63, 2**64 - 1, -(2**63))
 NUMBERS = (0.0, -0.0, 1e-12, 0.01, 1.0, 1e6, 1e300, -1.0, float("nan"), float("inf"), float("-inf"))
@@ -89,7 +90,7 @@ BASES: dict[str, dict[str, Any]] = {
     "ping": {},
     "bye": {},
 }
-"""A valid message of each kind but ``shutdown``, which ends the sidecar as it should."""
+"""A valid message of each kind, except for ``shutdown``, which would end the sidecar."""
 
 NESTED: dict[str, dict[str, Any]] = {
     "sampling": {each.name: None for each in dataclasses.fields(m.Sampling)},
@@ -113,7 +114,7 @@ class Report:
 
 
 class Fuzzer:
-    """Makes messages. The same seed makes the same ones."""
+    """Makes messages. The same seed gives the same messages."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -132,7 +133,7 @@ class Fuzzer:
         return self._random.choice(pools)()
 
     def nested(self, name: str) -> Any:
-        """A record of the right kind with some wrong fields, or a list of such."""
+        """A record of the right kind with some wrong fields, or a list of such records."""
         fields = dict(NESTED[name])
         for key in self._random.sample(list(fields), self._random.randint(1, len(fields))):
             fields[key] = self.value(1)
@@ -145,7 +146,7 @@ class Fuzzer:
         return [fields] * self._random.choice((1, 2, 9))
 
     def fields(self) -> dict[str, Any]:
-        """A message's map, without number and epoch."""
+        """The map of a message, without number and epoch."""
         kind = self._random.choice(list(BASES))
         fields = {"t": kind, **BASES[kind]}
         allowed = [each.name for each in dataclasses.fields(m.REQUESTS[kind]) if each.name not in ("id", "epoch")]
@@ -166,7 +167,7 @@ class Fuzzer:
         return [cut] * self._random.choice((1, 1, 2, 5))
 
     def wrong_number(self, right: int) -> Any:
-        """Now and then not the number that belongs there."""
+        """The right number, or sometimes another value."""
         return self.value() if self._random.random() < 0.02 else right
 
 
@@ -185,7 +186,7 @@ async def attack(client: frameshard.Client, info: frameshard.ConnectInfo, report
                 report.sent += 1
                 await peer.send(*fuzzer.frames(fields))
                 if fields["t"] == "bye" or not await alive(peer, next(numbers), report):
-                    break  # the broker has dropped us, as it may
+                    break  # the broker has dropped this peer, which is allowed
                 if report.sent % ASIDE_EVERY == 0:
                     await aside(client, budget, report, fields)
     if not report.taken:
@@ -201,7 +202,7 @@ async def connected(info: frameshard.ConnectInfo) -> AsyncIterator[RawPeer]:
 
 
 async def alive(peer: RawPeer, number: int, report: Report) -> bool:
-    """Whether a ping is answered; counts what was refused on the way."""
+    """Whether a ping is answered. Counts the errors that come before its answer."""
     sent_at = trio.current_time()
     await peer.say(m.Ping(number, peer.epoch))
     with trio.move_on_after(DROPPED_S):
@@ -220,7 +221,7 @@ async def alive(peer: RawPeer, number: int, report: Report) -> bool:
 
 
 async def aside(client: frameshard.Client, budget: frameshard.Budget, report: Report, last: dict[str, Any]) -> None:
-    """The engine lives, and the lease is what it was."""
+    """Checks that the engine is alive, and that the lease can be restored."""
     with trio.fail_after(ANSWER_S):
         broker = (await client.stats()).broker
         if broker.engine_restarts != report.restarts:

@@ -1,6 +1,6 @@
-"""Clients that behave badly, each a process of its own: ``peers.py vanish|slow CONNECT_FILE``.
+"""A client that behaves badly, in a process of its own: ``peers.py vanish|slow CONNECT_FILE``.
 
-``vanish`` opens jobs and reads them until it is killed; ``slow`` opens jobs and never reads an event.
+``vanish`` submits jobs and reads them until it is killed. ``slow`` submits jobs and never reads an event.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import frameshard
 
 JOBS = 4
 LIFE_S = 120.0
-"""Also of one that nobody kills."""
+"""The process ends after so many seconds even if it is not killed."""
 
 
 async def vanish(client: frameshard.Client) -> None:

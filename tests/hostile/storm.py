@@ -1,11 +1,11 @@
-"""Random faults around a running sidecar: every answer must arrive, unchanged.
+"""Causes random faults around a running sidecar. Every answer must arrive unchanged.
 
     python tests/hostile/storm.py MODEL.gguf --seconds 600 --seed 1
 
-A good client asks the same questions over and over. Meanwhile a seeded script kills, crashes and freezes engine and
-broker, changes the budget, parks and hibernates, cancels jobs, and lets other clients vanish or stop reading. The
-sidecar computes in stream-only mode. With one conversation at a time each text must be that of the undisturbed run;
-with several, which of them share a decode changes the last bits of the logits, so texts are not compared.
+A good client repeats the same questions. Meanwhile a seeded script kills, crashes and stops engine and broker, changes
+the budget, parks and hibernates, cancels jobs, and makes other clients vanish or stop reading. The sidecar runs in
+stream-only mode. With one conversation at a time, each text must be that of an undisturbed run. With several, texts are
+not compared: the last bits of the logits depend on which conversations share a decode.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ WORDS = "mira pours another cup and tells of the road that leads north past the 
 WORKERS = 6
 N_QUESTIONS = 8
 QUIET_S = 60.0
-"""How long the end may take: all jobs done, also those of vanished clients."""
+"""At the end all jobs must be done within so many seconds, also those of vanished clients."""
 
 
 @dataclass
 class Report:
-    """What happened. ``faults`` by kind; ``longest_silence_s`` of one job, from its request or an event to the next."""
+    """The result: among others ``faults`` by kind, and ``longest_silence_s``, the longest time that a job was without
+    an event."""
 
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Report:
 
 
 def question(number: int) -> tuple[str, frameshard.Sampling]:
-    """Some are greedy, some drawn; some prompts are longer than a step of reading."""
+    """Some questions are greedy and some sampled. Some prompts are longer than a chunk."""
     pick = random.Random(number)
     prompt = " ".join(pick.choice(WORDS.split()) for _ in range(pick.choice((4, 20, 90))))
     temperature = 0.0 if number % 2 else 0.9
@@ -60,7 +61,7 @@ def question(number: int) -> tuple[str, frameshard.Sampling]:
 
 
 class Storm:
-    """One sidecar, its good client, and the faults."""
+    """The sidecar, the good client, and the faults."""
 
     def __init__(self, client: frameshard.Client, info: str, seed: int, *, same_texts: bool) -> None:
         self.report = Report(seed)
@@ -77,7 +78,7 @@ class Storm:
         self._engine: int | None = None
 
     async def run(self, seconds: float, pause_s: float) -> Report:
-        """A fault every ``pause_s`` on average, for ``seconds``."""
+        """Causes faults for ``seconds``, one every ``pause_s`` on average."""
         budget = await self._client.budget()
         self._floor, self._full = budget.floor_bytes, budget.full_bytes
         self._broker = (await self._client.stats()).broker.pid
@@ -107,7 +108,7 @@ class Storm:
         return self.report
 
     async def _settle(self, before: tuple[float, int] | None) -> None:
-        """All is as it was: nothing running, the same texts, no more memory or descriptors."""
+        """Checks that no job runs, texts are as before, and memory and descriptors have not grown."""
         report = self.report
         for peer in self._peers:
             peer.kill()
@@ -145,9 +146,9 @@ class Storm:
             except errors.JobCancelled:
                 self.report.cancelled += 1
             except errors.EngineDied:
-                self.report.given_up += 1  # it was in the engine at two deaths, and nothing came of it between them
+                self.report.given_up += 1  # the job was in the engine at two deaths, without an event between them
             except errors.ConnectionLost:
-                raise  # the service has ended
+                raise  # the sidecar has ended
             except errors.FrameshardError as error:
                 self.report.problems.append(f"question {number}: {error.name}: {error}")
                 await trio.sleep(1.0)
@@ -168,7 +169,7 @@ class Storm:
         self._heard[worker] = now
 
     async def _watch(self) -> None:
-        """Silence counts also while it lasts."""
+        """Updates the longest silence, also while a silence lasts."""
         while True:
             await trio.sleep(1.0)
             for worker in self._streams:
@@ -183,7 +184,7 @@ class Storm:
         with trio.move_on_after(1.0):
             self._engine = (await self._client.stats()).broker.engine_pid
         with trio.move_on_after(30.0) as late:
-            # The machine is busy, and the engine may have gone just now.
+            # The machine is busy, and the engine may have just died.
             with contextlib.suppress(errors.DeadlineMissed, errors.EngineDied, errors.Overloaded):
                 await getattr(self, name)()
         if late.cancelled_caught:
@@ -274,7 +275,7 @@ class Storm:
     def _peer(self, kind: str) -> subprocess.Popen[bytes]:
         peer = subprocess.Popen([sys.executable, str(PEERS), kind, self._info], stderr=subprocess.DEVNULL)
         self._peers.append(peer)
-        for old in self._peers[:-8]:  # as many at once as a machine of two cores can start
+        for old in self._peers[:-8]:  # a machine of two cores can start only so many at once
             old.kill()
         return peer
 
@@ -283,13 +284,13 @@ class Storm:
         await self._client.set_pacing(mode, target_tokens_per_second=self._random.choice((0, 0, 50.0)))
 
     async def fault_questions(self) -> None:
-        """Figures and plans in the midst of it."""
+        """Asks for plans and figures during the faults."""
         await self._client.plan([self._floor / 2**20, self._full / 2**20])
         await self._client.caps_and_requirements()
 
 
 def look(pid: int) -> tuple[float, int]:
-    """Memory of its own (MiB) and file descriptors of a process."""
+    """The private memory (MiB) and the file descriptors of a process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd"))
 

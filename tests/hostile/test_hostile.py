@@ -1,6 +1,6 @@
-"""The storm and the fuzzer, a minute in all; ``make hostile`` runs them for FRAMESHARD_HOSTILE_S seconds.
+"""Runs the storm and the fuzzer for a minute in all; ``make hostile`` runs them for FRAMESHARD_HOSTILE_S seconds.
 
-Their reports are printed (``pytest -s``). A seed that failed is replayed with FRAMESHARD_HOSTILE_SEED.
+Their reports are printed (``pytest -s``). FRAMESHARD_HOSTILE_SEED repeats a run with a seed that has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import storm
 SECONDS = float(os.environ.get("FRAMESHARD_HOSTILE_S", "60"))
 SEED = int(os.environ.get("FRAMESHARD_HOSTILE_SEED", "1"))
 STUCK_S = 30.0 if "FRAMESHARD_HOSTILE_S" in os.environ else 600.0
-"""Longest silence of a job. How soon an engine is back depends on the machine, which may be busy with other tests."""
+"""The longest silence of a job in seconds. It depends on the machine, which may be busy with other tests."""
 
 RSS_MB = 8.0
 FDS = 4

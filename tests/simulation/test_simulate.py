@@ -1,4 +1,4 @@
-"""The six traces against a real sidecar, and the judge of leases."""
+"""The six traces with a real sidecar, and the check of the lease."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def simulate(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def shortened(name: str, directory: Path) -> str:
-    """A shipped trace with short answers, and with deadlines that a busy machine keeps too."""
+    """A trace of the package with short answers, and with deadlines that a busy machine can keep."""
     document = json.loads(Path(trace.__file__).with_name("traces").joinpath(f"{name}.json").read_text())
     for event in document["events"]:
         if event["do"] in ("vram", "lease"):
@@ -54,7 +54,7 @@ def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: 
         assert all(job["outcome"] in ("stop", "length") or job["cancelled"] for job in jobs)
         for who in {job["who"] for job in jobs}:
             told = [job["n_prompt"] for job in jobs if job["who"] == who and not job["cancelled"]]
-            assert told == sorted(told)  # what was said before belongs to the prompt
+            assert told == sorted(told)  # the prompt includes what was said before
         states = [change["state"] for change in recording["changes"]]
         away = {"alt_tab": "parked", "level_load": "hibernated"}.get(recording["trace"])
         assert (away in states) is (away is not None)
@@ -65,8 +65,8 @@ def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: 
 
 @in_trio
 async def test_a_conversation_goes_on_where_it_was(model_path: Path) -> None:
-    """Parked and hibernated in mid-answer: word for word what is said without. What was read again after hibernation
-    was read in other pieces, so only the prompt of a later question must be the same."""
+    """The sidecar is parked and hibernated during an answer, and the answer does not change. After hibernation the
+    conversation is prefilled in other chunks, so of later questions only the prompt must be the same."""
     asks = (
         trace.Ask(0.0, "mira", "Tell me a long story.", 32),
         trace.Ask(0.1, "mira", "And how does it end?", 8),
@@ -119,7 +119,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def judged(used_mb: float, at: float) -> list[str]:
-    """A shrink at 1 s that is released after 0.2 s, and one at 2 s that never is, due after 0.5 s."""
+    """Checks one sample. A shrink at 1 s is released after 0.2 s. A second one at 2 s has a deadline of 0.5 s and is
+    never released."""
     recording = Recording("t", 0, 0)
     recording.changes = [
         Change(1.0, 100 * MIB, "active", 0.5, "message", 0.2),
@@ -134,13 +135,13 @@ def judged(used_mb: float, at: float) -> list[str]:
     [
         (200, 0.5, True),  # the first budget
         (201, 0.5, False),
-        (200, 1.1, True),  # not yet released
+        (200, 1.1, True),  # the shrink is not released yet
         (101, 1.3, False),  # released, though its deadline is later
         (100, 2.4, True),
-        (101, 2.4, False),  # a change that is under way allows no more than the larger of the two
-        (51, 2.6, False),  # due
+        (101, 2.4, False),  # during a change the larger of the two budgets counts
+        (51, 2.6, False),  # after the deadline
         (50, 2.6, True),
-        (200, 0.995, True),  # while the shrink was being asked for
+        (200, 0.995, True),  # the sample began before the shrink
     ],
 )
 def test_the_judge(used_mb: float, at: float, kept: bool) -> None:

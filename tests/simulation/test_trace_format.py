@@ -1,4 +1,4 @@
-"""Traces: what is read, and what is said about files that are none."""
+"""Reading traces, and the errors for wrong files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec's limits, and that no bytes at all make it do anything but answer or refuse."""
+"""The codec's limits. Any bytes give a message or BadMessage, never another error."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_any_bytes(frame: bytes) -> None:
 @settings(max_examples=1000)
 @given(st.data())
 def test_damaged_messages(data: st.DataObject) -> None:
-    """Every valid message with bytes changed, dropped or doubled is a message or BadMessage, never another error."""
+    """Valid messages with bytes changed, dropped or doubled give a message or BadMessage, never another error."""
     message = messages.Submit(
         1, 2, 3, "chat", (messages.ChatMessage("user", "hello"),), "", "npc", messages.Sampling(stop=("\n",), seed=7)
     )

@@ -1,4 +1,4 @@
-"""The two cores against each other, over transports that delay, cut off and come back."""
+"""Client and server core together, over connections that delay, break and come back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def welcome(hello: m.Hello, session: int, *, resumed: bool = False) -> m.Welcome
 
 
 class Link:
-    """A client and the server's side of its session. What the broker adds: greeting, and knowing its connections."""
+    """A client and the server's side of its session. It does the broker's part: the greeting and the connections."""
 
     def __init__(self, *, held_bytes: int = 1000) -> None:
         self.server = ServerConnection(5, epoch=EPOCH, held_bytes=held_bytes, now=0.0)
@@ -252,7 +252,8 @@ def test_a_server_that_forgot_a_job_fails_it() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_streams_stay_whole_over_cuts(seed: int) -> None:
-    """The connection is lost at random moments with all that is in flight, and resumed: each stream arrives once."""
+    """The connection breaks at random times, and messages on their way are lost. After the resumption each stream
+    arrives complete, and once."""
     rng = random.Random(seed)
     link = Link(held_bytes=40000)
     texts: dict[int, str] = {}
@@ -310,7 +311,7 @@ def test_streams_stay_whole_over_cuts(seed: int) -> None:
 
 @pytest.mark.parametrize("heard", [0, 1, 2])
 def test_a_lease_is_answered_once_over_a_cut(heard: int) -> None:
-    """The server says all answers again from the first on; one that was on its way to the new connection waits."""
+    """The server repeats all answers in order. An answer that is being sent on the new connection must wait."""
     link = Link()
     request = link.client.budget_set(1 << 30)
     link.exchange()
@@ -345,7 +346,7 @@ def test_notices_are_dropped_rather_than_kept_for_a_client_that_does_not_read() 
 
 
 def test_a_server_that_takes_pings_and_is_silent_may_be_stopped() -> None:
-    """A connection is open, so its process lives; without one it does not answer any more."""
+    """While the connection is open, the server's process is alive. Without a connection it is lost."""
     link = Link()
     for _ in range(STOPPED_BEATS):
         link.client.beat()

@@ -1,4 +1,4 @@
-"""Messages between broker and engine: every one there and back, and what neither side takes."""
+"""Messages between broker and engine: each one encoded and decoded, and wrong ones that both sides refuse."""
 
 from __future__ import annotations
 
