@@ -498,17 +498,19 @@ local OPTIONS = {
     frequency_penalty = { "number", -2, 2 },
     -- Subtracted once from a token's logit if the token is among the last 64; 0: off.
     presence_penalty = { "number", -2, 2 },
-    -- Choose only among the tokens of the most typical probability, which add up to this value; 1: off. Default 1.0.
+    -- Locally typical sampling: choose only among the most typical tokens whose probabilities add up to this value; 1:
+    -- off. Default 1.0.
     typical_p = { "number", 0, 1 },
-    -- Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never.
+    -- XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them, are removed; 0:
+    -- off.
     xtc_probability = { "number", 0, 1 },
-    -- Tokens with at least this probability may be removed, see `xtc_probability`. Default 0.1.
+    -- XTC sampling removes only tokens with at least this probability. Default 0.1.
     xtc_threshold = { "number", 0, 0.5 },
-    -- The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`.
+    -- The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex` and `lark`.
     choices = { "texts" },
     -- The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off.
     regex = { "text" },
-    -- The answer fits this grammar, written in llguidance's variant of Lark; empty: off.
+    -- The answer matches this grammar in llguidance's variant of Lark; empty: off.
     lark = { "text" },
   },
   fs_lease = {

@@ -314,23 +314,23 @@ typedef struct fs_sampling {
     double frequency_penalty;
     /* Subtracted once from a token's logit if the token is among the last 64; 0: off. Range -2..2. Default 0. */
     double presence_penalty;
-    /* Choose only among the tokens of the most typical probability, which add up to this value; 1: off. Range
-       0..1. Default 1. */
+    /* Locally typical sampling: choose only among the most typical tokens whose probabilities add up to this
+       value; 1: off. Range 0..1. Default 1. */
     double typical_p;
-    /* Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never. Range
-       0..1. Default 0. */
+    /* XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them, are
+       removed; 0: off. Range 0..1. Default 0. */
     double xtc_probability;
-    /* Tokens with at least this probability may be removed, see `xtc_probability`. Range 0..0.5. Default 0.1. */
+    /* XTC sampling removes only tokens with at least this probability. Range 0..0.5. Default 0.1. */
     double xtc_threshold;
     /* Number of strings in `choices`, at most 256. */
     uint64_t n_choices;
-    /* The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`. Each has
-       1..4096 bytes and a NUL at the end. */
+    /* The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex` and `lark`.
+       Each has 1..4096 bytes and a NUL at the end. */
     const char *const *choices;
     /* The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off. At most
        65536 bytes; NULL (default): not given. */
     const char *regex;
-    /* The answer fits this grammar, written in llguidance's variant of Lark; empty: off. At most 65536 bytes; NULL
+    /* The answer matches this grammar in llguidance's variant of Lark; empty: off. At most 65536 bytes; NULL
        (default): not given. */
     const char *lark;
     /* end of fs_sampling */
@@ -732,7 +732,7 @@ typedef struct fs_event {
     uint32_t reserved;
     /* Seed of the random numbers: the requested one, or the one that the sidecar chose. */
     uint64_t seed;
-    /* Tokens of the prompt that were in the KV cache already. */
+    /* Number of prompt tokens that were already in the KV cache. */
     uint64_t n_reused;
     /* end of fs_event */
 } fs_event;

@@ -174,7 +174,7 @@ struct Ending {
     uint32_t reason = 0;      // FS_REASON_... if status is FS_OK
     uint32_t n_prompt = 0;    // tokens
     uint32_t n_generated = 0; // tokens
-    uint64_t n_reused = 0;    // tokens of the prompt that were in the KV cache already
+    uint64_t n_reused = 0;    // prompt tokens that were already in the KV cache
     double prefill_s = 0, decode_s = 0;
 };
 

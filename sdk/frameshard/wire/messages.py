@@ -142,25 +142,27 @@ class Sampling:
     typical_p: Annotated[
         float,
         checks.number(0, 1),
-        "Choose only among the tokens of the most typical probability, which add up to this value; 1: off.",
+        "Locally typical sampling: choose only among the most typical tokens whose probabilities add up to this value;"
+        " 1: off.",
     ] = 1.0
     xtc_probability: Annotated[
         float,
         checks.number(0, 1),
-        "Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never.",
+        "XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them, are removed;"
+        " 0: off.",
     ] = 0.0
     xtc_threshold: Annotated[
-        float, checks.number(0, 0.5), "Tokens with at least this probability may be removed, see `xtc_probability`."
+        float, checks.number(0, 0.5), "XTC sampling removes only tokens with at least this probability."
     ] = 0.1
     choices: Annotated[
         tuple[Choice, ...],
         256,
-        "The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`.",
+        "The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex` and `lark`.",
     ] = ()
     regex: Annotated[
         Text, "The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off."
     ] = ""
-    lark: Annotated[Text, "The answer fits this grammar, written in llguidance's variant of Lark; empty: off."] = ""
+    lark: Annotated[Text, "The answer matches this grammar in llguidance's variant of Lark; empty: off."] = ""
 
 
 DEFAULT_SAMPLING = Sampling()
@@ -673,7 +675,7 @@ class Done:
     n_generated: Annotated[Tokens, "Length of the answer in tokens."]
     prefill_s: Annotated[Seconds, "Time from the start of the prefill to the first token."]
     decode_s: Annotated[Seconds, "Time from the first token to the end of the answer."]
-    n_reused: Annotated[Tokens, "Tokens of the prompt that were in the KV cache already."] = 0
+    n_reused: Annotated[Tokens, "Number of prompt tokens that were already in the KV cache."] = 0
 
 
 @dataclass(frozen=True)

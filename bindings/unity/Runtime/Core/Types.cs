@@ -178,21 +178,21 @@ namespace Frameshard
         public double? FrequencyPenalty;
         /// <summary>Subtracted once from a token's logit if the token is among the last 64; 0: off.</summary>
         public double? PresencePenalty;
-        /// <summary>Choose only among the tokens of the most typical probability, which add up to this value; 1: off.
-        /// Default 1.0.</summary>
+        /// <summary>Locally typical sampling: choose only among the most typical tokens whose probabilities add up to
+        /// this value; 1: off. Default 1.0.</summary>
         public double? TypicalP;
-        /// <summary>Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0:
-        /// never.</summary>
+        /// <summary>XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them,
+        /// are removed; 0: off.</summary>
         public double? XtcProbability;
-        /// <summary>Tokens with at least this probability may be removed, see `xtc_probability`. Default 0.1.</summary>
+        /// <summary>XTC sampling removes only tokens with at least this probability. Default 0.1.</summary>
         public double? XtcThreshold;
-        /// <summary>The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and
-        /// `lark`.</summary>
+        /// <summary>The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex`
+        /// and `lark`.</summary>
         public string[] Choices;
         /// <summary>The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty:
         /// off.</summary>
         public string Regex;
-        /// <summary>The answer fits this grammar, written in llguidance's variant of Lark; empty: off.</summary>
+        /// <summary>The answer matches this grammar in llguidance's variant of Lark; empty: off.</summary>
         public string Lark;
         // end of fs_sampling
     }
@@ -343,7 +343,7 @@ namespace Frameshard
         public StopReason Reason { get; internal set; }
         public uint NPrompt { get; internal set; }
         public uint NGenerated { get; internal set; }
-        /// <summary>Tokens of the prompt that were in the KV cache already.</summary>
+        /// <summary>Number of prompt tokens that were already in the KV cache.</summary>
         public ulong NReused { get; internal set; }
         public double PrefillSeconds { get; internal set; }
         public double DecodeSeconds { get; internal set; }

@@ -170,19 +170,21 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-2", ClampMax = "2"))
 	double PresencePenalty = 0;
 
-	/** Choose only among the tokens of the most typical probability, which add up to this value; 1: off. */
+	/** Locally typical sampling: choose only among the most typical tokens whose probabilities add up to this
+	 * value; 1: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
 	double TypicalP = 1;
 
-	/** Probability that all tokens above `xtc_threshold` but the least likely of them are removed; 0: never. */
+	/** XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them, are
+	 * removed; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
 	double XtcProbability = 0;
 
-	/** Tokens with at least this probability may be removed, see `xtc_probability`. */
+	/** XTC sampling removes only tokens with at least this probability. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "0.5"))
 	double XtcThreshold = 0.1;
 
-	/** The answer is one of these. Give at most one of `json_schema`, `choices`, `regex` and `lark`. */
+	/** The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex` and `lark`. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TArray<FString> Choices;
 
@@ -190,7 +192,7 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Regex;
 
-	/** The answer fits this grammar, written in llguidance's variant of Lark; empty: off. */
+	/** The answer matches this grammar in llguidance's variant of Lark; empty: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Lark;
 	// end of sampling
@@ -215,7 +217,7 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 GeneratedTokens = 0;
 
-	/** Tokens of the prompt that were in the KV cache already. */
+	/** Number of prompt tokens that were already in the KV cache. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 ReusedTokens = 0;
 
