@@ -1,4 +1,4 @@
-"""What `make bindings` has built, and the environment of programs that use it."""
+"""The files that `make bindings` has built, and the environment for programs that use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def built() -> Path:
-    """Where the C library lies. Only `make bindings` runs what needs it; nothing may be missing then."""
+    """The directory of the C library. Tests that need it run only in `make bindings`; then it must be complete."""
     folder = os.environ.get("FRAMESHARD_BINDINGS")
     if folder is None:
         pytest.skip("`make bindings` runs this one")
@@ -21,7 +21,7 @@ def built() -> Path:
 
 @pytest.fixture(scope="session")
 def program_env(built: Path, model_path: Path, mmproj_path: Path) -> dict[str, str]:
-    """Programs find the library, the model and the Python that has frameshard."""
+    """The environment in which programs find the library, the model and a Python with frameshard."""
     return {
         **os.environ,
         "FRAMESHARD_LIBRARY": str(built / "libframeshard.so"),

@@ -1,7 +1,7 @@
-"""The programs in the bindings' READMEs end with a message and a status when something fails; none waits for ever.
+"""The programs in the READMEs of the bindings end with a message and a status if something fails. None hangs.
 
-Each is built from its README's text and meets a model that is missing, a Python without frameshard, a budget below the
-floor, a job that fails, and the end of the sidecar in the middle of an answer.
+Each is built from the text of its README. It is run with a missing model, a Python without frameshard, a budget below
+the floor, a job that fails, and a sidecar that ends during an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def block(readme: str, language: str, n: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def programs(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The command of each language's program, to be followed by MODEL PYTHON."""
+    """The command of each language's program. Its further arguments are MODEL PYTHON."""
     folder = tmp_path_factory.mktemp("programs")
     sources = {
         "npc.c": block("c/README.md", "c"),
@@ -58,7 +58,7 @@ def programs(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def environment(program_env: dict[str, str], python: Path) -> dict[str, str]:
-    """`python` is the python3 of programs that are not told of one."""
+    """An environment in which `python3` is `python`."""
     (python.parent / "python3").symlink_to(python)
     lua = {"LUA_PATH": f"{BINDINGS}/lua/?.lua"}
     return program_env | lua | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
@@ -72,7 +72,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def fails(command: list[str], env: dict[str, str]) -> str:
-    """What the program says when it fails."""
+    """Runs a program that must fail; returns its message."""
     result = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S, check=False
     )
@@ -115,7 +115,7 @@ sys.exit(broker.main())
 
 
 def changed(folder: Path, **changes: Any) -> Path:
-    """A Python whose sidecar has other options than the program gives: the programs have nearly none."""
+    """A Python that changes options of the sidecar, because the programs set nearly none."""
     folder.mkdir()
     (folder / "changed.py").write_text(CHANGED.format(changes=changes))
     return script(folder / "python", f'echo $$ > {folder}/pid\nexec {sys.executable} {folder}/changed.py "$@"')
@@ -134,7 +134,7 @@ def test_a_budget_below_the_floor(
 def test_a_job_that_fails(
     language: str, programs: dict[str, list[str]], program_env: dict[str, str], model_path: Path, tmp_path: Path
 ) -> None:
-    """Of a sidecar that lives on: its engine dies at the third token of any job."""
+    """The engine dies at the third token of every job. The sidecar goes on."""
     python = changed(tmp_path / "bin", engine=fake_engine(endless=True, crash_at_token=3))
     said = fails([*programs[language], str(model_path), str(python)], environment(program_env, python))
     assert said.count("engine_died: ") == 1
@@ -144,7 +144,7 @@ def test_a_job_that_fails(
 def test_a_sidecar_that_is_killed(
     language: str, programs: dict[str, list[str]], program_env: dict[str, str], model_path: Path, tmp_path: Path
 ) -> None:
-    """In the middle of an answer that takes half a minute at least."""
+    """It is killed during an answer that would take at least half a minute."""
     python = changed(tmp_path / "bin", engine=fake_engine(endless=True, delay_s=0.5))
     command = [*programs[language], str(model_path), str(python)]
     with subprocess.Popen(

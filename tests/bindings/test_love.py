@@ -1,4 +1,4 @@
-"""samples/love_tavern plays unattended in a real engine, on a display that nobody sees (apt-get install love xvfb)."""
+"""samples/love_tavern plays by itself in the real LÖVE, on a virtual display (apt-get install love xvfb)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Lua module under LuaJIT against a real sidecar (apt-get install luajit)."""
+"""The Lua module in LuaJIT with a real sidecar (apt-get install luajit)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in C and C++ that test the C client's parts. Those that need its libraries are built by `make bindings`."""
+"""Programs in C and C++ that test parts of the C client. `make bindings` builds those that need its libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
 BUILT = os.environ.get("FRAMESHARD_BINDINGS")
-"""Where `make bindings` has built the C library and what is made with it."""
+"""The directory in which `make bindings` has built the C library and programs with it."""
 
 
 def run(command: list[str | Path], **options: str) -> None:
@@ -26,7 +26,7 @@ def run(command: list[str | Path], **options: str) -> None:
 
 
 def test_sentences(tmp_path: Path) -> None:
-    """Compiled as engines compile: without exceptions and RTTI."""
+    """It is compiled without exceptions and RTTI, as in game engines."""
     source = REPO / "tests" / "bindings" / "sentences.cpp"
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti"]
     run(["g++", *flags, f"-I{REPO}/bindings/c/include", source, "-o", tmp_path / "sentences"])
@@ -34,7 +34,7 @@ def test_sentences(tmp_path: Path) -> None:
 
 
 def test_the_unreal_layer_compiles(tmp_path: Path) -> None:
-    """Against stubs of the engine: it is not here. All in one go, which is faster."""
+    """It is compiled with stubs of the engine, because Unreal is not installed."""
     layer = REPO / "bindings" / "unreal" / "Source" / "Frameshard"
     sources = sorted((layer / "Private").glob("*.cpp"))
     assert sources
@@ -58,7 +58,7 @@ def test_program(program: str, model_path: Path, mmproj_path: Path) -> None:
 
 
 def test_the_program_in_the_readme_talks(program_env: dict[str, str], built: Path, tmp_path: Path) -> None:
-    """Compiled and run by the README's own commands, with what `cmake --install` put into a home directory."""
+    """It is compiled and run with the commands of the README, and with the files of `cmake --install`."""
     readme = (REPO / "bindings" / "c" / "README.md").read_text()
     (source,) = re.findall(r"```c\n(.*?)```", readme, flags=re.DOTALL)
     assert source == (REPO / "bindings" / "c" / "examples" / "npc.c").read_text()
@@ -94,7 +94,7 @@ target_link_libraries(static PRIVATE frameshard::frameshard_static)
 
 
 def test_what_is_installed_may_be_moved(built: Path, tmp_path: Path) -> None:
-    """pkg-config and CMake find header and libraries where they lie now."""
+    """pkg-config and CMake find the header and the libraries at their new path."""
     run(["cmake", "--install", built, "--prefix", tmp_path / "first"])
     moved = (tmp_path / "first").rename(tmp_path / "second")
     (pc,) = moved.glob("lib*/**/frameshard.pc")
@@ -116,7 +116,7 @@ def test_what_is_installed_may_be_moved(built: Path, tmp_path: Path) -> None:
 def ask_the_runner(
     built: Path, commands: list[dict[str, Any]], last: str, cwd: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Gives commands to the C runner, then polls until a job has this last event; returns all events."""
+    """Gives commands to the C runner, and polls until the event `last` comes; returns all events."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([built / "runner_c"], cwd=cwd, **pipes) as runner:
         assert runner.stdin is not None
@@ -141,7 +141,7 @@ def ask_the_runner(
 
 
 def test_an_image_in_c(built: Path, model_path: Path, mmproj_path: Path, tmp_path: Path) -> None:
-    """Pixels in shared memory, progress, and an answer; without something that sees, an error by name."""
+    """Pixels in shared memory give progress and an answer; without a vision tower they give an error."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(256)) * (224 * 224 * 3 // 256))
     images = [{"format": "rgb", "width": 224, "height": 224, "file": str(pixels)}]
@@ -168,7 +168,7 @@ def test_the_c_library_takes_no_module_from_the_working_directory(
         (trap / f"{name}.py").write_text(f"open({str(tmp_path / 'marks')!r}, 'a').write(__name__ + ' ')")
     options = {"model": "none", "python": sys.executable, "engine": list(fake_engine())}
     ask = {"do": "complete", "prompt": "a b", "options": {}}
-    for known in ("1", "0"):  # as on Python 3.10, which does not know PYTHONSAFEPATH
+    for known in ("1", "0"):  # Python 3.10 does not know PYTHONSAFEPATH
         python = options["python"]
         if known == "0":
             python = str(tmp_path / "python3")

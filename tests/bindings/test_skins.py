@@ -1,5 +1,4 @@
-"""What can be said of the C# and Lua skins without a sidecar: they compile, they see the header as it is, and Unity's
-package is whole."""
+"""The C# and Lua bindings without a sidecar: they compile, they match the C header, and Unity's package is complete."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ UNITY = REPO / "bindings" / "unity"
 
 
 def declarations(text: str) -> list[str]:
-    """C declarations without what differs by taste: space, and commas at the end of a list."""
+    """The C declarations in a text, without differences in spaces and in commas at the end of lists."""
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r" ?([{}(),;*=]) ?", r"\1", text).replace(",}", "}")
     return [part for part in text.split(";") if part]
 
 
 def header() -> str:
-    """After the preprocessor, without comments."""
+    """The C header after the preprocessor, without comments."""
     plain = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
     plain = re.sub(r'#ifdef __cplusplus\n(extern "C" \{|\})\n#endif', "", plain)
     return re.sub(r"^#.*$", "", plain, flags=re.MULTILINE).replace("FS_API ", "")
@@ -75,7 +74,7 @@ def test_csharp_numbers_things_as_the_header_does(prefix: str, file: str, name: 
     (body,) = re.findall(rf"enum {name}[^{{]*\{{(.*?)\}}", text, flags=re.DOTALL)
     numbers = dict(re.findall(r"(\w+) = (\d+)", body))
     listed = {pascal(word): number for word, number in re.findall(rf"\b{prefix}(\w+)\s*=\s*(\d+)", header())}
-    listed.pop("Died", None)  # a status: FS_ENGINE_DIED
+    listed.pop("Died", None)  # FS_ENGINE_DIED is a status
     assert numbers == listed
 
 
@@ -88,7 +87,7 @@ def test_csharp_names_errors_as_the_header_does() -> None:
 
 
 def test_the_unity_package_is_whole() -> None:
-    """Assets have numbers of their own, by which scenes find components after an update; assemblies name each other."""
+    """Every asset has a GUID, by which scenes find components after an update, and assemblies refer to each other."""
     package = json.loads((UNITY / "package.json").read_text())
     for sample in package["samples"]:
         assert list((UNITY / sample["path"]).glob("*.cs"))
@@ -110,11 +109,11 @@ def test_the_unity_package_is_whole() -> None:
     "folders", [["Runtime/Core"], ["Runtime/Core", "Runtime", "Editor", "Samples~/Innkeeper"]], ids=["core", "unity"]
 )
 def test_csharp_compiles(folders: list[str], tmp_path: Path) -> None:
-    """The core alone, and with the components against stubs of the engine."""
+    """Compiles the core alone, and the core and the components with stubs of the engine."""
     sources = [path for folder in folders for path in sorted((UNITY / folder).glob("*.cs"))]
     if len(folders) > 1:
         sources += sorted((REPO / "tests" / "unity_stubs").glob("*.cs"))
-    # 0649: fields that only the engine's inspector fills
+    # 0649 warns of fields that only the engine's inspector sets.
     command = ["mcs", "-langversion:7", "-warnaserror", "-nowarn:0649", "-target:library", f"-out:{tmp_path}/out.dll"]
     result = subprocess.run([*command, *map(str, sources)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The C# core on Mono against a real sidecar (apt-get install mono-mcs mono-runtime nunit-console libnunit-cil-dev)."""
+"""The C# core in Mono with a real sidecar (apt-get install mono-mcs mono-runtime nunit-console libnunit-cil-dev)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CORE = sorted((UNITY / "Runtime" / "Core").glob("*.cs"))
 
 
 def compiled(program: Path, *arguments: str | Path) -> Path:
-    """The core and more sources as one program or library. 0649: what only structs from C fill."""
+    """Compiles the core and further sources to one program or library. 0649 warns of fields that only C code sets."""
     command = ["mcs", "-langversion:7", "-warnaserror", "-nowarn:0649", f"-out:{program}", *CORE, *arguments]
     subprocess.run(list(map(str, command)), check=True, timeout=120)
     return program
 
 
 def test_the_package_passes_its_own_tests(program_env: dict[str, str], tmp_path: Path) -> None:
-    """As Unity's test runner would run them."""
+    """The tests are run as by Unity's test runner."""
     library = compiled(tmp_path / "tests.dll", "-target:library", "-pkg:nunit", *UNITY.glob("Tests/Runtime/*.cs"))
     options = ["-nologo", "-noxml", "-domain:None", "-process:Single"]
     result = subprocess.run(

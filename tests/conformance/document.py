@@ -1,6 +1,6 @@
-"""The protocol as bindings/PROTOCOL.md describes it, and nothing else: no import of frameshard.
+"""A validator made only from bindings/PROTOCOL.md. It does not import frameshard.
 
-The document's tables are parsed into a validator; its rules of frames are a small msgpack reader of their own.
+It parses the tables of the document. For the rules of frames it has a small msgpack reader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Check = Callable[[Any], bool]
 
 
 class Malformed(Exception):
-    """A frame that breaks the rules."""
+    """A frame that breaks the rules of the document."""
 
 
 # ---- frames ---------------------------------------------------------------------------------------------------------
@@ -106,7 +106,10 @@ class _Reader:
 
 
 def read(frame: bytes) -> dict[str, Any]:
-    """The map in a frame. Raises :class:`Malformed`."""
+    """The map in a frame.
+
+    :raises Malformed: the frame breaks the rules.
+    """
     if len(frame) > 1 << 20:
         raise Malformed("too long")
     reader = _Reader(frame)
@@ -127,7 +130,7 @@ class Field:
 
 
 def _sections(title: str) -> dict[str, tuple[Field, ...]]:
-    """The tables of fields under one heading of the document, by name."""
+    """The tables of fields under a heading of the document, by name."""
     part = re.search(rf"^## {re.escape(title)}.*?(?=^## |\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
     assert part is not None, title
     found = {}
@@ -154,7 +157,7 @@ def _fits(fields: tuple[Field, ...], value: Any, strict: bool) -> bool:
 
 
 def check(notation: str, strict: bool) -> Check:
-    """The check that a type of the document stands for. Unless strict, a newer sidecar's words and fields are right."""
+    """The check for a type of the document. Unless strict, it allows unknown words and fields of a newer sidecar."""
     if notation.endswith(" or nil"):
         inner = check(notation.removesuffix(" or nil"), strict)
         return lambda value: value is None or inner(value)
@@ -207,7 +210,7 @@ def valid(direction: str, frame: bytes) -> bool:
 
 
 def taken(frame: bytes) -> bool:
-    """Whether a client takes this frame from a sidecar of this version or a newer one."""
+    """Whether a client accepts this frame from a sidecar of this version or a newer one."""
     try:
         message = read(frame)
     except Malformed:
@@ -217,7 +220,7 @@ def taken(frame: bytes) -> bool:
 
 
 def known(frame: bytes) -> dict[str, Any]:
-    """What a client keeps of a frame that it takes."""
+    """The part of an accepted frame that a client keeps."""
     message = read(frame)
     if message["t"] in ANSWERS:
         return {"t": message.pop("t"), **_known(ANSWERS[str(read(frame)["t"])], message)}

@@ -1,9 +1,10 @@
-"""Writes bindings/vectors: ``python tests/conformance/make_vectors.py``, after a change of the protocol.
+"""Writes bindings/vectors. Run ``python tests/conformance/make_vectors.py`` after a change of the protocol.
 
-One file per frame, and index.json, which says of each: ``file``, ``from`` (``client`` or ``broker``), ``valid``,
-``about``, and of a valid one ``message``, the map as JSON. Frames of a newer sidecar (``forward-*``) also have
-``known``: what a client of this version keeps of the message. Without a ``t`` there, it is an unknown event of a job,
-of which ``job``, ``seq`` and ``epoch`` are kept to count it, or, with nothing kept, a message that is ignored.
+There is one file per frame. index.json has for each: ``file``, ``from`` (``client`` or ``broker``), ``valid``,
+``about``, and for a valid frame ``message``, the map as JSON. Frames of a newer sidecar (``forward-*``) also have
+``known``: the part of the message that a client of this version keeps. If ``known`` has no ``t``, it is an unknown
+event of a job, and the client keeps ``job``, ``seq`` and ``epoch`` to count it. If ``known`` is empty, the client
+ignores the message.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ VALID: dict[str, m.Message] = {
 
 
 def submit(**fields: Any) -> dict[str, Any]:
-    """A right submit with some fields changed; None leaves one out."""
+    """A valid submit with some fields changed; a field that is None is left out."""
     right = {"t": "submit", "id": 1, "epoch": 5, "job": 1, "kind": "completion", "prompt": "x"}
     return {name: value for name, value in {**right, **fields}.items() if value is not None}
 
@@ -166,7 +167,7 @@ def ping(**fields: Any) -> dict[str, Any]:
     return {"t": "ping", "id": 1, "epoch": 5, **fields}
 
 
-# The frame itself is against the rules, whatever it would say.
+# The frame breaks the rules, so its message does not matter.
 BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "no byte at all"),
     "cut-off": (msgpack.packb(ping())[:-1], "the last byte is missing"),
@@ -196,7 +197,7 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "claims-4-gi": (b"\x81\xa1t\xdd\xff\xff\xff\xff", "an array that claims to have 2^32 - 1 elements"),
 }
 
-# The frame is right, the message is not.
+# The frame is valid, and the message is not.
 BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "no-t": ({"id": 1, "epoch": 5}, "no t"),
     "unknown-t": ({"t": "fly", "id": 1, "epoch": 5}, "an unknown t"),
@@ -260,7 +261,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "resend-number": ({"t": "credit", "epoch": 5, "job": 1, "next": 0, "resend": 1}, "1 is not true"),
 }
 
-# What a client may leave out.
+# Messages without the fields that a client may leave out.
 SHORT: dict[str, tuple[dict[str, Any], str]] = {
     "hello-short": ({"t": "hello", "id": 1, "protocol": 1, "client": ""}, "without fields that have defaults"),
     "submit-short": (submit(), "without fields that have defaults"),
@@ -270,7 +271,7 @@ SHORT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def of(name: str, **more: Any) -> dict[str, Any]:
-    """A right message of the sidecar with more fields, or others."""
+    """A valid message of the sidecar with some fields added or changed."""
     message = VALID[name]
     (kind,) = (kind for kind, cls in m.ANSWERS.items() if cls is type(message))
     return {"t": kind, **plain(dataclasses.asdict(message)), **more}
@@ -282,7 +283,7 @@ def longer(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forward() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
-    """What a newer sidecar may send, what a client keeps of it, and what is new in it."""
+    """Messages of a newer sidecar: for each the message, the part that a client keeps, and what is new in it."""
     welcome, stats, plan, failed = of("welcome"), of("answer-stats"), of("answer-plan"), of("failed")
     event = {"t": "hum", "job": 7, "seq": 3, "epoch": EPOCH, "timeline": 3, "tune": [1, 2, 3]}
     newer = {"protocol": 7, "features": ["songs"], "engine": "dreaming"}
@@ -331,12 +332,12 @@ def _forward() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, as JSON has them; a binary is a map of its base64."""
+    """A value as in JSON: tuples become lists, and bytes become a map with their base64."""
     return json.loads(json.dumps(value, default=lambda binary: {"base64": base64.b64encode(binary).decode()}))
 
 
 def make() -> dict[str, bytes]:
-    """Every file's content, by name."""
+    """The content of every file, by name."""
     files: dict[str, bytes] = {}
     index: list[dict[str, Any]] = []
 

@@ -1,7 +1,7 @@
-"""A newer sidecar: a real one behind a proxy that adds what this version of the protocol does not know.
+"""A newer sidecar: a real one behind a proxy that adds things that this version of the protocol does not know.
 
-Records get unknown fields, an unknown event goes before each event of a job, and messages of unknown kinds come in
-between. Events are numbered anew: number `n` of the sidecar is `2n + 1` for the client, and `2n` is the unknown one.
+The proxy adds unknown fields to records, an unknown event before each event of a job, and messages of unknown kinds. It
+numbers events again: event `n` of the sidecar is `2n + 1` for the client, and `2n` is the unknown event.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RECORDS = ("limits", "model", "broker", "error")
 
 
 class Newer:
-    """The proxy of the sidecar with this connect file. ``info`` is what a connect file of its own has."""
+    """The proxy for the sidecar with this connect file. ``info`` is the content of the proxy's own connect file."""
 
     def __init__(self, file: Path, place: Path) -> None:
         self._sidecar: dict[str, Any] = json.loads(file.read_text())
@@ -73,7 +73,7 @@ class Newer:
 
 
 def _older(frame: bytes) -> bytes:
-    """A request as the sidecar understands it."""
+    """Changes a request so that the sidecar understands it."""
     message = msgpack.unpackb(frame)
     if message["t"] == "credit":
         message["next"] //= 2
@@ -82,7 +82,7 @@ def _older(frame: bytes) -> bytes:
 
 
 def _newer(frame: bytes) -> list[bytes]:
-    """What a newer sidecar would send for this answer or event."""
+    """The frames that a newer sidecar would send for this answer or event."""
     message: dict[str, Any] = msgpack.unpackb(frame) | MORE
     for name in RECORDS:
         if isinstance(message.get(name), dict):

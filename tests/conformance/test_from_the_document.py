@@ -1,7 +1,6 @@
-"""A client written from bindings/PROTOCOL.md alone, in plain pyzmq, against the real sidecar.
+"""A client in plain pyzmq, written only from bindings/PROTOCOL.md, with a real sidecar.
 
-It follows "A client in ten steps", takes nothing from frameshard but the engine without a model, and holds every frame
-that it sees against the document.
+It follows "A client in ten steps" and checks every frame with the document. It uses only the fake engine of frameshard.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DEADLINE_S = 120
 
 
 class Sidecar:
-    """Step 1: the process, and what its ready line says."""
+    """Step 1: the process and its ready line."""
 
     def __init__(self, **config: Any) -> None:
         self.process = subprocess.Popen(
@@ -83,7 +82,7 @@ class Client:
         return document.read(frame)
 
     def answer(self, request_id: int) -> dict[str, Any]:
-        """The answer to a request; events that come before it are kept."""
+        """The answer to a request. Events before it are kept."""
         while True:
             message = self.receive()
             if message.get("id") == request_id:
@@ -99,7 +98,7 @@ class Client:
         return self.events.pop(0)
 
     def read(self, job: int) -> tuple[str, dict[str, Any]]:
-        """Text and last event of a job, with credit after each event."""
+        """The text and the last event of a job. Sends credit after each event."""
         text = ""
         while True:
             event = self.next_event()
@@ -170,13 +169,13 @@ def test_credit_and_cancel(client: Client) -> None:
     )
     first = [client.next_event() for _ in range(3)]
     assert [event["seq"] for event in first] == [0, 1, 2]
-    # Without credit nothing more comes, however long it is waited; the pong says so.
+    # Without credit nothing more comes, even after all events of the job are waiting.
     deadline = time.monotonic() + DEADLINE_S
     while client.answer(client.request("stats"))["broker"]["jobs_running"]:
         assert time.monotonic() < deadline
     assert client.answer(client.request("ping"))["jobs"] == [[9, 3]]
     assert client.events == []
-    # What was sent is sent again when asked for.
+    # The sidecar sends events again when the client asks for them.
     client.send("credit", epoch=client.epoch, job=9, next=1, resend=True)
     again = [client.next_event() for _ in range(3)]
     assert [event["seq"] for event in again] == [1, 2, 3]

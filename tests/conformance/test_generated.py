@@ -1,4 +1,4 @@
-"""What is generated from sdk/frameshard/wire is up to date."""
+"""The files that are generated from sdk/frameshard/wire are up to date."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every binding can set each field of a request and each launch option, and read each field of an answer or event,
-unless bindings/parity.json says why not.
+"""Every binding can set each field of a request and each launch option, and read each field of an answer or event.
+Exceptions and their reasons are in bindings/parity.json.
 
-What a binding has is looked for in its public declarations, by name: ``floor_bytes`` may be ``floor_mb``, ``FloorMb``
-or what parity.json calls it under ``names``. That the values arrive is for the scenarios to show.
+The test searches the public declarations of a binding for names: ``floor_bytes`` may be ``floor_mb``, ``FloorMb`` or
+the name in parity.json under ``names``. The scenarios test that the values arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MANIFEST: dict[str, Any] = json.loads((BINDINGS / "generated-manifest.json").rea
 PARITY: dict[str, Any] = json.loads((BINDINGS / "parity.json").read_text())
 NATIVE = ("c", "lua", "csharp", "unreal")
 
-# For the library, not for the program.
+# Fields that the library sets, not the program.
 INNER = {"id", "epoch", "seq", "job", "kind", "messages", "prompt"}
 
 
@@ -52,7 +52,7 @@ READ = {
 
 
 def declarations(binding: str) -> str:
-    """What a program sees of a binding, without comments."""
+    """The public declarations of a binding, without comments."""
     files = {
         "c": ["c/include/frameshard.h"],
         "lua": ["lua/frameshard.lua"],
@@ -67,7 +67,7 @@ def declarations(binding: str) -> str:
 
 
 def spellings(name: str) -> set[str]:
-    """How bindings spell the name of a field."""
+    """The spellings of a field's name in bindings."""
     names = {name}
     names |= {name.removesuffix("_bytes") + "_mb"} if name.endswith("_bytes") else set()
     names |= {name.removesuffix("_s") + "_seconds"} if name.endswith("_s") else set()
@@ -116,7 +116,7 @@ def test_what_is_explained_exists() -> None:
 
 
 def parameters(function: Any) -> set[str]:
-    """Names of keyword arguments, those of a typed dict included."""
+    """The names of keyword arguments, with those in a typed dict."""
     names = set()
     for name, parameter in inspect.signature(function).parameters.items():
         kind = re.match(r"Unpack\[(\w+)\]", str(parameter.annotation))
@@ -144,7 +144,7 @@ def test_python_sets_every_field(client: Any) -> None:
 
 
 def test_python_hands_on_whole_messages() -> None:
-    """What both clients give is the protocol's own message, so every field of it is there."""
+    """Both clients return the messages of the protocol, so every field is there."""
     given = {frameshard.Delta, frameshard.Progress, frameshard.ModelInfo, frameshard.Engine, frameshard.Notice}
     given |= {frameshard.Lease, frameshard.Released, frameshard.Observed}
     given |= {frameshard.Budget, frameshard.Caps, frameshard.Stats, frameshard.PlanRow}

@@ -1,4 +1,4 @@
-"""Plays scenarios.json through the runner of each binding, against real sidecars. README.md has both formats."""
+"""Plays scenarios.json with the runner of each binding and real sidecars. README.md describes both formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LETTERS = "é漢🐈ж"
 
 
 class Runner:
-    """The program, and what it has said that no step has asked for yet."""
+    """The runner's process, and its events that no step has used yet."""
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -60,14 +60,14 @@ class Runner:
         return line
 
     def poll(self, timeout_s: float) -> bool:
-        """Takes what there is; false when there was nothing."""
+        """Reads the runner's events; false if there are none."""
         answer = self.do(do="poll", limit=64, timeout_s=timeout_s)
         assert answer["ok"], answer
         self.events += answer["events"]
         return bool(answer["events"])
 
     def close(self) -> int:
-        """At the end of its input it closes its client and ends."""
+        """Closes the runner's input: it closes its client and ends. Returns its exit status."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -155,7 +155,7 @@ class Play:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def value(self, said: Any) -> Any:
-        """A value of the scenario, with names and makers replaced by what they stand for."""
+        """A value of the scenario, with names and makers replaced by their values."""
         if isinstance(said, str) and said.startswith("$"):
             return self.names[said[1:]]
         if isinstance(said, list):
@@ -175,7 +175,7 @@ class Play:
             self.names[step["as"]] = value
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """A sidecar's first line: the model by its name, or an engine without one by its habits."""
+        """The first line for a sidecar: with a model by its name, or with a fake engine and its faults."""
         options = dict(options)
         if "engine" in options:
             options["engine"] = list(fake_engine(**options["engine"]))
@@ -215,7 +215,7 @@ class Play:
             self.names[name] = event[field]
 
     def _read(self, step: dict[str, Any]) -> None:
-        """A job from here to its end."""
+        """Reads the further events of a job, to its end."""
         job, text, types, tokens = step["read"], step.get("after", ""), [], 0
         while not types or types[-1] not in ENDS:
             event = self.find(lambda event: event.get("job") == job and event["type"] in ("started", "text", *ENDS))
@@ -250,7 +250,7 @@ class Play:
         os.kill(self.stats()["pid" if step["kill"] == "sidecar" else "engine_pid"], signal.SIGKILL)
 
     def _until_idle(self, step: dict[str, Any]) -> None:
-        """Waits until the engine has nothing to do, by another client, so that the runner's own does not poll."""
+        """Waits until the engine is idle. Another client asks for that, so that the runner's client does not poll."""
         info = frameshard.ConnectInfo(**json.loads(Path(step["until_idle"]).read_text()))
 
         @sidecars.in_trio
@@ -267,7 +267,7 @@ class Play:
         idle()
 
     def _sidecar(self, step: dict[str, Any]) -> None:
-        """A sidecar of the driver's own; named is its connect file."""
+        """Starts a sidecar. The name of the step stands for its connect file."""
         file = self._file()
         process = subprocess.Popen(
             [sys.executable, "-m", "frameshard.broker"],
@@ -292,7 +292,7 @@ class Play:
         self.names[step["fresh_file"]] = str(self._file())
 
     def _edited(self, step: dict[str, Any]) -> None:
-        """A connect file that says something else."""
+        """Makes a changed copy of a connect file."""
         file = self._file()
         file.write_text(json.dumps(json.loads(Path(step["edited"]).read_text()) | step["with"]))
         self._keep(step, str(file))
@@ -305,7 +305,7 @@ class Play:
         self._keep(step, str(file))
 
     def _newer(self, step: dict[str, Any]) -> None:
-        """A newer sidecar, made of one that runs; named is its connect file."""
+        """Makes a newer sidecar from a running one. The name of the step stands for its connect file."""
         made = newer.Newer(Path(step["newer"]), self.place)
         self.strangers.append(made)
         file = self._file()
@@ -313,7 +313,7 @@ class Play:
         self._keep(step, str(file))
 
     def _page(self, step: dict[str, Any]) -> None:
-        """What stands in the frame block."""
+        """Checks the content of the frame block."""
         at = {"frame": 16, "target_frame_ns": 32, "gpu_busy_ns": 48}
         page = Path(step["path"]).read_bytes()
         found = {name: int.from_bytes(page[at[name] : at[name] + 8], "little") for name in step["page"]}
@@ -331,7 +331,7 @@ class Play:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def find(self, wanted: Any) -> dict[str, Any]:
-        """The next event that is wanted; others are kept for later steps, in their order."""
+        """The next event that matches. Others are kept in order for later steps."""
         deadline, seen = time.monotonic() + DEADLINE_S, 0
         while True:
             events = self.runner.events
@@ -351,7 +351,7 @@ class Play:
 
 
 def _utf8(size: int, shift: int) -> str:
-    """Text of at most `size` bytes whose characters have 2, 3, 4 and 2 bytes, behind `shift` bytes of ASCII."""
+    """A text of at most `size` bytes: `shift` bytes of ASCII, then characters of 2, 3, 4 and 2 bytes."""
     text = "a" * shift + LETTERS * (size // len(LETTERS.encode()) + 1)
     return text.encode()[:size].decode(errors="ignore")
 
@@ -366,7 +366,7 @@ def _fits(found: Any, wanted: Any) -> bool:
 
 @pytest.fixture(scope="session", params=runners.NAMES)
 def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """How a binding's runner is started; built where it needs to be."""
+    """The command of a binding's runner, which is built if necessary."""
     return runners.command(request.param)
 
 

@@ -1,4 +1,4 @@
-"""Document, vectors and code say the same. The vectors are judged by the document alone, then by the code."""
+"""Document, vectors and code agree. The vectors are checked with the document, and then with the code."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_code_agrees(row: dict[str, Any]) -> None:
 
 
 def contains(value: Any, expected: Any) -> bool:
-    """`value` is what is expected, and may have more fields: those with defaults."""
+    """Whether `value` is the expected one. It may have more fields: those with defaults."""
     if isinstance(expected, dict) and isinstance(value, dict):
         return all(name in value and contains(value[name], item) for name, item in expected.items())
     if isinstance(expected, list) and isinstance(value, list):
@@ -117,7 +117,7 @@ SHORT = [frame for row in INDEX if len(frame := (VECTORS / row["file"]).read_byt
 @settings(max_examples=3000)
 @given(st.data())
 def test_two_readers_of_frames_agree(data: st.DataObject) -> None:
-    """The document's reader and the code's, on vectors with bytes changed, cut out and put in."""
+    """The document's reader and the code agree on vectors with bytes changed, removed and added."""
     frame = bytearray(data.draw(st.sampled_from(SHORT)))
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(frame)))

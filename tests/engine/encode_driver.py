@@ -1,6 +1,7 @@
 """Encodes one picture, for test_tiling.py: python encode_driver.py MODEL MMPROJ DEVICE OUT.npz
 
-On the shard device at several budgets, the smallest that the image allows among them. A process has one device.
+On the shard device it does so at several budgets. One of them is the smallest that is enough for the image. It is a
+process of its own, because there is one device per process.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from frameshard.errors import BudgetBelowFloor
 from frameshard.wire.engine import EngineConfig
 
 SIZE = (672, 644)
-"""2,208 patches of 14 x 14: more than a feed-forward block takes at a time."""
+"""2,208 patches of 14 x 14 pixels: more than one tile of a feed-forward block."""
 MIB = 1 << 20
 
 
 def main(model: str, mmproj: str, device: str, out: str) -> None:
-    vision.CACHE_BYTES = 0  # or the second encode would be none
+    vision.CACHE_BYTES = 0  # the second encode must not come from the cache
     width, height = SIZE
     pixels = np.random.default_rng(3).integers(0, 256, 3 * width * height, dtype=np.uint8).tobytes()
     config = EngineConfig(

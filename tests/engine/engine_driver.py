@@ -1,6 +1,6 @@
-"""The broker's side of the stream, for tests: a real engine process on a socket pair.
+"""A real engine process on a socket pair, for tests that take the broker's place.
 
-Messages are plain maps here, as they are on the stream (frameshard.wire.engine).
+Messages are plain maps, as on the stream (frameshard.wire.engine).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Event = dict[str, Any]
 
 
 class EngineProcess:
-    """One child. Every wait has a deadline, after which the test fails. ``faults`` is the emulated device's script."""
+    """An engine process. Every wait has a deadline, after which the test fails.
+
+    :param faults: the fault script of the emulated device.
+    """
 
     def __init__(self, faults: str = "") -> None:
         ours, theirs = socket.socketpair()
@@ -40,8 +43,10 @@ class EngineProcess:
         self.socket.sendall(channel.pack(message))
 
     def next_event(self, *, seconds: float = PATIENCE_S) -> Event:
-        """The next event, whatever it is, looks at the device's memory and first answers to a budget aside. Raises
-        EOFError when the engine has closed."""
+        """The next event. Skips figures of the device's memory and first answers to a budget.
+
+        :raises EOFError: the engine has closed the stream.
+        """
         deadline = time.monotonic() + seconds
         while not self._events:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -53,7 +58,7 @@ class EngineProcess:
         return self._events.pop(0)
 
     def wait_for(self, *names: str, job: int | None = None, seconds: float = PATIENCE_S) -> Event:
-        """The next event with one of these names (and of this job); others that come before it are dropped."""
+        """The next event with one of these names, and of this job if there is one. Events before it are dropped."""
         deadline = time.monotonic() + seconds
         while True:
             event = self.next_event(seconds=deadline - time.monotonic())
@@ -61,12 +66,15 @@ class EngineProcess:
                 return event
 
     def load(self, model: Path, **fields: object) -> Event:
-        """Loads and returns the first event: "ready" or "fatal"."""
+        """Loads a model; returns the "ready" or "fatal" event."""
         self.send(op="load", model=str(model), **fields)
         return self.wait_for("ready", "fatal")
 
     def submit(self, prompt: str | Sequence[dict[str, str]], **fields: Any) -> int:
-        """Asks for a completion (a string) or a chat (messages); greedy unless told otherwise. Returns the job."""
+        """Submits a completion (a string) or a chat (messages), by default with greedy sampling.
+
+        :returns: the number of the job.
+        """
         job = next(self._numbers)
         params = {"temperature": 0.0, "max_tokens": 24, **fields.pop("params", {})}
         kind, field = ("completion", "prompt") if isinstance(prompt, str) else ("chat", "messages")
@@ -74,7 +82,7 @@ class EngineProcess:
         return job
 
     def finish(self, *jobs: int) -> dict[int, list[Event]]:
-        """All events of these jobs from now up to the last one's end; those of other jobs are dropped."""
+        """All further events of these jobs, until the last of them has ended. Events of other jobs are dropped."""
         events: dict[int, list[Event]] = {job: [] for job in jobs}
         open_jobs = set(jobs)
         while open_jobs:
@@ -92,14 +100,14 @@ class EngineProcess:
         return self.finish(job)[job]
 
     def stats(self) -> Event:
-        """The engine's statistics now; job events that come before them are dropped."""
+        """The engine's present statistics. Events of jobs before them are dropped."""
         seq = next(self._numbers)
         self.send(op="stats", seq=seq)
         stats: Event = self.wait_for("stats")["stats"]
         return stats
 
     def budget(self, n_bytes: int, timeout_s: float = 10.0) -> int:
-        """Asks for a VRAM budget; returns the request's number."""
+        """Asks for a VRAM budget in bytes; returns the number of the request."""
         seq = next(self._numbers)
         self.send(op="budget", seq=seq, vram_budget_bytes=n_bytes, timeout_s=timeout_s)
         return seq
@@ -114,7 +122,7 @@ class EngineProcess:
 
 @contextmanager
 def engine(model: Path, **fields: object) -> Iterator[EngineProcess]:
-    """A loaded engine with small, quick defaults."""
+    """A loaded engine with settings that make tests quick."""
     child = EngineProcess()
     try:
         ready = child.load(model, **{"device": "cpu", "n_ctx": 512, "n_parallel": 4, "n_threads": 1, **fields})

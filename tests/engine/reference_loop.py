@@ -1,5 +1,5 @@
-"""reference_loop.py MODEL QUESTION N [KV]: a greedy chat answer of N tokens by llama.cpp's C interface alone, with keys
-and values of type KV (F16), on stdout."""
+"""reference_loop.py MODEL QUESTION N [KV]: writes a greedy chat answer of N tokens to stdout, using only llama.cpp's C
+interface. KV is the type of the KV cache (F16)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import llama_cpp
 
 from frameshard import cpu
 
-SYSTEM = b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # what the model's template puts first
+SYSTEM = b"You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the model's template begins with it
 
 
 QUIET = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)

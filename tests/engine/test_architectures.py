@@ -1,4 +1,4 @@
-"""Every kind of memory that llama.cpp has: caches that can be cut, sliding windows, recurrent states that cannot."""
+"""Every kind of memory in llama.cpp: KV caches that can be cut, sliding windows, and recurrent states that cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_speaks_resumes_and_goes_on(child: EngineProcess) -> None:
         job = child.submit(PROMPT, params=PARAMS, resume=produced[:cut], history=whole[0]["history"])
         assert ids(child.finish(job)[job]) == produced[cut:]
 
-    # A second turn on what the sequence holds, the same turn again, and another beginning.
+    # A second turn that continues the sequence, the same turn again, and a text with another beginning.
     first = child.run(PROMPT, conversation="c", params=PARAMS)
     assert ids(first) == produced
     second = child.run(PROMPT + text(first) + " and then", conversation="c", params=PARAMS)

@@ -1,4 +1,4 @@
-"""VRAM given back and taken again in the middle of an answer, on the emulated device."""
+"""Budgets that shrink and grow during an answer, on the emulated device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def streamer(model_path: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture
 def full(streamer: EngineProcess) -> EngineProcess:
-    """The engine without a limit and with all weights resident."""
+    """The engine without a limit, with all weights resident."""
     settle(streamer, 0)
     return streamer
 
 
 def settle(child: EngineProcess, n_bytes: int) -> Event:
-    """Sets a budget on an idle engine; with no limit (0) it also waits until all weights are resident."""
+    """Sets the budget of an idle engine. For no limit (0) it also waits until all weights are resident."""
     child.budget(n_bytes)
     child.wait_for("released")
     child.wait_for("observed")
@@ -176,7 +176,7 @@ def test_cancel_in_a_long_prompt(full: EngineProcess) -> None:
     read = full.stats()["prompt_tokens"]
     full.send(op="cancel", job=job)
     assert full.wait_for("cancelled", "done", job=job)["ev"] == "cancelled"
-    # Of the chunks that the prompt is read in one at most has ended since, and the one after it was cut short.
+    # Since then at most one chunk of the prompt has ended, and the next one was aborted.
     assert full.stats()["prompt_tokens"] - read <= 512
     assert text(full.run(CASTLE, conversation="long")) == alone
 

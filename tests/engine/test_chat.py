@@ -1,4 +1,4 @@
-"""Chat templates in their own process. Each attack here takes gigabytes or hours where nothing bounds it."""
+"""Chat templates in a process of their own. Without limits, each of these attacks would take gigabytes or hours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELLO = [{"role": "user", "content": "Hello {{ 1 + 1 }}"}]
-# These do their worst where the message asks for it, so that the template passes for a good one at first.
+# These attack only if the message asks for it, so that the template is accepted at first.
 WORST = "{% if 'worst' in messages[0].content %}...{% endif %}fine"
 SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
 LARGE = "{{ 'a' * 10**10 }}"
@@ -88,7 +88,7 @@ def test_templates_that_cannot_be_used(source: str) -> None:
 def test_one_that_fails_over_some_messages_serves_the_others(
     template: Callable[[str], ChatTemplate], worst: str
 ) -> None:
-    """Constants are not computed while it compiles, either: this one is fine for as long as nobody asks for them."""
+    """Constant expressions are not computed at compile time either, so such a template works for other messages."""
     shifty = template(WORST.replace("...", worst))
     assert shifty.render(HELLO) == "fine"
     with pytest.raises(BadArgument):

@@ -1,4 +1,4 @@
-"""VRAM for keys and values goes with the conversation, on the emulated device."""
+"""The VRAM of the KV cache follows the length of the conversation, on the emulated device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FIELDS: dict[str, object] = {"device": "emulated", "mode": "stream_only", "n_ctx
 def test_vram_goes_with_the_context_in_use(model_path: Path) -> None:
     with engine(model_path, **FIELDS) as child:
         empty = child.stats()
-        assert empty["kv_bytes"] < 8 * MIB  # of 90 MiB that so many tokens take
+        assert empty["kv_bytes"] < 8 * MIB  # a full context takes 90 MiB
         alone = text(child.run(LONG, conversation="a"))
         one = child.stats()
         short = text(child.run("Once upon a time", conversation="b"))
         two = child.stats()
         assert empty["kv_bytes"] < one["kv_bytes"] < two["kv_bytes"] < 32 * MIB
-        # A short one in place of the long one: what that held is given back, and the text is the same.
+        # A short text replaces the long one: the VRAM is freed, and the text is the same.
         assert text(child.run("Once upon a time", conversation="c")) == short
         assert child.stats()["kv_bytes"] <= two["kv_bytes"] // 2
         assert child.stats()["kv_host_bytes"] == 0
     floor = int(empty["floor_bytes"])
     with engine(model_path, **FIELDS, vram_budget_bytes=floor) as child:
-        # The floor does not hold a context of this length: it passes through the window.
+        # At the floor the KV cache does not fit in VRAM: it passes through the KV window.
         assert text(child.run(LONG, conversation="a")) == alone
         stats = child.stats()
         assert stats["kv_host_bytes"] > 0
@@ -61,7 +61,7 @@ with Runtime.load(config) as runtime:
 
 
 def test_an_adopted_plan_stays_while_the_context_grows_a_little(model_path: Path) -> None:
-    """Though its ring is smaller than that of the plan before, as if it had given way to keys and values."""
+    """Its ring is smaller than that of the plan before. That must not look as if the KV cache had taken its room."""
     result = subprocess.run([sys.executable, "-c", ADOPT, str(model_path)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     stays, made, adopted, ring = json.loads(result.stdout)

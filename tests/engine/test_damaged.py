@@ -1,4 +1,4 @@
-"""Models whose weights are damaged: what is not finite is refused at load, or fails the job that meets it alone."""
+"""Models with damaged weights. Infinite logits are refused at the load, or fail only the job that they are in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_driver import EngineProcess, engine, ids
 import mutants
 
 SPOILT = "Q"
-"""The character whose token has no finite embedding in the damaged model."""
+"""In the damaged model the token of this character has an embedding of NaN."""
 
 DEVICES = ("cpu", "emulated")
 ANSWER = {"max_tokens": 24, "temperature": 0.0}
@@ -23,7 +23,7 @@ def fields(device: str) -> dict[str, object]:
 
 
 def spoil(model: Path, path: Path, tensor: str, rows: slice) -> Path:
-    """A copy of ``model`` with NaN in ``rows`` of a matrix of 16-bit numbers."""
+    """A copy of ``model`` with NaN in ``rows`` of a matrix of type F16."""
     file = mutants.Gguf(model)
     info = next(each for each in file.tensors if each.name.decode() == tensor)
     values = np.frombuffer(info.data, np.float16).reshape(info.shape[::-1]).copy()
@@ -34,7 +34,7 @@ def spoil(model: Path, path: Path, tensor: str, rows: slice) -> Path:
 
 @pytest.fixture(scope="module")
 def one_token(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    token = 3 + ord(SPOILT)  # of the 256 byte tokens
+    token = 3 + ord(SPOILT)  # a byte token
     path = tmp_path_factory.mktemp("damaged") / "one-token.gguf"
     return spoil(tiny_model("llama"), path, "token_embd.weight", slice(token, token + 1))
 

@@ -1,4 +1,4 @@
-"""Experts on the emulated device: which are copied, what is cached, and what one run tells the next."""
+"""Experts on the emulated device: copies, the expert cache, and the counts that are kept for the next run."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def run(model: Path, cache: Path) -> dict[str, object]:
 def test_only_what_is_chosen_is_copied_and_the_next_run_knows(moe_path: Path, tmp_path: Path) -> None:
     first = run(moe_path, tmp_path)
     one, many, same = first["copied"]  # type: ignore[misc]
-    # A prompt of one word 64 times chooses a few experts of each layer, one of many words chooses nearly all.
+    # A prompt with the same word 64 times uses a few experts of each layer. One of many words uses nearly all.
     assert one < 0.6 * many
     assert same <= many
     assert sum(first["hits"]) > 0  # type: ignore[arg-type]
     assert first["forgotten"] == 0
     assert first["recalled"] == []
-    assert not any(first["counted"])  # type: ignore[call-overload]  # the warm-up's word is not what people ask for
+    assert not any(first["counted"])  # type: ignore[call-overload]  # the token of the warm-up does not count
     assert first["learned"]
     assert not first["again"]
     routing = first["routing"]

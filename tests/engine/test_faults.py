@@ -1,4 +1,4 @@
-"""A device that refuses memory, fails or hangs: the broker learns of it, and the process ends or goes on as it was."""
+"""A device that refuses memory, fails or hangs. The engine reports it, and ends or continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_refused_allocation_of_loading(model_path: Path) -> None:
                 assert event["error"]["name"] == "out_of_memory"
                 assert event["error"]["retriable"] is True
                 assert child.process.wait(30) == 3
-            else:  # a slab of the arena: it goes without
+            else:  # the memory was for a slab of the arena, and the engine continues without it
                 answers.add(text(child.run(CASTLE, params={"max_tokens": 8})))
                 assert child.stats()["peak_bytes"] <= 100 << 20
             outcomes.append(event["ev"])
@@ -68,7 +68,7 @@ def test_a_hung_device_shows_and_does_not_keep_the_process(model_path: Path, sto
                 child.wait_for("pong", seconds=4)
             except TimeoutError:
                 silent = True
-        assert child.stats()["jobs_running"] == 1  # what needs no device is still answered
+        assert child.stats()["jobs_running"] == 1  # requests that do not need the device are still answered
         if stop:
             child.send(op="stop")
         child.socket.close()

@@ -1,5 +1,5 @@
-"""Answers that fit a JSON schema, and schemas that are attacks. Models with random weights are the harshest: they have
-no idea of JSON."""
+"""Answers that fit a JSON schema, and schemas that are attacks. Models with random weights are the hardest test,
+because they know nothing of JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Party(BaseModel):
 
 
 class Quest(BaseModel):
-    """Refers to itself."""
+    """A recursive schema."""
 
     title: Name
     done: bool
@@ -104,7 +104,7 @@ NO_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def check(name: str, answer: str) -> None:
-    """The answer fits the schema, and is no longer than it has to be."""
+    """Checks that the answer fits the schema, and ends where it is complete."""
     value = json.loads(answer)
     jsonschema.Draft202012Validator(SCHEMAS[name]).validate(value)
     if name in MODELS:
@@ -134,7 +134,7 @@ def refusal(events: list[Event], field: str = "json_schema") -> str:
 
 
 def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
-    """200 seeds and 20 schemas. Tokens are drawn from those allowed with equal probability, as no model would."""
+    """There are 200 seeds and 20 schemas. All allowed tokens are drawn with equal probability, unlike with a model."""
     assert len(SCHEMAS) == 20
     config = EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)
     with Runtime.load(config) as runtime:
@@ -160,7 +160,7 @@ def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
 
 
 def test_every_answer_that_ends_fits(tiny: EngineProcess) -> None:
-    """Through the engine, 16 at a time, with the probabilities of a model."""
+    """Answers come from the engine, 16 at a time, with the probabilities of a model."""
     jobs = {job(tiny, schema, seed): name for name, schema in SCHEMAS.items() for seed in range(5)}
     ended = 0
     for number, events in tiny.finish(*jobs).items():
@@ -270,7 +270,7 @@ def test_control_tokens_are_no_text(model_path: Path) -> None:
 
 
 def test_a_number_ends_with_the_models_end(tiny: EngineProcess) -> None:
-    """Nothing completes it but the token that ends an answer."""
+    """A number has no last character, so only the token that ends an answer completes it."""
     number = job(tiny, {"type": "integer", "minimum": 1}, 3)
     events = tiny.finish(number)[number]
     assert events[-1]["reason"] == "stop"
@@ -392,7 +392,7 @@ def test_a_refusal_names_the_place(tiny: EngineProcess, schema: object, place: s
 
 
 def test_one_that_is_too_complex_in_the_middle_fails_alone(tiny: EngineProcess) -> None:
-    """Only the answer shows how much of it has to be kept in mind."""
+    """The state that the matcher needs depends on the answer, so it is too large only in the middle."""
     optional = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
     number, other = job(tiny, optional, 1), job(tiny, SCHEMAS["person"], 1)
     answers = tiny.finish(number, other)
@@ -417,7 +417,7 @@ def test_the_process_that_checks_is_started_again(tiny: EngineProcess) -> None:
 
 @pytest.mark.parametrize("mode", ["stream_only", "planned"])
 def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], Path], mode: str) -> None:
-    """In stream-only mode with the same text, in planned mode with one that fits as well."""
+    """In stream-only mode the text is the same. In planned mode it fits the schema."""
     model, config = tiny_model("llama"), {"device": "emulated", "mode": mode, "n_ctx": 1024, "n_parallel": 2}
     params = {**WARM, "seed": 5, "json_schema": json.dumps(SCHEMAS["party"])}
     child = EngineProcess()
@@ -444,7 +444,7 @@ def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], P
 
 
 def test_drafts_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> None:
-    """Much repeats in it, so much is drafted; a rejected token must leave no trace in what may come next."""
+    """The answer repeats itself, so many tokens are drafted. A rejected token must not change what is allowed next."""
     schema = {"type": "array", "items": {"enum": ["no weapons", "no magic", "no talk"]}, "minItems": 6, "maxItems": 9}
     answers = []
     for speculate in ("auto", "off"):

@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits, on the emulated device."""
+"""Quantised KV caches on the emulated device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_llama_cpps_text_in_half_of_the_bytes_at_any_budget(model_path: Path) ->
         told = text(child.run(user(QUESTION), params={"max_tokens": 40}, conversation="a"))
         stats = child.stats()
         floor = int(stats["floor_bytes"])
-        assert stats["kv_bytes"] == pytest.approx(30 * 2 * 192 * 256 * 34 / 32, rel=0.01)  # 2 bytes in 16 bits
+        assert stats["kv_bytes"] == pytest.approx(30 * 2 * 192 * 256 * 34 / 32, rel=0.01)  # 2 bytes per value in F16
     assert told == reference(model_path, "q8_0") != reference(model_path, "q4_0")
     with engine(model_path, **FIELDS, vram_budget_bytes=floor) as child:
         assert text(child.run(user(QUESTION), params={"max_tokens": 40}, conversation="a")) == told

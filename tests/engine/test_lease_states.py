@@ -1,4 +1,4 @@
-"""Leases of the real engine on the emulated device: down to nothing and back, deadlines, and others on the card."""
+"""Leases with the real engine on the emulated device: parking and hibernation, deadlines, and other processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def play(model: Path, main: Callable[[frameshard.Client], Awaitable[None]], **op
 
 
 def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> None:
-    """The same text as undisturbed, in the middle of answers and across them."""
+    """The text is that of an undisturbed run, during an answer and between answers."""
     told: list[list[str]] = []
 
     async def talk(client: frameshard.Client, *states: m.LeaseState | None) -> None:
@@ -41,7 +41,7 @@ def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> No
                 async for _ in stream:
                     if state is not None and len(stream.text) > 20:
                         down = await client.set_budget(120, state=state, timeout_s=30)
-                        assert down.used_bytes == 0  # the emulated device's driver holds nothing of its own
+                        assert down.used_bytes == 0  # the emulated device has no driver with VRAM of its own
                         back = await client.set_budget(120, timeout_s=30)
                         assert 0 < back.used_bytes <= 120 * MIB
                         state = None
@@ -55,7 +55,7 @@ def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> No
 
 
 async def filled(client: frameshard.Client) -> None:
-    """Until all weights are held: a growth fills up while nothing waits for it."""
+    """Waits until all weights are resident. After a larger budget the engine copies weights when it is idle."""
     while (await client.stats()).engine["streamed_bytes"]:
         await trio.sleep(0.02)
 
@@ -67,7 +67,7 @@ async def next_of(notices: trio.MemoryReceiveChannel[frameshard.Notice], kind: s
 
 
 def test_what_was_chosen_at_launch_stays(model_path: Path) -> None:
-    """Without a budget prompts are read in steps of 512; an engine that comes back with a small one keeps to them."""
+    """Without a budget ``n_ubatch`` is 512. An engine that starts later with a small budget keeps this size."""
 
     async def main(client: frameshard.Client) -> None:
         floor = (await client.caps_and_requirements()).floor_bytes
@@ -82,7 +82,7 @@ def test_what_was_chosen_at_launch_stays(model_path: Path) -> None:
 
 
 def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a free takes 10 ms, what can be reached in time is told beforehand, and the rest follows."""
+    """Each free takes 10 ms. The first answer has the budget that can be reached in time, and the rest follows."""
     monkeypatch.setenv("FRAMESHARD_FAULTS", "free_ms=10")
 
     async def main(client: frameshard.Client) -> None:
@@ -90,7 +90,7 @@ def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.Monk
         caps = await client.caps_and_requirements()
         await filled(client)
         low = caps.floor_bytes / MIB + 8
-        first = await client.set_budget(low, timeout_s=10)  # nothing was measured before
+        first = await client.set_budget(low, timeout_s=10)  # there are no measured times yet
         assert (first.lease.decision, first.lease.seconds) == ("granted", 0)
         await client.set_budget(0)
         await filled(client)
@@ -115,7 +115,7 @@ def test_a_release_that_lags_behind_is_told_half_way(model_path: Path, monkeypat
         caps = await client.caps_and_requirements()
         await filled(client)
         result = await client.set_budget(caps.floor_bytes / MIB + 1, timeout_s=0.2)
-        assert result.lease.decision == "granted"  # nothing was measured before
+        assert result.lease.decision == "granted"  # there are no measured times yet
         late = await next_of(notices, "late")
         assert result.vram_budget_bytes < late.vram_budget_bytes <= caps.full_bytes
 
@@ -123,10 +123,10 @@ def test_a_release_that_lags_behind_is_told_half_way(model_path: Path, monkeypat
 
 
 def test_another_process_on_the_card(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is seen, and what it leaves too little of is given back without being asked."""
+    """The other process is reported. If it leaves too little VRAM, the sidecar gives some back by itself."""
 
     async def measured(client: frameshard.Client) -> None:
-        """The machine's profile is there now: a load computes little, and the other process comes after it."""
+        """Makes sure that the machine's profile is kept. Then a load is short, and the other process comes after it."""
 
     play(model_path, measured)
     monkeypatch.setenv("FRAMESHARD_FAULTS", "other_mb=8000,other_from=300")

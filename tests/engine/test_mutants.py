@@ -1,4 +1,4 @@
-"""What the preflight lets through must not end the process that loads it."""
+"""A damaged file that passes the header checks must not end the process that loads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import tiny_models
 
 SEEDS = range(7000, 7024)
 
-# A process for each file, forked before llama.cpp has threads: an import for each would take a second.
+# Each file is loaded in a process of its own. It is forked before llama.cpp has threads, because an import takes a
+# second.
 LOAD = """
 import os, resource, sys
 from frameshard.engine.runtime import Runtime

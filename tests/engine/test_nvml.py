@@ -1,4 +1,4 @@
-"""What the driver is seen to hold: the part of it that is counted, and when."""
+"""The VRAM that the driver holds: how much of it is counted, and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_S = WINDOW_S / LOOKS
 
 
 def follow(overheads: list[int], counted: int) -> list[int]:
-    """What is counted after each look at a driver that holds ``overheads`` beyond a ledger that moves."""
+    """The counted overhead after each sample. The driver holds ``overheads`` beyond the ledger, which changes."""
     meter, found = OverheadMeter(), []
     for i, overhead in enumerate(overheads):
         ledger = (1000 + i % 7) * MIB
@@ -29,7 +29,7 @@ def follow(overheads: list[int], counted: int) -> list[int]:
 
 def test_growth_is_counted_before_it_uses_up_the_margin() -> None:
     generator, held = random.Random(1), [700 * MIB]
-    for _ in range(400):  # kernels used for the first time: up to half of the margin at once, then a while without
+    for _ in range(400):  # a first use of kernels takes up to half of the margin, with pauses between them
         held += [held[-1] + generator.randrange(DRIVER_MARGIN // 2)] * 20
     counted = follow(held, held[0] + DRIVER_MARGIN)
     assert all(true <= told for true, told in zip(held, counted, strict=True))
@@ -48,7 +48,7 @@ def test_small_growth_changes_nothing() -> None:
 
 
 class Driver:
-    """NVML of one card with some processes, by number; ``unlisted`` bytes are used and belong to none of them."""
+    """A fake of NVML with one GPU and some processes, by id. ``unlisted`` bytes are in use by no listed process."""
 
     NVMLError = RuntimeError
 
@@ -83,13 +83,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_what_the_card_lacks_beyond_its_processes_is_counted(driver: Driver) -> None:
-    driver.processes, driver.unlisted = {7: 3000 * MIB}, 500 * MIB  # a game, and what the driver had before
+    driver.processes, driver.unlisted = {7: 3000 * MIB}, 500 * MIB  # a game, and unlisted VRAM from before
     observer = Observer()
     assert observer.used() is None
     driver.processes[observer.pid] = 518 * MIB
     driver.unlisted += 37 * MIB
     assert observer.used() == (518 + 37) * MIB
-    driver.processes[7] += 200 * MIB  # the game's
+    driver.processes[7] += 200 * MIB  # of the game
     driver.processes[observer.pid] += 100 * MIB
     assert observer.used() == (618 + 37) * MIB
 

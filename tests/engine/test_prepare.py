@@ -1,4 +1,4 @@
-"""Requests that are slow to read hold up nobody else: each test has one, and a job that talks meanwhile."""
+"""A request that takes long to prepare delays no other job. Each test has such a request, and a job that generates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from frameshard.engine.runtime import Runtime
 from frameshard.engine.tokenizer import LONG_TEXT_CHARS
 from frameshard.wire.engine import EngineConfig
 
-# A second of CPU time where the message asks for it.
+# It takes a second of CPU time if the message asks for it.
 SLOW_TEMPLATE = (
     "{% if 'slow' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}"
     "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
 )
-# Might fit, as far as the bytes say, and takes a second to tokenise: each of these bytes becomes a token.
+# By its bytes it might fit the context, so it must be tokenised, which takes a second: each byte becomes a token.
 LONG = "\u2581" * 36_000
 TALK = {"temperature": 0.0, "max_tokens": 3000}
 MANY = 20
-"""Tokens that the talking job has to say meanwhile. When one thread does it all, there is one at most."""
+"""The least number of tokens that the other job generates meanwhile. With a single thread it would be at most one."""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def talker(child: EngineProcess) -> Iterator[int]:
 
 
 def tokens_until(child: EngineProcess, talker: int, job: int, *names: str) -> tuple[int, dict[str, Any]]:
-    """Tokens of ``talker`` from when the engine has this job to the first event of it, which has to be of ``names``."""
-    child.stats()  # answered when what was sent before has been read
+    """Counts the tokens of ``talker`` until the first event of ``job``, whose name must be one of ``names``."""
+    child.stats()  # its answer shows that the engine has read all commands before it
     count = 0
     while (event := child.next_event()).get("job") != job:
         count += event["ev"] == "token" and event["job"] == talker
@@ -97,7 +97,7 @@ def test_a_job_that_is_being_read_can_be_cancelled(child: EngineProcess, talker:
     events = child.finish(job, behind)
     assert [event["ev"] for event in events[job]] == ["cancelled"]
     assert [event["ev"] for event in events[behind]] == ["started", "token", "done"]
-    # Nothing more is said of it, and its number is free.
+    # There are no more events of the job, and its number can be used again.
     child.send(op="submit", job=job, kind="completion", prompt="abc", sampling={"max_tokens": 2})
     assert [event["ev"] for event in child.finish(job)[job]] == ["started", "token", "token", "done"]
 

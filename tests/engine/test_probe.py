@@ -1,4 +1,4 @@
-"""Measured profiles: one process for each device, because a process has one shard device."""
+"""Measured profiles. Each device is tested in a process of its own, because a process has one shard device."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_measures_what_is_missing_and_all_when_told(
     calls = " ".join(document["calls"]).split("next")
     assert calls[0].count("probe_product") == len(first["products"]) > 0
     assert calls[0].count("probe_machine") == 1
-    assert first["products"].keys() > {"F16 8192x8192"}  # the device's memory, whatever the model
+    assert first["products"].keys() > {"F16 8192x8192"}  # for the rate of the memory
     assert second["products"].keys() > first["products"].keys()
     assert calls[1].count("probe_product") == len(second["products"]) - len(first["products"])
     assert "probe_machine" not in calls[1]
     assert "probe_attention" not in calls[1]
     assert calls[2].split() == calls[0].split()
     assert first["fingerprint"] == third["fingerprint"]
-    assert 0.3e9 < first["h2d"] < 1.1e9  # a link of 1 GB/s
+    assert 0.3e9 < first["h2d"] < 1.1e9  # the link has 1 GB/s
     kept = profile.load(probe.cached_path(first["fingerprint"]))
     assert kept.to_dict() == third
 

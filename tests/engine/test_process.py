@@ -1,4 +1,4 @@
-"""The engine process as the broker sees it, on the real model."""
+"""The engine process with a real model, driven as by the broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exact(model_path: Path) -> Iterator[EngineProcess]:
 
 
 def reference(model_path: Path, question: str, n: int) -> str:
-    """Greedy answer of a loop that shares nothing with the engine but llama.cpp itself, in a process of its own."""
+    """The greedy answer of a separate program that uses only llama.cpp and none of the engine's code."""
     loop = Path(__file__).parent / "reference_loop.py"
     done = subprocess.run(
         [sys.executable, str(loop), str(model_path), question, str(n)], capture_output=True, check=True, timeout=120
@@ -78,7 +78,7 @@ def test_a_seed_repeats_and_another_differs(cpu: EngineProcess) -> None:
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
 def test_penalties_make_tokens_of_the_last_ones_rarer(cpu: EngineProcess, penalty: str) -> None:
     def repeated(weight: float) -> int:
-        """How often the answer has the token that it repeats most."""
+        """How often the most frequent token is in the answer."""
         said = ids(cpu.run("one one one one one one", params={"max_tokens": 30, penalty: weight}))
         return collections.Counter(said).most_common(1)[0][1]
 
@@ -140,7 +140,7 @@ def test_a_completion_reads_no_control_tokens_in_the_prompt(cpu: EngineProcess) 
 
 
 def test_what_was_said_is_read_with_the_prompt(cpu: EngineProcess) -> None:
-    """Planned mode: chunks, and the text is continued, not promised to be the same."""
+    """In planned mode the answer so far is prefilled in chunks. The text continues, but may differ."""
     whole = cpu.run(CASTLE, params={"max_tokens": 40})
     produced = ids(whole)
     assert len(produced) == 40
@@ -162,11 +162,11 @@ def test_an_answer_that_was_whole_when_the_engine_died(cpu: EngineProcess, exact
             events = child.run(CASTLE, params=params, resume=ids(whole))
             assert [event["ev"] for event in events] == ["started", "done"]
             assert (last(events)["reason"], last(events)["n_generated"]) == (reason, len(ids(whole)))
-    assert text(cpu.run(CASTLE, params=params)) == text(whole)  # nothing of it was left in the sequence
+    assert text(cpu.run(CASTLE, params=params)) == text(whole)  # the sequence was empty again
 
 
 def test_text_that_was_held_back_when_the_engine_died(cpu: EngineProcess) -> None:
-    """The text so far ends like a stop string begins; what comes next is shown with what was held back."""
+    """The text so far ends with the beginning of a stop string, so this part is sent with the next token."""
     produced = cpu.run(CASTLE, params={"max_tokens": 12})
     stop = text(produced)[-6:] + "\0"
     events = cpu.run(CASTLE, params={"max_tokens": 13, "stop": [stop]}, resume=ids(produced))
@@ -211,7 +211,7 @@ def test_resume_at_any_token(exact: EngineProcess, params: dict[str, object], st
 
 
 def test_resume_of_a_later_turn_in_a_new_engine(exact: EngineProcess, model_path: Path) -> None:
-    """A prompt that was read in several goes (a conversation) is read in the same goes again."""
+    """A conversation was prefilled in several parts. The new engine prefills it in the same parts."""
     first = exact.run(PERSONA, conversation="turns")
     turn = [*PERSONA, {"role": "assistant", "content": text(first)}, *user("And to drink?")]
     whole = exact.run(turn, conversation="turns", params={"max_tokens": 40})
@@ -235,7 +235,7 @@ def test_jobs_together_say_what_they_say_alone(cpu: EngineProcess) -> None:
     prompts = [CASTLE, PERSONA, user("Name a sea."), user("Tell me of dragons."), user("What is snow?"), user("Hi")]
     params = {"max_tokens": 20, "temperature": 0.7, "seed": 5}
     alone = [text(cpu.run(prompt, params=params)) for prompt in prompts]
-    jobs = [cpu.submit(prompt, params=params) for prompt in prompts]  # two more than run at once
+    jobs = [cpu.submit(prompt, params=params) for prompt in prompts]  # two more than can run at once
     together = cpu.finish(*jobs)
     assert [text(together[job]) for job in jobs] == alone
 
@@ -260,7 +260,7 @@ def test_conversations_keep_what_they_have_read(cpu: EngineProcess) -> None:
     second = cpu.run(turn, conversation="inn")
     assert second[0]["n_reused"] >= first[0]["n_prompt"]
     assert text(second)[:20] == fresh[:20]
-    again = cpu.run(turn, conversation="inn")  # the same turn anew: the answer is dropped
+    again = cpu.run(turn, conversation="inn")  # the same turn again: its answer is removed from the KV cache
     assert again[0]["n_reused"] == again[0]["n_prompt"] - 1
 
 
@@ -295,9 +295,9 @@ def test_cancel_in_a_long_prompt_is_quick_and_harms_nobody(model_path: Path) -> 
         child.wait_for("started", job=job)
         child.send(op="cancel", job=job)
         assert child.wait_for("cancelled", "done", job=job)["ev"] == "cancelled"
-        assert child.stats()["prompt_tokens"] == read  # the one decode that reads the whole prompt was cut short
+        assert child.stats()["prompt_tokens"] == read  # the prompt is one chunk, and its decode was aborted
         assert text(child.run(CASTLE)) == alone
-        assert text(child.run(CASTLE, conversation="long")) == alone  # on the sequence that was interrupted
+        assert text(child.run(CASTLE, conversation="long")) == alone  # in the sequence of the aborted job
 
 
 def test_cancel_while_others_speak(cpu: EngineProcess) -> None:

@@ -1,4 +1,4 @@
-"""The runtime as the command-line tools use it, on the CPU."""
+"""The runtime on the CPU, as the commands use it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_control_tokens_are_read_only_where_asked_and_add_no_text(runtime: Runti
 
 
 def test_what_is_said_cannot_end_its_message(runtime: Runtime) -> None:
-    """Whoever writes control tokens is quoted, not obeyed."""
+    """Control tokens in a user's text are treated as text."""
     controls = [
         token
         for name in ("<|im_start|>", "<|im_end|>")

@@ -1,4 +1,4 @@
-"""Files are tried in a process that may die of them before a command loads them into its own."""
+"""Model files are tried in a separate process, which may crash, before a command loads them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from frameshard.errors import BadModel, ModelNotFound
 
 @pytest.fixture
 def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where they are kept; there are none yet."""
+    """The directory for results of tests; it is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "frameshard" / "verdicts"
 
 
 @pytest.fixture
 def killer(mmproj_path: Path, tmp_path: Path) -> Path:
-    """A vision tower of which libmtmd dies in the first encode."""
+    """A vision tower that crashes libmtmd in the first encode."""
     file = mutants.Gguf(mmproj_path)
     for info in file.tensors:
         info.name = info.name.replace(b".attn_q.weight", b".attn_q.weighs")

@@ -1,9 +1,8 @@
-"""Speculative decoding changes how fast an answer comes and nothing else: on the real model, with and without a draft
-model.
+"""Speculative decoding changes the speed of an answer, not its text: with a real model, with and without a draft model.
 
-llama.cpp's CPU kernels give a token the same bits in a batch of any length, as long as its sequence has fewer than 512
-cells: there the text must be that of an engine that does not speculate. With more, attention adds up in another order
-for a single token, so a text is repeated only if its batches are.
+With fewer than 512 cells, llama.cpp's CPU kernels give a token the same bits in a batch of any length. There the text
+must be that of an engine without speculation. With more cells attention adds up in another order for a single token, so
+the text is the same only if the batches are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RULES = (
     "and every guest pays before sleeping.\n"
 )
 REPEATING = RULES * 2 + "Rules of the Red Dragon Inn: no weapons"
-LONG = RULES * 7  # its answer passes 256 cells, where the kernels get 512
+LONG = RULES * 7  # beyond 256 cells the kernels get 512
 WARM = {"temperature": 0.8, "seed": 4}
 PROMPTS = (REPEATING, user(RULES + "Repeat the rules of the house."))
 STREAMING: dict[str, object] = {"device": "emulated", "mode": "stream_only"}
@@ -48,20 +47,20 @@ def plain(model_path: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def drafting(model_path: Path) -> Iterator[EngineProcess]:
-    """The model is its own draft model: nearly all drafts of a greedy answer are accepted, many of a sampled one are
-    not."""
+    """The model is its own draft model. In a greedy answer nearly all drafts are accepted; in a sampled one many are
+    rejected."""
     with engine(model_path, **STREAMING, n_ctx=1024, draft_model=str(model_path)) as child:
         yield child
 
 
 def by_draft_model(child: EngineProcess) -> tuple[int, int]:
-    """Tokens drafted by the draft model so far, and those of them that were accepted."""
+    """The tokens that the draft model has drafted so far, and how many of them were accepted."""
     stats = child.stats()
     return stats["draft_model_tokens"], stats["draft_model_accepted"]
 
 
 def drafted(child: EngineProcess) -> tuple[int, int]:
-    """Tokens drafted so far, and those of them that were accepted."""
+    """The tokens drafted so far, and how many of them were accepted."""
     stats = child.stats()
     return stats["drafted_tokens"], stats["accepted_tokens"]
 
@@ -140,7 +139,7 @@ def test_same_text_at_any_budget(speculating: EngineProcess) -> None:
 
 
 def test_an_engine_is_killed_in_the_middle_of_an_answer(speculating: EngineProcess, model_path: Path) -> None:
-    """And another goes on where it was: in a second turn, so that drafts of the first are in what is read again."""
+    """Another engine continues the answer. It is the second turn, so the repeated part has drafts of the first."""
     turn = user(RULES * 5 + "Repeat the rules.")
     first = speculating.run(turn, conversation="inn", params=WARM)
     turn += [{"role": "assistant", "content": text(first)}, *user("Again, all of the rules.")]
@@ -167,7 +166,7 @@ def test_an_engine_is_killed_in_the_middle_of_an_answer(speculating: EngineProce
 
 
 def test_a_conversation_goes_on_from_what_was_kept(speculating: EngineProcess) -> None:
-    """Its answers end in the middle of a draft: by length, by a stop string, and by a cancel."""
+    """The answers end in the middle of a draft: by length, by a stop string, and by a cancel."""
     prompt = "Count: 1 2 3 1 2 3 1 2 3"
     for params in ({"max_tokens": 17}, {"stop": [" 3 1"]}, {}):
         job = speculating.submit(prompt, conversation="kept", params={"max_tokens": 400, **params})
@@ -232,14 +231,14 @@ def test_a_draft_does_not_change_the_text(drafting: EngineProcess, plain: Engine
     assert answer == ids(plain.run(TALE, params={"max_tokens": 20}))
     made, right = by_draft_model(drafting)
     assert right > 0.5 * made
-    assert right > 0.3 * len(answer)  # 1.4 tokens a step and more
+    assert right > 0.3 * len(answer)  # at least 1.4 tokens per step
     params = {**WARM, "max_tokens": 24}
     whole = drafting.run(TALE, params=params)
     assert ids(whole) == ids(plain.run(TALE, params=params))
     drawn = by_draft_model(drafting)
     assert right < drawn[1] < drawn[0]
     assert by_draft_model(plain) == (0, 0)
-    said = ids(whole)[:11]  # and another engine ends it
+    said = ids(whole)[:11]  # another engine generates the rest
     rest = drafting.run(TALE, params=params, resume=said, history=whole[0]["history"])
     assert said + ids(rest) == ids(whole)
 
@@ -364,7 +363,7 @@ def test_an_image_is_not_drafted() -> None:
 def test_the_acceptance_rate_of_lookups_is_learned() -> None:
     numbers = random.Random(2)
     lookup = Lookup([1, 2, 3])
-    for _ in range(40):  # 1 2 is followed by something else each time
+    for _ in range(40):  # each time another token follows 1 2
         for token in (numbers.randrange(100, 10_000), 1, 2):
             lookup.add(token)
     assert lookup.expected(1) < 1.1
@@ -383,7 +382,7 @@ def test_the_acceptance_rate_of_a_draft_model_is_learned() -> None:
     for token in range(40):
         draft.next = [token + 1, token + 1]
         draft.add(token)
-        assert not draft.next  # what follows a rejected token is void
+        assert not draft.next  # drafts after a rejected token are dropped
     assert draft.expected(8) < 1.2
     for token in range(100):
         draft.add(token)

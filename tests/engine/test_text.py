@@ -21,14 +21,14 @@ def test_code_points_are_never_cut(content: str, cuts: list[int]) -> None:
     parts = [stream.push(piece) for piece in cut(content.encode(), cuts)]
     assert "".join(parts) + stream.finish() == content
     for part in parts:
-        part.encode()  # a half of a surrogate pair could not be
+        part.encode()  # it would fail for half of a surrogate pair
 
 
 @given(st.lists(st.integers(0, 10_000)))
 def test_bytes_that_are_no_utf8_do_not_stop_the_stream(cuts: list[int]) -> None:
     stream = TextStream()
     assert "".join(stream.push(piece) for piece in cut(b"a\xff\xfeb\xc3", cuts)) == "a\ufffd\ufffdb"
-    assert stream.finish() == ""  # half a code point at the end is not shown
+    assert stream.finish() == ""  # an incomplete code point at the end is dropped
 
 
 @given(

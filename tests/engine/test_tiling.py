@@ -1,4 +1,4 @@
-"""A tower with window attention on the shard device, where it is computed in tiles, beside stock libmtmd."""
+"""A vision tower with window attention: on the shard device, which computes it in tiles, and with stock libmtmd."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """In the shapes of Qwen2.5-VL, but small: a tower of one layer. Its feed-forward block is more than a step, and its
-    matrices are streamed in pieces."""
+    """A model and a tower of one layer, with the architecture of Qwen2.5-VL. The feed-forward block is larger than a
+    step, and its matrices are streamed in pieces."""
     tool = HERE.parent.parent / "profiles" / "tools" / "synth_vlm.py"
     spec = importlib.util.spec_from_file_location("synth_vlm", tool)
     assert spec is not None
@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     synth: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = synth
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(tool.parent)  # as where the tool is run
+        patch.syspath_prepend(tool.parent)  # as for a program in that directory
         spec.loader.exec_module(synth)
     shape = synth.Shape(1, 256, 2, 1, 256, 512, 1, 320, 4, 6784)
     folder = tmp_path_factory.mktemp("vlm")
@@ -54,7 +54,7 @@ def test_tiles_change_nothing_but_the_vram(pair: tuple[Path, Path], tmp_path: Pa
         assert np.array_equal(found[budget], found["all"]), budget
     for each in figures[:2]:
         assert each["peak"] <= each["budget"]
-    # The budget that the error names is the smallest at which the image goes.
+    # The error names the smallest budget that is enough for the image.
     assert figures[2] == {"refused_at": figures[0]["budget"] - 1, "needs": figures[0]["budget"]}
-    # A mask of 2,208 x 2,208 values, as F32 and F16, would be 28 MiB more.
+    # Without tiles, a mask of 2,208 x 2,208 values as F32 and F16 would take 28 MiB more.
     assert figures[0]["budget"] < 184 * MIB, figures

@@ -1,4 +1,4 @@
-"""The time line of the executor: what it shows is what was done."""
+"""The time line of the executor shows the work that was done."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_spans_account_for_all_work(model_path: Path) -> None:
     assert sum(span["n_bytes"] for span in lanes["copy"]) == found["copied"]
     assert len(lanes["cpu"]) == found["cpu"] > 0
     assert len(lanes["device"]) > 3
-    for lane in lanes.values():  # one thing at a time in each lane
+    for lane in lanes.values():  # spans of a lane do not overlap
         assert all(earlier["end_s"] <= later["start_s"] for earlier, later in pairwise(lane))

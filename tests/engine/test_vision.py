@@ -1,4 +1,4 @@
-"""Images in the engine process: the vision tower under the language model's budget."""
+"""Images in the engine process: the vision tower within the budget of the language model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FIELDS: dict[str, object] = {
 }
 FLOOR = 32 * MIB
 TOWER = 8 * MIB
-"""What the language model needs with that context, and what the tiny tower borrows beside it, both rounded up."""
+"""The VRAM that the language model needs with that context, and the VRAM that the tiny tower needs, both rounded up."""
 
 QUESTION = user("Which word is repeated above?")
 SEEN = {"temperature": 0.0, "max_tokens": 5}
 
 
 def picture(seed: int, width: int = 224, height: int = 224) -> dict[str, Any]:
-    """Coloured squares."""
+    """An image of coloured squares."""
     rng = np.random.default_rng(seed)
     squares = rng.integers(0, 256, (-(-height // 50), -(-width // 50), 3), dtype=np.uint8)
     pixels = squares.repeat(50, 0).repeat(50, 1)[:height, :width]
@@ -50,7 +50,7 @@ def answers(child: EngineProcess, *seeds: int) -> list[list[int]]:
 
 
 def held(stats: dict[str, int]) -> int:
-    """Buffers other than keys and values, which come and go with the context in use."""
+    """The bytes of buffers without the KV cache, whose size follows the context in use."""
     return stats["buffers_bytes"] - stats["kv_bytes"]
 
 
@@ -63,7 +63,7 @@ def resident(model_path: Path, mmproj_path: Path) -> Iterator[EngineProcess]:
 @pytest.fixture(scope="module")
 def expected(resident: EngineProcess) -> list[list[int]]:
     found = answers(resident, 1, 2)
-    assert len({tuple(tokens) for tokens in found}) > 1  # it does look at the images
+    assert len({tuple(tokens) for tokens in found}) > 1  # the answers depend on the images
     return found
 
 
@@ -75,16 +75,16 @@ def test_any_budget_gives_the_same_answer_within_it(
         before = child.stats()
         assert answers(child, 1, 2) == expected
         deadline = time.monotonic() + 60
-        while (after := child.stats())["used_bytes"] < before["used_bytes"]:  # the tail comes back
+        while (after := child.stats())["used_bytes"] < before["used_bytes"]:  # evicted weights become resident again
             assert time.monotonic() < deadline
             child.send(op="ping", seq=0)  # answered by the main thread: it has taken a turn since
             child.wait_for("pong")
     assert after["peak_bytes"] <= budget
     held, holds = (stats["buffers_bytes"] - stats["kv_bytes"] for stats in (before, after))
-    assert held == holds  # nothing of the tower stays
+    assert held == holds  # the tower holds nothing any more
     assert after["copied_bytes"] > before["copied_bytes"]
     if FLOOR + TOWER < budget < 96 * MIB:
-        assert after["evicted_slabs"] > before["evicted_slabs"]  # the tail made room, and not the ring alone
+        assert after["evicted_slabs"] > before["evicted_slabs"]  # weights were evicted; the ring alone was not enough
 
 
 def phases(events: list[Event]) -> list[tuple[str, int, int]]:
@@ -113,7 +113,7 @@ def test_an_image_seen_before_is_not_encoded_again(resident: EngineProcess) -> N
     seen_other = resident.stats()["graphs"] - graphs - seen_again
     assert ids(again) == ids(first)
     assert len(ids(other)) == len(ids(first))
-    assert seen_other == seen_again + 1  # the tower's
+    assert seen_other == seen_again + 1  # of the tower
 
 
 def test_a_conversation_keeps_what_it_has_read_of_an_image(resident: EngineProcess) -> None:
@@ -142,12 +142,12 @@ def test_others_talk_while_an_image_is_decoded(model_path: Path, mmproj_path: Pa
         talker = child.submit("Once upon a time", params={"max_tokens": 800})
         child.wait_for("token", job=talker)
         job = child.submit(QUESTION, images=[{"format": "encoded", "data": file.getvalue()}], params=SEEN)
-        child.stats()  # answered when what was sent before has been read
+        child.stats()  # its answer shows that the engine has read all commands before it
         tokens = 0
         while (event := child.next_event()).get("job") != job:
             tokens += event["ev"] == "token"
         assert event["ev"] == "started"
-        assert tokens >= 3  # one at most when all is done between two decodes
+        assert tokens >= 3  # it would be at most one if the image were decoded between two decodes
 
 
 def failure(child: EngineProcess, **image: Any) -> Event:
@@ -190,13 +190,13 @@ def test_a_tower_of_another_model_is_refused(tiny_model: Any, mmproj_path: Path)
 
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No tower has been tried, and no machine was measured."""
+    """An empty cache: no tower was tried, and no machine was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "frameshard" / "verdicts"
 
 
 def loaded_with(model: Path, mmproj: Path, device: str) -> Event:
-    """What an engine says of itself when it has loaded both or not."""
+    """The first event of an engine that loads both files."""
     child = EngineProcess()
     try:
         return child.load(model, mmproj=str(mmproj), **{**FIELDS, "device": device})
@@ -205,7 +205,7 @@ def loaded_with(model: Path, mmproj: Path, device: str) -> Event:
 
 
 def renamed(mmproj: Path, path: Path, name: str) -> Path:
-    """A copy with one letter of a tensor's name damaged."""
+    """A copy with one letter of a tensor's name changed."""
     file = mutants.Gguf(mmproj)
     info = next(each for each in file.tensors if each.name == name.encode())
     info.name = info.name.replace(b".weight", b".weighs")
@@ -227,7 +227,7 @@ def test_a_tower_with_a_damaged_name_is_refused_at_launch(
 def test_a_tower_that_crashes_libmtmd_is_refused_at_launch(
     model_path: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
 ) -> None:
-    """No layer has what its name says is optional: libmtmd follows a null pointer."""
+    """An optional tensor is missing in every layer, and libmtmd follows a null pointer."""
     file = mutants.Gguf(mmproj_path)
     for info in file.tensors:
         info.name = info.name.replace(b".attn_q.weight", b".attn_q.weighs")

@@ -1,4 +1,4 @@
-"""The shard device's second ggml device: registered, never offered as a GPU of its own."""
+"""The shard device's second ggml device is registered, but is not listed as a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""frameshard plan, profile and models as a shell sees them."""
+"""frameshard plan, profile and models on the command line."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) 
 
 
 def test_budgets_below_the_floor_are_shown_beside_others(model_path: Path, h100: str, tmp_path: Path) -> None:
-    """Also with a size of the ubatch that has to be chosen, and in the picture."""
+    """This also holds if ``--ubatch`` is chosen automatically, and in the picture."""
     args = ("plan", "--model", str(model_path), "--profile", h100, "--vram-budget", "1,520,600,full")
     plan = document(*args)
     rows = plan["rows"]
@@ -162,7 +162,7 @@ def test_profile_prints_keeps_and_writes(model_path: Path, tmp_path: Path, monke
 
     lines = table(profiles.load(kept)).splitlines()
     assert "device: emulated" in lines[0]
-    assert any(line.startswith("copies, GB/s") for line in lines)  # the machine may take several lines
+    assert any(line.startswith("copies, GB/s") for line in lines)  # the machine's name may take several lines
     assert any(line.startswith("Q4_1 1536x576") for line in lines)
 
     again = document("profile", *args)  # not measured again

@@ -1,4 +1,4 @@
-"""The planner cuts and counts as the shard device does: what one computes from the header, the other has in memory."""
+"""The planner and the shard device have the same pieces and sizes: one from the header, the other in memory."""
 
 from __future__ import annotations
 
@@ -123,20 +123,20 @@ def load(path: Path, share: float) -> dict[str, int]:
 
 
 def check(figures: dict[str, int]) -> None:
-    # The planner's figures are exact but for llama.cpp's compute buffers and, in ``whole``, KV that layers share or do
-    # without: of those the estimate is an upper bound.
+    # The planner's figures are exact, with two exceptions that are upper bounds: llama.cpp's compute buffers, and in
+    # ``whole`` the KV cache of layers that share a cache or have none.
     assert figures["floor"] == figures["estimated_floor"]
     assert figures["device_floor"] <= figures["planned_floor"] <= 1.5 * figures["device_floor"]
     assert 0 < figures["whole"] <= figures["estimated_whole"] <= 1.5 * figures["whole"]
     assert figures["kv"] <= figures["whole"]
     assert figures["used"] <= figures["budget"]
-    # Tensors of one shard may lie in another order, so that the last slab held ends elsewhere; and a plan is not made
-    # anew for a little less context, as after the warm-up.
+    # The numbers may differ a little. Tensors of a shard may be in another order, so the last resident slab may end
+    # elsewhere. And there is no new plan for a small change of the context, as after the warm-up.
     assert figures["planned_shards"] == pytest.approx(figures["resident_shards"], abs=figures["shards_of_a_slab"])
     assert figures["planned_bytes"] == pytest.approx(
         figures["resident_bytes"], abs=figures["slab"] + figures["budget"] // 16
     )
-    # An estimate may be above the truth, since a budget made from it must do, but not by much.
+    # An estimate may be a little too large, so that a budget made from it is enough.
     true, estimated = figures["fixed"] + figures["whole"], figures["estimated"] + figures["estimated_whole"]
     assert 0.95 * true <= estimated <= 1.5 * true
 
@@ -144,7 +144,7 @@ def check(figures: dict[str, int]) -> None:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_a_layout_is_the_devices_own(name: str, kv_type: str, tiny_model: Callable[[str], Path]) -> None:
-    """What lay_out() computes from a header and the device has in memory are the same numbers, to the byte."""
+    """lay_out() computes the same numbers from a header as the device has in memory, to the byte."""
     command = [sys.executable, "-c", EXACT, str(tiny_model(name)), kv_type]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -156,7 +156,7 @@ def test_a_layout_is_the_devices_own(name: str, kv_type: str, tiny_model: Callab
 
 def test_shapes_that_no_file_has_are_refused() -> None:
     sound = native.WeightShape("blk.0.ffn_up.weight", 0, 0, (256, 64))
-    assert len(native.lay_out("CUDA0", [sound]).slabs) == 0  # 64 KiB: the core
+    assert len(native.lay_out("CUDA0", [sound]).slabs) == 0  # a tensor of 64 KiB is in the core
     for change in (
         {"shape": (0, 64)},
         {"shape": (1 << 40, 1 << 40)},

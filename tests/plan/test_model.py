@@ -1,4 +1,4 @@
-"""Reading GGUF headers: what is in them, and that a bad one is refused in words and never otherwise."""
+"""Reading GGUF headers. A bad header gives BadModel with a reason, and never another error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_demo_model(model_path: Path) -> None:
     assert "<|im_start|>" in model.chat_template
     assert kinds(model) == {"attention": 30, "ffn": 30, "ffn_down": 30, "output": 1, "core": 1}
     output = next(shard for shard in model.shards if shard.kind == "output")
-    assert [tensor.name for tensor in output.tensors] == ["token_embd.weight"]  # tied: it is the head as well
+    assert [tensor.name for tensor in output.tensors] == ["token_embd.weight"]  # it is the output head too
     assert model.integer("attention.head_count_kv") == 3
     assert model.by_layer("attention.head_count_kv") == (3,) * 30
 
@@ -91,12 +91,12 @@ def test_kinds_of_shards(tiny_model: Callable[[str], Path]) -> None:
 
 def test_sizes_of_types() -> None:
     known = {int(number): sizes for number, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
-    del known[gguf.GGMLQuantizationType.Q8_1]  # wrong in older releases of gguf
+    del known[gguf.GGMLQuantizationType.Q8_1]  # older releases of gguf have a wrong size
     assert known.items() <= {number: (block, size) for number, (_, block, size) in GGML_TYPES.items()}.items()
 
 
 class Gguf:
-    """A small GGUF written by hand, so that each field can be wrong."""
+    """A small GGUF file in which each field can be wrong."""
 
     def __init__(self) -> None:
         self.magic, self.version = b"GGUF", 3
@@ -299,7 +299,7 @@ def test_bad_files_are_refused_in_words(case: str, tmp_path: Path) -> None:
 def test_what_looks_odd_but_is_fine(tmp_path: Path) -> None:
     file = Gguf()
     _vocabulary(file, [*_byte_vocabulary(), b""], model="llama", token_type=[6] * 256 + [1, 1, 1, 6])
-    file.set("tokenizer.ggml.padding_token_id", 70_000)  # never used, and published files have it
+    file.set("tokenizer.ggml.padding_token_id", 70_000)  # it is never used, and published files have such numbers
     file.set("tokenizer.ggml.eot_token_id", 0xFFFFFFFF)
     file.set("llama.attention.head_count_kv", [4, 0])
     for name in (b"weird.tensor", b"blk.1.quite.unknown.weight", b"v.blk.0.attn_q.weight", b"output.weight"):
@@ -372,7 +372,7 @@ def test_a_large_file_is_little_work(tmp_path: Path) -> None:
         _tensor(file, b"large.%d" % i, (1 << 20, 1 << 9))
     path = file.write(tmp_path / "large.gguf")
     models: list[Model] = []
-    # A few calls for each token, and none for a weight.
+    # Reading takes a few calls for each token, and none for each weight.
     assert count_calls(lambda: models.append(read_model(path))) < 1_500_000
     (model,) = models
     assert model.n_vocab == 150_000
@@ -406,7 +406,7 @@ def test_mutants_are_read_or_refused(name: str, seed: int, tiny_model: Callable[
         rng = random.Random(i)
         header = bytearray(whole[:header_bytes])
         for _ in range(rng.choice([1, 1, 2, 8])):
-            # Half of them away from the vocabulary, which is most of the header.
+            # Half of the changes are outside the vocabulary, which is most of the header.
             at = rng.randrange(len(header)) if rng.random() < 0.5 else -rng.randrange(1, 6000)
             what = rng.randrange(4)
             if what == 0:

@@ -1,4 +1,4 @@
-"""Plans of small models against the best of all placements, found by trying every one with the same predictions."""
+"""Plans of small models, compared with the best placement. All placements are tried, with the same predictions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan_of(model: Model, name: str, share: float) -> Plan:
 
 
 def least(costs: Costs, tier: TierPlan) -> float:
-    """The least time of a tier's graph over all placements of what is not resident."""
+    """The least time of a tier's graph, over all placements of the shards that are not resident."""
     share = costs.resident_share
     decode = tier.n_tokens <= 4
     graph = costs.at(tier.n_tokens, costs.conditions.n_ctx_used if decode else 0, tier.n_tokens if decode else 1)
@@ -64,7 +64,7 @@ def least(costs: Costs, tier: TierPlan) -> float:
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("share", [0.1, 0.6, 0.85])
 def test_no_placement_is_much_better(model: Model, name: str, share: float) -> None:
-    """Decoding is the first tier; the last is a prompt, whose time is the TTFT."""
+    """The first tier is decoding. The last is a prompt, whose time is the TTFT."""
     plan = plan_of(model, name, share)
     for tier in plan.tiers:
         assert tier.predicted_s <= 1.04 * least(plan._costs, tier)
@@ -73,7 +73,8 @@ def test_no_placement_is_much_better(model: Model, name: str, share: float) -> N
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_other_resident_set_decodes_much_faster(name: str) -> None:
-    """The ladder, which looks at no machine, against every set of whole shards of no more bytes."""
+    """Compares the ladder, which does not depend on the machine, with every set of whole shards of the same size or
+    less."""
     for model in (dense(2), experts(2)):
         plan = plan_of(model, name, 0.5)
         costs, decode = plan._costs, plan.tiers[0]
@@ -87,7 +88,7 @@ def test_no_other_resident_set_decodes_much_faster(name: str) -> None:
 
 
 def test_a_split_uses_both_ways_at_once() -> None:
-    """The optimum is no corner: neither all on the CPU nor all streamed."""
+    """In the best placement some shards are on the CPU and some are streamed."""
     plan = plan_of(dense(3), "h100", 0.1)
     placements = plan.tiers[0].placements
     assert 0 < sum(each == CPU for each in placements[plan.resident :]) < len(placements) - plan.resident

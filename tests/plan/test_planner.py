@@ -1,4 +1,4 @@
-"""Plans over random models, machines and budgets: what must hold for every one of them."""
+"""Properties of every plan, for random models, machines and budgets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def budgets_of(model: Model, profile: Profile, fixed: int) -> st.SearchStrategy[
 
 
 def vram(plan: Plan, model: Model, profile: Profile) -> int:
-    """Bytes that the device takes for a plan, slab by slab."""
+    """The bytes of VRAM that the device takes for a plan, from the sizes of its slabs."""
     layout = layout_for(model, profile)
     ring, n_slabs = layout.sizes.fit(plan.budget_bytes - plan.fixed_bytes, plan.ring_bytes)
     assert ring == plan.ring_bytes
@@ -138,7 +138,7 @@ def test_a_smaller_budget_keeps_a_part_of_what_a_larger_one_keeps(
     layout = layout_for(model, H100)
     plans = [make_plan(model, H100, budget_bytes=budget, fixed_bytes=fixed) for budget in budgets]
     for small, large in itertools.pairwise(plans):
-        assert small.resident <= large.resident  # prefixes of one ladder
+        assert small.resident <= large.resident  # both resident sets are prefixes of the same ladder
         assert small.tiers[0].resident_bytes <= large.tiers[0].resident_bytes
     held = [layout.sizes.fit(budget - fixed, 3 * layout.min_ring_bytes)[1] for budget in budgets]
     assert held == sorted(held)
@@ -246,15 +246,16 @@ def test_experts_stay_with_the_cpu_while_decoding() -> None:
     left_out = range(plan.resident, len(ladder))
     assert {ladder[i].kind for i in left_out} == {"experts"}
     assert all(decode.placements[i] == CPU for i in left_out)
-    assert all(prompt.placements[i] == STREAMED for i in left_out[1:])  # the first is resident in part
-    # Should a resident one be given up before the next plan, it goes where its kind is.
+    assert all(prompt.placements[i] == STREAMED for i in left_out[1:])  # the first is partly resident
+    # A resident shard that is evicted before the next plan gets the placement of its kind.
     full = make_plan(model, H100, budget_bytes=0, fixed_bytes=900 << 20)
     for each, placement in zip(ladder, full.tiers[0].placements, strict=True):
         assert placement == (CPU if each.kind == "experts" else STREAMED)
 
 
 def test_a_ring_of_one_step_hides_no_copies() -> None:
-    """Of a prompt that takes the device as long as its weights take to copy: they add up, or run side by side."""
+    """For this prompt the device takes as long as the copies. With one step in the ring the times add up; with more,
+    copies and computation overlap."""
     model, n_tokens = dense(), round(H100.gpu_flops / H100.h2d)
     layout = layout_for(model, H100)
 
@@ -274,7 +275,7 @@ def test_a_ring_of_one_step_hides_no_copies() -> None:
 
 
 def test_large_graphs_have_plans_of_their_own() -> None:
-    """What the CPU does beside copies for 512 tokens takes it 16 times as long for 8,192."""
+    """The CPU's part in a graph of 512 tokens would take 16 times as long with 8,192 tokens."""
     slow = dataclasses.replace(H100, h2d=1e9)
     plan = make_plan(dense(), slow, budget_bytes=8 << 30, fixed_bytes=900 << 20, n_ubatch=8192)
     assert [tier.min_tokens for tier in plan.tiers] == [0, 2, 8, 32, 128, 1024, 4096]
@@ -299,14 +300,14 @@ def test_the_cpu_share_of_a_dense_model_is_spread() -> None:
 
 
 def test_figures_of_an_8b_model_beside_an_h100() -> None:
-    """Within the range that was measured there for other placements and computed for the best."""
+    """The predictions are in the range between times measured with other placements and the computed best."""
     model = dense()
     for gib, upstream, bound in ((2, 6.9, 10.3), (4, 8.1, 12.0), (8, 12.0, 17.5), (12, 22.3, 34.0)):
         plan = make_plan(model, H100, budget_bytes=gib << 30, fixed_bytes=900 << 20, n_ctx_used=1024, n_ubatch=2048)
         assert plan.bound_decode_tps() == pytest.approx(bound, rel=0.1)
         assert upstream < plan.predicted_decode_tps() < bound
         assert plan.predicted_ttft(1024) < 1.6 / 4
-        # The formula for llama.cpp against what it was measured at: 6.9 to 22.3 tokens/s, 1.57 to 0.56 s.
+        # The formula for llama.cpp, compared with measured figures: 6.9 to 22.3 tokens/s, 1.57 to 0.56 s.
         assert plan.static_decode_tps() == pytest.approx(upstream, rel=0.15)
         assert plan.static_ttft(1024) == pytest.approx({2: 1.57, 4: 1.41, 8: 0.97, 12: 0.56}[gib], rel=0.2)
 
@@ -319,7 +320,7 @@ def test_the_ubatch_grows_with_the_prompt_as_long_as_prompt_and_answer_take_less
 
     assert chosen(8, 100) == 256
     assert chosen(8, 1024) == 1024
-    assert chosen(12, 8192) == 4096  # larger buffers would leave out more than an answer can spare
+    assert chosen(12, 8192) == 4096  # larger buffers would slow down the answer too much
     assert chosen(2, 8192) == 8192  # hardly anything is resident anyway
     assert choose_ubatch(model, H100, [8 << 30, 12 << 30], Workload(8256, 8192)) == 4096
     with pytest.raises(BudgetBelowFloor):
@@ -344,13 +345,13 @@ def test_at_launch_the_floor_stays_below_half_of_the_budget() -> None:
     plain = launched(0)[1]
     assert low <= max(1 << 29, plain)
     assert high <= 2 << 30
-    # The least there is where even that does not fit, or hardly.
+    # The smallest size is chosen if larger ones do not fit.
     assert launched(plain)[0] <= 512
     assert launched(plain - (1 << 20))[0] == 256
 
 
 def test_a_plan_is_little_work() -> None:
-    """Counted in function calls, which no other program on the machine changes. 1,000 calls are about a millisecond."""
+    """Work is counted in function calls, which do not depend on the machine. 1,000 calls take about a millisecond."""
 
     def calls(n_layer: int, mib: int) -> int:
         model = dense(n_layer)
@@ -376,7 +377,7 @@ def test_summary_is_plain(model_path: Path) -> None:
 
 
 def test_a_context_without_room_waits_on_the_host() -> None:
-    """A budget smaller than keys and values do: those of most layers are copied for each graph."""
+    """The budget is smaller than the KV cache, so the cache of most layers is copied for each graph."""
     model = dense()
     whole = estimate_context(model, "emulated", Workload(1 << 15, 1 << 15))
     assert whole.used == whole.whole > 1 << 30
@@ -389,7 +390,7 @@ def test_a_context_without_room_waits_on_the_host() -> None:
 
     small, large = plan(3 << 29, 1 << 15), plan(8 << 30, 1 << 15)
     assert small.floor_bytes == large.floor_bytes == plan(3 << 29, 256).floor_bytes <= 3 << 29
-    # What has no room passes over the link for each token, beside weights.
+    # The part without room in VRAM is copied for each token, in addition to weights.
     missing = whole.used - (3 << 29) + (900 << 20)
     assert small.predicted_decode_tps() < large.predicted_decode_tps()
     streamed = plan(3 << 29, 256)
@@ -408,7 +409,7 @@ def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[
         model = read_model(path)
         workloads = [Workload(n_ctx, 100, n_parallel=4, n_ubatch=256) for n_ctx in (256, 512, 1024)]
         sizes = [estimate_fixed(model, "emulated", each) for each in workloads]
-        assert sizes == sorted(sizes if model.arch == "mamba2" else set(sizes))  # a recurrent state has one size
+        assert sizes == sorted(sizes if model.arch == "mamba2" else set(sizes))  # recurrent: one size
         contexts = [estimate_context(model, "emulated", each) for each in workloads]
         assert len({context.used for context in contexts}) == 1
         for less, more in itertools.pairwise([Context(), *contexts]):
@@ -418,7 +419,7 @@ def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[
 
 
 def test_verifying_drafts_costs_little_without_experts_and_much_with_cold_ones() -> None:
-    """Eight tokens of one sequence in one step read weights outside VRAM once, but each token experts of its own."""
+    """Eight tokens of one sequence in one step read streamed weights once, but each token uses other experts."""
 
     def eight(model: Model) -> float:
         layout = lay_out(model, "CUDA0")

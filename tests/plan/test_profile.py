@@ -1,4 +1,4 @@
-"""Profiles: read, written, refused, and the rates that they give."""
+"""Profiles: reading, writing, errors, and the rates that they give."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_kinds_are_what_one_product_reads(model_path: Path, moe_path: Path) -> None:
     assert profiles.kinds_of(read_model(model_path))[0] == ("Q4_1", 1536, 576)
-    # Two of eight experts: a token's products read their rows together.
+    # A token uses two of eight experts, so the rows of both count.
     assert profiles.kinds_of(read_model(moe_path))[0] == ("Q4_1", 2 * 1536, 576)
     assert profiles.heads_of(read_model(model_path)) == (64, 9, 3)
 
@@ -78,7 +78,7 @@ def test_rates_are_those_of_the_nearest_weights() -> None:
     between, beyond = PROFILE.seconds_per_weight(("Q4_0", 64, 64), many, on_cpu=False)
     assert 2 * 4 / 1e12 < between < 2 * 4 / 1e11
     assert beyond == pytest.approx(2 * 10_000 / 1e13)
-    # Of another type: as many bytes a second with one column, as many operations with many.
+    # For a type that was not measured: the same bytes/s with one column, the same operations/s with many.
     one_byte = 1e9 * (18 / 32) / 2
     assert PROFILE.seconds_per_weight(("F16", 64, 64), one, on_cpu=True)[0] == pytest.approx(2 / one_byte)
     assert PROFILE.seconds_per_weight(("F16", 64, 64), many, on_cpu=True)[1] == pytest.approx(2e4 / 1e11)
@@ -88,9 +88,9 @@ def test_rates_are_those_of_the_nearest_weights() -> None:
 
 def test_a_model_sees_the_rates_of_its_weights(model_path: Path) -> None:
     seen = PROFILE.seen_by(read_model(model_path))
-    assert seen.cpu_gemv == pytest.approx(1e9 / 2 * 18 / 32)  # as Q4_0, which was measured: 18 bytes for 32 weights
+    assert seen.cpu_gemv == pytest.approx(1e9 / 2 * 18 / 32)  # from Q4_0: 18 bytes for 32 weights
     assert (seen.cpu_flops, seen.gpu_flops) == (1e11, 1e13)
-    assert seen.memory == 7.8e9  # both at once
+    assert seen.memory == 7.8e9  # CPU and copies together
     assert PROFILE.attention_rates((64, 8, 2), 1024) == pytest.approx((1e9, 1e12))
     assert PROFILE.attention_rates((64, 8, 2), 2896.3) == pytest.approx((2e9, 2e12**0.5 * 1e12**0.5), rel=1e-3)
     assert PROFILE.attention_rates((128, 8, 2), 1024) == (PROFILE.gpu_gemv, PROFILE.gpu_flops)
@@ -98,7 +98,7 @@ def test_a_model_sees_the_rates_of_its_weights(model_path: Path) -> None:
 
 def test_memory_serves_both_but_not_less_than_one() -> None:
     assert dataclasses.replace(PROFILE, dram=8e9).memory == 10e9
-    assert dataclasses.replace(PROFILE, dram=1e9).memory == 4e9  # what the CPU alone was seen to draw
+    assert dataclasses.replace(PROFILE, dram=1e9).memory == 4e9  # the measured rate of the CPU alone
 
 
 def test_profiles_come_with_the_package() -> None:
@@ -106,7 +106,7 @@ def test_profiles_come_with_the_package() -> None:
     for name in profiles.names():
         profile = profiles.load(name)
         assert profile.fingerprint["device"] == "CUDA0"
-        if "rtx" in name:  # not measured: each figure says where it is from
+        if "rtx" in name:  # it was not measured, so each figure has its source
             assert not profile.products
             assert set(profile.sources) == {
                 name for name, value in profile.to_dict().items() if isinstance(value, float)

@@ -1,4 +1,4 @@
-"""What counts of chosen experts say, and the plans that are made from it."""
+"""Counts of chosen experts, and the plans that are made from them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_counts_are_kept_by_model(moe_path: Path, tmp_path: Path, monkeypatch: p
     kept = {"blk.0.experts": [5, 0, 7, 0, 0, 1, 0, 0]}
     routing.save(model, kept)
     assert routing.load(model) == kept
-    assert routing.recall(model) == ()  # too few
+    assert routing.recall(model) == ()  # too few choices
     routing.save(model, {"blk.0.experts": [90, 0, 80, 0, 0, 70, 0, 0]})
     assert routing.recall(model) == routing.shares([[90, 0, 80, 0, 0, 70, 0, 0]]) != ()
     (path,) = tmp_path.rglob("routing-*.json")
@@ -68,14 +68,15 @@ def test_a_cache_is_made_for_experts_that_are_chosen_often() -> None:
         assert even.predicted_decode_tps() == pytest.approx(plain.predicted_decode_tps())
         assert skewed.ring_bytes >= even.ring_bytes
         assert skewed.predicted_decode_tps() > 1.25 * even.predicted_decode_tps()
-        # Of a prompt's experts only those in use are copied, and none that are cached.
+        # For a prompt only the experts in use are copied, and cached ones are not.
         assert skewed.predicted_ttft(1024) < 0.6 * even.predicted_ttft(1024)
         assert skewed.predicted_ttft(1024) >= 0.99 * skewed.bound_ttft(1024)
         assert skewed.predicted_decode_tps() <= 1.01 * skewed.bound_decode_tps()
 
 
 def test_prompts_of_few_experts_need_no_large_ubatch() -> None:
-    """What is streamed for each ubatch is less, and what its buffers displace is a cache that hits more often."""
+    """Fewer experts are copied for each ubatch, and large buffers would leave less room for a cache that is used more
+    often."""
     for gib in (3, 4, 6):
         even, skewed = (
             choose_ubatch(experts(), H100, [gib << 30], Workload(8256, 8192), routing=each) for each in (EVEN, SKEWED)
@@ -84,7 +85,8 @@ def test_prompts_of_few_experts_need_no_large_ubatch() -> None:
 
 
 def test_sequences_that_choose_alike_stream_only_what_they_use() -> None:
-    """Sixteen tokens of sequences that share experts copy these once, where the CPU computes each token's anew."""
+    """For sixteen sequences that use the same experts, these are copied once. The CPU would compute them for each
+    token."""
     model, alike = experts(), tuple([1 / 8] * 8 + [0.0] * 120)
     even, same = (
         make_plan(model, H100, budget_bytes=3 << 30, fixed_bytes=900 << 20, n_ubatch=2048, routing=each)

@@ -1,4 +1,4 @@
-"""The header of a vision tower: a sound one is read, a damaged one is refused in words."""
+"""The header of a vision tower: a correct one is read, a damaged one gives BadModel with a reason."""
 
 from __future__ import annotations
 

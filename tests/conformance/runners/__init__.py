@@ -1,4 +1,4 @@
-"""How each binding's runner is built and started."""
+"""Builds and starts the runner of each binding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 HERE = Path(__file__).parent
 REPO = HERE.parents[2]
 BUILT = os.environ.get("FRAMESHARD_BINDINGS")
-"""Where `make bindings` has built the C library and what is made with it; no runner may be missing then."""
+"""The directory in which `make bindings` has built the C library and programs with it. If set, every runner must be
+there."""
 
 
 def _built(name: str) -> list[str]:
@@ -25,10 +26,10 @@ def _built(name: str) -> list[str]:
 
 
 def _csharp() -> list[str]:
-    """Compiled here, in a few seconds; Mono finds the library beside the program."""
+    """Compiles the runner, which takes a few seconds. Mono finds the library beside the program."""
     program = Path(_built("libframeshard.so")[0]).with_name("runner_csharp.exe")
     sources = [*sorted((REPO / "bindings" / "unity" / "Runtime" / "Core").glob("*.cs")), HERE / "Runner.cs"]
-    # 0649: what only structs from C fill
+    # 0649 warns of fields that only C code sets.
     options = ["-langversion:7", "-warnaserror", "-nowarn:0649", "-r:System.Core", "-r:System.Json"]
     subprocess.run(["mcs", *options, f"-out:{program}", *map(str, sources)], check=True)
     return ["mono", str(program)]
@@ -45,5 +46,5 @@ NAMES = list(RUNNERS)
 
 
 def command(name: str) -> list[str]:
-    """The words that start a runner. Skips the test where this run has not built it."""
+    """The command of a runner. Skips the test if this run has not built it."""
     return RUNNERS[name]()

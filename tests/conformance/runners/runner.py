@@ -1,4 +1,4 @@
-"""The conformance runner of the Python client; see tests/conformance/README.md for what it is told and says."""
+"""The conformance runner of the Python client. tests/conformance/README.md describes its input and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
 class Session:
-    """One client, in a task of its own. Events are handed over one by one: a runner that is not polled reads slowly."""
+    """One client, in a task of its own. It passes events on one by one, so a runner that is not polled reads slowly."""
 
     def __init__(self, scope: frameshard.ClientScope, nursery: trio.Nursery) -> None:
         self.send, self.events = trio.open_memory_channel[Event](0)
@@ -43,7 +43,7 @@ class Session:
             try:
                 async with self._scope as client:
                     await self._serve(client)
-                    await client.model_info()  # raises why there is nothing more to hear
+                    await client.model_info()  # raises the reason of the end
             except frameshard.FrameshardError as error:
                 self.error = error
             self.error = self.error or errors.ConnectionLost("the client is closed")
@@ -55,7 +55,7 @@ class Session:
         self._over.set()
 
     async def _serve(self, client: frameshard.Client) -> None:
-        """Until the client is lost, and each job and request has its end."""
+        """Runs until the client is lost, and each job and request has ended."""
         changes, notices = client.engine_changes(), client.notices()
         model = await client.model_info()
         await self._say(
@@ -245,7 +245,7 @@ class Runner:
 
     async def do_launch(self, options: dict[str, Any]) -> None:
         options = dict(options)
-        options.pop("python")  # this one
+        options.pop("python")  # the sidecar runs with this Python
         if "engine" in options:
             options["engine"] = tuple(options["engine"])
         budget_mb = options.pop("vram_budget_bytes", 0) / MIB
