@@ -1,11 +1,11 @@
-"""What each mechanism is worth: time to first token and tokens/s with it and without it, in turn.
+"""Measures the effect of each mechanism: TTFT and tokens/s with it and without it.
 
     python profiles/tools/ablation.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --json
 
-Variants: the plan as it is; a ring of one step (copies do not run ahead, and fewer experts are cached); no cache of
-experts (emptied before each graph); nothing on the CPU; nothing streamed in graphs of less than 32 tokens (a long
-prompt would take the CPU half a minute); prompts in ubatches of 256. As many weights are resident as the budget holds.
-Medians of interleaved runs.
+The variants are: the plan as it is; a ring of one step (copies do not run ahead, and fewer experts are cached); no
+expert cache (it is emptied before each graph); nothing on the CPU; nothing streamed in graphs of less than 32 tokens (a
+long prompt would take the CPU half a minute); prompts in ubatches of 256. In all of them as many weights are resident
+as fit in the budget. The figures are medians, and the runs of the variants alternate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from frameshard.wire.engine import EngineConfig
 
 FORGETFUL = "no cache of experts"
 VARIANTS = ("as planned", "ring of one step", FORGETFUL, "nothing on the CPU", "nothing streamed", "ubatches of 256")
-# The one placement of these variants, and the smallest number of tokens from which graphs keep the plan's placements.
+# For these variants, the placement of all shards in smaller graphs. Graphs of at least so many tokens keep the
+# placements of the plan.
 PLACED = {"nothing on the CPU": (STREAMED, sys.maxsize), "nothing streamed": (CPU, 32)}
 
 
@@ -51,7 +52,7 @@ class Row:
 
 
 def arrange(runtime: Runtime, row: Row) -> Plan:
-    """Adopt a row's plan and fill its resident weights; returns the plan."""
+    """Adopts a row's plan and makes its weights resident; returns the plan."""
     runtime.placement.replan()
     plan = runtime.placement.plan
     assert plan is not None

@@ -1,4 +1,4 @@
-"""Draws lines in panels as SVG text, the same bytes for the same figures. results.py render uses it."""
+"""Draws lines in panels as SVG text. The same figures give the same bytes. results.py render uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = ("#1f6fb4", "#d1712b", "#4c9a5a")
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, and points of x and y."""
+    """A line: its name, and its points (x, y)."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -61,7 +61,7 @@ def _panel(panel: Panel, x0: float, y0: float, x_most: float) -> list[str]:
 
 
 def svg(title: str, x_label: str, panels: Sequence[Panel], columns: int = 2) -> str:
-    """All panels with one title, one legend and the same x axis, which starts at 0 as the y axes do."""
+    """Draws all panels with one title, one legend and the same x axis. All axes start at 0."""
     rows = math.ceil(len(panels) / columns)
     width = LEFT + columns * PANEL_W + (columns - 1) * GAP_X + 20
     height = TOP + rows * PANEL_H + (rows - 1) * GAP_Y + BOTTOM

@@ -1,16 +1,16 @@
-"""How fast budgets take effect: random shrinks and grows of a running sidecar, and whether its texts change.
+"""Measures how fast budgets take effect: random changes of a running sidecar's budget. Checks that texts do not change.
 
     python profiles/tools/negotiate.py MODEL.gguf --device CUDA0 --json
 
-200 changes of 256 MiB to 2 GiB during decode and 50 during prefill of 8,192 tokens, in stream-only mode: the text must
-be that of an undisturbed run. Where NVML exists, the GPU's use is sampled all the time; no sample may lie above the
-budget once the deadline of 50 ms has passed. Needs a GPU that nothing else uses. --refill measures how weights come
-back during decode, --cancel how soon answers and prompts end.
+There are 200 changes of 256 MiB to 2 GiB during decode, and 50 during prefill of 8,192 tokens. The mode is stream-only,
+so the text must be that of an undisturbed run. If NVML exists, the VRAM in use is sampled all the time: after the
+deadline of 50 ms no sample may be above the budget. The tool needs a GPU that nothing else uses. --refill measures how
+fast weights become resident again during decode, --cancel how fast answers and prompts end.
 
     python profiles/tools/negotiate.py MODEL.gguf --mmproj MMPROJ.gguf --image 1920x1080 --decode 0 --prefill 0
 
-50 shrinks during the encoding of images, each image a new one. A shrink counts only if it was requested before the
-encode ended.
+This makes 50 shrinks while images are encoded. Each image is new. A shrink counts only if it was requested before the
+end of the encode.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WORDS = "the innkeeper pours another cup and tells of the road that leads north 
 
 @dataclass
 class Card:
-    """Use of the first GPU as NVML counts it, beyond what it was before the sidecar."""
+    """The VRAM in use on the first GPU, counted by NVML, minus the VRAM in use before the sidecar started."""
 
     samples: list[tuple[float, int]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Start sampling; False where NVML is missing."""
+        """Starts sampling; false if there is no NVML."""
         try:
             import pynvml
 
@@ -70,7 +70,7 @@ class Card:
 
 @dataclass
 class Change:
-    """One change of the budget: when it was requested, and seconds until it was released and observed."""
+    """One change of the budget: the time of its request, and the seconds until it was released and observed."""
 
     at: float
     budget_bytes: int
@@ -113,7 +113,7 @@ class Run:
         return await self.client.complete(prompt, sampling=sampling).completed()
 
     async def long_prompt(self) -> str:
-        """A prompt of about --prompt tokens."""
+        """Makes a prompt of about --prompt tokens."""
         short = await self.answer(WORDS * 10, 1)
         return WORDS * max(1, int(10 * self.args.prompt / short.n_prompt) - 1)
 
@@ -122,8 +122,8 @@ class Run:
         self.wrong_texts += text != expected
 
     async def look(self, heard: trio.Event | None = None) -> None:
-        """Submit a job with a new image. `looks` gets start and end of its encode, as far as a client can tell;
-        `heard` is set at the start."""
+        """Submits a job with a new image. Appends the start and end of its encode to `looks`, as far as a client can
+        see them, and sets `heard` at the start."""
         width, height = map(int, self.args.image.split("x"))
         picture = frameshard.Pixels(self.random.randbytes(3 * width * height), width, height)
         sampling = frameshard.Sampling(max_tokens=1, temperature=0.0)
@@ -168,13 +168,13 @@ class Run:
                 await trio.sleep(0.03)
                 await self.set(self.bounds.full_bytes, "decode", False)
                 await trio.sleep(0.12)
-            while not self.texts:  # at least one complete answer
+            while not self.texts:  # wait for at least one complete answer
                 await trio.sleep(0.05)
             nursery.cancel_scope.cancel()
 
     async def refilling(self) -> None:
-        """Measure when weights begin to come back after a shrink by 8 GiB, how fast they do, and tokens meanwhile.
-        Weights that count as resident may still be copied for 10 ms."""
+        """Shrinks the budget by 8 GiB and back. Measures when weights begin to become resident again, how fast, and the
+        tokens per second meanwhile. The copies of weights that count as resident may take up to 10 ms more."""
         count = 0
 
         async def speak() -> None:
@@ -214,7 +214,7 @@ class Run:
             nursery.cancel_scope.cancel()
 
     async def cancelling(self) -> None:
-        """Measure the time from a cancel to the job's last event, during decode and during prefill."""
+        """Measures the time from a cancel to the job's last event, during decode and during prefill."""
         prompt = await self.long_prompt()
         usual = (await self.answer(prompt, 2)).prefill_s
         for phase, text in (("decode", "Once upon a time"), ("prefill", prompt)):
@@ -249,7 +249,7 @@ class Run:
 
 
 def above_budget(samples: list[tuple[float, int]], changes: list[Change]) -> tuple[int, int]:
-    """Samples above the budget in force after its deadline, and by how many bytes at most."""
+    """The number of samples above the budget in force after its deadline, and by how many bytes at most."""
     count = worst = at = 0
     for when, used in samples:
         while at + 1 < len(changes) and changes[at + 1].at <= when:

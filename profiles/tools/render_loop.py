@@ -1,12 +1,12 @@
-"""A game's frames beside a running model: frame times with the AI off, unpaced, and in each scheduling mode.
+"""Measures a game's frame times: without a running job, with one but without pacing, and in each scheduling mode.
 
     python profiles/tools/render_loop.py MODEL.gguf --device CUDA0 --frames gl --json
 
-A separate process draws and writes the frame block: with ``--frames gl`` a fragment shader through headless EGL (needs
-moderngl), calibrated to 12 ms of GPU time, at 60 frames a second; with ``--frames cpu`` it computes on one core for as
-long, for machines without a GPU. Beside it runs one job that decodes, then jobs that prefill. ``frame`` is the time
-from one frame's start to the next, ``work`` from its start to the end of its drawing; ``low_1`` is the frame rate of
-the slowest hundredth.
+A separate process draws 60 frames per second and writes the frame block. With ``--frames gl`` it runs a fragment shader
+through headless EGL (needs moderngl) that takes 12 ms of GPU time. With ``--frames cpu``, for machines without a GPU,
+it computes on one core for that time. Meanwhile one job decodes, and then jobs prefill. ``frame`` is the time from the
+start of a frame to the start of the next, ``work`` from its start to the end of its drawing. ``low_1`` is the frame
+rate of the slowest 1 % of frames.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ void main() {
 
 
 def gl_frames(busy_s: float) -> Draw:
-    """Draws through EGL; returns the GPU's time for the frame."""
+    """A function that draws a frame through EGL and returns its GPU time."""
     import moderngl
 
     context = moderngl.create_context(standalone=True, backend="egl", require=330)
@@ -68,7 +68,7 @@ def gl_frames(busy_s: float) -> Draw:
         return float(query.elapsed * 1e-9)
 
     rounds = 100
-    for _ in range(12):  # the GPU's clock rises during the first draws
+    for _ in range(12):  # during the first draws the GPU's clock rises
         program["rounds"].value = rounds
         took = sorted(draw() for _ in range(5))[2]
         rounds = max(1, min(10_000_000, int(rounds * min(busy_s / max(took, 1e-6), 8.0))))
@@ -78,7 +78,7 @@ def gl_frames(busy_s: float) -> Draw:
 
 
 def cpu_frames(busy_s: float) -> Draw:
-    """A function that does a fixed amount of work, about `busy_s` long when nothing else runs."""
+    """A function that does a fixed amount of work. It takes about `busy_s` if nothing else runs."""
 
     def work(rounds: int) -> float:
         started = time.perf_counter()
@@ -92,7 +92,7 @@ def cpu_frames(busy_s: float) -> Draw:
 
 
 def draw_for(draw: Draw, seconds: float, block: FrameBlock | None) -> dict[str, Any]:
-    """Draw for so many seconds; returns the figures of the phase."""
+    """Draws for so many seconds; returns the figures of this phase."""
     begins, works = [], []
     busy: collections.deque[float] = collections.deque(maxlen=30)
     due = time.perf_counter()
@@ -108,7 +108,7 @@ def draw_for(draw: Draw, seconds: float, block: FrameBlock | None) -> dict[str, 
         busy.append(draw())
         works.append(time.perf_counter() - begin)
         if block is not None:
-            # The frame's own time is the shortest of the last frames, because other work only adds to it.
+            # Report the shortest time of the last frames: other work on the GPU can only make a frame longer.
             block.end(gpu_busy_ms=min(busy) * 1000)
         due = max(due + PERIOD_S, time.perf_counter())
     if block is not None:
@@ -124,7 +124,7 @@ def draw_for(draw: Draw, seconds: float, block: FrameBlock | None) -> dict[str, 
 
 
 def drawer(args: argparse.Namespace) -> None:
-    """The drawing process: reads phases as lines of JSON from standard input."""
+    """The drawing process. It reads phases as lines of JSON from standard input."""
     draw = {"gl": gl_frames, "cpu": cpu_frames}[args.frames](args.busy_ms / 1000)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -175,7 +175,7 @@ async def read(client: frameshard.Client, prompt: str, count: list[int]) -> None
 
 
 async def prompt_tokens(client: frameshard.Client) -> int:
-    """Tokens of prompts computed so far, by the engine's count."""
+    """The number of prompt tokens that the engine has computed so far."""
     engine = (await client.stats()).engine or {}
     return int(engine.get("prompt_tokens", 0))
 

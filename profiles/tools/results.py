@@ -3,13 +3,13 @@
     python profiles/tools/results.py record profiles/MACHINE/NAME.json -- frameshard bench --model M.gguf … --json
     python profiles/tools/results.py render [--check]
 
-``record`` runs a command that prints one JSON object and writes it with ``meta``: commit, date, machine, driver and
-command. With ``--append`` it is added to the results that the file already has. ``render`` writes profiles/RESULTS.md
-from all files, and the README's chart; with ``--check`` it writes nothing, and the exit status is 1 if one of them is
-out of date.
+``record`` runs a command that prints one JSON object. It writes this object to the file, with ``meta``: commit, date,
+machine, driver and command. With ``--append`` it adds the object to the results in the file. ``render`` writes
+profiles/RESULTS.md from all files, and the chart of the README. With ``--check`` it writes nothing, and the exit status
+is 1 if one of them is out of date.
 
-The kind of a file is the first part of its name (bench, ablation, bench-image, vram-grid, negotiate, render-loop,
-states, verify, speculation, soak).
+The name of a file begins with its kind (bench, ablation, bench-image, vram-grid, negotiate, render-loop, states,
+verify, speculation, soak).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PROFILES = Path(__file__).parents[1]
 PAGE = PROFILES / "RESULTS.md"
 CHART = PROFILES.parent / ".assets" / "chart.svg"
 CHARTED = (("minitron-8b-f16", "8B, F16 (15.7 GiB)"), ("qwen3-30b-a3b-q4_0", "30B-A3B, Q4_0 (16.0 GiB)"))
-"""Models of the chart on the H100 machine, and their labels."""
+"""The models in the chart, on the H100 machine, and their labels."""
 
 META = ("commit", "date", "machine", "driver", "command")
 Result = dict[str, Any]
-"""One run of a command: ``meta`` and its figures."""
+"""The result of one run of a command: ``meta`` and its figures."""
 
 INTRODUCTION = """# Results
 
@@ -72,7 +72,7 @@ def files() -> list[Path]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, or the whole number if it has more; a dash for None."""
+    """A number as text: with three significant digits, or all digits before the point. A dash for None."""
     if value is None:
         return "-"
     if value == 0:
@@ -94,7 +94,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def runs(results: Sequence[Result]) -> dict[int, str]:
-    """A letter for each result of a file; the same one for the same meta."""
+    """A letter for each result of a file. Results with the same meta have the same letter."""
     letters: dict[str, str] = {}
     for result in results:
         letters.setdefault(json.dumps(result["meta"], sort_keys=True), chr(ord("a") + len(letters)))
@@ -102,7 +102,7 @@ def runs(results: Sequence[Result]) -> dict[int, str]:
 
 
 def origin(path: Path, results: Sequence[Result]) -> list[str]:
-    """The lines that say where a file's figures are from."""
+    """The lines about the origin of a file's figures."""
     lines, said = [f"File: [{path.name}]({path.parent.name}/{path.name})", ""], set()
     for i, letter in runs(results).items():
         if letter in said:
@@ -440,7 +440,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "speculation": ("Speculative decoding", speculation),
     "soak": ("An hour of simulated play", soak),
 }
-"""By kind, in the page's order: title and tables."""
+"""For each kind, in the order of the page: its title, and the function that makes its tables."""
 
 
 def kind(path: Path) -> str:
@@ -451,7 +451,7 @@ def kind(path: Path) -> str:
 
 
 def page() -> str:
-    """RESULTS.md."""
+    """The text of RESULTS.md."""
     lines = INTRODUCTION.splitlines()
     for machine in sorted({path.parent for path in files()}):
         found = [path for path in files() if path.parent == machine]
@@ -469,7 +469,8 @@ def page() -> str:
 
 
 def chart() -> str:
-    """One sequence, prompts of 1,024 tokens: time to first token and tokens/s over the VRAM that each process took."""
+    """The chart: TTFT and tokens/s over the VRAM that each process took, for one sequence and prompts of 1,024
+    tokens."""
     panels = []
     for model, label in CHARTED:
         results = read(PROFILES / "h100-80gb-pcie5-16c" / f"bench-{model}.json")
@@ -497,7 +498,7 @@ def chart() -> str:
 
 
 def machine_and_driver() -> tuple[str, str]:
-    """In words: GPUs, CPU, memory; and the version of NVIDIA's driver, "none" without one."""
+    """A text with GPUs, CPU and memory; and the version of NVIDIA's driver, or "none"."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -518,7 +519,8 @@ def machine_and_driver() -> tuple[str, str]:
 
 
 def record(path: Path, command: list[str], append: bool) -> int:
-    """Returns the command's exit status: a tool that finds a sample above the budget says so by it."""
+    """Runs a command and writes its result. Returns the exit status of the command: some tools report with it that a
+    check failed."""
     kind(path)
     ran = subprocess.run(command, stdout=subprocess.PIPE)
     machine, driver = machine_and_driver()

@@ -1,11 +1,12 @@
-"""Checks that nothing grows: plays the scripts of `frameshard simulate` for an hour and measures all processes.
+"""Checks for leaks: plays the traces of `frameshard simulate` for an hour and measures all processes. Linux only.
 
     python profiles/tools/soak.py smollm2-135m --device emulated --seconds 3600
 
-After each round, with all jobs ended and the budget back at its most, memory, file descriptors and shared memory of
-host, broker and engine and the ledger of VRAM are written down. One engine lives through all of it, parked where a
-trace lets it hibernate; with --hibernate it ends and comes back there. The median of the last quarter of rounds must
-not lie above that of the second (the first is warm-up) by more than the tolerance in the table. Linux only.
+After each round all jobs have ended and the budget is at its maximum. Then the tool records memory, file descriptors
+and shared memory of host, broker and engine, and the ledger of VRAM. One engine runs all the time: where a trace
+hibernates the sidecar, it is parked instead. With --hibernate it hibernates, so engines end and start. The first
+quarter of rounds is warm-up. The median of the last quarter must not exceed that of the second quarter by more than a
+tolerance.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from frameshard.simulation import trace as traces
 from frameshard.simulation.player import MIB, play
 
 DEADLINE_MS = 30_000.0
-"""Of every change of the budget: how fast it is released is not the question here, and the machine may be busy."""
+"""The deadline of every change of the budget. It is long, because speed is not tested here, and the machine may be
+busy."""
 
 TOLERANCE = {"rss_mb": 4.0, "shared_mb": 0.05, "fds": 0.0, "threads": 0.0, "vram_mb": 0.5}
 MIN_ROUNDS = 8
 
 
 def look(pid: int) -> dict[str, float]:
-    """Private and shared memory (MiB), file descriptors and threads of a process, without pages of the model file."""
+    """The private and shared memory (MiB) of a process, without pages of the model file, its file descriptors and its
+    threads."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "rss_mb": int(fields["RssAnon"].split()[0]) / 1024,
@@ -58,7 +61,7 @@ def adapted(trace: traces.Trace, hibernate: bool) -> traces.Trace:
 
 
 async def settled(client: frameshard.Client, problems: list[str]) -> frameshard.Stats:
-    """Wait until the budget is full, all weights are resident and no job is open; returns the figures then."""
+    """Waits until the budget is at its maximum, all weights are resident and no job is open; returns the figures."""
     await client.set_budget((await client.budget()).full_bytes / MIB, timeout_s=DEADLINE_MS / 1e3)
     with trio.move_on_after(60):
         while True:
@@ -82,7 +85,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     async with frameshard.launch(
         models.resolve(args.model), device=args.device, n_ctx=512, n_threads=args.threads
     ) as client:
-        await client.set_pacing("prioritize_compute")  # the most tokens; frame times are not measured
+        await client.set_pacing("prioritize_compute")  # frame times are not measured here
         await settled(client, problems)
         while time.monotonic() - started < args.seconds and not problems:
             for trace in script:
@@ -126,7 +129,8 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def grown(rounds: list[dict[str, float]], problems: list[str]) -> dict[str, dict[str, float]]:
-    """By figure: medians of the second and the last quarter, and the most. Adds to `problems` what has grown."""
+    """For each figure the medians of the second and the last quarter, and the maximum. Adds figures that have grown to
+    `problems`."""
     if len(rounds) < MIN_ROUNDS:
         problems.append(f"{len(rounds)} rounds are too few to tell; {MIN_ROUNDS} are needed")
         return {}

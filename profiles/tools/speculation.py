@@ -1,20 +1,21 @@
-"""Tokens per second with and without speculative decoding, at several budgets, on a text that repeats its context.
+"""Measures tokens per second with and without speculative decoding, at several budgets, for a text with repetitions.
 
     python profiles/tools/speculation.py M.gguf --device CUDA0 --threads 14 --vram-budget 2GiB,4GiB,8GiB,12GiB --json
 
-A model with random weights repeats nothing, and speed does not depend on values, so the text is given: answers of
-SmolLM2-135M-Instruct as an innkeeper, over a page of lore (dialogue.json; "greedy" at temperature 0, "drawn", which
-repeats less, at 0.7). The model reads the lore and follows those answers as a job does that is resumed after a crash:
-every token is decoded, and tokens are drafted, verified and rejected as usual; only the sampler's choice is given. A
-larger model repeats itself less than this one; tokens_per_step says what the text gave.
+Speed depends on shapes, not on values, so the tool also works with random weights. Such a model repeats nothing, so the
+answers are given: those of SmolLM2-135M-Instruct as an innkeeper, about a page of lore (dialogue.json). The set
+"greedy" has temperature 0. The set "drawn" has 0.7 and repeats less. The model reads the lore and follows these
+answers, like a job that is resumed after a crash. Every token is decoded, and tokens are drafted, verified and rejected
+as usual; only the sampler's choice is given. A larger model repeats itself less than SmolLM2; tokens_per_step has the
+effect of the text.
 
-With --draft-model a third way is measured, "draft", with SmolLM2 (smollm2-135m) as the draft model, in whose tokens the
-answers are, whatever the vocabulary of the model that follows them. It generated the greedy set itself, so only the
-drawn set shows what a good draft model gives.
+With --draft-model a third way is measured, "draft", with SmolLM2 (smollm2-135m) as the draft model. The answers consist
+of its tokens, so the vocabulary of the other model does not matter. SmolLM2 has generated the greedy set itself, so
+only the drawn set shows the effect of a good draft model.
 
-Also measured is what a step of 1 to 16 tokens takes, beside the plan's prediction, from which the number of drafted
-tokens is chosen. With --profile nothing is measured: the gain is computed from the plans for that machine, for which
-the header of the model's file is enough.
+The tool also measures the time of a step of 1 to 16 tokens, to compare it with the plan's prediction, from which the
+number of drafted tokens is chosen. With --profile nothing is measured: the gain is computed from the plans for that
+machine. This needs only the header of the model's file.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ LENGTHS = (1, 2, 4, 8, 16)
 
 
 class Follower(DraftModel):
-    """A draft model whose vocabulary is that of the given text, and not that of the model."""
+    """A draft model with the vocabulary of the given text, which may differ from that of the model."""
 
     def _check_vocabulary(self) -> None:
         pass
 
 
 def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: list[int]) -> tuple[int, int, float]:
-    """Make the model follow an answer; returns tokens, steps and seconds after the first token."""
+    """Makes the model follow an answer; returns the tokens, the steps, and the seconds after the first token."""
     runtime.tokenizer.tokenize = lambda *_, **__: prompt  # type: ignore[method-assign] # the dialogue has its own vocabulary
     batcher = Batcher(runtime, draft=draft)
     sampling = Sampling(temperature=0.0, max_tokens=len(answer))
@@ -75,7 +76,7 @@ def say(runtime: Runtime, draft: DraftModel | None, prompt: list[int], answer: l
 
 
 def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]:
-    """By number of tokens: milliseconds of a step, measured and predicted."""
+    """For each number of tokens, the measured and the predicted milliseconds of a step."""
     assert runtime.placement.plan is not None
     runtime.clear(0)
     runtime.decode_tokens(0, tokens)
@@ -94,7 +95,7 @@ def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """The gain that a profile predicts: over all answers of a set, and for the answer that gains least."""
+    """The gain that a profile predicts: for all answers of a set together, and for the answer with the least gain."""
     dialogue = json.loads(DIALOGUE.read_text())
     model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
     fixed = estimate_fixed(model, profile.device, Workload(1024, n_ubatch=args.ubatch), DRIVER_BYTES)

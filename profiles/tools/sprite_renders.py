@@ -1,10 +1,11 @@
-"""Names all test images of the sprite tower: by stock libmtmd, with all weights resident, and at small budgets.
+"""Tests the sprite tower with all its test images: in stock libmtmd, with all weights resident, and at small budgets.
 
     python profiles/tools/sprite_renders.py [--device emulated] [--budgets 40,48,64,96] [--limit N] [--json]
 
-Each image gets one chat question at temperature 0. The sidecars run in stream-only mode, in which the answers must be
-the same at any budget. Prints for each run how many names are right, how many answers equal those of the run with all
-weights resident, and the peak of VRAM. The exit status is 1 if an answer differs or a peak is above its budget.
+Each image gets one chat question at temperature 0. The sidecars run in stream-only mode, so the answers must be the
+same at every budget. For each run the tool prints how many answers name the sprite correctly, how many are the same as
+with all weights resident, and the peak of VRAM. The exit status is 1 if an answer differs or a peak is above its
+budget.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ N_CTX, N_UBATCH, MAX_TOKENS = 1024, 128, 12
 
 
 def stock(model_path: Path, mmproj: Path, pictures: list[Path], n_threads: int) -> dict[str, str]:
-    """The answers of llama.cpp and libmtmd alone, on the CPU, by libmtmd's own loop, by name of the image."""
+    """The answers of llama.cpp and libmtmd alone on the CPU, with libmtmd's own loop, by the name of the image."""
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, None)
     mtmd.mtmd_helper_log_set(quiet, None)
@@ -77,7 +78,7 @@ def stock(model_path: Path, mmproj: Path, pictures: list[Path], n_threads: int) 
 async def sidecar(
     model: Path, mmproj: Path, pictures: list[Path], device: str, budget: int, n_threads: int
 ) -> tuple[dict[str, str], int]:
-    """A sidecar's answers by name of the image, and its peak of VRAM in bytes."""
+    """A sidecar's answers by the name of the image, and its peak of VRAM in bytes."""
     options = {"n_ctx": N_CTX, "n_ubatch": N_UBATCH, "n_parallel": 1, "mode": "stream_only", "n_threads": n_threads}
     sampling = frameshard.Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
     launched = frameshard.launch(

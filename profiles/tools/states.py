@@ -1,9 +1,9 @@
-"""Parks and hibernates a sidecar during answers, and measures what each frees and how long the way back takes.
+"""Parks and hibernates a sidecar during answers. Measures the VRAM that this frees, and the time to wake up again.
 
     python profiles/tools/states.py --model M.gguf --device CUDA0
 
-For each turn: VRAM by NVML and by the sidecar's ledger, seconds until released and until active again, seconds to the
-next token, and whether the text is that of an undisturbed run.
+For each turn it prints the VRAM from NVML and from the sidecar's ledger, the seconds until released, until active again
+and until the next token, and whether the text is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = "Tell me everything about the old lighthouse at the end of the bay, and
 
 
 async def turn(client: frameshard.Client, state: str, budget_mb: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One answer, with the sidecar parked or hibernated in its middle."""
+    """Generates one answer, and parks or hibernates the sidecar in the middle of it."""
     sampling = frameshard.Sampling(max_tokens=args.tokens, temperature=0.0)
     figures: dict[str, Any] = {"state": state}
     async with client.complete(PROMPT, sampling=sampling) as stream:

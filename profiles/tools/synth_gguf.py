@@ -2,10 +2,10 @@
 
     python profiles/tools/synth_gguf.py minitron-8b-f16 minitron-8b-f16.gguf
 
-Speed and memory depend on shapes and types, not on values, except for the choice of experts. Random 4-bit weights have
-a mean, so hidden states share a direction and nearly all tokens choose the same experts of a layer. ``-even`` has
-weights without a mean and layers that add little to a token's embedding: all experts are chosen alike. Real models are
-between the two. ``tiny-`` models are for trying the tools.
+Speed and memory depend on shapes and types, not on values. Only the choice of experts depends on values. The mean of
+random 4-bit weights is not 0, so all hidden states have a common direction, and nearly all tokens choose the same
+experts of a layer. Models with ``-even`` have weights with mean 0, and layers that add little to a token's embedding:
+there all experts are chosen equally often. Real models are between the two. ``tiny-`` models are for trying the tools.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 TILE = 32 << 20
-"""Values of the random tile that fills all tensors."""
+"""The number of values in the random tile that fills all tensors."""
 BLOCK, BLOCK_BYTES = 32, 18  # Q4_0: a scale in F16 and 32 values of 4 bits
 SCALE, SMALL = 0.004, 1e-6
 
@@ -59,7 +59,7 @@ class Writer:
         self.tensors: list[tuple[str, str, int]] = []
 
     def add(self, name: str, kind: str, *ne: int) -> None:
-        """``ne`` in ggml's order."""
+        """Adds a tensor. ``ne`` is its shape in ggml's order."""
         count = int(np.prod(ne, dtype=np.int64))
         shape = list(reversed(ne))
         if kind == "Q4_0":
@@ -78,7 +78,7 @@ class Writer:
             if kind == "float16":
                 made = (self.random.standard_normal(TILE, dtype=np.float32) * 0.02).astype(np.float16).view(np.uint8)
             else:
-                low = 1 if self.shape.even else 0  # 4 bits stand for -8 to 7
+                low = 1 if self.shape.even else 0  # 4-bit values are -8 to 7
                 blocks = np.empty((TILE // BLOCK, BLOCK_BYTES), np.uint8)
                 blocks[:, :2] = np.array([scale], np.float16).view(np.uint8)
                 halves = self.random.integers(low, 16, (2, len(blocks), BLOCK // 2), dtype=np.uint8)
@@ -108,7 +108,7 @@ class Writer:
 
 
 def describe(file: gguf.GGUFWriter, *, layers: int, width: int, heads: int, kv_heads: int, ff: int, vocab: int) -> None:
-    """The metadata of a language model, and a vocabulary of bytes and invented words."""
+    """Adds the metadata of a language model, and a vocabulary of bytes and invented words."""
     file.add_name("random weights")
     file.add_block_count(layers)
     file.add_context_length(131072)

@@ -41,7 +41,7 @@ TILE = 32 << 20
 
 
 class Writer:
-    """Collects tensor names first, then writes the same random tile for each: a 15 GiB file takes a minute."""
+    """Collects the tensors first, and then writes the same random tile for each. A file of 15 GiB takes a minute."""
 
     def __init__(self, path: str, arch: str) -> None:
         self.file = gguf.GGUFWriter(path, arch)
@@ -50,7 +50,7 @@ class Writer:
         self.ones = np.ones(1 << 20, np.float32)
 
     def add(self, name: str, *shape: int, half: bool = True) -> None:
-        """``shape`` in ggml's order."""
+        """Adds a tensor. ``shape`` is in ggml's order."""
         size, kind = (2, np.float16) if half else (4, np.float32)
         count = int(np.prod(shape, dtype=np.int64))
         self.file.add_tensor_info(name, list(reversed(shape)), np.dtype(kind), count * size)

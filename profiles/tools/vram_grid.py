@@ -1,13 +1,12 @@
-"""Whether a sidecar ever holds more VRAM than its budget: contexts of many lengths, one to eight conversations at
-once.
+"""Checks that a sidecar never holds more VRAM than its budget, at many context lengths and numbers of conversations.
 
     python profiles/tools/vram_grid.py MODEL.gguf --vram-budget 2GiB --cells 1024x1,4096x2,1024x8 --json
 
 Each cell is TOKENSxCONVERSATIONS: so many prompts of that length are submitted at the same time. All cells with the
-same number of conversations run in one sidecar, shortest first, so that what the driver keeps adds up. The prompts
-repeat themselves, so that speculative decoding is used. With ``--mmproj`` each cell also has one image. NVML is
-sampled every 5 ms, for the engine's process and for the whole GPU; the exit status is 1 if a sample of the process
-lies above the budget. Needs a GPU that nothing else uses; on the emulated device its ledger is sampled instead.
+same number of conversations run in one sidecar, the shortest first, so that the VRAM that the driver keeps adds up. The
+prompts have repetitions, so that speculative decoding is used. With ``--mmproj`` each cell also has one image. NVML is
+sampled every 5 ms, for the engine's process and for the whole GPU. The exit status is 1 if a sample of the process is
+above the budget. The tool needs a GPU that nothing else uses. On the emulated device it samples the ledger instead.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from frameshard.engine.nvml import Observer
 MIB = 1 << 20
 SAMPLE_S = 0.005
 WORDS = "w1 w2 w3 w4 w5 w6 w7 w8 w9 w2 w4 w6 w8 "
-"""Few bytes a token, also with the vocabulary of tools/synth_gguf.py: a prompt has 64 KiB at most."""
+"""The text of prompts. A token of it has few bytes, also with the vocabulary of tools/synth_gguf.py, because a prompt
+may have at most 64 KiB."""
 ROOM = 256
-"""Tokens of a conversation beyond the prompt that a cell asks for."""
+"""Tokens of context in addition to the prompt of a cell."""
 
 IMAGE_TOKENS = 4096
-"""Room for an image, in tokens."""
+"""Tokens of context for an image."""
 
 
 class Samples:
-    """Largest figures of NVML since the last :meth:`take`, in bytes."""
+    """The largest figures of NVML since the last :meth:`take`, in bytes."""
 
     def __init__(self) -> None:
         self.observer = Observer()
@@ -71,7 +71,7 @@ class Samples:
 
 
 def cells(text: str) -> dict[int, list[int]]:
-    """Prompt lengths by number of conversations."""
+    """The prompt lengths of all cells, by their number of conversations."""
     found = defaultdict(list)
     for part in text.split(","):
         tokens, _, together = part.partition("x")
@@ -80,7 +80,7 @@ def cells(text: str) -> dict[int, list[int]]:
 
 
 async def run_cell(client: frameshard.Client, args: argparse.Namespace, n_tokens: int, together: int) -> int:
-    """Run all jobs of a cell. Returns the longest prompt in tokens."""
+    """Runs all jobs of a cell; returns the length of the longest prompt in tokens."""
     per_word = (await client.complete(WORDS * 10, sampling=frameshard.Sampling(max_tokens=1)).completed()).n_prompt / 10
     prompt = WORDS * max(1, int(n_tokens / per_word))
     lengths: list[int] = []
