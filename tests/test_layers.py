@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"wire", "images"},
     "client": {"wire", "transport", "frame", "images", "options"},
     "sync": {"wire", "client", "frame", "options"},
-    "testing": {"wire"},
+    "testing": {"wire", "engine"},
     "cpu": set(),
     "native": {"cpu"},
     "plan": {"native"},

@@ -134,6 +134,7 @@ typedef struct fs_job_options {
   const fs_image *images;
   uint32_t n_images;
   uint32_t reserved;
+  uint64_t sentences;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -242,6 +243,7 @@ typedef struct fs_event {
   uint32_t reserved;
   uint64_t seed;
   uint64_t n_reused;
+  uint64_t sentence_end;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -538,7 +540,7 @@ local KNOWN = {
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, images = true,
-    response_updated = true, response_finished = true, response_failed = true },
+    sentences = true, response_updated = true, response_finished = true, response_failed = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
 }
 
@@ -628,6 +630,12 @@ local function job_options_of(options, keep)
   end
   if options.window ~= nil then
     made.window = integer_of(options.window, "window", 1, 256)
+  end
+  if options.sentences ~= nil then
+    if type(options.sentences) ~= "boolean" then
+      wrong("sentences must be true or false")
+    end
+    made.sentences = options.sentences and 1 or 0
   end
   if options.images ~= nil then
     made.images, made.n_images = images_of(options.images, keep)
@@ -763,9 +771,11 @@ end
 --   - `sampling`: a table with fields of OPTIONS above, under `fs_sampling`;
 --   - `timeline`: a number that each event of the job repeats;
 --   - `window`: maximum number of events that are sent but not polled yet, 1 to 256;
+--   - `sentences`: if true, `sentence_end` of text events says where sentences end, for text to speech;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
---   - callbacks: `response_updated(delta, job)`, `response_finished(text, job)`, `response_failed(error, job)`.
+--   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,
+--     `response_failed(error, job)`.
 function Sidecar:ask(text, options)
   text_of(text, "text")
   return begin(self, options, function(client, made, number)
@@ -888,7 +898,7 @@ local function convert(self, raw)
     event.error = new_error(raw.status, text, ffi.string(raw.detail, raw.detail_length))
   end
   if kind == "text" then
-    event.text, event.tokens = text, raw.tokens
+    event.text, event.tokens, event.sentence_end = text, raw.tokens, raw.sentence_end ~= 0
   elseif kind == "started" then
     event.n_prompt, event.seed = raw.n_prompt, tonumber(raw.seed)
   elseif kind == "progress" then
@@ -948,7 +958,7 @@ local function deliver(self, event)
   if kind == "text" then
     job.text = job.text .. event.text
     if job._updated then
-      job._updated(event.text, job)
+      job._updated(event.text, job, event.sentence_end)
     end
   elseif kind == "done" then
     self._jobs[job.number], job.ended, job.result = nil, true, event
@@ -970,7 +980,7 @@ end
 -- | --- | --- |
 -- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
 -- | "started" | `job`, `n_prompt`, `seed` |
--- | "text" | `job`, `text`, `tokens` |
+-- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `prefill_s`, `decode_s` |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; only for jobs with images |
 -- | "failed", "cancelled" | `job`, `error` |

@@ -100,6 +100,8 @@ class JobOptions(TypedDict, total=False):
     """Maximum number of events that are sent before the client gives credit. By default 32."""
     images: Sequence[bytes | Pixels]
     """Images. They are placed before the last message of a chat, or before the prompt."""
+    sentences: bool
+    """Deltas say where sentences end, for text to speech. By default False."""
 
 
 class LeaseTerms(TypedDict, total=False):

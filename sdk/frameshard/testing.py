@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -90,6 +91,8 @@ class _Job:
     max_tokens: int
     n_prompt: int
     produced: int
+    mark: Callable[..., tuple[str, tuple[int, ...]]] | None
+    """:meth:`frameshard.engine.sentences.Splitter.feed`, where sentences are asked for."""
 
 
 class _FakeEngine:
@@ -191,6 +194,7 @@ class _FakeEngine:
             max_tokens=most if self._args.endless else min(most, len(words)),
             n_prompt=len(" ".join(contents).split()),
             produced=len(request.resume),
+            mark=_splitter() if request.sentences else None,
         )
         if job.n_prompt > self._n_ctx:
             overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
@@ -202,6 +206,8 @@ class _FakeEngine:
             error = BadArgument("resumed with tokens that this engine has not produced")
             self._say(em.Failed(job.number, m.ErrorInfo.of(error)))
             return
+        for index in range(job.produced):
+            self._text(job, index)
         self._jobs[job.number] = job
         seed = request.sampling.seed or 0
         n_reused = max(job.n_prompt - 1, 0)  # as if the KV cache had all but the token that is always computed
@@ -221,11 +227,15 @@ class _FakeEngine:
             signal.pause()
         if index == self._args.nonsense_at_token:
             self._sock.sendall(b"\xff" * 8)
+        job.produced += 1
+        self._say(em.Token(job.number, index, self._token(job, index), *self._text(job, index)))
+
+    def _text(self, job: _Job, index: int) -> tuple[str, tuple[int, ...]]:
+        """What a token sets free, and where sentences end in it. To be asked for each token once, in order."""
         word = job.words[index % len(job.words)]
         if index and not index % len(job.words):
             word = f" {word}"
-        job.produced += 1
-        self._say(em.Token(job.number, index, self._token(job, index), word))
+        return job.mark(word, last=index + 1 == job.max_tokens) if job.mark else (word, ())
 
     def _token(self, job: _Job, index: int) -> int:
         return sum(job.words[index % len(job.words)].encode()) + index
@@ -269,6 +279,12 @@ class _FakeEngine:
         if self._parked:
             return 0
         return min(self._budget, full) if self._budget else full
+
+
+def _splitter() -> Callable[..., tuple[str, tuple[int, ...]]]:
+    from frameshard.engine.sentences import Splitter  # its package loads llama.cpp, which other jobs can do without
+
+    return Splitter().feed
 
 
 def _die() -> NoReturn:

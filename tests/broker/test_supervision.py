@@ -142,6 +142,46 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
     trio.run(bounded)
 
 
+def test_the_real_engine_killed_between_marks(model_path: Path) -> None:
+    """Sentences end where they end in an undisturbed run, wherever in the answer the engine is killed."""
+    prompt = "Tell me about the old lighthouse at the end of the bay, and who keeps it."
+
+    async def main() -> None:
+        options = {"device": "cpu", "mode": "stream_only", "n_parallel": 1, "n_ctx": 512, "n_ubatch": 64}
+        sampling = frameshard.Sampling(max_tokens=64, temperature=0.0)
+        async with frameshard.launch(model_path, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+            plain = (await client.ask(prompt, sampling=sampling).completed()).text
+            async with client.ask(prompt, sampling=sampling, sentences=True) as stream:
+                expected = await marked(stream)
+            assert expected.replace("|", "") == plain
+            assert expected.count("|") > 2
+            for place in range(4, 60, 9):
+                async with client.ask(prompt, sampling=sampling, sentences=True) as stream:
+                    begin = await marked(stream, place)
+                    os.kill(pid := await engine_pid(client), signal.SIGKILL)
+                    rest = await marked(stream)
+                    assert await engine_pid(client) != pid
+                assert begin + rest == expected
+                assert stream.result is not None
+                assert stream.result.n_generated == 64
+
+    async def marked(stream: frameshard.Stream, tokens: int = 1 << 20) -> str:
+        """The text of so many tokens, with a "|" at each end of a sentence."""
+        text = ""
+        with suppress(StopAsyncIteration):
+            while tokens > 0:
+                delta = await stream.__anext__()
+                text += delta.text + "|" * delta.sentence_end
+                tokens -= delta.tokens
+        return text
+
+    async def bounded() -> None:
+        with trio.fail_after(300):
+            await main()
+
+    trio.run(bounded)
+
+
 def test_what_was_said_is_read_again_in_chunks(model_path: Path) -> None:
     """In planned mode the new engine prefills the answer so far in chunks, and the text goes on."""
     said, n_tokens, n_ubatch = 100, 120, 64

@@ -58,6 +58,7 @@ VALID: dict[str, m.Message] = {
         ),
         window=1,
     ),
+    "submit-sentences": m.Submit(3, EPOCH, 8, "completion", prompt="Once upon a time", sentences=True),
     "submit-images": m.Submit(
         3,
         EPOCH,
@@ -145,6 +146,7 @@ VALID: dict[str, m.Message] = {
     "started": m.Started(**PLACE, n_prompt=21, seed=2**32 - 1),
     "progress": m.Progress(**{**PLACE, "seq": 1}, phase="encode", done=1, total=2),
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
+    "delta-sentence_end": m.Delta(**{**PLACE, "seq": 2}, text="走。", tokens=0, sentence_end=True),
     "done": m.Done(
         **{**PLACE, "seq": 2}, reason="stop", n_prompt=21, n_generated=9, prefill_s=0.25, decode_s=1.5, n_reused=12
     ),
@@ -258,6 +260,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "target-huge": ({"t": "pacing", "id": 1, "epoch": 5, "target_tokens_per_second": 10001}, "a rate above 10000"),
     "target-bool": ({"t": "pacing", "id": 1, "epoch": 5, "target_tokens_per_second": False}, "false is not 0"),
     "notices-number": ({"t": "hello", "id": 1, "protocol": 1, "client": "", "notices": 1}, "1 is not true"),
+    "sentences-number": (submit(sentences=1), "1 is not true"),
     "resend-number": ({"t": "credit", "epoch": 5, "job": 1, "next": 0, "resend": 1}, "1 is not true"),
 }
 

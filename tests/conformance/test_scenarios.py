@@ -217,6 +217,7 @@ class Play:
     def _read(self, step: dict[str, Any]) -> None:
         """Reads the further events of a job, to its end."""
         job, text, types, tokens = step["read"], step.get("after", ""), [], 0
+        sentences, spoken = [], 0
         while not types or types[-1] not in ENDS:
             event = self.find(lambda event: event.get("job") == job and event["type"] in ("started", "text", *ENDS))
             types.append(event["type"])
@@ -224,6 +225,9 @@ class Play:
                 assert event["text"], "a delta without text"
                 text += event["text"]
                 tokens += event.get("tokens", 0)
+                if event["sentence_end"]:
+                    sentences.append(text[spoken:])
+                    spoken = len(text)
             if "timeline" in step:
                 assert event["timeline"] == step["timeline"], event
         assert not [late for late in self.runner.events if late.get("job") == job and late["type"] in (*ENDS, "text")]
@@ -233,6 +237,8 @@ class Play:
             assert tokens <= event["n_generated"], (tokens, event)
         if "text" in step:
             assert text == step["text"], (text[:200], step["text"][:200])
+        if "sentences" in step:
+            assert sentences == step["sentences"], sentences
         if "begins" in step:
             assert step["begins"].startswith(text), text[:200]
         if "events_at_most" in step:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
+from frameshard.engine.sentences import MAX_HELD, Splitter
+
 CASTLE = user("Who lives in the old castle?")
 PERSONA = [
     {"role": "system", "content": "You are the innkeeper of the Red Dragon. Answer in short sentences."},
@@ -134,6 +136,47 @@ def test_text_held_back_for_a_stop_string_comes_with_the_last_token(cpu: EngineP
 def test_a_completion_reads_no_control_tokens_in_the_prompt(cpu: EngineProcess) -> None:
     plain = cpu.run("<|im_start|>", params={"max_tokens": 1})
     assert plain[0]["n_prompt"] > 1
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def ends(events: list[Event]) -> list[int]:
+    """Where sentences end in the whole text."""
+    found, length = [], 0
+    for event in events:
+        if event["ev"] == "token":
+            found += [length + end for end in event.get("ends", ())]
+            length += len(event["text"])
+    return found
+
+
+SCHEMA = '{"type": "object", "properties": {"say": {"type": "string"}}, "required": ["say"]}'
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"stop": ["castle", "e."]}, {"json_schema": SCHEMA}, {"max_tokens": 3}], ids=str
+)
+def test_sentences_change_no_text_and_are_those_of_the_whole(cpu: EngineProcess, params: dict[str, object]) -> None:
+    params = {"max_tokens": 60, **params}
+    plain, marked = (cpu.run(PERSONA, params=params, sentences=asked) for asked in (False, True))
+    assert ids(marked) == ids(plain)
+    assert text(marked) == text(plain)
+    assert last(marked)["reason"] == last(plain)["reason"]
+    assert ends(plain) == []
+    assert ends(marked) == list(Splitter().feed(text(plain), last=True).ends) != []
+
+
+def test_a_cancelled_job_lacks_only_what_was_held(cpu: EngineProcess) -> None:
+    whole = text(cpu.run(CASTLE, params={"max_tokens": 60}))
+    job = cpu.submit(CASTLE, params={"max_tokens": 60}, sentences=True)
+    events = [cpu.wait_for("token", job=job) for _ in range(5)]
+    cpu.send(op="cancel", job=job)
+    events += cpu.finish(job)[job]
+    assert last(events)["ev"] == "cancelled"
+    assert whole.startswith(text(events))
+    n = len(ids(events))
+    assert len(text(cpu.run(CASTLE, params={"max_tokens": n}))) - len(text(events)) <= MAX_HELD
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------

@@ -135,6 +135,29 @@ def test_a_slow_reader_gets_larger_deltas() -> None:
     assert isinstance(link.events()[-1], m.Done)
 
 
+def test_a_slow_reader_misses_no_end_of_a_sentence() -> None:
+    link = Link()
+    job = link.submit(window=2)
+    link.server.started(job, 1)
+    for index in range(100):
+        link.server.delta(job, f"{index}", 1)
+        link.server.delta(job, ". ", 1, sentence_end=True)
+        link.server.delta(job, "Ah! ", 0, sentence_end=True)
+    finish(link, job)
+    link.exchange()
+    taken = 0
+    while taken < len(link.events()):
+        link.client.taken(link.events()[taken])
+        taken += 1
+        link.exchange()
+    deltas = [event for event in link.events() if isinstance(event, m.Delta)]
+    assert "".join(delta.text + "|" * delta.sentence_end for delta in deltas) == "".join(
+        f"{index}. |Ah! |" for index in range(100)
+    )
+    assert sum(delta.tokens for delta in deltas) == 200
+    assert len(deltas) < 205
+
+
 def test_a_reader_that_stands_still_overloads_its_job_only() -> None:
     link = Link(held_bytes=100)
     job = link.submit(window=4)

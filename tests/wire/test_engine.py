@@ -45,6 +45,7 @@ EVENTS: list[em.Event] = [
     em.Started(1, 12, 3, 2**32 - 1, ((8, 8, 1), (4, 8, 1))),
     em.Progress(1, "encode", 1, 2),
     em.Token(1, 0, 31999, ""),
+    em.Token(1, 0, 31999, "猫。犬", (2, 3)),
     em.Done(1, "length", 12, 9, 0.5, 1.5),
     em.Failed(1, WHY),
     em.Cancelled(1),
@@ -139,6 +140,12 @@ def test_a_wrong_command_that_has_an_answer_is_answered() -> None:
     assert isinstance(em.refusal({"op": "plan", "seq": 3}, why), em.Plans)
     for fields in ({"op": "submit"}, {"op": "submit", "job": "x"}, {"op": "cancel", "job": 1}, {}):
         assert em.refusal(fields, why) is None
+
+
+@pytest.mark.parametrize("ends", [[0], [3], [1, 1], [2, 1], [True], "1", 1], ids=str)
+def test_ends_of_sentences_lie_in_their_text(ends: object) -> None:
+    with pytest.raises(BadMessage, match="ends"):
+        em.read_event({"ev": "token", "job": 1, "n": 0, "id": 5, "text": "猫。", "ends": ends})
 
 
 def test_what_the_other_side_would_refuse_is_not_sent() -> None:

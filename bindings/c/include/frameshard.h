@@ -371,6 +371,8 @@ typedef struct fs_job_options {
                                     vision tower (fs_model.vision). NULL (default): none */
     uint32_t n_images;           /* number of `images`, at most 8 */
     uint32_t reserved;           /* 0 */
+    uint64_t sentences;          /* 1: sentence_end of FS_EVENT_TEXT says where sentences end, for text to
+                                    speech. Default 0 */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
@@ -546,7 +548,8 @@ enum {
     FS_EVENT_READY = 1,
     /* The job has started to run. job, timeline, n_prompt, seed. */
     FS_EVENT_STARTED = 2,
-    /* The next part of the answer. job, timeline, text, tokens. The text never ends within a UTF-8 character. */
+    /* The next part of the answer. job, timeline, text, tokens, sentence_end. The text never ends within a UTF-8
+       character. */
     FS_EVENT_TEXT = 3,
     /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, prefill_s,
        decode_s. */
@@ -654,7 +657,8 @@ typedef struct fs_event {
     uint32_t text_length;
     /* Length of `detail` in bytes, without the NUL. */
     uint32_t detail_length;
-    /* Number of tokens of this part, including tokens without text of their own. */
+    /* Number of tokens of this part, including tokens without text of their own. 0 only if a sentence ends inside
+       a token. */
     uint32_t tokens;
     /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached.
        FS_REASON_..., or 0 for a value that this library does not know. */
@@ -734,6 +738,8 @@ typedef struct fs_event {
     uint64_t seed;
     /* Number of prompt tokens that were already in the KV cache. */
     uint64_t n_reused;
+    /* True if the text ends a sentence, which began after the last such delta. Only for jobs with `sentences`. */
+    uint64_t sentence_end;
     /* end of fs_event */
 } fs_event;
 

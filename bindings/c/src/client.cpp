@@ -180,10 +180,14 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     }
     check_range("window", options.window, 1, 256);
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
+    check_range("sentences", double(options.sentences), 0, 1);
     *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, 128);
     *system = options.system;
     json fields = {
         {"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
+    if (options.sentences != 0) {
+        fields["sentences"] = true;
+    }
     if (options.sampling != nullptr) {
         fs_sampling sampling;
         fs_sampling_init(&sampling, sizeof sampling);

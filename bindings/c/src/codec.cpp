@@ -311,7 +311,8 @@ const std::vector<Message> &messages() {
             {"epoch", Type::Int, 1, kMost},
             {"timeline", Type::Int, 0, kMost},
             {"text", Type::Text, 1, 65536},
-            {"tokens", Type::Int, 1, kMost},
+            {"tokens", Type::Int, 0, kMost},
+            {"sentence_end", Type::Bool, 0, 0, nullptr, false, "false"},
         }},
         {"done", {
             {"job", Type::Int, 1, kMost},

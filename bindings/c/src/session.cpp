@@ -488,6 +488,7 @@ void Session::job_event(const json &message) {
     } else if (name == "delta") {
         event.text = message["text"];
         event.fields.tokens = message["tokens"];
+        event.fields.sentence_end = message["sentence_end"].get<bool>() ? 1 : 0;
         if (job.turn) {
             job.answer.append(event.text, 0, std::string::npos);
         }

@@ -19,6 +19,8 @@ namespace Frameshard.Unity
         private Job _job;
 
         public event Action<string> OnToken;
+        /// <summary>A whole sentence, for text to speech.</summary>
+        public event Action<string> OnSentence;
         public event Action<string> OnResponse;
         public event Action<Exception> OnError;
 
@@ -37,7 +39,9 @@ namespace Frameshard.Unity
                 {
                     Conversation = conversation.Length > 0 ? conversation : name, System = persona,
                     Sampling = new Sampling { MaxTokens = maxTokens, Temperature = temperature },
+                    Sentences = OnSentence != null,
                 }, delta => OnToken?.Invoke(delta), cancellation);
+                _job.OnSentence += sentence => OnSentence?.Invoke(sentence);
                 var answer = await _job.Completion;
                 OnResponse?.Invoke(answer.Text);
                 return answer.Text;

@@ -78,6 +78,7 @@ class Job:
             conversation=self.conversation,
             resume=tuple(self.tokens),
             history=self.history,
+            sentences=self.request.sentences,
         )
 
 
@@ -244,15 +245,20 @@ class Jobs:
         job.undelivered += 1
         job.deaths = 0
         if token.text:
-            self._deliver(job, token.text)
+            self._deliver(job, token)
         if not job.progressed:
             job.progressed = True
             self._fill_slots()
 
-    def _deliver(self, job: Job, text: str) -> None:
+    def _deliver(self, job: Job, token: em.Token) -> None:
         tokens, job.undelivered = job.undelivered, 0
+        begin = 0
         try:
-            job.connection.delta(job.request.job, text, tokens)
+            for end in token.ends:
+                job.connection.delta(job.request.job, token.text[begin:end], tokens, sentence_end=True)
+                begin, tokens = end, 0
+            if begin < len(token.text):
+                job.connection.delta(job.request.job, token.text[begin:], tokens)
         except Overloaded as error:
             job.connection.failed(job.request.job, error)
             self._leave(job)

@@ -46,6 +46,7 @@ from frameshard.engine.llama import DecodeAborted, Rows
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sampling import Sampler
+from frameshard.engine.sentences import Marked, Splitter
 from frameshard.engine.speculation import StepCosts
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture, Vision
@@ -93,6 +94,8 @@ class Job:
     resume: list[int]
     history: list[Shape]
     text: TextStream
+    sentences: Splitter | None = None
+    """Finds where sentences end in the text; ``None`` if the job does not ask."""
     grammar: Grammar | None = None
     slot: Slot | None = None
     sampler: Sampler | None = None
@@ -606,16 +609,22 @@ class Batcher:
         else:
             token = job.sampler.sample(self._runtime.llama.context, row, index)
         self._count(now)
-        text, reason = self._add(job, token)
+        given, reason = self._add(job, token)
         if not resumed:
-            events.append(em.Token(job.id, index, token, text))
+            events.append(em.Token(job.id, index, token, given.text, given.ends))
         return reason
 
-    def _add(self, job: Job, token: int) -> tuple[str, m.Reason | None]:
+    def _add(self, job: Job, token: int) -> tuple[Marked, m.Reason | None]:
         """Appends ``token`` to the answer.
 
         :returns: the text that can be sent now, and the reason why the answer ends here; ``None`` if it goes on.
         """
+        text, reason = self._add_text(job, token)
+        if job.sentences is None:
+            return Marked(text), reason
+        return job.sentences.feed(text, last=reason is not None), reason
+
+    def _add_text(self, job: Job, token: int) -> tuple[str, m.Reason | None]:
         job.produced.append(token)
         if job.lookup is not None:
             job.lookup.add(token)

@@ -13,6 +13,7 @@ from frameshard.engine.batch import Job, Shape
 from frameshard.engine.forms import form_of
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
+from frameshard.engine.sentences import Splitter
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
@@ -56,6 +57,7 @@ class RequestReader:
             resume=list(request.resume),
             history=_unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
             text=TextStream(sampling.stop),
+            sentences=Splitter() if request.sentences else None,
             grammar=grammar,
             pictures=pictures,
             lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,

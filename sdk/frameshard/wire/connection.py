@@ -58,28 +58,30 @@ class _Outbox:
         self.sent = 0
         self.numbered = 0
         self.kept: deque[bytes] = deque()  # frames of taken..numbered
-        self.waiting: deque[tuple[type[Any], dict[str, Any]]] = deque()  # beyond the window: a start, one delta, an end
+        self.waiting: deque[tuple[type[Any], dict[str, Any]]] = deque()
+        """Beyond the window: a start, a delta for each sentence (without `sentences`, one), an end."""
+        self.held_bytes = 0  # of text that waits
         self.ended = False
 
     def add(self, kind: type[Any], fields: dict[str, Any], epoch: int) -> None:
-        if kind is m.Delta and self.waiting and self.waiting[-1][0] is m.Delta:
-            held = self.waiting[-1][1]
+        last, held = self.waiting[-1] if self.waiting else (None, {})
+        if kind is last is m.Delta and not held["sentence_end"]:
             held["text"] += fields["text"]
             held["tokens"] += fields["tokens"]
+            held["sentence_end"] = fields["sentence_end"]
         else:
             self.waiting.append((kind, fields))
+        self.held_bytes += len(fields.get("text", "").encode())
         self.ended = self.ended or kind in m.TERMINAL
         self.number(epoch)
 
     def number(self, epoch: int) -> None:
         while self.waiting and self.numbered < self.taken + self.window:
             kind, fields = self.waiting.popleft()
+            self.held_bytes -= len(fields.get("text", "").encode())
             event = kind(job=self.job, seq=self.numbered, epoch=epoch, timeline=self.timeline, **fields)
             self.kept.append(m.encode(event))
             self.numbered += 1
-
-    def held_bytes(self) -> int:
-        return sum(len(fields["text"].encode()) for kind, fields in self.waiting if kind is m.Delta)
 
     @property
     def over(self) -> bool:
@@ -170,15 +172,16 @@ class ServerConnection:
         if stream.numbered < stream.taken + stream.window:
             stream.add(m.Progress, {"phase": phase, "done": done, "total": total}, self.epoch)
 
-    def delta(self, job: int, text: str, tokens: int) -> None:
+    def delta(self, job: int, text: str, tokens: int, *, sentence_end: bool = False) -> None:
         """More text.
 
+        :param sentence_end: the text ends a sentence: what follows is not put into the same delta.
         :raises Overloaded: too much text is kept already; the job must be failed.
         """
         stream = self._streams[job]
-        if stream.waiting and stream.held_bytes() + len(text.encode()) > self._held_bytes:
+        if stream.waiting and stream.held_bytes + len(text.encode()) > self._held_bytes:
             raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
-        stream.add(m.Delta, {"text": text, "tokens": tokens}, self.epoch)
+        stream.add(m.Delta, {"text": text, "tokens": tokens, "sentence_end": sentence_end}, self.epoch)
 
     def done(
         self,

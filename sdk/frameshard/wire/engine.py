@@ -10,6 +10,7 @@ A message is added here, and where it is sent and taken: in broker/ and in engin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -57,6 +58,8 @@ class Submit:
     """Tokens that the job has produced before."""
     history: Shapes = ()
     """From the job's first :class:`Started`."""
+    sentences: bool = False
+    """Tokens say where sentences end."""
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:
@@ -198,6 +201,13 @@ class Token:
     id: Count
     text: Text
     """The text that it completes; may be empty."""
+    ends: Annotated[tuple[Count, ...], codec.ENGINE.array] = ()
+    """Where sentences end in the text, in characters, ascending; of jobs with ``sentences``."""
+
+    def __post_init__(self) -> None:
+        places = (0, *self.ends)
+        if any(a >= b for a, b in itertools.pairwise(places)) or places[-1] > len(self.text):
+            raise checks.Refused("sentences end inside the text, one behind the other", "ends")
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,7 @@ class Submit:
         MAX_IMAGES,
         "Images. They are placed before the last message of a chat, or before the prompt.",
     ] = ()
+    sentences: Annotated[bool, "Deltas say where sentences end, for text to speech."] = False
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and (not self.messages or self.prompt):
@@ -655,9 +656,13 @@ class Delta:
     ]
     tokens: Annotated[
         int,
-        checks.integer(1, unit="tokens"),
-        "Number of tokens of this part, including tokens without text of their own.",
+        checks.integer(0, unit="tokens"),
+        "Number of tokens of this part, including tokens without text of their own. 0 only if a sentence ends inside a"
+        " token.",
     ]
+    sentence_end: Annotated[
+        bool, "True if the text ends a sentence, which began after the last such delta. Only for jobs with `sentences`."
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ internal static class Runner
         if (given.ContainsKey("system")) options.System = (string)given["system"];
         if (given.ContainsKey("timeline")) options.Timeline = (ulong)given["timeline"];
         if (given.ContainsKey("window")) options.Window = (uint)given["window"];
+        if (given.ContainsKey("sentences")) options.Sentences = (bool)given["sentences"];
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];
         var sampling = options.Sampling = new Sampling();
@@ -223,7 +224,10 @@ internal static class Runner
     private static JsonObject Watch(Job job)
     {
         Jobs[job.Id] = job;
-        job.OnToken += text => TellOf(job, "text", new JsonObject { { "text", text } });
+        JsonObject last = null;
+        job.OnToken += text =>
+            TellOf(job, "text", last = new JsonObject { { "text", text }, { "sentence_end", false } });
+        job.OnSentence += sentence => last["sentence_end"] = true; // raised behind the token that ends it
         After(job.Completion, done => TellOf(job, "done", new JsonObject
         {
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },

@@ -83,6 +83,7 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     options.system = text(given, "system", NULL);
     options.timeline = (uint64_t)number(given, "timeline", 0);
     options.window = (uint32_t)number(given, "window", options.window);
+    options.sentences = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "sentences"));
     if ((wanted = cJSON_GetObjectItemCaseSensitive(given, "sampling")) != NULL) {
         fs_sampling_init(sampling, sizeof *sampling);
         sampling->max_tokens = (int32_t)number(wanted, "max_tokens", sampling->max_tokens);
@@ -186,6 +187,7 @@ static cJSON *told(const fs_event *event) {
     add_text(object, "text", event->text);
     cJSON_AddItemToObject(object, "detail", event->detail_length ? cJSON_Parse(event->detail) : cJSON_CreateObject());
     add(object, "tokens", event->tokens);
+    cJSON_AddBoolToObject(object, "sentence_end", event->sentence_end != 0);
     add(object, "n_prompt", event->n_prompt);
     add(object, "n_generated", event->n_generated);
     add(object, "n_reused", (double)event->n_reused);

@@ -44,6 +44,7 @@ struct Options {
         options.system = text(kept, "system");
         options.timeline = kept.value("timeline", options.timeline);
         options.window = kept.value("window", options.window);
+        options.sentences = kept.value("sentences", false);
         auto wanted = kept.find("sampling");
         if (wanted == kept.end()) {
             return;
@@ -91,7 +92,10 @@ json told(const Event &event) {
         said.update(of_job);
         break;
     case FS_EVENT_TEXT:
-        said = {{"type", "text"}, {"text", event.text()}, {"tokens", event.tokens}};
+        said = {{"type", "text"},
+                {"text", event.text()},
+                {"tokens", event.tokens},
+                {"sentence_end", event.sentence_end != 0}};
         said.update(of_job);
         break;
     case FS_EVENT_DONE:

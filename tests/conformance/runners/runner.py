@@ -108,7 +108,11 @@ class Session:
     def job(self, options: dict[str, Any], turn: str | None, begin: Callable[..., frameshard.Stream]) -> int:
         sampling = dict(options.get("sampling", {}))
         sampling["stop"] = tuple(sampling.get("stop", ()))
-        given = {name: options[name] for name in ("conversation", "system", "timeline") if name in options}
+        given = {
+            name: options[name]
+            for name in ("conversation", "system", "timeline", "window", "sentences")
+            if name in options
+        }
         given["sampling"] = frameshard.Sampling(**sampling)
         number = self._number()
         before, after = self._turns.get(turn or ""), trio.Event()
@@ -126,7 +130,8 @@ class Session:
                     async with begin(self._open(), **given) as stream:
                         self._jobs[number] = stream
                         async for delta in stream:
-                            await self._say("text", text=delta.text, tokens=delta.tokens, **about)
+                            marked = {"text": delta.text, "tokens": delta.tokens, "sentence_end": delta.sentence_end}
+                            await self._say("text", **marked, **about)
                     assert stream.result is not None
                     end = {"type": "done", **dataclasses.asdict(stream.result)}
                 except errors.JobCancelled:

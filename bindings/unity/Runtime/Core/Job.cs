@@ -9,6 +9,7 @@ namespace Frameshard
     public sealed class Job
     {
         private readonly StringBuilder _text = new StringBuilder();
+        private int _spoken; // of the text, up to the end of the last sentence
         private readonly TaskCompletionSource<Completion> _end = new TaskCompletionSource<Completion>();
         internal CancellationTokenRegistration Registration;
 
@@ -34,16 +35,24 @@ namespace Frameshard
         /// <summary>Raised with the next part of the answer. It never ends within a character.</summary>
         public event Action<string> OnToken;
 
+        /// <summary>Raised with each whole sentence of the answer, without white space around it, after
+        /// <see cref="OnToken"/> for its last part. Only for a job with <see cref="JobOptions.Sentences"/>.</summary>
+        public event Action<string> OnSentence;
+
         /// <summary>Raised for a job with images before its text, for a progress bar.</summary>
         public event Action<Progress> OnProgress;
 
         /// <summary>Ends the answer early. Does nothing if the job has ended. Any thread may call it.</summary>
         public void Cancel() => Sidecar.Cancel(this);
 
-        internal void Add(string text)
+        internal void Add(string text, bool sentenceEnd)
         {
             _text.Append(text);
             OnToken?.Invoke(text);
+            if (!sentenceEnd) return;
+            var sentence = _text.ToString(_spoken, _text.Length - _spoken).Trim();
+            _spoken = _text.Length;
+            OnSentence?.Invoke(sentence);
         }
 
         internal void Tell(Progress progress) => OnProgress?.Invoke(progress);

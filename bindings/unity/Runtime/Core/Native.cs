@@ -154,6 +154,7 @@ namespace Frameshard
             internal IntPtr Images;
             internal uint NImages;
             internal uint Reserved;
+            internal ulong Sentences;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -247,6 +248,7 @@ namespace Frameshard
             internal uint Reserved;
             internal ulong Seed;
             internal ulong NReused;
+            internal ulong SentenceEnd;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);

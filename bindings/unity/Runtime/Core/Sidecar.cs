@@ -385,6 +385,7 @@ namespace Frameshard
             native.System = texts.Name(options.System);
             native.Timeline = options.Timeline;
             native.Window = options.Window ?? native.Window;
+            native.Sentences = options.Sentences ? 1UL : 0UL;
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
             if (options.Images != null)
             {
@@ -528,7 +529,7 @@ namespace Frameshard
                     _ready.TrySetResult(ReadModel());
                     break;
                 case Native.EventType.Text:
-                    Find(native.Job, false)?.Add(text);
+                    Find(native.Job, false)?.Add(text, native.SentenceEnd != 0);
                     break;
                 case Native.EventType.Progress:
                     Find(native.Job, false)?.Tell(new Progress

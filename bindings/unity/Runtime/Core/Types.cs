@@ -213,6 +213,8 @@ namespace Frameshard
         public ulong Timeline;
         /// <summary>Maximum number of events that are sent but not polled yet, 1 to 256. Default 32.</summary>
         public uint? Window;
+        /// <summary>The job raises <see cref="Job.OnSentence"/>, for text to speech.</summary>
+        public bool Sentences;
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
