@@ -25,14 +25,6 @@ def run(command: list[str | Path], **options: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_sentences(tmp_path: Path) -> None:
-    """It is compiled without exceptions and RTTI, as in game engines."""
-    source = REPO / "tests" / "bindings" / "sentences.cpp"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti"]
-    run(["g++", *flags, f"-I{REPO}/bindings/c/include", source, "-o", tmp_path / "sentences"])
-    run([tmp_path / "sentences"])
-
-
 def test_the_unreal_layer_compiles(tmp_path: Path) -> None:
     """It is compiled with stubs of the engine, because Unreal is not installed."""
     layer = REPO / "bindings" / "unreal" / "Source" / "Frameshard"

@@ -1,5 +1,5 @@
 /* A base for game engine plugins, on top of frameshard.h. It uses no engine types, exceptions or threads. It calls back
- * the code that asked a question, splits answers into sentences for speech, and limits the number of events per frame.
+ * the code that asked a question, passes whole sentences on for speech, and limits the number of events per frame.
  * (Programs with exceptions can use frameshard.hpp instead.)
  *
  *     frameshard::Game game;
@@ -30,142 +30,6 @@
 
 namespace frameshard {
 
-/* Splits a text that arrives in parts into sentences, so that speech can begin before the answer is complete.
- *
- * A sentence ends
- * - after . ! ? or an ellipsis, and any closing quotes and brackets, if space and then no small letter follow;
- * - at the end of a line;
- * - after the full-width . ! ? of Chinese and Japanese.
- * It does not end after an initial ("J. Smith"), after a number at its beginning ("1. Take the key"), or after a title
- * such as "Mr.". The end of a sentence is known only when the next one begins; finish() gives the last one. Sentences
- * are never empty and have no space at either end. Each part of the text must end at a whole UTF-8 character; texts of
- * fs_poll do. */
-class SentenceSplitter {
-  public:
-    /* Adds a part of the text. Calls `sentence` with a std::string_view for each sentence that is now complete. */
-    template <class Sentence> void add(std::string_view text, Sentence &&sentence) {
-        text_.append(text);
-        for (size_t length; (length = first_length()) > 0;) {
-            give(length, sentence);
-        }
-    }
-
-    /* Ends the text: calls `sentence` with the rest, if there is any. Another text may follow. */
-    template <class Sentence> void finish(Sentence &&sentence) {
-        give(text_.size(), sentence);
-        clear();
-    }
-
-    void clear() {
-        text_.clear();
-        looked_at_ = 0;
-    }
-
-  private:
-    // UTF-8 as bytes, because compilers differ in how they read characters that are not ASCII.
-    static constexpr const char *kStops = ". ! ? \xe2\x80\xa6";                                // the last: ellipsis
-    static constexpr const char *kFullWidth = "\xe3\x80\x82 \xef\xbc\x81 \xef\xbc\x9f";        // . ! ?
-    static constexpr const char *kClosing = "\" ' ) ] } * \xe2\x80\x9d \xe2\x80\x99 \xc2\xbb " // quotes and brackets
-                                            "\xe3\x80\x8d \xe3\x80\x8f \xef\xbc\x89"; // Chinese and Japanese ones
-
-    static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
-
-    template <class Sentence> void give(size_t length, Sentence &sentence) {
-        size_t begin = 0, end = length;
-        while (begin < end && is_space(text_[begin])) {
-            ++begin;
-        }
-        while (end > begin && is_space(text_[end - 1])) {
-            --end;
-        }
-        std::string whole = text_.substr(begin, end - begin);
-        text_.erase(0, length);
-        looked_at_ = 0;
-        if (!whole.empty()) {
-            sentence(std::string_view(whole));
-        }
-    }
-
-    /* If one of `marks` (separated by spaces) stands at `at`, returns its length in bytes; else 0. */
-    size_t mark_at(size_t at, std::string_view marks) const {
-        while (!marks.empty()) {
-            size_t end = std::min(marks.find(' '), marks.size());
-            if (text_.compare(at, end, marks.data(), end) == 0) {
-                return end;
-            }
-            marks.remove_prefix(std::min(end + 1, marks.size()));
-        }
-        return 0;
-    }
-
-    /* Returns the length of the first sentence in bytes; 0 while its end is not known. */
-    size_t first_length() {
-        for (size_t at = looked_at_; at < text_.size();) {
-            looked_at_ = at;
-            if (text_[at] == '\n') {
-                return at + 1;
-            }
-            size_t stop = mark_at(at, kStops), full = stop > 0 ? 0 : mark_at(at, kFullWidth);
-            if (stop + full == 0) {
-                ++at;
-                continue;
-            }
-            size_t end = at + stop + full;
-            while (end < text_.size()) {
-                size_t more = mark_at(end, kStops) + mark_at(end, kFullWidth) + mark_at(end, kClosing);
-                if (more == 0) {
-                    break;
-                }
-                end += more;
-            }
-            size_t next = end;
-            while (next < text_.size() && is_space(text_[next]) && text_[next] != '\n') {
-                ++next;
-            }
-            if (next == text_.size()) {
-                return 0; // the next part may begin with more marks, or with a small letter
-            }
-            bool small = text_[next] >= 'a' && text_[next] <= 'z';
-            if (full > 0 || text_[next] == '\n' || (next > end && !small && !is_abbreviation(at))) {
-                return next;
-            }
-            at = end;
-        }
-        looked_at_ = text_.size();
-        return 0;
-    }
-
-    /* True if the full stop at `stop` belongs to the word before it, as in "Mr.". */
-    bool is_abbreviation(size_t stop) const {
-        size_t begin = stop;
-        while (begin > 0 && !is_space(text_[begin - 1]) && text_[begin - 1] != '(' && text_[begin - 1] != '"') {
-            --begin;
-        }
-        std::string_view word(text_.data() + begin, stop - begin);
-        if (text_[stop] != '.' || word.empty()) {
-            return false;
-        }
-        bool first = text_.find_first_not_of(" \t\r\n") == begin;
-        if (first && word.find_first_not_of("0123456789") == std::string_view::npos) {
-            return true;
-        }
-        if (word.size() == 1 && word[0] >= 'A' && word[0] <= 'Z' && word[0] != 'I') {
-            return true;
-        }
-        // Only abbreviations that may stand before a capital; before a small letter no sentence ends.
-        for (const char *known :
-             {"Mr", "Mrs", "Ms", "Dr", "St", "Prof", "Capt", "Sgt", "Lt", "Col", "Gen", "Rev", "vs", "e.g", "i.e"}) {
-            if (word == known) {
-                return true;
-            }
-        }
-        return false;
-    }
-
-    std::string text_;
-    size_t looked_at_ = 0; // no sentence ends before this byte
-};
-
 /* How an answer ended. */
 struct Ending {
     fs_status status = FS_OK; // FS_CANCELLED, or the error
@@ -178,7 +42,8 @@ struct Ending {
     double prefill_s = 0, decode_s = 0;
 };
 
-/* Callbacks for one answer. Each may be empty. on_end is the last call. */
+/* Callbacks for one answer. Each may be empty. on_end is the last call. on_sentence gets whole sentences, as the sidecar
+ * finds them, without white space around them. A sentence that was cut off is not passed on. */
 struct Listener {
     std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, only for a job with images
     std::function<void(std::string_view)> on_text;
@@ -254,7 +119,9 @@ class Game {
     /* Calls fs_ask. If it returns FS_OK, `listener` receives the answer. `job` may be NULL. */
     fs_status ask(std::string_view text, const fs_job_options &options, Listener listener, uint64_t *job = nullptr) {
         uint64_t number = 0;
-        fs_status status = fs_ask(client_, text.data(), int32_t(text.size()), &options, &number);
+        fs_job_options asked = options;
+        asked.sentences = listener.on_sentence ? 1 : options.sentences;
+        fs_status status = fs_ask(client_, text.data(), int32_t(text.size()), &asked, &number);
         if (status == FS_OK) {
             auto answer = std::make_shared<Answer>();
             answer->listener = std::move(listener);
@@ -326,7 +193,7 @@ class Game {
   private:
     struct Answer {
         Listener listener;
-        SentenceSplitter sentences;
+        std::string sentence; // as far as it came
         Ending ending;
     };
 
@@ -335,11 +202,14 @@ class Game {
         std::function<void(const BudgetResult &)> done;
     };
 
+    static std::string_view trimmed(std::string_view text) {
+        constexpr const char *space = " \t\r\n";
+        size_t begin = std::min(text.find_first_not_of(space), text.size());
+        text.remove_prefix(begin);
+        return text.substr(0, text.find_last_not_of(space) + 1);
+    }
+
     static void end(Answer &answer) {
-        // A sentence that was cut off is not passed on.
-        if (answer.ending.status == FS_OK && answer.listener.on_sentence) {
-            answer.sentences.finish(answer.listener.on_sentence);
-        }
         if (answer.listener.on_end) {
             answer.listener.on_end(answer.ending);
         }
@@ -411,16 +281,17 @@ class Game {
             return;
         case FS_EVENT_TEXT: {
             answer->ending.text.append(text);
+            answer->sentence.append(text);
             uint64_t closed = closed_;
-            std::string copy(answer->listener.on_sentence ? text : std::string_view());
             if (answer->listener.on_text) {
                 answer->listener.on_text(text);
             }
-            answer->sentences.add(copy, [&](std::string_view sentence) {
-                if (closed_ == closed) {
-                    answer->listener.on_sentence(sentence);
+            if (event.sentence_end != 0 && closed_ == closed) { // else on_text has closed
+                std::string sentence = std::exchange(answer->sentence, {});
+                if (answer->listener.on_sentence) {
+                    answer->listener.on_sentence(trimmed(sentence));
                 }
-            });
+            }
             break;
         }
         case FS_EVENT_DONE:
