@@ -92,13 +92,13 @@ class Link:
 
 
 def finish(link: Link, job: int) -> None:
-    link.server.done(job, reason="stop", n_prompt=1, n_generated=3, prefill_s=0.1, decode_s=0.2)
+    link.server.done(job, reason="stop", n_prompt=1, n_generated=3, prefill_s=0.1, decode_s=0.2, n_reused=0)
 
 
 def test_a_stream() -> None:
     link = Link()
     job = link.submit()
-    link.server.started(job, 1)
+    link.server.started(job, 1, seed=9)
     for word in ("a", "b", "c"):
         link.server.delta(job, word, 1)
     finish(link, job)
@@ -117,7 +117,7 @@ def test_a_stream() -> None:
 def test_a_slow_reader_gets_larger_deltas() -> None:
     link = Link()
     job = link.submit(window=4)
-    link.server.started(job, 1)
+    link.server.started(job, 1, seed=9)
     for index in range(100):
         link.server.delta(job, f"{index} ", 1)
     finish(link, job)
@@ -138,7 +138,7 @@ def test_a_slow_reader_gets_larger_deltas() -> None:
 def test_a_slow_reader_misses_no_end_of_a_sentence() -> None:
     link = Link()
     job = link.submit(window=2)
-    link.server.started(job, 1)
+    link.server.started(job, 1, seed=9)
     for index in range(100):
         link.server.delta(job, f"{index}", 1)
         link.server.delta(job, ". ", 1, sentence_end=True)
@@ -161,14 +161,14 @@ def test_a_slow_reader_misses_no_end_of_a_sentence() -> None:
 def test_a_reader_that_stands_still_overloads_its_job_only() -> None:
     link = Link(held_bytes=100)
     job = link.submit(window=4)
-    link.server.started(job, 1)
+    link.server.started(job, 1, seed=9)
     for _ in range(3 + 10):  # fills the window, then 100 held bytes
         link.server.delta(job, "0123456789", 1)
     with pytest.raises(Overloaded):
         link.server.delta(job, "0", 1)
     link.server.failed(job, Overloaded("slow"))
     other = link.submit()
-    link.server.started(other, 1)
+    link.server.started(other, 1, seed=9)
     finish(link, other)
     link.exchange()
     assert [type(event) for event in link.events() if event.job == other] == [m.Started, m.Done]
