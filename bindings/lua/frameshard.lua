@@ -133,7 +133,7 @@ typedef struct fs_job_options {
   uint64_t timeline;
   const fs_image *images;
   uint32_t n_images;
-  uint32_t reserved;
+  uint32_t priority;
   uint64_t sentences;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
@@ -539,8 +539,8 @@ local KNOWN = {
   launch = OPTIONS.fs_launch_options,
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
-  job = { conversation = true, system = true, sampling = true, timeline = true, window = true, images = true,
-    sentences = true, response_updated = true, response_finished = true, response_failed = true },
+  job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
+    images = true, sentences = true, response_updated = true, response_finished = true, response_failed = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
 }
 
@@ -636,6 +636,9 @@ local function job_options_of(options, keep)
       wrong("sentences must be true or false")
     end
     made.sentences = options.sentences and 1 or 0
+  end
+  if options.priority ~= nil then
+    made.priority = integer_of(options.priority, "priority", 0, 2)
   end
   if options.images ~= nil then
     made.images, made.n_images = images_of(options.images, keep)
@@ -772,6 +775,8 @@ end
 --   - `timeline`: a number that each event of the job repeats;
 --   - `window`: maximum number of events that are sent but not polled yet, 1 to 256;
 --   - `sentences`: if true, `sentence_end` of text events says where sentences end, for text to speech;
+--   - `priority`: 0 for background, 1 for normal, 2 for urgent; a job pauses a running job of lower priority if all
+--     places are taken, and the paused job continues later;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,

@@ -102,6 +102,9 @@ class JobOptions(TypedDict, total=False):
     """Images. They are placed before the last message of a chat, or before the prompt."""
     sentences: bool
     """Deltas say where sentences end, for text to speech. By default False."""
+    priority: int
+    """0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places are
+    taken; the paused job continues later with the same text. By default 1."""
 
 
 class LeaseTerms(TypedDict, total=False):

@@ -57,6 +57,7 @@ VALID: dict[str, m.Message] = {
             choices=("yes", "no"),
         ),
         window=1,
+        priority=2,
     ),
     "submit-sentences": m.Submit(3, EPOCH, 8, "completion", prompt="Once upon a time", sentences=True),
     "submit-images": m.Submit(
@@ -221,6 +222,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "role": (submit(kind="chat", prompt=None, messages=[{"role": "narrator", "content": "x"}]), "an unknown role"),
     "window-0": (submit(window=0), "a window of 0"),
     "window-257": (submit(window=257), "a window of 257"),
+    "priority": (submit(priority=3), "a priority of 3"),
     "conversation-empty": (submit(conversation=""), "an empty name of a conversation"),
     "temperature": (submit(sampling={"temperature": -0.1}), "a temperature below 0"),
     "penalty": (submit(sampling={"frequency_penalty": 2.1}), "a penalty above 2"),

@@ -370,7 +370,8 @@ typedef struct fs_job_options {
     const fs_image *images;      /* placed before the question, the last message or the prompt. The model needs a
                                     vision tower (fs_model.vision). NULL (default): none */
     uint32_t n_images;           /* number of `images`, at most 8 */
-    uint32_t reserved;           /* 0 */
+    uint32_t priority;           /* 0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower
+                                    priority if all places are taken; the paused job continues later */
     uint64_t sentences;          /* 1: sentence_end of FS_EVENT_TEXT says where sentences end, for text to
                                     speech. Default 0 */
 } fs_job_options;

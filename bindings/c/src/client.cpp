@@ -179,6 +179,7 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
         options = known_part(given, options, "fs_job_options_init");
     }
     check_range("window", options.window, 1, 256);
+    check_range("priority", options.priority, 0, 2);
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     check_range("sentences", double(options.sentences), 0, 1);
     *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, 128);
@@ -187,6 +188,9 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
         {"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
     if (options.sentences != 0) {
         fields["sentences"] = true;
+    }
+    if (options.priority != 1) { // older sidecars do not know it
+        fields["priority"] = options.priority;
     }
     if (options.sampling != nullptr) {
         fs_sampling sampling;
@@ -384,6 +388,7 @@ void fs_job_options_init(fs_job_options *options, uint32_t struct_size) {
     fs_job_options defaults{};
     defaults.struct_size = struct_size;
     defaults.window = 32;
+    defaults.priority = 1;
     fill(options, struct_size, defaults);
 }
 

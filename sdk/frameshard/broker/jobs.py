@@ -28,6 +28,10 @@ from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
 
 MAX_DEATHS = 2
+MAX_PRIORITY = 2
+OVERTAKEN_PER_RANK = 8
+"""A job that waits rises by one priority for each so many later jobs that were preferred to it."""
+
 _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
 
@@ -58,6 +62,12 @@ class Job:
     """It has produced a new token in the present engine."""
     turn: int = 0
     """Position in the order in which jobs were first given to an engine; 0: not yet."""
+    overtaken: int = 0
+    """Later jobs of higher priority that were given to the engine while it waited."""
+    rank: int = 0
+    """Its priority when it was given to the engine."""
+    pausing: bool = False
+    """It leaves the engine for a job of higher priority, and goes on later."""
     images: HeldImages = NO_IMAGES
 
     @property
@@ -65,6 +75,11 @@ class Job:
         """The engine's name of its conversation: clients do not share conversations of the same name."""
         name = self.request.conversation
         return None if name is None else f"{self.connection.session}/{name}"
+
+    @property
+    def priority(self) -> int:
+        """The priority of its request; higher after it has waited for many others, so that no job waits for ever."""
+        return min(self.request.priority + self.overtaken // OVERTAKEN_PER_RANK, MAX_PRIORITY)
 
     def command(self) -> em.Submit:
         """The command that runs it, from its start or from where it was."""
@@ -79,6 +94,7 @@ class Job:
             resume=tuple(self.tokens),
             history=self.history,
             sentences=self.request.sentences,
+            priority=self.rank,
         )
 
 
@@ -177,7 +193,7 @@ class Jobs:
         self.commands.clear()
         for job in list(self._jobs.values()):
             job.deaths += job.at_engine and death is not None
-            job.at_engine = False
+            job.at_engine = job.pausing = False
             if job.cancelling:
                 self._cancelled(job)
             elif death is not None and job.deaths >= MAX_DEATHS:
@@ -235,6 +251,9 @@ class Jobs:
             self._end(job, "done")
         elif isinstance(event, em.Failed):
             self._fail(job, event.error.exception())
+        elif job.pausing and not job.cancelling:
+            job.at_engine = job.pausing = False
+            self._fill_slots()
         else:
             self._cancelled(job)
 
@@ -268,30 +287,50 @@ class Jobs:
     def _fill_slots(self) -> None:
         if not self._engine_ready:
             return
-        free = self._slots - self.running
-        while free > 0 and not self._on_trial() and (job := self._next()) is not None:
+        while not self._on_trial() and (job := self._next()) is not None:
+            if self.running >= self._slots:
+                self._pause_for(job)
+                return
             if job.turn == 0:
                 self._turn += 1
                 job.turn = self._turns[job.connection] = self._turn
-            job.at_engine, job.progressed = True, False
+            for other in self._jobs.values():
+                other.overtaken += not other.at_engine and other.number < job.number and other.priority < job.priority
+            job.at_engine, job.progressed, job.rank = True, False, job.priority
             self.commands.append(job.command())
-            free -= 1
 
     def _next(self) -> Job | None:
-        """The job for a free slot: one that was in an engine before; else the oldest of the client whose last turn is
-        longest ago. A conversation has one slot at a time, in the order of its jobs."""
-        at_work = {job.conversation for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
-        waiting = (job for job in self._jobs.values() if not job.at_engine)
+        """The job for a free slot: of the highest priority; among these one that was in an engine before; else the
+        oldest of the client whose last turn is longest ago. A conversation has one slot at a time, in the order of its
+        jobs."""
+        taken = {job.conversation for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
+        waiting: list[Job] = []
+        for job in self._jobs.values():  # in the order of their numbers
+            if not job.at_engine and (job.conversation is None or job.conversation not in taken):
+                waiting.append(job)
+                taken.add(job.conversation)
         return min(
-            (job for job in waiting if job.conversation is None or job.conversation not in at_work),
+            waiting,
             key=lambda job: (
                 job.deaths == 0,
+                -job.priority,
                 job.turn == 0,
                 job.turn or self._turns.get(job.connection, 0),
                 job.number,
             ),
             default=None,
         )
+
+    def _pause_for(self, job: Job) -> None:
+        """Asks the engine to give up the job of the lowest priority, if that is below the priority of ``job`` and no
+        slot is about to become free."""
+        if self._leaving or any(other.pausing or other.cancelling for other in self._jobs.values()):
+            return
+        running = (other for other in self._jobs.values() if other.at_engine)
+        last = min(running, key=lambda other: (other.rank, -other.turn), default=None)
+        if last is not None and last.rank < job.priority:
+            last.pausing = True
+            self.commands.append(em.Cancel(last.number))
 
     def _on_trial(self) -> bool:
         """No job may enter the engine: one in it has produced nothing new, and one that was in a dead engine waits."""
@@ -304,14 +343,15 @@ class Jobs:
             self._cancelled(job)
         elif not job.cancelling:
             job.cancelling = True
-            self.commands.append(em.Cancel(job.number))
+            if not job.pausing:
+                self.commands.append(em.Cancel(job.number))
 
     def _leave(self, job: Job) -> None:
         """The job is over for its client; in the engine it is cancelled."""
         self._forget(job)
         if job.at_engine:
             self._leaving[job.number] = job.conversation
-            if not job.cancelling:
+            if not (job.cancelling or job.pausing):
                 self.commands.append(em.Cancel(job.number))
 
     def _fail(self, job: Job, error: FrameshardError) -> None:

@@ -97,6 +97,7 @@ class Job:
     sentences: Splitter | None = None
     """Finds where sentences end in the text; ``None`` if the job does not ask."""
     grammar: Grammar | None = None
+    priority: int = 1
     slot: Slot | None = None
     sampler: Sampler | None = None
     shapes: collections.deque[Shape] = field(default_factory=collections.deque)
@@ -395,14 +396,19 @@ class Batcher:
         yield from (slot.job for slot in self._slots if slot.job is not None)
 
     def _choose(self) -> list[Job]:
-        """The jobs to decode next: one that prefills, or all that generate, in ascending order of their sequences."""
+        """The jobs to decode next: one that prefills, or all that generate, in ascending order of their sequences. Jobs
+        of lower priority wait while a job prefills."""
         running = [slot.job for slot in self._slots if slot.job is not None]
         generating = [job for job in running if not job.prefilling]
-        prefilling = min((job for job in running if job.prefilling), key=lambda job: job.started_at, default=None)
-        if prefilling is not None and not (generating and self._read_last):
+        first = min(
+            (job for job in running if job.prefilling), key=lambda job: (-job.priority, job.started_at), default=None
+        )
+        if first is not None:
+            generating = [job for job in generating if job.priority >= first.priority]
+        if first is not None and not (generating and self._read_last):
             self._read_last = True
             self._costs.last = None
-            return [prefilling]
+            return [first]
         self._read_last = False
         return generating
 

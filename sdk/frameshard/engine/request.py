@@ -59,6 +59,7 @@ class RequestReader:
             text=TextStream(sampling.stop),
             sentences=Splitter() if request.sentences else None,
             grammar=grammar,
+            priority=request.priority,
             pictures=pictures,
             lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,
         )

@@ -60,6 +60,7 @@ class Submit:
     """From the job's first :class:`Started`."""
     sentences: bool = False
     """Tokens say where sentences end."""
+    priority: m.Priority = 1
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:

@@ -38,6 +38,7 @@ Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 Role = Literal["system", "user", "assistant"]
 StopString = Annotated[str, checks.text(256, least=1)]
+Priority = Annotated[int, checks.integer(0, 2)]
 Choice = Annotated[str, checks.text(4096, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
@@ -284,6 +285,11 @@ class Submit:
         "Images. They are placed before the last message of a chat, or before the prompt.",
     ] = ()
     sentences: Annotated[bool, "Deltas say where sentences end, for text to speech."] = False
+    priority: Annotated[
+        Priority,
+        "0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places "
+        "are taken; the paused job continues later with the same text.",
+    ] = 1
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and (not self.messages or self.prompt):

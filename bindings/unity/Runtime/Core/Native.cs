@@ -153,7 +153,7 @@ namespace Frameshard
             internal ulong Timeline;
             internal IntPtr Images;
             internal uint NImages;
-            internal uint Reserved;
+            internal uint Priority;
             internal ulong Sentences;
         }
 

@@ -215,6 +215,9 @@ namespace Frameshard
         public uint? Window;
         /// <summary>The job raises <see cref="Job.OnSentence"/>, for text to speech.</summary>
         public bool Sentences;
+        /// <summary>0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower priority if all
+        /// places are taken; the paused job continues later.</summary>
+        public uint? Priority;
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is

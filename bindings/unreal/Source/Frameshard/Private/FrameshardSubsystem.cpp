@@ -273,6 +273,7 @@ int32 UFrameshardSubsystem::Ask(
 	Options.sampling = &Sampling;
 	Options.timeline = static_cast<uint64_t>(Params.Timeline);
 	Options.window = static_cast<uint32_t>(Params.Window);
+	Options.priority = static_cast<uint32_t>(Params.Priority);
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;

@@ -124,6 +124,11 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "256"))
 	int32 Window = 32;
 
+	/** 0: background, 1: normal, 2: urgent. A question pauses a running one of lower priority if all places are taken;
+	 * the paused one continues later. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "2"))
+	int32 Priority = 1;
+
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "1048576"))

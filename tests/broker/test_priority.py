@@ -1,0 +1,157 @@
+"""Jobs of higher priority go first. They pause running jobs of lower priority, whose text stays whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+import frameshard
+from frameshard import errors
+from frameshard.testing import fake_engine
+from sidecars import in_trio, launch
+
+
+class Talk:
+    """Jobs whose answers are their prompts, and the order in which they end."""
+
+    def __init__(self, client: frameshard.Client, nursery: trio.Nursery) -> None:
+        self.ended: list[str] = []
+        self._client = client
+        self.nursery = nursery
+
+    async def say(self, name: str, n: int, priority: int) -> None:
+        text = " ".join(f"{name}{i}" for i in range(n))
+        sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
+        result = await self._client.complete(text, sampling=sampling, priority=priority).completed()
+        assert (result.text, result.n_generated) == (text, n)
+        self.ended.append(name)
+
+    async def begin(self, name: str, n: int, priority: int) -> None:
+        """Returns when the job is at the engine."""
+        running = await self.running()
+        self.nursery.start_soon(self.say, name, n, priority)
+        while await self.running() == running:
+            await trio.sleep(0.005)
+
+    async def running(self) -> int:
+        return (await self._client.stats()).broker.jobs_running
+
+
+@asynccontextmanager
+async def talk(n_parallel: int) -> AsyncIterator[Talk]:
+    async with launch(engine=fake_engine(delay_s=0.002), n_parallel=n_parallel) as client:
+        async with trio.open_nursery() as nursery:
+            yield Talk(client, nursery)
+
+
+@in_trio
+async def test_urgent_jobs_pause_the_one_of_the_lowest_priority() -> None:
+    async with talk(2) as jobs:
+        await jobs.begin("background", 400, 0)
+        await jobs.begin("normal", 400, 1)
+        for number in range(5):
+            await jobs.say(f"urgent{number}-", 20, 2)
+        assert len(jobs.ended) == 5
+    assert jobs.ended[5:] == ["normal", "background"]
+
+
+@pytest.mark.parametrize("priority", [0, 1, 2])
+@in_trio
+async def test_jobs_of_one_priority_do_not_pause_each_other(priority: int) -> None:
+    async with talk(1) as jobs:
+        await jobs.begin("first", 200, priority)
+        await jobs.say("second", 1, priority)
+    assert jobs.ended == ["first", "second"]
+
+
+@in_trio
+async def test_no_job_waits_for_ever() -> None:
+    """Two urgent jobs at any time, and one place: the background job has its turn all the same."""
+    async with talk(1) as jobs:
+        await jobs.begin("urgent", 50, 2)
+        jobs.nursery.start_soon(jobs.say, "background", 50, 0)
+
+        async def urgent_ones() -> None:
+            while "background" not in jobs.ended:
+                await jobs.say("urgent", 3, 2)
+
+        jobs.nursery.start_soon(urgent_ones)
+        jobs.nursery.start_soon(urgent_ones)
+    assert 2 < jobs.ended.index("background") < 40
+
+
+@in_trio
+async def test_a_job_can_be_cancelled_while_it_is_paused() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
+        endless = frameshard.Sampling(max_tokens=100_000)
+        async with client.complete("la", sampling=endless, priority=0) as paused:
+            await paused.__anext__()
+            async with client.complete("li", sampling=endless, priority=2) as urgent:
+                await urgent.__anext__()
+                broker = (await client.stats()).broker
+                assert (broker.jobs_running, broker.jobs_queued) == (1, 1)
+                await paused.cancel()
+                with pytest.raises(errors.JobCancelled):
+                    await paused.completed()
+                await urgent.__anext__()
+                assert (await client.stats()).broker.jobs_queued == 0
+
+
+@in_trio
+async def test_priorities_of_all_kinds_amid_cancels_and_kills() -> None:
+    draw = random.Random(1)
+    async with launch(engine=fake_engine(delay_s=0.0005), n_parallel=3, max_client_jobs=256) as client:
+        ended = 0
+
+        async def one(number: int) -> None:
+            nonlocal ended
+            n = draw.randint(1, 60)
+            text = " ".join(f"{number}-{i}" for i in range(n))
+            sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
+            async with client.complete(text, sampling=sampling, priority=draw.randint(0, 2)) as stream:
+                if draw.random() < 0.2:
+                    with suppress(StopAsyncIteration):
+                        await stream.__anext__()
+                    await stream.cancel()
+                with suppress(errors.JobCancelled):
+                    await stream.completed()
+                assert text.startswith(stream.text)
+                assert stream.result is None or stream.text == text
+            ended += 1
+
+        async with trio.open_nursery() as nursery:
+            for number in range(200):
+                nursery.start_soon(one, number)
+            for _ in range(3):
+                await trio.sleep(0.3)
+                if engine := (await client.stats()).broker.engine_pid:
+                    os.kill(engine, signal.SIGKILL)
+        assert ended == 200
+        broker = (await client.stats()).broker
+        assert (broker.jobs_running, broker.jobs_queued) == (0, 0)
+
+
+def test_a_paused_answer_of_a_real_model_is_unchanged(model_path: Path) -> None:
+    """In mode stream_only, to the last bit: the same tokens."""
+
+    async def main() -> None:
+        options = {"n_ctx": 512, "n_parallel": 1, "n_threads": 1, "mode": "stream_only", "vram_budget_mb": 100}
+        sampling = frameshard.Sampling(max_tokens=40, temperature=0.7, seed=5)
+        async with frameshard.launch(model_path, device="emulated", **options) as client:
+            alone = await client.complete("The old lighthouse", sampling=sampling).completed()
+            async with client.complete("The old lighthouse", sampling=sampling, priority=0) as paused:
+                for _ in range(2):
+                    await paused.__anext__()
+                    urgent = client.complete("Who goes there?", sampling=frameshard.Sampling(max_tokens=3), priority=2)
+                    await urgent.completed()
+                    assert paused.result is None
+                assert (await paused.completed()).text == alone.text
+
+    trio.run(main)
