@@ -1,8 +1,8 @@
-"""VRAM budgets and parking: what the host asks for, what is granted, what is in force, and what the driver observes.
+"""Changes the VRAM budget, and parks the engine.
 
-A budget comes as a command or in the frame block. All of it runs in the *budget* thread, so that a change takes effect
-in the middle of a decode: the shard device evicts between two steps. Parking frees the context as well, so it is done
-by the main thread between two decodes.
+A new budget comes in a command or in the frame block. The *budget* thread makes the change, so that it takes effect in
+the middle of a decode: the shard device evicts weights between two steps. Parking also frees the VRAM of llama.cpp's
+context, so the main thread does that between two decodes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from frameshard.wire import messages as m
 logger = logging.getLogger("frameshard.engine")
 
 FRAME_BLOCK_S = 0.004
-"""Between two looks at the frame block while no decode runs that looks at it."""
+"""Seconds between two reads of the frame block while no decode runs. A decode reads it itself."""
 
 OBSERVE_EVERY_S = 2.0
 PARTIAL_S = 60.0
-"""For a release that the host knows to be late."""
+"""The longest wait for a release, in seconds, if the grant has told the host that it will be late."""
 
-OBSERVED_POLL_S = 0.02  # NVML has no event for a change
+OBSERVED_POLL_S = 0.02  # polled, because NVML has no event for a change
 
 
 class Budgets:
-    """Changes of one runtime's budget.
+    """Changes the budget of one runtime.
 
     :param send: sends an event to the broker.
     :param on_main: runs a function in the main thread, between two decodes.
@@ -49,16 +49,16 @@ class Budgets:
         replan: Callable[[], None],
     ) -> None:
         self.parked = False
-        """The context and all weights are out of VRAM; nothing is decoded."""
+        """True while the context and all weights are out of VRAM. Nothing is decoded then."""
         self.has_frame_block = False
-        """The device reads a frame block."""
+        """True if the device reads a frame block."""
         self._send = send
         self._on_main = on_main
         self._replan = replan
         self._asked: queue.SimpleQueue[em.SetBudget] = queue.SimpleQueue()
         self._known_bytes = 0
-        """The budget that the broker knows."""
-        self._releases: collections.deque[tuple[int, float]] = collections.deque(maxlen=8)  # bytes and seconds
+        """The last budget that was reported to the broker."""
+        self._releases: collections.deque[tuple[int, float]] = collections.deque(maxlen=8)  # (bytes, seconds)
 
     def ask(self, command: em.SetBudget) -> None:
         """[any thread] Queues a change."""
@@ -84,11 +84,12 @@ class Budgets:
                 elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S and not self.parked:
                     self._measure_overhead(runtime)
                 continue
-            with contextlib.suppress(BrokerGone):  # the reader thread sees that too, and ends the process
+            with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
                 self._carry_out(runtime, command)
 
     def _follow_frame_block(self, runtime: Runtime) -> None:
-        """Takes a budget from the frame block, and reports a budget that the device took from there during a graph."""
+        """Reads the budget in the frame block. Reports it to the broker if it is new, also if the device has already
+        taken it during a graph."""
         assert runtime.device is not None
         runtime.device.poll_frame_block()
         if runtime.vram_budget_bytes == self._known_bytes:
@@ -106,7 +107,7 @@ class Budgets:
             logger.warning("%s", error)
 
     def _carry_out(self, runtime: Runtime, command: em.SetBudget) -> None:
-        """Sends all answers to a command."""
+        """Makes a change and sends all answers to its command."""
         started = time.monotonic()
         try:
             patience_s = self._grant(runtime, command)
@@ -128,10 +129,11 @@ class Budgets:
         self._send(em.BudgetObserved(command.seq, observed, time.monotonic() - started))
 
     def _grant(self, runtime: Runtime, command: em.SetBudget) -> float:
-        """Sends what can be reached by the deadline: predicted from earlier releases, or all of it before the first.
+        """Sends the grant: the budget that can be reached by the deadline, predicted from earlier releases. Without
+        earlier releases this is the whole change.
 
         :returns: how long to wait for the release, in seconds.
-        :raises BudgetBelowFloor: nothing changes.
+        :raises BudgetBelowFloor: the budget is below the floor. Nothing has changed.
         """
         wanted, timeout_s = command.vram_budget_bytes, command.timeout_s
         reached, seconds = wanted, 0.0
@@ -140,7 +142,7 @@ class Budgets:
             if 0 < wanted < stats.floor_bytes:
                 raise below_floor(wanted, stats.floor_bytes)
             excess = stats.used_bytes - wanted if wanted and not command.parked else 0
-            # A release takes a while to begin, whatever its size: small releases do not predict large ones.
+            # Every release has a constant delay, so a small release does not predict a much larger one.
             predicted = [took * max(1.0, excess / n) for n, took in self._releases if 8 * n >= excess]
             if excess > 0 and predicted:
                 seconds = min(predicted)
@@ -150,9 +152,10 @@ class Budgets:
         return timeout_s if reached == wanted else max(timeout_s, PARTIAL_S)
 
     def _change(self, device: ShardDevice, command: em.SetBudget, patience_s: float) -> None:
-        """Waits for the release ``patience_s`` at most. Half-way to the deadline, warns if it will be missed.
+        """Sets the budget and waits at most ``patience_s`` seconds for the release. After half of ``timeout_s``, warns
+        the broker if the deadline will be missed.
 
-        :raises DeadlineMissed: the release is not complete; the budget is in force.
+        :raises DeadlineMissed: the release is not complete. The budget is in force all the same.
         """
         wanted, timeout_s = command.vram_budget_bytes, command.timeout_s
         before, started = device.stats().used_bytes, time.monotonic()
@@ -167,7 +170,7 @@ class Budgets:
                     self._send(em.BudgetLate(command.seq, reached, seconds))
 
         warning = threading.Timer(timeout_s / 2, warn)
-        if 0 < wanted < before and patience_s <= timeout_s:  # else the grant has announced it
+        if 0 < wanted < before and patience_s <= timeout_s:  # if it is longer, the grant said that it will be late
             warning.start()
         try:
             device.set_budget(wanted, patience_s)
@@ -179,8 +182,9 @@ class Budgets:
             self._releases.append((released, time.monotonic() - started))
 
     def _set_parked(self, runtime: Runtime, command: em.SetBudget) -> None:
-        """
-        :raises DeadlineMissed: the decode that was running has not ended in time; the change is made when it has.
+        """Parks or unparks in the main thread.
+
+        :raises DeadlineMissed: a running decode has not ended in time. The change is made when it ends.
         """
         park, wanted, timeout_s = command.parked, command.vram_budget_bytes, command.timeout_s
         done = threading.Event()
@@ -197,7 +201,7 @@ class Budgets:
             done.set()
 
         if runtime.device is not None:
-            # Weights go at once, while the decode runs that has to end before the context can go.
+            # Weights are evicted at once. The VRAM of the context can be freed only after the running decode.
             evicts_first = park and not self.parked
             runtime.device.set_budget(runtime.device.stats().floor_bytes if evicts_first else wanted, timeout_s)
         self._on_main(change)
@@ -206,11 +210,14 @@ class Budgets:
         if failure:
             raise failure[0]
         if park and runtime.device is not None:
-            runtime.device.set_budget(wanted, timeout_s)  # is in force when the memory is taken again
+            runtime.device.set_budget(wanted, timeout_s)  # limits the memory that unparking takes again
 
     def _await_observed(self, runtime: Runtime, within_bytes: int, deadline: float) -> int | None:
-        """The driver's figure as soon as it is within the budget, else the last one before ``deadline`` or before the
-        next change, which must not wait for a driver that counts late."""
+        """Polls the VRAM that the driver counts, until it is within the budget, ``deadline`` has passed, or the next
+        change is queued: that one must not wait for a driver that counts late.
+
+        :returns: the last count in bytes; None if the driver gives none.
+        """
         if runtime.observer is None:
             return None
         observed = runtime.observer.used()
@@ -223,5 +230,5 @@ class Budgets:
 
 
 def _used_bytes(runtime: Runtime) -> int:
-    """By the ledger; 0 without a shard device, where the process holds no VRAM."""
+    """The bytes that the ledger counts; 0 without a shard device, because the process then holds no VRAM."""
     return runtime.device.stats().used_bytes if runtime.device is not None else 0

@@ -1,4 +1,5 @@
-"""A model's own chat template, rendered without trust by :mod:`frameshard.engine.renderer` in a process of its own."""
+"""Renders a model's chat template. A template comes from a downloaded file and is not trusted, so
+:mod:`frameshard.engine.renderer` renders it in a separate process."""
 
 from __future__ import annotations
 
@@ -13,16 +14,18 @@ from frameshard.errors import BadArgument, Unsupported
 MAX_TEMPLATE_CHARS = 256 * 1024
 
 _RENDERER = Path(__file__).with_name("renderer.py")
-_TRIES = 2  # what was killed from outside is started again
+_TRIES = 2  # a process that was killed from outside is started again
 _PROBE = [{"role": "user", "content": "Hello"}]
 
 
 class ChatTemplate:
-    """A compiled template. ``bos`` and ``eos`` are the texts that the template may refer to. Any thread may use it; one
-    prompt is rendered at a time. Free it with :meth:`close`.
+    """A compiled template. Any thread may use it; it renders one prompt at a time. Free it with :meth:`close`.
 
-    :raises Unsupported: the template is too large, does not compile, or renders no short message within the limits on
-        time and memory.
+    :param source: the template's text.
+    :param bos: the text of the BOS token, which the template may use.
+    :param eos: the text of the EOS token.
+    :raises Unsupported: the template is too large, does not compile, or cannot render a short message within the limits
+        on time and memory.
     """
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
@@ -33,13 +36,14 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._renderer: Confined | None = None
         answer = self._ask(_PROBE)
-        # One that refuses this message may be made for others.
+        # A template that refuses this message may accept others.
         if answer.get("error", "refused") != "refused":
             self.close()
             raise Unsupported(f"the model's chat template cannot be used: {answer['reason']}")
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for ``messages`` (each with ``role`` and ``content``), ending where the assistant is to speak.
+        """Renders the prompt for ``messages``, each with ``role`` and ``content``. The prompt ends where the
+        assistant's answer begins.
 
         :raises BadArgument: the template refuses these messages, the prompt is over 1 MiB, or rendering takes more than
             a second of CPU time or 256 MiB of memory.
@@ -69,7 +73,7 @@ class ChatTemplate:
                         break
                     continue
                 if answer.get("error") == "out_of_memory":
-                    self._drop()  # it ends
+                    self._drop()  # the process ends itself after this answer
                 return answer
         if status == OUT_OF_TIME:
             reason = "takes more than a second of CPU time"

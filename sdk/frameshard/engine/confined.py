@@ -1,16 +1,17 @@
-"""A process of its own for work on what others wrote: templates of downloaded files, schemas and grammars of clients.
+"""Processes untrusted input in a child process with limits: templates of downloaded files, schemas and grammars of
+clients.
 
-A thread can neither be stopped nor bounded, and a library that does such work may crash. So the work is done in a child
-process that limits its address space and the CPU time of each request. CPU time does not depend on what else the
-machine does. A request that is out of CPU time ends the process.
+A thread cannot be stopped, its memory cannot be limited, and the libraries that process such input may crash. So a
+child process does the work. It limits its address space and the CPU time of each request. CPU time is used because it
+does not depend on the load of the machine. A request that exceeds its CPU time ends the process.
 
 Requests and answers are lines of JSON. The child runs this file with the path of a worker file, which defines
-``MEMORY_BYTES``, ``CPU_S`` and a class ``Worker`` with ``answer(request) -> answer``. Where ``answer["error"]`` is
-``out_of_memory``, the process ends: what such an error left in memory is unknown. This file imports the standard
-library only, and workers import nothing of frameshard, so that a start is quick: ``engine/__init__`` loads llama.cpp.
+``MEMORY_BYTES``, ``CPU_S`` and a class ``Worker`` with ``answer(request) -> answer``. After an answer whose ``error``
+is ``out_of_memory`` the process ends, because its state is not known any more. To start quickly, this file imports only
+the standard library, and workers import nothing of frameshard: ``engine/__init__`` would load llama.cpp.
 
-Windows has neither ``resource`` nor ``setitimer``. A job object with ``ProcessMemoryLimit`` and
-``PerProcessUserTimeLimit`` would take their place; only the bound on waiting is in force there today.
+Windows has neither ``resource`` nor ``setitimer``, so only the limit on waiting holds there. A job object with
+``ProcessMemoryLimit`` and ``PerProcessUserTimeLimit`` could replace them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path[:] = sys.argv[2:]  # packages are found where the engine would find them
+    sys.path[:] = sys.argv[2:]  # the engine's own search path
 
 import contextlib
 import json
@@ -37,26 +38,30 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 PATIENCE_S = 60.0
-"""For an answer. The process bounds its own CPU time; this is for one that was stopped or that the machine starves."""
+"""The longest wait for an answer, in seconds. The process limits its own CPU time; this limit is for a process that was
+stopped or gets no CPU time."""
 
 OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
-""":attr:`Gone.status` of a process whose CPU time was used up."""
+"""The value of :attr:`Gone.status` if the request exceeded its CPU time."""
 
 
 class Gone(Exception):
-    """The process has ended or does not answer. ``status`` is that of :class:`subprocess.Popen`."""
+    """The process has ended or does not answer.
+
+    :param status: its exit status, as in :class:`subprocess.Popen`.
+    """
 
     def __init__(self, status: int) -> None:
         self.status = status
 
 
 class Confined:
-    """The child process, from the side that asks. One request at a time."""
+    """Starts the child process and sends it requests, one at a time."""
 
     def __init__(self, worker: Path) -> None:
         search = [entry for entry in sys.path if os.path.isabs(entry)]
         self._process = subprocess.Popen(
-            # By the file's path and not with -c, which puts the working directory first on the path.
+            # The file is run by its path, because -c would put the working directory first on sys.path.
             [sys.executable, "-S", __file__, str(worker), *search],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,7 +69,10 @@ class Confined:
         )
 
     def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """:raises Gone: there is no answer; the process has ended."""
+        """Sends a request and returns its answer.
+
+        :raises Gone: there is no answer. The process has ended.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(PATIENCE_S, self._process.kill)
@@ -75,7 +83,7 @@ class Confined:
             self._process.stdin.flush()
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
             return answer
-        except (OSError, ValueError):  # a closed pipe, or half an answer
+        except (OSError, ValueError):  # the pipe is closed, or the answer is incomplete
             self._process.kill()
             raise Gone(self._process.wait()) from None
         finally:
@@ -92,13 +100,17 @@ class Confined:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """The default action of the timer's signal ends the process, also in the middle of one long operation."""
+    """Ends the process after so much CPU time; 0 turns the limit off. The timer's signal has no handler, so it ends the
+    process even inside one long operation."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def serve(worker: str) -> None:
-    """The child: answers requests until the input ends."""
+    """Runs in the child: answers requests until the input ends.
+
+    :param worker: path of the worker file.
+    """
     names = runpy.run_path(worker)
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_AS, (names["MEMORY_BYTES"], names["MEMORY_BYTES"]))

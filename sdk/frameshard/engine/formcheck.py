@@ -1,8 +1,9 @@
-"""Makes a grammar of the form of one answer. The worker of a :mod:`frameshard.engine.confined` process: llguidance
-bounds most of what a form can cost, but not all (an intersection of many patterns, a large ``multipleOf``).
+"""Turns the form of an answer into a grammar for llguidance. This is the worker of a :mod:`frameshard.engine.confined`
+process, because llguidance does not limit the time and memory of every form: an intersection of many patterns or a
+large ``multipleOf`` can take very much.
 
-A request is ``{"form", "text"}``: ``json_schema``, ``choices`` (a JSON list of strings), ``regex`` or ``lark``. The
-answer is ``{"grammar"}``, for llguidance, or ``{"error", "reason"}``, where the error is ``refused``.
+A request is ``{"form", "text"}``. The form is ``json_schema``, ``choices`` (the text is a JSON list of strings),
+``regex`` or ``lark``. The answer is ``{"grammar"}``, or ``{"error", "reason"}`` with the error ``refused``.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MEMORY_BYTES = 256 << 20
-"""Of address space; the process takes 30 MiB of it before it has a schema."""
+"""The limit on the address space of the process, which takes 30 MiB without a form."""
 
 CPU_S = 0.5
-"""For one form. Ordinary ones take a millisecond, an ``enum`` of 6,000 values 30."""
+"""The limit on the CPU time of one form. An ordinary one takes 1 ms, an ``enum`` of 6,000 values 30 ms."""
 
-# At most one space after a comma and a colon, and none elsewhere: a small model would else fill an answer with them.
+# JSON may have one space after a comma or a colon, and none elsewhere. Otherwise a small model may fill its answer with
+# white space.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
-# A forced text is not spelled for the model: the tokenizer of a vocabulary need not give back the bytes it was given.
+# Turns off forced text, which llguidance would tokenise itself: some tokenizers do not keep the bytes of a text.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 
-_SLASH = re.compile(r"\\.|/", re.DOTALL)  # in a regular expression, or anything that is escaped already
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # finds a slash, and skips characters that are already escaped
 _OPTIONS = re.compile(r"^\s*%llguidance", re.MULTILINE)
 
-_PLACE_S = 0.1  # for finding the place of what is wrong
+_PLACE_S = 0.1  # the limit on the time to find the part of a schema that is wrong
 _MAX_REASON_CHARS = 500
 _ONE_OF = "oneOf is understood only where no value can fit two of its schemas: use anyOf"
-# Where a schema has further schemas.
+# The keywords under which a schema has further schemas: one, a list, or a map of them.
 _SINGLE = ("items", "additionalProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -45,14 +47,14 @@ Schema = Mapping[str, Any]
 
 
 class Worker:
-    """Knows no vocabulary: bytes are its tokens."""
+    """Checks forms without the model's vocabulary: its tokens are the bytes."""
 
     def __init__(self) -> None:
         self._bytes = LLTokenizer("byte")
         self._limits = LLParserLimits(verbose_errors=False)
 
     def answer(self, request: Mapping[str, str]) -> dict[str, str]:
-        """The answer to one request."""
+        """Answers one request."""
         text = request["text"]
         match request["form"]:
             case "json_schema":
@@ -92,7 +94,7 @@ class Worker:
         return self._refusal(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
     def _refusal(self, grammar: str) -> str:
-        """Why the grammar cannot be used; empty where it can."""
+        """Returns the reason why the grammar cannot be used, or "" if it can."""
         matcher = LLMatcher(self._bytes, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -104,7 +106,7 @@ class Worker:
         return _ONE_OF if error.startswith("oneOf constraints") else error
 
     def _place(self, reason: str, root: Schema, schema: Schema, at: str, until: float) -> str:
-        """The smallest part that is refused for this reason on its own, as a JSON pointer."""
+        """Returns the JSON pointer of the smallest part of the schema that is refused for the same reason."""
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         for name, part in _parts(schema):
             if time.process_time() > until:
@@ -115,8 +117,8 @@ class Worker:
 
 
 def _close_objects(schema: dict[str, Any]) -> None:
-    """Objects get the properties that are named and no others, where the schema does not say: a small model would go on
-    with some of its own. Where several schemas may apply to one object, it is left as it is."""
+    """Forbids properties that the schema does not name, unless it says otherwise: a small model would add its own. A
+    schema is not changed if several of its parts may apply to one object."""
     parts = list(_all_parts(schema))
     for part in parts:
         combined = part.keys() & _COMBINED

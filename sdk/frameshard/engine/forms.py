@@ -1,11 +1,12 @@
-"""Answers of a given form (a JSON schema, choices, a regular expression or a grammar): which tokens may come next, by
-llguidance.
+"""Restricts an answer to a form: a JSON schema, choices, a regular expression or a Lark grammar. llguidance computes
+which tokens may come next.
 
-A form comes from a client. So it is first compiled in a process that bounds time and memory
-(:mod:`frameshard.engine.formcheck`), and here only when it is known to stay small. What llguidance may spend on one
-token is bounded by its own limits; a form that exceeds them in the middle of an answer fails that job.
+A form comes from a client and is not trusted. So it is first compiled in a process with limits on time and memory
+(:mod:`frameshard.engine.formcheck`). Only a form that stays within them is compiled here. llguidance itself limits the
+work for one token. A form that exceeds that limit in the middle of an answer fails its job.
 
-The tokens' bytes are those that the text of an answer is made of, so what is matched is what the client gets.
+llguidance gets the same bytes of each token as the text of an answer, so it checks exactly the text that the client
+gets.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from frameshard.wire.messages import Sampling
 
 MAX_BYTES = 64 << 10
 MAX_LEXER_STATES = 50_000
-"""Of one job; they take 1 to 2 KB each."""
+"""The most lexer states of one job. Each takes 1 to 2 KB."""
 
 _WORKER = Path(__file__).with_name("formcheck.py")
-_TRIES = 2  # what was killed from outside is started again
-_REMEMBERED = 64  # forms
+_TRIES = 2  # a process that was killed from outside is started again
+_REMEMBERED = 64  # forms whose grammars are cached
 _MAX_REASON_CHARS = 500
 _TOO_COMPLEX = "too complex for an answer that has begun: "
 
 
 class Form(NamedTuple):
-    """What an answer is held to.
+    """The form of an answer.
 
-    :param name: of the field of :class:`Sampling` that asks for it.
-    :param text: its value, or what :mod:`frameshard.engine.formcheck` takes for it.
+    :param name: the field of :class:`Sampling` that has the form.
+    :param text: the field's value, as text for :mod:`frameshard.engine.formcheck`.
     """
 
     name: str
@@ -49,9 +50,9 @@ class Form(NamedTuple):
 
 
 def form_of(sampling: Sampling) -> Form | None:
-    """The form that a request asks for; None for any text.
+    """Returns the form that a request asks for; None if it asks for none.
 
-    :raises BadArgument: it asks for several.
+    :raises BadArgument: the request asks for more than one form.
     """
     choices = json.dumps(sampling.choices) if sampling.choices else ""
     texts = {"json_schema": sampling.json_schema, "choices": choices, "regex": sampling.regex, "lark": sampling.lark}
@@ -63,17 +64,21 @@ def form_of(sampling: Sampling) -> Form | None:
 
 
 class Grammar(NamedTuple):
-    """What :meth:`Forms.matcher` takes: a form's field, and its grammar for llguidance."""
+    """A checked form.
+
+    :param field: the field of :class:`Sampling` that has the form.
+    :param text: its grammar for llguidance.
+    """
 
     field: str
     text: str
 
 
 class Matcher:
-    """What may come next in one answer.
+    """Computes which tokens may come next in one answer.
 
-    :raises BadArgument: the form cannot be used with this vocabulary. :meth:`allowed` and :meth:`accept` raise it where
-        the form is too complex after all.
+    :raises BadArgument: the form cannot be used with this vocabulary. :meth:`allowed` and :meth:`accept` raise it if
+        the form turns out to be too complex in the middle of the answer.
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: Grammar) -> None:
@@ -86,18 +91,19 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Nothing can follow any more."""
+        """True if no more tokens can follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> npt.NDArray[np.int64]:
-        """The tokens that may come next, ascending; among them those that end the answer, where it may end here."""
+        """Returns the ids of the tokens that may come next, ascending, shape [n]. They include the tokens that end the
+        answer if it may end here."""
         fill_next_token_bitmask(self._matcher, self._mask)
         self._check(_TOO_COMPLEX)
         bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
         return np.flatnonzero(bits)
 
     def accept(self, token: int) -> None:
-        """The next token is ``token``."""
+        """Appends ``token`` to the answer."""
         self._matcher.consume_token(token)
         self._check(_TOO_COMPLEX)
 
@@ -111,9 +117,9 @@ class Matcher:
 class Forms:
     """Makes matchers for one model. Any thread may use it. Free it with :meth:`close`.
 
-    ``vocabulary`` gives the bytes of each token, empty for those that may only end an answer or not occur at all, and
-    the tokens that end one. It is called once, for the first form: that takes 0.3 s for 49,000 tokens and 3 s for
-    262,000, in which other Python threads run little.
+    :param vocabulary: returns the bytes of each token, and the tokens that end an answer. Tokens that must not occur in
+        the text of an answer have no bytes. It is called once, for the first form. That takes 0.3 s for 49,000 tokens
+        and 3 s for 262,000, and slows other Python threads meanwhile.
     """
 
     def __init__(self, vocabulary: Callable[[], tuple[list[bytes], list[int]]]) -> None:
@@ -124,9 +130,9 @@ class Forms:
         self._try = functools.lru_cache(_REMEMBERED)(self._try_confined)
 
     def grammar(self, form: Form) -> Grammar:
-        """May last a second or two; a form that was seen of late takes milliseconds.
+        """Checks a form and returns its grammar. A new form may take a second or two, a cached one milliseconds.
 
-        :raises BadArgument: no answer can be held to ``form``; the error says why and, of a JSON schema, where.
+        :raises BadArgument: ``form`` cannot be used. The error says why and, for a JSON schema, where.
         :raises Unsupported: the model's vocabulary has no token that ends an answer.
         """
         with self._lock:
@@ -136,21 +142,22 @@ class Forms:
             if self._tokenizer is None:
                 self._tokenizer = _make_tokenizer(form.name, *self._vocabulary())
         grammar = Grammar(form.name, text)
-        self.matcher(grammar)  # the same limits with all of the vocabulary
+        self.matcher(grammar)  # raises if the form exceeds the limits with the model's vocabulary
         return grammar
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """For a new answer. Takes 1 to 3 ms for an ordinary form, and never waits for another."""
+        """Returns a matcher for a new answer. This takes 1 to 3 ms for an ordinary form, and does not wait for other
+        threads."""
         assert self._tokenizer is not None
         return Matcher(self._tokenizer, grammar)
 
     def close(self) -> None:
-        """Ends the process that checks. Safe to call twice."""
+        """Ends the process that checks forms. Safe to call twice."""
         with self._lock:
             self._drop()
 
     def _try_confined(self, form: Form) -> tuple[str, str]:
-        """The grammar, or why there is none."""
+        """Returns the grammar and "", or "" and the reason why there is none."""
         if len(form.text.encode("utf-8", "replace")) > MAX_BYTES:
             return "", f"more than {MAX_BYTES} bytes"
         status = 0
@@ -178,7 +185,8 @@ def _refused(field: str, why: str) -> BadArgument:
 
 
 class _Vocabulary:
-    """What llguidance's wrapper asks for. It never tokenises: nothing is forced."""
+    """The vocabulary, as llguidance's wrapper needs it. It cannot tokenise; without forced text, llguidance never asks
+    for that."""
 
     def __init__(self, tokens: list[bytes], ends: Sequence[int]) -> None:
         self.tokens = tokens

@@ -23,8 +23,9 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, event: em.Event) -> None:
-        """
-        :raises BrokerGone: nobody will read it.
+        """Sends an event to the broker.
+
+        :raises BrokerGone: the broker has closed its end.
         """
         frame = em.pack(event)
         try:
@@ -34,9 +35,9 @@ class Link:
             raise BrokerGone(str(error)) from None
 
     def received(self) -> Iterator[dict[str, Any]]:
-        """The map of each message, until the broker closes its end.
+        """Yields the map of each message until the broker closes its end.
 
-        :raises BadMessage: what came is no message; the stream cannot be used any more.
+        :raises BadMessage: the bytes are not a message. The stream cannot be used any more.
         """
         reader = channel.Reader()
         while data := self._socket.recv(1 << 16):

@@ -1,6 +1,7 @@
-"""A model and one context of it in llama.cpp: load, fill a batch, decode.
+"""Loads a model with one context in llama.cpp, fills batches and decodes them.
 
-llama.cpp's return codes become ``frameshard.errors`` here. What sequences hold is :class:`~.runtime.Runtime`'s.
+This module turns llama.cpp's return codes into ``frameshard.errors``. :class:`~.runtime.Runtime` keeps track of the
+tokens in each sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = logging.getLogger("frameshard.engine")
 
 ALL_LAYERS = 999
 KV_PAGE = 256
-"""Cells in which the KV cache is allocated; llama.cpp reads it in steps of as many."""
+"""The KV cache is allocated and read in multiples of this many cells."""
 KV_TYPES = {
     "f16": llama_cpp.GGML_TYPE_F16,
     "q8_0": llama_cpp.GGML_TYPE_Q8_0,
@@ -35,13 +36,19 @@ KV_TYPES = {
 
 
 class DecodeAborted(Exception):
-    """:meth:`Runtime.abort` stopped the decode. The sequences of that batch are back at the length they had before it,
-    except where :meth:`Runtime.length` says otherwise: a recurrent state cannot be rolled back, that one is empty."""
+    """:meth:`Runtime.abort` stopped the decode. The sequences of the batch have the length that they had before. A
+    sequence with a recurrent state is empty instead, because such a state cannot be rolled back;
+    :meth:`Runtime.length` tells."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Part of a decode batch: ``tokens`` go to the end of sequence ``seq``; ``logits`` is "last", "all" or "none"."""
+    """A part of a decode batch.
+
+    :param seq: the sequence.
+    :param tokens: the tokens to append to it.
+    :param logits: which of the tokens get logits: "last", "all" or "none".
+    """
 
     seq: int
     tokens: Sequence[int]
@@ -49,17 +56,17 @@ class Rows:
 
 
 class Llama:
-    """A loaded model; :meth:`make_context` comes next. Free it with :meth:`close`.
+    """A loaded model. Call :meth:`make_context` before anything else. Free it with :meth:`close`.
 
-    :param model: what the file's header says.
-    :param devices: handles of ggml devices, ``None`` at the end; ``(None,)`` is the CPU alone.
+    :param model: the contents of the file's header.
+    :param devices: handles of ggml devices, ``None`` at the end; ``(None,)`` uses only the CPU.
     :raises BadModel: llama.cpp refuses the file.
     :raises Unsupported: the model does not generate text.
     """
 
     def __init__(self, model: Model, devices: ctypes.Array[ctypes.c_void_p]) -> None:
         self._context: Any = None
-        self._devices = devices  # llama.cpp keeps the pointer
+        self._devices = devices  # kept alive, because llama.cpp keeps the pointer
         params = llama_cpp.llama_model_default_params()
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         if cpu.must_avoid_amx():
@@ -90,18 +97,20 @@ class Llama:
 
     @property
     def can_trim(self) -> bool:
-        """The end of a sequence can be removed; a recurrent state has no end."""
+        """True if the last tokens of a sequence can be removed. A recurrent state does not allow that."""
         return not (llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model))
 
     def make_context(self, config: EngineConfig, n_threads: int, n_outputs_max: int, abort_callback: Any) -> None:
         """Makes the context.
 
-        :param n_outputs_max: most rows of logits of one decode.
-        :param abort_callback: ``ggml_abort_callback`` for the CPU; ``None``: the device is told otherwise.
-        :raises OutOfMemory: llama.cpp cannot make it.
+        :param n_threads: threads that compute on the CPU.
+        :param n_outputs_max: the most rows of logits of one decode.
+        :param abort_callback: a ``ggml_abort_callback``, which the CPU calls for each node and which can stop the
+            decode; ``None`` with a shard device, which is stopped in another way.
+        :raises OutOfMemory: llama.cpp has not enough memory for the context.
         """
         params = llama_cpp.llama_context_default_params()
-        # Whole pages for each sequence: llama.cpp divides this number, and rounds the result.
+        # Each sequence gets whole pages, because llama.cpp divides n_ctx by the number of sequences and rounds.
         params.n_ctx = -(-config.n_ctx // KV_PAGE) * KV_PAGE * config.n_parallel
         params.n_batch = config.n_ubatch
         params.n_ubatch = config.n_ubatch
@@ -113,7 +122,7 @@ class Llama:
         params.kv_unified = False
         params.offload_kqv = params.op_offload = bool(self._devices[0])
         params.no_perf = True
-        self._abort_callback = abort_callback  # llama.cpp keeps the pointer
+        self._abort_callback = abort_callback  # kept alive, because llama.cpp keeps the pointer
         if abort_callback is not None:
             params.abort_callback = abort_callback
         self._context = llama_cpp.llama_init_from_model(self._model, params)
@@ -125,9 +134,9 @@ class Llama:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)))
         self.n_ctx_seq = int(llama_cpp.llama_n_ctx_seq(self._context))
-        """Context of each sequence in tokens."""
+        """The context of each sequence, in tokens."""
         self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))
-        """Most tokens of one decode."""
+        """The most tokens of one decode."""
         self.n_outputs_max = n_outputs_max
         self._make_batch()
 
@@ -155,9 +164,10 @@ class Llama:
     def fill_batch(self, batch: Sequence[Rows], starts: Sequence[int]) -> list[int]:
         """Prepares a decode.
 
-        :param starts: tokens that the sequence of each of ``batch`` holds already.
-        :returns: the rows of logits that it will yield.
-        :raises BadArgument: too many or no tokens, impossible token ids, or too many rows of logits.
+        :param batch: the parts of the batch.
+        :param starts: for each part, the number of tokens that its sequence already has.
+        :returns: the rows of the batch that get logits, for :meth:`logits`.
+        :raises BadArgument: no tokens, too many tokens, invalid token ids, or too many rows of logits.
         """
         n, outputs = 0, []
         for rows, start in zip(batch, starts, strict=True):
@@ -177,17 +187,17 @@ class Llama:
             raise BadArgument("an empty batch")
         if int(self._tokens[:n].min()) < 0 or int(self._tokens[:n].max()) >= self.n_vocab:
             raise BadArgument(f"token ids must be from 0 to {self.n_vocab - 1}")
-        if len(outputs) > self.n_outputs_max:  # llama.cpp ends the process here
+        if len(outputs) > self.n_outputs_max:  # llama.cpp would end the process
             raise BadArgument(f"a batch has at most {self.n_outputs_max} rows of logits")
         self._batch.n_tokens = n
         return outputs
 
     def decode(self) -> None:
-        """Decodes the batch that was filled.
+        """Decodes the batch that :meth:`fill_batch` has prepared.
 
-        :raises DecodeAborted: part of the batch may be in the cache.
-        :raises ContextOverflow: the cache is full; nothing was changed.
-        :raises OutOfMemory: memory for the graph was refused.
+        :raises DecodeAborted: the decode was stopped. Part of the batch may be in the KV cache.
+        :raises ContextOverflow: the KV cache is full. Nothing has changed.
+        :raises OutOfMemory: there is no memory for the graph.
         :raises FrameshardError: the device or llama.cpp failed.
         """
         code = llama_cpp.llama_decode(self._context, self._batch)
@@ -201,12 +211,14 @@ class Llama:
             raise FrameshardError(f"llama_decode failed with {code}: {llamalog.last_errors()}")
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """Logits of a row of the last decode, shape [n_vocab]; a view that the next decode overwrites."""
+        """Returns the logits of a row of the last decode, shape [n_vocab]. It is a view that the next decode
+        overwrites."""
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,))
 
     def remove(self, seq: int, start: int) -> bool:
-        """Removes the tokens of sequence ``seq`` from ``start`` on; False where its memory cannot be cut there."""
+        """Removes the tokens of sequence ``seq`` from position ``start`` on. Returns False if its state does not allow
+        that."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, start if start > 0 else -1, -1))
 
     def close(self) -> None:

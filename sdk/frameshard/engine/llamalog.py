@@ -1,4 +1,4 @@
-"""llama.cpp's log: warnings and errors go to Python's log, and the last errors into error messages."""
+"""Sends llama.cpp's warnings and errors to Python's log, and keeps the last errors for error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import llama_cpp
 logger = logging.getLogger("frameshard.llama")
 
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # ggml_log_level
-_OF_ABORTS = (  # llama.cpp reports an abort as an error
+_OF_ABORTS = (  # not logged: llama.cpp logs these as errors when frameshard stops a decode
     "failed with error 1",
     "compute status: 1",
     "removing memory module entries",
@@ -29,7 +29,7 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
             _errors.append(line)
 
 
-_log_callback = llama_cpp.llama_log_callback(_on_log)  # llama.cpp keeps the pointer for the life of the process
+_log_callback = llama_cpp.llama_log_callback(_on_log)  # kept alive, because llama.cpp keeps the pointer
 
 
 def install() -> None:
@@ -39,5 +39,5 @@ def install() -> None:
 
 
 def last_errors() -> str:
-    """The last errors that llama.cpp logged, for a message."""
+    """Returns the last errors that llama.cpp has logged, as text for an error message."""
     return "; ".join(_errors) or "no reason given"

@@ -1,6 +1,6 @@
-"""When the next decode may start, and how much of a prompt it reads: the engine's part of pacing beside a game.
+"""Decides when the next decode may start and how many prompt tokens it computes, so that a game keeps its frame rate.
 
-The shard device paces single steps by the frame block; here it is about whole decodes.
+The shard device paces single steps by the frame block. This module paces whole decodes.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from frameshard.engine.runtime import Runtime
 from frameshard.native import Pacing
 
 MIN_CHUNK = 32
-"""Prompt tokens that one decode reads at least, also when the host's frames are short of time."""
+"""The fewest prompt tokens of one decode, also when the host's frames take too long."""
 
 
 class Pace:
-    """For the main thread."""
+    """The pacing of one engine. Only the main thread uses it."""
 
     def __init__(self) -> None:
         self.due_at = 0.0
-        """The next decode may start, by the monotonic clock."""
+        """The time at which the next decode may start, in seconds of the monotonic clock."""
         self._target = 0.0
 
     def set_target(self, tokens_per_second: float) -> None:
-        """Bounds the rate of all jobs together; 0 is no bound. The next decode may start at once."""
+        """Limits the rate of all jobs together; 0 is no limit. The next decode may start at once."""
         self._target, self.due_at = tokens_per_second, 0.0
 
     def produced(self, n_tokens: int) -> None:
-        """A decode has ended with so many new tokens."""
+        """Computes the time of the next decode, after one that produced ``n_tokens`` tokens."""
         if self._target > 0:
-            # A late token does not make the next ones come faster than the target.
+            # The rate stays below the target also after a late token: the lost time is not made up.
             self.due_at = max(self.due_at, time.monotonic() - 1 / self._target) + n_tokens / self._target
         else:
             self.due_at = 0.0
 
     def follow_frames(self, runtime: Runtime, batcher: Batcher) -> bool:
-        """Adapts the next decode to the frames of the host, where the device reads a frame block.
+        """Adapts the next decode to the frames of the host. The device must have a frame block.
 
-        :returns: whether the plan has to be made anew: beside a game each turn between CPU and device waits for the
-            device, so another plan is the best.
+        :returns: true if a new plan is needed, because the game's use of the GPU has changed much. While a game uses
+            the GPU, each hand-off between CPU and device waits, so a plan with fewer of them is better.
         """
         assert runtime.device is not None
         assert runtime.placement is not None
@@ -53,7 +53,7 @@ class Pace:
 
 
 def _chunk(n_ubatch: int, chunk: int, pacing: Pacing) -> int:
-    """Prompt tokens to read in one decode: fewer when single steps are long beside the host's frame."""
+    """Returns the prompt tokens of one decode: fewer if single steps are long compared with the host's frame."""
     if not pacing.pacing:
         return n_ubatch
     if pacing.longest_step_s > pacing.target_frame_s / 8:

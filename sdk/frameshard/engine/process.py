@@ -4,17 +4,17 @@
 
 Threads:
 
-main     decodes, and between decodes does what other threads have queued and answers pings: a stuck engine does not
-         answer. One decode can last longer than the broker waits (a large model on a slow CPU), so while a decode makes
-         progress the reader answers in its place.
-reader   takes commands and never waits for the GPU. It interrupts jobs and answers statistics itself; all else goes to
-         another thread.
-prepare  two; they make requests ready to run (:mod:`frameshard.engine.prepare`).
-budget   waits for the device to release memory (:mod:`frameshard.engine.budgets`).
+main     decodes. Between decodes it runs what other threads have queued, and answers pings, so a stuck engine does not
+         answer. One decode may take longer than the broker waits (a large model on a slow CPU). So the reader answers
+         pings while a decode makes progress.
+reader   receives commands and never waits for the GPU. It interrupts jobs and answers requests for statistics. It
+         passes all other commands to other threads.
+prepare  two threads that make requests ready to run (:mod:`frameshard.engine.prepare`).
+budget   changes the budget, and waits until the device has released memory (:mod:`frameshard.engine.budgets`).
 plan     answers what-if questions (:mod:`frameshard.engine.whatif`).
-watch    tells the broker of the device's memory (:mod:`frameshard.engine.watch`).
+watch    reports the device's memory to the broker (:mod:`frameshard.engine.watch`).
 
-The process ends when the socket does: it must never outlive the broker.
+The process ends when the broker closes the socket, so it never outlives the broker.
 """
 
 from __future__ import annotations
@@ -55,35 +55,37 @@ logger = logging.getLogger("frameshard.engine")
 
 EXIT_FATAL = 3
 CLEANUP_S = 0.5
-"""How long the main thread gets to free the model when the broker is gone."""
+"""Seconds that the main thread has to free the model when the broker is gone."""
 
 FILL_S = 0.005
-"""Weights are copied for about this long at a time when there is room. In between, a shrink takes effect."""
+"""When there is room in VRAM, weights are copied there for about this many seconds at a time. A smaller budget takes
+effect in between."""
 
 FILL_STEPS = 4
-"""Between two decodes weights are copied for as long as so many decodes take: then they need not be streamed."""
+"""Between two decodes, weights are copied to VRAM for at most the time of this many decodes. Resident weights need not
+be streamed, so that soon saves time."""
 
 LEARN_EVERY = 64
-"""Decodes between two looks at what experts are chosen."""
+"""The plan is adapted to the experts that the router picks after every so many decodes."""
 
 STUCK_S = 2.0
-"""A decode without progress for so long leaves pings unanswered; one operation may take about a second."""
+"""After a decode has made no progress for so many seconds, pings are not answered. One operation may take a second."""
 
 WATCH_S = 0.25
 WATCH_SEND_S = 1.0
-OOM_SCORE_ADJ = 500  # when memory runs out, the system ends the sidecar before the game
+OOM_SCORE_ADJ = 500  # when memory runs out, the kernel kills the sidecar before the game
 
 _DEVICE_WORDS = ("CUDA error", "ggml-cuda", "ggml-vulkan", "ggml-metal")
-"""In the message of an abort while the model loads: the device is to blame, not the file."""
+"""If a model fails to load with one of these words in the message, the device is at fault and not the file."""
 
 
 class Engine:
-    """Everything between the link to the broker and the :class:`Runtime`."""
+    """Carries out the broker's commands with a :class:`Runtime`."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """For the main thread."""
+        """Functions that the main thread will call."""
         self._budgets = Budgets(link.send, self._commands.put, self._want_plan)
         self._what_if = WhatIf(link.send)
         self._pace = Pace()
@@ -98,7 +100,7 @@ class Engine:
         self._replan = threading.Event()
         self._stop = False
         self._filling = False
-        """There is room for weights that are not resident."""
+        """True while there may be room in VRAM for more weights."""
         self._fill_until = 0.0
         self._fill_bytes = 0
         self._progress = -1
@@ -108,9 +110,10 @@ class Engine:
     # --- main thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until a stop command or the broker's end.
+        """Runs until a stop command comes or the broker ends.
 
-        :returns: the exit code."""
+        :returns: the exit code.
+        """
         for name, work in (
             ("reader", self._read),
             ("budget", partial(self._when_loaded, self._budgets.serve)),
@@ -125,7 +128,7 @@ class Engine:
             return 0
         except Exception as error:
             return self._fatal(internal(logger, "the engine", error))
-        # What a request is still read with must not be freed; the system takes it all anyway.
+        # The model is freed only if no prepare thread still uses it. The system frees all memory at exit anyway.
         if self._preparation is None or self._preparation.close(CLEANUP_S / 2):
             if self._batcher is not None:
                 self._batcher.close()
@@ -135,7 +138,10 @@ class Engine:
         return 0
 
     def _fatal(self, error: FrameshardError) -> int:
-        """Reports why the engine ends. Nothing is freed: a device that failed may never return from it."""
+        """Reports the error that ends the engine. Frees nothing, because that may hang after a device has failed.
+
+        :returns: the exit code.
+        """
         try:
             self._link.send(em.Fatal(m.ErrorInfo.of(error)))
         except BrokerGone:
@@ -143,14 +149,15 @@ class Engine:
         return EXIT_FATAL
 
     def aborted(self, why: str) -> NoReturn:
-        """[any thread] ggml is about to abort the process: reports why, and ends at once. An abort would take its time
-        to write a core file of all that is mapped."""
+        """[any thread] Called when ggml is about to abort the process. Reports the reason and ends the process at once,
+        because an abort would take long to write a core file of all mapped memory."""
         if self._loaded.is_set() or any(word in why for word in _DEVICE_WORDS):
             os._exit(self._fatal(EngineDied(f"ggml aborted: {why}", last_words=why)))
         os._exit(self._fatal(BadModel(f"llama.cpp cannot use {self._loading}: {why}", last_words=why)))
 
     def _turn(self) -> None:
-        """Runs what other threads have queued, then one decode unless new room is being filled, then fills some."""
+        """Runs the functions that other threads have queued. Then runs one decode, unless it is time to copy weights.
+        Then copies some weights to free VRAM."""
         parked = self._budgets.parked
         busy = self._batcher is not None and self._batcher.busy and not parked
         wait: float | None = max(0.0, self._pace.due_at - time.monotonic()) if busy else None
@@ -167,7 +174,7 @@ class Engine:
             if self._runtime.placement is not None:
                 try:
                     self._runtime.placement.replan()
-                except BudgetBelowFloor as error:  # the device accepted this budget and keeps it with the plan it has
+                except BudgetBelowFloor as error:  # the device keeps this budget and the plan that it has
                     logger.warning("%s", error)
             self._filling = True
         filling = self._filling and time.monotonic() < self._fill_until
@@ -190,7 +197,7 @@ class Engine:
         if self._n_decodes % LEARN_EVERY == 0 and runtime.placement is not None and runtime.placement.learn():
             self._replan.set()
         self._send_all(events)
-        # An encode has borrowed room from weights: they come back while the first tokens run.
+        # The encoder of images has evicted weights to get room. They are copied back while the first tokens run.
         self._filling = self._filling or any(isinstance(event, em.Progress) for event in events)
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
 
@@ -206,7 +213,7 @@ class Engine:
             self._vision = Vision(runtime, mmproj)
             with contextlib.suppress(DecodeAborted):  # a stop command came meanwhile
                 self._vision.try_out()
-            self._filling = True  # an encode borrows room from weights
+            self._filling = True  # the encoder of images has evicted weights to get room
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._fill_bytes = int(runtime.placement.profile.h2d * FILL_S) if runtime.placement is not None else 0
@@ -225,7 +232,7 @@ class Engine:
         return DraftModel(runtime, runtime.config.draft_model)
 
     def _prepared(self, number: int, outcome: Job | FrameshardError) -> None:
-        """[any thread] A request is ready to run, or refused."""
+        """[any thread] Passes a request that is ready to run, or its error, to the main thread."""
         self._commands.put(lambda: self._submit(number, outcome))
 
     def _submit(self, number: int, outcome: Job | FrameshardError) -> None:
@@ -261,14 +268,15 @@ class Engine:
         except FrameshardError as error:
             logger.error("the broker's channel cannot be read: %s", error)
         finally:
-            # The broker is gone. Whatever the main thread does, the process ends now.
+            # The broker is gone. The process ends within CLEANUP_S, whatever the main thread does.
             self._end()
             self._closed.wait(CLEANUP_S)
             os._exit(0)
 
     def _take(self, fields: dict[str, Any]) -> None:
-        """
-        :raises BadMessage: a command that no event can refuse.
+        """Carries out a command, or refuses it with an event.
+
+        :raises BadMessage: the command is invalid, and no event exists to refuse it.
         """
         try:
             command = em.read_command(fields)
@@ -331,7 +339,7 @@ class Engine:
             self._runtime.abort()
 
     def _ping(self, seq: int) -> None:
-        """Answers in the place of the main thread while a decode makes progress."""
+        """Answers a ping while a decode makes progress; else passes it to the main thread."""
         if self._runtime is not None and self._batcher is not None and self._batcher.decoding:
             progress, now = self._runtime.progress, time.monotonic()
             if progress != self._progress:
@@ -344,9 +352,9 @@ class Engine:
     # --- other threads --------------------------------------------------------------------------------------------
 
     def _want_plan(self) -> None:
-        """[any thread] The main thread makes a new plan, also when it is idle."""
+        """[any thread] Asks the main thread for a new plan."""
         self._replan.set()
-        self._commands.put(lambda: None)
+        self._commands.put(lambda: None)  # wakes the main thread if it is idle
 
     def _when_loaded(self, serve: Callable[[Runtime], None]) -> None:
         self._loaded.wait()
@@ -354,10 +362,10 @@ class Engine:
         serve(self._runtime)
 
     def _watch(self, _runtime: Runtime) -> None:
-        """[watch thread] Sends a look at the device's memory when it has changed, and every second."""
+        """[watch thread] Reports the device's memory when it has changed, and at least every second."""
         sent, sent_at = None, 0.0
         with contextlib.suppress(BrokerGone):
-            while not self._stop:  # a model that is being freed has figures of its own
+            while not self._stop:  # while the model is being freed, the figures mean nothing
                 time.sleep(WATCH_S)
                 look = self._watcher.look(parked=self._budgets.parked)
                 if look != sent or time.monotonic() - sent_at >= WATCH_SEND_S:
@@ -366,12 +374,12 @@ class Engine:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the child process."""
+    """The entry point of the process."""
     parser = argparse.ArgumentParser(prog="frameshard.engine.process")
     parser.add_argument("--fd", type=int, required=True)
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the broker's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker handles Ctrl-C
     with contextlib.suppress(OSError):
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write(str(OOM_SCORE_ADJ))
@@ -381,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     on_abort(engine.aborted)
     code = engine.run()
     logging.shutdown()
-    # Without unwinding: other threads still wait in native code, and the plugin must never be unloaded.
+    # Skips Python's cleanup: other threads still wait in native code, and the plugin must never be unloaded.
     os._exit(code)
 
 

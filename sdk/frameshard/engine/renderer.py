@@ -1,9 +1,10 @@
-"""Renders one chat template. The worker of a :mod:`frameshard.engine.confined` process: a template is a program from a
-downloaded file, and the sandbox of jinja2, which keeps it from the file system and from Python's internals, bounds
-neither time nor memory.
+"""Renders one chat template. This is the worker of a :mod:`frameshard.engine.confined` process.
 
-The first request is ``{"source"}``, each later one ``{"messages", "tokens"}``, where ``tokens`` are the variables
-``bos_token`` and ``eos_token``. Answers are ``{}``, ``{"text"}`` or ``{"error", "reason"}``, where the error is one of
+A template is a program from a downloaded file. The sandbox of jinja2 keeps it from the file system and from Python's
+internals, but limits neither its time nor its memory.
+
+The first request is ``{"source"}``. Each later one is ``{"messages", "tokens"}``, where ``tokens`` has the variables
+``bos_token`` and ``eos_token``. An answer is ``{}``, ``{"text"}`` or ``{"error", "reason"}``. The errors are
 ``unusable`` (the template does not compile), ``refused`` (it raised an error), ``too_long`` (the prompt is over 1 MiB)
 and ``out_of_memory``.
 """
@@ -19,10 +20,10 @@ import jinja2.ext
 import jinja2.sandbox
 
 MEMORY_BYTES = 256 << 20
-"""Of address space; the process takes 25 MiB of it before it has a template."""
+"""The limit on the address space of the process, which takes 25 MiB without a template."""
 
 CPU_S = 1.0
-"""For one request. An ordinary one takes less than a millisecond."""
+"""The limit on the CPU time of one request. An ordinary one takes less than a millisecond."""
 
 MAX_PROMPT_BYTES = 1 << 20
 _MAX_REASON_CHARS = 500
@@ -44,8 +45,8 @@ def _strftime_now(pattern: str) -> str:
 
 @jinja2.pass_context
 def _finalize(_context: object, value: object) -> object:
-    """Changes nothing. Since it takes a context, jinja2 cannot compute an output while it compiles, which it otherwise
-    does in spite of ``optimized=False``."""
+    """Returns the value as it is. Because this function takes a context, jinja2 cannot compute outputs while it
+    compiles. Without it, jinja2 does that even with ``optimized=False``."""
     return value
 
 
@@ -79,13 +80,13 @@ def _render(template: jinja2.Template, request: Mapping[str, Any]) -> str:
 
 
 class Worker:
-    """Holds the template after the first request."""
+    """Compiles the template of the first request, and renders it for each later one."""
 
     def __init__(self) -> None:
         self._template: jinja2.Template | None = None
 
     def answer(self, request: Mapping[str, Any]) -> Answer:
-        """The answer to one request."""
+        """Answers one request."""
         try:
             if self._template is None:
                 self._template = _environment().from_string(request["source"])

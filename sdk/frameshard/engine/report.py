@@ -1,4 +1,4 @@
-"""What the engine tells of itself: the model at its start, and figures while it runs."""
+"""Reports the loaded model when the engine is ready, and statistics while it runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from frameshard.wire import messages as m
 
 
 def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
-    """What was loaded.
+    """Returns the event that describes the loaded model.
 
-    :param load_s: how long that took.
+    :param load_s: seconds that loading took.
     """
     model = runtime.model_info
     device = runtime.device.stats() if runtime.device is not None else None
@@ -42,7 +42,7 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
 
 
 def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> dict[str, object]:
-    """[any thread] Figures for people, as the ``stats`` answer of the protocol passes them on."""
+    """[any thread] Returns the engine's part of the protocol's ``stats`` answer."""
     stats: dict[str, object] = batcher.statistics()
     stats["nvml"] = runtime.observer is not None and runtime.observer.available
     if runtime.device is not None and runtime.placement is not None:

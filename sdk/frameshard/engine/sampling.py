@@ -1,7 +1,7 @@
 """Sampling parameters and llama.cpp's sampler chain.
 
-Token ``i`` of a job is drawn with a generator seeded from ``(seed, i)`` alone, so a resumed job needs no saved
-generator state to go on with the same text: the logits and the tokens before it are enough.
+The random generator for token ``i`` of a job is seeded only from ``(seed, i)``. So a resumed job continues with the
+same text without a saved generator state: the logits and the tokens before are enough.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from frameshard.engine.forms import Matcher
 from frameshard.wire.messages import Sampling
 
 PENALTY_WINDOW = 64
-"""Tokens (prompt and answer) that the penalties look back on."""
+"""The number of last tokens, of prompt and answer, that the penalties apply to."""
 
 NO_PENALTIES = (1.0, 0.0, 0.0)
-"""Of repetition, frequency and presence."""
+"""The penalties for repetition, frequency and presence that change nothing."""
 
-GREEDY_BELOW = 0.001  # dividing logits by less leaves the range of a float
+GREEDY_BELOW = 0.001  # with a lower temperature, the divided logits may exceed the range of a float
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
 def token_seed(seed: int, index: int) -> int:
-    """The 32-bit generator seed of token ``index``: splitmix64 over both, so that neighbours have nothing in common."""
+    """Returns the 32-bit seed of the generator for token ``index``. It is a splitmix64 hash, so that the seeds of
+    neighbouring tokens are unrelated."""
     x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -37,10 +38,12 @@ def token_seed(seed: int, index: int) -> int:
 
 
 class Sampler:
-    """One job's sampler chain: penalties, top-k, typical-p, top-p, min-p, XTC, temperature, then the seeded draw. Where
-    the answer is held to a form, the chain is given only the tokens that ``matcher`` allows.
+    """The sampler chain of one job: penalties, top-k, typical-p, top-p, min-p, XTC, temperature, then the random draw.
+    Free it with :meth:`close`.
 
-    ``context_tokens`` are the prompt tokens that the repeat penalty starts from. Free it with :meth:`close`.
+    :param seed: the job's seed.
+    :param context_tokens: the prompt's tokens, which the penalties apply to as well.
+    :param matcher: for an answer with a form: the chain gets only the tokens that it allows.
     """
 
     def __init__(
@@ -80,13 +83,13 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """By its form the answer is complete."""
+        """True if the answer has a form and is complete by it."""
         return self._matcher is not None and self._matcher.complete
 
     def sample(self, context: Any, row: int, index: int) -> int:
-        """Token ``index`` of the answer, from output ``row`` of the context's last decode; it counts as accepted.
+        """Samples and accepts token ``index`` of the answer, from ``row`` of the context's last decode.
 
-        :raises BadArgument: the answer's form is too complex after all.
+        :raises BadArgument: the answer's form is too complex.
         """
         steps = self._seeded_steps(token_seed(self._seed, index)) if self._draws else []
         for step in steps:
@@ -99,7 +102,8 @@ class Sampler:
                 llama_cpp.llama_sampler_free(llama_cpp.llama_sampler_chain_remove(self._chain, last))
 
     def _seeded_steps(self, seed: int) -> list[Any]:
-        """The end of the chain, from the first step that draws a random number: made anew for each token."""
+        """Returns the end of the chain, from the first step that uses random numbers. It is made anew for each
+        token."""
         params, steps = self._params, []
         if params.xtc_probability > 0.0:
             xtc = params.xtc_probability, params.xtc_threshold
@@ -124,9 +128,9 @@ class Sampler:
         return token
 
     def accept(self, token: int) -> None:
-        """Takes a token that was not sampled here (a resumed one) into the penalty window and the answer's form.
+        """Adds a token that an earlier engine has sampled to the penalties and to the answer's form.
 
-        :raises BadArgument: the form does not allow it.
+        :raises BadArgument: the form does not allow the token.
         """
         llama_cpp.llama_sampler_accept(self._chain, token)
         if self._matcher is not None:

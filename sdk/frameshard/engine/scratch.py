@@ -1,6 +1,7 @@
-"""Tries model files in a process that may die of them, for programs that load them into their own.
+"""Tries to load model files in a separate process, which a bad file may crash. Programs that load a model into their
+own process call this first. The sidecar does not need it, because its engine is a separate process.
 
-The sidecar's engine is such a process by itself. A file that loaded is not tried again until it changes.
+A file that loaded is not tried again until it changes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from frameshard.plan.model import read_model
 logger = logging.getLogger("frameshard.engine")
 
 TRY_S = 600.0
-"""For a file that is larger than memory on a slow disk; what takes longer hangs."""
+"""The longest time to load a file, in seconds. A file larger than memory on a slow disk needs minutes."""
 
-_WORDS = 4  # lines of the process's last words
+_WORDS = 4  # lines of the process's output that an error message quotes
 
 
 def try_files(model: str, mmproj: str = "") -> None:
-    """Loads the model on the CPU in a process of its own and decodes a token, and encodes an image with ``mmproj``.
+    """Loads the model on the CPU in a separate process and decodes a token there. With ``mmproj``, also encodes an
+    image.
 
-    :raises BadModel: the process died of a file, or reports one.
-    :raises EngineDied: it was killed.
+    :param model: path of the model file.
+    :param mmproj: path of the vision tower's file; "" for none.
+    :raises BadModel: a file crashed the process, took too long, or cannot be used.
+    :raises EngineDied: the process was killed.
     """
     read_model(model)
     files = [*models.files_of(Path(model)), *([Path(mmproj)] if mmproj else [])]
@@ -56,7 +60,10 @@ def try_files(model: str, mmproj: str = "") -> None:
 
 
 def main(model: str, mmproj: str) -> int:
-    """In the scratch process: its exit status. An error is one JSON document on standard output."""
+    """Runs in the separate process. Prints an error as one JSON document.
+
+    :returns: the exit code: 0 if the files loaded, else 1.
+    """
     from frameshard.engine.runtime import Runtime
     from frameshard.engine.vision import Vision
     from frameshard.wire.engine import EngineConfig

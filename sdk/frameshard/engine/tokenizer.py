@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the model's vocabulary and its chat template. All of it: [any thread]."""
+"""Converts text to tokens and back, and renders chats. Any thread may call all of this module."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from frameshard.errors import Unsupported
 logger = logging.getLogger("frameshard.engine")
 
 LONG_TEXT_CHARS = 1 << 15
-"""Shorter texts are tokenised within a tenth of a second: a bound on their tokens is of no use."""
+"""Texts shorter than this are tokenised within 0.1 s, so no lower bound on their tokens is computed."""
 
 
 class Tokenizer:
     """The vocabulary of a loaded model. Free it with :meth:`close`.
 
     :param model: llama.cpp's model.
-    :param template: source of the model's chat template; ``None`` where it has none.
+    :param template: the text of the model's chat template; ``None`` if it has none.
     """
 
     def __init__(self, model: Any, template: str | None) -> None:
@@ -46,14 +46,14 @@ class Tokenizer:
 
     @property
     def first_token(self) -> int:
-        """BOS, or token 0 where the vocabulary has none."""
+        """The BOS token; token 0 if the vocabulary has none."""
         return max(0, int(llama_cpp.llama_vocab_bos(self.vocab)))
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of ``text``.
+        """Returns the token ids of ``text``.
 
-        :param add_special: add BOS and EOS where the model wants them.
-        :param parse_special: read control tokens that are written out in the text.
+        :param add_special: add BOS and EOS if the model's vocabulary asks for them.
+        :param parse_special: read the names of control tokens in the text as these tokens.
         """
         data = text.encode("utf-8", "replace")
         room = len(data) + 8
@@ -65,21 +65,21 @@ class Tokenizer:
             room = -n
 
     def tokenize_parts(self, parts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text whose ``parts`` share no token; otherwise like :meth:`tokenize`."""
+        """Like :meth:`tokenize`, for a text in parts. No token spans two parts."""
         tokens: list[int] = []
         for i, part in enumerate(parts):
             tokens += self.tokenize(part, add_special=add_special and i == 0, parse_special=parse_special)
         return tokens
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound on the length of :meth:`tokenize`; 0 for a text that is tokenised quickly."""
+        """Returns a lower bound on the number of tokens of ``text``; 0 for a short text."""
         if len(text) < LONG_TEXT_CHARS or self._least_tokens is None:
             return 0
         return self._least_tokens.of(text.encode("utf-8", "replace"))
 
     @functools.cached_property
     def _least_tokens(self) -> LeastTokens | None:
-        """``None`` for kinds of vocabulary that change or drop parts of a text."""
+        """The lower bound for this vocabulary; ``None`` for kinds of vocabulary that change or drop parts of a text."""
         name = ctypes.create_string_buffer(16)
         llama_cpp.llama_model_meta_val_str(self._model, b"tokenizer.ggml.model", name, len(name))
         if name.value not in (b"llama", b"gpt2"):
@@ -91,7 +91,8 @@ class Tokenizer:
         return LeastTokens(pieces, strips=strips, escapes=name.value == b"llama")
 
     def piece(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to a text; control tokens add none. May end inside a code point."""
+        """Returns the bytes that ``token`` adds to a text; none for a control token. They may end inside a code
+        point."""
         return self._piece(token, special=False)
 
     def _piece(self, token: int, *, special: bool) -> bytes:
@@ -104,12 +105,13 @@ class Tokenizer:
             room = -n
 
     def is_end(self, token: int) -> bool:
-        """The model ends its answer with this token."""
+        """Returns true if this token ends the model's answer."""
         return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
 
     def grammar_tokens(self) -> tuple[list[bytes], list[int]]:
-        """The bytes of each token, and the tokens that end an answer. Tokens that cannot occur in JSON have no bytes:
-        those that end an answer, control tokens, and user-defined tokens that stand for one, such as ``<think>``."""
+        """Returns the bytes of each token, and the tokens that end an answer. Tokens that must not occur in an answer
+        with a form have no bytes: those that end an answer, control tokens, and user-defined tokens such as
+        ``<think>``."""
         user_defined = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
         ends = [token for token in range(self.n_vocab) if self.is_end(token)]
         pieces = [self.piece(token) for token in range(self.n_vocab)]
@@ -122,7 +124,7 @@ class Tokenizer:
         return pieces, ends
 
     def control_token(self, text: str) -> str | None:
-        """The first control token, such as ``<|im_end|>``, that is written out in ``text``."""
+        """Returns the first name of a control token in ``text``, such as ``<|im_end|>``; ``None`` if it has none."""
         found = self._control_tokens.search(text)
         return found and found[0]
 
@@ -133,7 +135,7 @@ class Tokenizer:
             for token in range(self.n_vocab)
             if llama_cpp.llama_vocab_get_attr(self.vocab, token) & special
         }
-        # Longest first: one may begin with another.
+        # The longest name comes first, because one name may begin with another.
         ordered = sorted(texts - {""}, key=lambda text: (-len(text), text))
         return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
@@ -141,7 +143,7 @@ class Tokenizer:
 
     @functools.cached_property
     def chat(self) -> ChatTemplate | None:
-        """The model's chat template, which has a process of its own; ``None`` where there is no usable one."""
+        """The model's chat template, rendered in a separate process; ``None`` if the model has no usable one."""
         if self._template is None:
             return None
 
@@ -157,7 +159,9 @@ class Tokenizer:
             return None
 
     def chat_text(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
-        """The prompt that the model's chat template makes of ``messages``, and whether BOS has still to be added.
+        """Renders ``messages`` with the model's chat template.
+
+        :returns: the prompt, and true if BOS must still be added to it.
 
         :raises Unsupported: the model has no usable chat template.
         :raises BadArgument: the template refuses the messages.
@@ -168,8 +172,9 @@ class Tokenizer:
         return prompt, not (self._bos and prompt.startswith(self._bos))
 
     def chat_parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[str], bool]:
-        """:meth:`chat_text` in parts for :meth:`tokenize_parts`, cut inside control tokens that are written out in
-        messages. Those become the tokens of their characters: quoted text cannot end its message and speak for another.
+        """Like :meth:`chat_text`, but returns the prompt in parts for :meth:`tokenize_parts`. The names of control
+        tokens in messages are cut into single characters, so they do not become control tokens. Otherwise the text of a
+        message could end that message and begin one with another role.
 
         :raises Unsupported: the model has no usable chat template.
         :raises BadArgument: the template refuses the messages.

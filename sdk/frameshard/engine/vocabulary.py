@@ -1,4 +1,4 @@
-"""How few tokens a text can have: known at once where tokenising takes seconds."""
+"""Computes a lower bound on the number of tokens of a text, quickly, also for texts that take seconds to tokenise."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ _SPACES = b" \t\n\v\f\r"
 
 
 class LeastTokens:
-    """A lower bound on the number of tokens, by the bytes of a text. ``pieces`` are the bytes of all tokens. With
-    ``strips`` the vocabulary has tokens that swallow the white space beside them; with ``escapes`` a space and U+2581
-    are the same to it, as they are to SentencePiece.
+    """A lower bound on the number of tokens of a text, computed from its bytes.
 
-    Each byte counts for one part of the longest token that has this byte in it. The bytes of a token then count for 1
-    together at most, whatever the text, so that it has at least as many tokens as its bytes count for. Bytes that no
-    token stands for alone count for nothing: a tokeniser may drop them.
+    The weight of a byte is 1 / n, where n is the length of the longest token with that byte. So the weights of the
+    bytes of any token add up to at most 1, and a text has at least as many tokens as the sum of its weights. A byte
+    without a token for it alone has the weight 0, because a tokenizer may drop it.
+
+    :param pieces: the bytes of all tokens.
+    :param strips: the vocabulary has tokens that remove the white space next to them.
+    :param escapes: the vocabulary writes a space as U+2581, as SentencePiece does.
     """
 
     def __init__(self, pieces: Iterable[bytes], *, strips: bool, escapes: bool) -> None:
@@ -32,9 +34,9 @@ class LeastTokens:
         self._weights = 1 / longest
 
     def of(self, text: bytes) -> int:
-        """As many tokens ``text`` has at least, without BOS and EOS."""
+        """Returns the fewest tokens that ``text`` can have, without BOS and EOS."""
         counts = np.bincount(np.frombuffer(self._escaped(text), np.uint8), minlength=256)
-        return math.ceil(float(counts @ self._weights) - 1e-6)  # of what rounding adds
+        return math.ceil(float(counts @ self._weights) - 1e-6)  # the sum may be too large by rounding errors
 
     def _escaped(self, text: bytes) -> bytes:
         return text.replace(b" ", "\u2581".encode()) if self._escapes else text

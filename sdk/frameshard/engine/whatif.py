@@ -1,4 +1,4 @@
-"""What-if questions: predictions at budgets that are not in force, computed beside the decodes."""
+"""Answers what-if questions: predictions for budgets that are not in force. A thread computes them during decodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WhatIf:
         self._ended = False
 
     def ask(self, question: em.MakePlans) -> None:
-        """[any thread] Queues a question, or refuses it where too many wait."""
+        """[any thread] Queues a question, or refuses it if too many wait."""
         try:
             self._asked.put_nowait(question)
         except queue.Full:
@@ -39,11 +39,11 @@ class WhatIf:
             self._send(em.Plans(question.seq, error=m.ErrorInfo.of(error)))
 
     def end(self) -> None:
-        """[any thread] The model is about to be freed."""
+        """[any thread] Stops predictions, because the model is about to be freed."""
         self._ended = True
 
     def serve(self, runtime: Runtime) -> None:
-        """[plan thread] Returns when the broker is gone."""
+        """[plan thread] Answers questions until the broker is gone."""
         with contextlib.suppress(BrokerGone):
             while True:
                 question = self._asked.get()
