@@ -1,18 +1,18 @@
-"""The broker: sessions of clients, their jobs, the VRAM lease, and the engine process. Never touches the GPU.
+"""The broker: sessions of clients, their jobs, the VRAM lease, and the engine process. It never touches the GPU.
 
-process     the sidecar's process and :func:`serve`
-listener    its sockets
-server      the traffic between clients and engine
-session     which connection belongs to which session
-jobs        jobs of all clients, and what is replayed after an engine's death
+process     runs the sidecar's process; :func:`serve`
+listener    accepts connections and reads messages
+server      passes messages between clients and the engine
+session     assigns connections to sessions
+jobs        jobs of all clients, and how they continue after the engine has died
 leases      the VRAM lease; its states are a table in frameshard.wire.states
-images      images of open jobs in shared memory
+images      keeps the images of open jobs in shared memory
 supervisor  starts, watches and restarts the engine process
-lastwords   what the engine process wrote before it ended
-frameblock  the shared memory of the frame block
-endpoint    where to listen, without two servers at one place or anything left behind
+lastwords   keeps the last lines that the engine process wrote
+frameblock  makes the shared memory of the frame block
+endpoint    chooses where to listen, allows one sidecar at each place, and removes its files at the end
 
-jobs, leases and session decide and do no I/O.
+jobs, leases and session do no I/O.
 """
 
 from frameshard.broker.process import serve

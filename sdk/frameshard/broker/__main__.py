@@ -1,12 +1,13 @@
-"""``python -m frameshard.broker``: how a host starts a sidecar. See bindings/PROTOCOL.md, "Starting a sidecar".
+"""``python -m frameshard.broker``: a host starts a sidecar with this program. See bindings/PROTOCOL.md, "Starting a
+sidecar".
 
-One JSON line comes in on standard input, which the host then keeps open; one JSON line goes out. The arguments have no
-key and no path of a model, since every user of the machine can read them. Exit codes: 0 after an orderly end, 3 after
-an error that the line names.
+The host writes one line of JSON to standard input and keeps it open. The program writes one line of JSON to standard
+output. The arguments have no keys and no path of a model, because every user of the machine can read them. The exit
+code is 0 after an orderly end, and 3 after an error, which the line names.
 
-With ``--log-fd N`` the log goes to that inherited descriptor. A host can then pass a pipe as standard error and read
-from it what was written before this program ran: why Python did not start, or what it could not import. This program
-closes the pipe when it begins, so the host need not read it later.
+With ``--log-fd N`` the log goes to that inherited descriptor. A host can then pass a pipe as standard error, to read
+why Python did not start or what it could not import. This program closes the pipe when it begins, so the host need not
+read it later.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> int:
         os.dup2(log_fd, 2)
         os.close(log_fd)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sidecar: %(levelname)s: %(message)s")
-    # Standard output is moved away, so that nothing but the one line can be written there.
+    # Standard output is replaced, so that libraries cannot write to it and only the one line goes there.
     out = os.dup(1)
     os.dup2(2, 1)
 
@@ -66,7 +67,7 @@ def main() -> int:
 def _read_line(fd: int) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
-        # Byte by byte: after the line, the end of this pipe means that the host has ended.
+        # One byte at a time, so that nothing after the line is read: _watch_host reads the rest of this pipe.
         byte = os.read(fd, 1)
         if not byte or len(line) >= MAX_LINE:
             raise BadArgument("standard input must begin with one line of JSON")

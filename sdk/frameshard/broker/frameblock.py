@@ -1,7 +1,7 @@
-"""The shared memory of the frame block: made when it is first asked for, removed with this process.
+"""The shared memory of the frame block. It is made at the first request for it, and removed when this process ends.
 
-On Linux it is a memory file that is sealed against shrinking, opened through this process's descriptor, so a sidecar
-that is killed leaves nothing behind. Elsewhere it is a file in a fresh directory of this user.
+On Linux it is a memory file, sealed so that its size cannot change. Other processes open it through this process's
+descriptor, so nothing is left behind if the sidecar is killed. Elsewhere it is a file in a new directory of this user.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FrameBlockMemory:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def path(self) -> str:
-        """Path under which any process of this user can open it."""
+        """Returns the path at which any process of this user can open it."""
         if self._path is None:
             self._path = self._make()
         return self._path

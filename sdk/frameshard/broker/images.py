@@ -1,8 +1,8 @@
-"""Images of jobs that have not ended: what a client leaves in shared memory is kept until the job has ended.
+"""Keeps the images that clients leave in shared memory until their jobs have ended.
 
-On Linux that is a sealed memory file, which the client can neither change nor shrink any more. The broker holds it open
-and checks its seals and size alone: the engine reads the bytes. Elsewhere it is a file, which the client must not
-change before the job has ended.
+On Linux an image is a sealed memory file, which the client cannot change or shrink. The broker keeps it open and checks
+only its seals and size; the engine reads the bytes. Elsewhere an image is a file, which the client must not change
+before the job has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if sys.platform == "linux":
     import fcntl
 
 MAX_HELD_BYTES = 1 << 30
-"""Of all jobs' images in shared memory."""
+"""The most bytes of images in shared memory, of all jobs together."""
 
 _MEMORY_FILE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 _CHANNELS = {"rgb": 3, "rgba": 4}
@@ -30,14 +30,17 @@ _CHANNELS = {"rgb": 3, "rgba": 4}
 
 @dataclass(eq=False)
 class HeldImages:
-    """The images of one job, as the engine gets them. To be closed when the job has ended."""
+    """The images of one job, as they are sent to the engine. Close it when the job has ended.
+
+    :param on_close: functions that release the images.
+    """
 
     images: tuple[m.Image, ...] = ()
     n_bytes: int = 0
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Releases the images. Safe to call twice."""
         while self.on_close:
             self.on_close.pop()()
 
@@ -52,10 +55,10 @@ class Images:
         self._held_bytes = 0
 
     def hold(self, images: Sequence[m.Image]) -> HeldImages:
-        """Keeps the images of a job.
+        """Checks and keeps the images of a job.
 
-        :raises BadArgument: an image is not what its fields say; detail has ``index``.
-        :raises Overloaded: too many bytes of images are held already.
+        :raises BadArgument: an image does not match its fields; detail has ``index``.
+        :raises Overloaded: too many bytes of images are kept already.
         """
         held = HeldImages()
         with contextlib.ExitStack() as undo:
@@ -114,7 +117,7 @@ def _hold(index: int, image: m.Image, held: HeldImages) -> str:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        seals = 0  # no memory file
+        seals = 0  # the file is not a memory file
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     state = os.fstat(fd)
     if not stat.S_ISREG(state.st_mode) or seals & wanted != wanted:

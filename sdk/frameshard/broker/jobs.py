@@ -1,17 +1,20 @@
-"""Jobs of all clients: which wait, which run, and how they go on after the engine has died.
+"""The jobs of all clients: which wait, which run, and how they continue after the engine has died.
 
-Decides and does no I/O: commands for the engine are left in :attr:`Jobs.commands`, events go to the clients'
-connections. A job is resumed from its prompt, its seed and the tokens that it has produced, so its client sees one
-stream without a gap. In stream-only mode the text is that of an undisturbed run: the engine draws token i from
-(seed, i) alone and repeats the shapes of the first run's graphs (``history``).
+This module does no I/O. Commands for the engine are put into :attr:`Jobs.commands`, events into the clients'
+connections.
 
-Deaths count per job: one that was in the engine at :data:`MAX_DEATHS` deaths without a new token in between fails with
-the engine's reason, and the others go on. To find the job that kills the engine, jobs that were in an engine when it
-died go back one at a time: the next one when the one before has produced a new token or has ended. So at any death
-after the first, at most one job in the engine has produced nothing new: that one is to blame.
+A job is resumed from its prompt, its seed and the tokens that it has produced, so its client sees one stream without a
+gap. In stream-only mode the text is the same as without the death: the engine samples token i only from (seed, i) and
+repeats the shapes of the first run's graphs (``history``).
 
-A free slot goes to the client whose last turn is longest ago, so no client waits behind another one's whole queue.
-Running jobs are not interrupted.
+Each job counts the engine deaths since its last new token. At :data:`MAX_DEATHS` the job fails with the engine's
+reason, and the other jobs continue. To find the job that kills the engine, the jobs that were in a dead engine go back
+one at a time: the next one when the one before has produced a new token or has ended. So at every death after the
+first, at most one job in the engine has produced nothing new, and that job is the cause.
+
+A free slot goes to the waiting job of the highest priority. Among equals it goes to the client that has waited longest
+for its turn, so no client waits for the whole queue of another one. A job of higher priority pauses a running one of
+lower priority.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from frameshard.wire.connection import ServerConnection
 MAX_DEATHS = 2
 MAX_PRIORITY = 2
 OVERTAKEN_PER_RANK = 8
-"""A job that waits rises by one priority for each so many later jobs that were preferred to it."""
+"""The priority of a waiting job rises by one each time so many later jobs of higher priority have overtaken it."""
 
 _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
@@ -39,7 +42,10 @@ _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 class Job:
     """One job.
 
-    :param number: its number at the engine; clients' own numbers may collide.
+    :param number: its number at the engine. The numbers that clients choose may collide.
+    :param at_engine: the engine has the job.
+    :param cancelling: the client has cancelled it, and the engine has not answered yet.
+    :param tokens: ids of the tokens that it has produced.
     """
 
     number: int
@@ -51,38 +57,39 @@ class Job:
     cancelling: bool = False
     tokens: list[int] = field(default_factory=list)
     undelivered: int = 0
-    """Tokens since the last delta: a token may have no text of its own."""
+    """Tokens since the last delta. A token without text sends no delta."""
     n_prompt: int = 0
     n_reused: int = 0
     history: em.Shapes = ()
-    """How the engine has cut the prompt into graphs, in mode ``stream_only``."""
+    """How the engine has divided the prompt into graphs, in mode ``stream_only``."""
     deaths: int = 0
-    """Engines that died while it was in them, since its last new token."""
+    """How many engines died with this job since its last new token."""
     progressed: bool = False
-    """It has produced a new token in the present engine."""
+    """True if it has produced a new token in the present engine."""
     turn: int = 0
-    """Position in the order in which jobs were first given to an engine; 0: not yet."""
+    """Its position in the order in which jobs were first given to an engine; 0: not yet given."""
     overtaken: int = 0
-    """Later jobs of higher priority that were given to the engine while it waited."""
+    """How many later jobs of higher priority were given to the engine while this one waited."""
     rank: int = 0
     """Its priority when it was given to the engine."""
     pausing: bool = False
-    """It leaves the engine for a job of higher priority, and goes on later."""
+    """True while it leaves the engine to make room for a job of higher priority. It continues later."""
     images: HeldImages = NO_IMAGES
 
     @property
     def conversation(self) -> str | None:
-        """The engine's name of its conversation: clients do not share conversations of the same name."""
+        """The engine's name for its conversation. It includes the session, because clients do not share conversations
+        of the same name."""
         name = self.request.conversation
         return None if name is None else f"{self.connection.session}/{name}"
 
     @property
     def priority(self) -> int:
-        """The priority of its request; higher after it has waited for many others, so that no job waits for ever."""
+        """The priority of its request, raised after many jobs have overtaken it, so that no job waits for ever."""
         return min(self.request.priority + self.overtaken // OVERTAKEN_PER_RANK, MAX_PRIORITY)
 
     def command(self) -> em.Submit:
-        """The command that runs it, from its start or from where it was."""
+        """Returns the command that starts or resumes the job."""
         return em.Submit(
             job=self.number,
             kind=self.request.kind,
@@ -109,17 +116,17 @@ class Jobs:
         self._jobs: dict[int, Job] = {}
         self._leaving: dict[
             int, str | None
-        ] = {}  # over for their client, still in the engine; by number, their conversations
+        ] = {}  # jobs that are over for their client but still in the engine: number to conversation
         self._turn = 0
-        self._turns: dict[ServerConnection, int] = {}  # each client's last one
+        self._turns: dict[ServerConnection, int] = {}  # the last turn of each client
         self._engine_ready = False
         self._images = Images()
         self.commands: list[em.Command] = []
-        """For the engine, in order; the caller takes them out."""
+        """Commands for the engine, in order. The caller removes them."""
 
     @property
     def open(self) -> int:
-        """Jobs that have not ended."""
+        """How many jobs have not ended."""
         return len(self._jobs)
 
     @property
@@ -128,16 +135,16 @@ class Jobs:
 
     @property
     def running(self) -> int:
-        """Jobs at the engine, those that are leaving included."""
+        """How many jobs are in the engine, including those that are over for their client."""
         return sum(job.at_engine for job in self._jobs.values()) + len(self._leaving)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def submit(self, connection: ServerConnection, request: m.Submit) -> None:
-        """Takes a job. The same request again (after a resumption) changes nothing.
+        """Adds a job. A repeated request (after the connection was resumed) changes nothing.
 
         :raises Overloaded: too many jobs are open.
-        :raises BadArgument: an image is not what the request says.
+        :raises BadArgument: an image does not match the request's fields.
         """
         if request.job in connection.jobs:
             return
@@ -155,7 +162,7 @@ class Jobs:
     def cancel(self, connection: ServerConnection, job_id: int) -> None:
         """Ends a job early.
 
-        :raises UnknownJob: no such job; one whose last event is on its way to the client is known.
+        :raises UnknownJob: there is no such job. A job counts until the client has taken its last event.
         """
         for job in self._jobs.values():
             if job.connection is connection and job.request.job == job_id:
@@ -167,7 +174,7 @@ class Jobs:
     def drop(self, connection: ServerConnection, error: FrameshardError | None = None) -> None:
         """Ends all jobs of a client.
 
-        :param error: for its jobs' last events; without it no events are sent.
+        :param error: the jobs fail with this error; None: no events are sent.
         """
         self._turns.pop(connection, None)
         for job in list(self._jobs.values()):
@@ -179,14 +186,15 @@ class Jobs:
     # ---- engine -----------------------------------------------------------------------------------------------------
 
     def engine_ready(self) -> None:
-        """An engine can take jobs. Jobs that were in the one before go first, since they are the oldest."""
+        """Called when an engine can take jobs. Gives it jobs that wait."""
         self._engine_ready = True
         self._fill_slots()
 
     def engine_lost(self, death: FrameshardError | None) -> None:
-        """The engine has ended. Its jobs wait for the next one, except those being cancelled and those to blame.
+        """Called when the engine has ended. Its jobs wait for the next engine, except for jobs that are being cancelled
+        and jobs with too many deaths.
 
-        :param death: why it died; None where its end was asked for.
+        :param death: why it died; None if it was told to end.
         """
         self._engine_ready = False
         self._leaving.clear()
@@ -201,14 +209,14 @@ class Jobs:
                 self._fail(job, EngineDied(blame, **{**death.detail, "reason": death.name}))
 
     def fail_all(self, error: FrameshardError) -> None:
-        """No engine can be started: ends all jobs."""
+        """Called when no engine can be started: ends all jobs."""
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
     def engine_event(self, event: em.JobEvent) -> bool:
-        """Takes a job's event.
+        """Handles an event of a job.
 
-        :returns: true for a new token.
+        :returns: true if it is a new token.
         :raises BadMessage: the event is impossible in the job's state.
         """
         if event.job in self._leaving:
@@ -218,7 +226,7 @@ class Jobs:
             return False
         job = self._jobs.get(event.job)
         if job is None:
-            return False  # its cancel crossed with its end
+            return False  # the job has ended here in the meantime
         kind = em.NAMES[type(event)]
         if kind not in states.JOB[job.state]:
             raise BadMessage(f"the engine sent {kind!r} for a job that is {job.state.value}")
@@ -300,9 +308,12 @@ class Jobs:
             self.commands.append(job.command())
 
     def _next(self) -> Job | None:
-        """The job for a free slot: of the highest priority; among these one that was in an engine before; else the
-        oldest of the client whose last turn is longest ago. A conversation has one slot at a time, in the order of its
-        jobs."""
+        """Returns the next job for a free slot, None if no job can run.
+
+        Jobs that were in an engine when it died come first, then those of the highest priority. Among equals come the
+        jobs that an engine had before, then the oldest job of the client whose last turn is longest ago. The jobs of
+        one conversation run one at a time, in order.
+        """
         taken = {job.conversation for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
         waiting: list[Job] = []
         for job in self._jobs.values():  # in the order of their numbers
@@ -322,8 +333,8 @@ class Jobs:
         )
 
     def _pause_for(self, job: Job) -> None:
-        """Asks the engine to give up the job of the lowest priority, if that is below the priority of ``job`` and no
-        slot is about to become free."""
+        """Pauses the running job of the lowest priority, if its priority is below that of ``job`` and no slot is about
+        to become free."""
         if self._leaving or any(other.pausing or other.cancelling for other in self._jobs.values()):
             return
         running = (other for other in self._jobs.values() if other.at_engine)
@@ -333,7 +344,8 @@ class Jobs:
             self.commands.append(em.Cancel(last.number))
 
     def _on_trial(self) -> bool:
-        """No job may enter the engine: one in it has produced nothing new, and one that was in a dead engine waits."""
+        """Returns true if no further job may enter the engine, because after a death they go back one at a time: some
+        job has deaths, and a job in the engine has produced nothing new."""
         jobs = self._jobs.values()
         unproven = bool(self._leaving) or any(job.at_engine and not job.progressed for job in jobs)
         return unproven and any(job.deaths for job in jobs)
@@ -347,7 +359,7 @@ class Jobs:
                 self.commands.append(em.Cancel(job.number))
 
     def _leave(self, job: Job) -> None:
-        """The job is over for its client; in the engine it is cancelled."""
+        """Ends the job for its client, and cancels it in the engine."""
         self._forget(job)
         if job.at_engine:
             self._leaving[job.number] = job.conversation
@@ -363,7 +375,7 @@ class Jobs:
         self._end(job, "cancelled")
 
     def _end(self, job: Job, event: str) -> None:
-        """The client has its last event."""
+        """Ends the job after its last event was added."""
         job.state = states.JOB[job.state][event]
         self._forget(job)
         self._fill_slots()

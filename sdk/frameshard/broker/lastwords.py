@@ -1,6 +1,6 @@
-"""Standard output and error of an engine process: passed on, and the end of it kept as the reason of its death.
+"""Passes on the output of an engine process, and keeps its last lines to explain why the process died.
 
-llama.cpp, ggml and the C++ runtime write only there why they abort.
+llama.cpp, ggml and the C++ runtime write the reason of an abort only to standard output or standard error.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ MAX_LINES = 4
 MAX_CHARACTERS = 600
 
 _NOISE = ("engine: INFO:", "engine: DEBUG:")
-"""Lines of the engine's own log that explain no death."""
+"""Lines that begin so are not kept: they are ordinary lines of the engine's log."""
 
 
 class LastWords:
-    """The last lines of one process."""
+    """Keeps the last lines of one process."""
 
     def __init__(self) -> None:
         self.ended = trio.Event()
-        """Everything has been read: the process and all that inherited its pipe have closed it."""
+        """Set when all output was read: the process, and all processes that inherited its pipe, have closed it."""
         self._tail = b""
 
     def __str__(self) -> str:
-        """The last lines as one; "" where there are none."""
+        """Returns the last lines as one line; "" if there are none."""
         lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines()]
         kept = [line for line in lines if line and not line.startswith(_NOISE)]
         return "; ".join(kept[-MAX_LINES:])[-MAX_CHARACTERS:]
 
     async def listen(self, pipe: trio.abc.ReceiveStream) -> None:
-        """Reads `pipe` to its end, and passes all of it on to this process's standard error."""
+        """Reads `pipe` to its end, and writes all of it to this process's standard error."""
         with suppress(trio.BrokenResourceError):
             while data := await pipe.receive_some():
                 self._tail += data
                 if len(self._tail) > TAIL_BYTES:
                     self._tail = self._tail[-TAIL_BYTES:].partition(b"\n")[2] or self._tail[-TAIL_BYTES:]
-                # In a thread: the reader of our standard error may be slow.
+                # A thread writes, because the program that reads our standard error may be slow.
                 await trio.to_thread.run_sync(_pass_on, bytes(data), abandon_on_cancel=True)
         self.ended.set()
 
 
 def _pass_on(data: bytes) -> None:
-    with suppress(OSError):  # it is closed
+    with suppress(OSError):  # standard error is closed
         while data:
             data = data[os.write(2, data) :]

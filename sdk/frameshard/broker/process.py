@@ -1,7 +1,7 @@
-"""The sidecar's process: its keys, its limits, and what ends it.
+"""Runs the sidecar's process: makes its keys, sets its limits, and ends it.
 
-It ends with its host, on a signal, on a client's `shutdown`, or when its first engine cannot be loaded. It leaves no
-process, no socket and no directory behind.
+The process ends when the host ends, on a signal, on a client's `shutdown`, or when the first engine fails to load. It
+leaves no process, socket or directory behind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from frameshard.wire.launch import ConnectInfo, ServeConfig
 PARENT_CHECK_S = 0.25
 MAX_FILES = 65536
 MIN_FILES = 1024
-"""libzmq aborts the process when no descriptor is left. The sidecar and 32 clients take 70; the rest covers the time to
-notice a flood of connections."""
+"""The fewest files that the process must be allowed to open. libzmq aborts the process if no descriptor is left. The
+sidecar and 32 clients need 70. The rest is for a flood of connections, until the sidecar notices it."""
 
 OOM_SCORE_ADJ = 500
 
@@ -42,18 +42,19 @@ def serve(
 ) -> int:
     """Runs a sidecar until it is stopped.
 
-    :param on_ready: called once when the model is loaded, with what a client needs to connect and the connect file.
-    :param host_pipe: file descriptor whose end of file means that the host has ended; without it, only a signal or a
-        client ends the sidecar.
+    :param on_ready: called once when the model is loaded, with the data for clients to connect and the path of the
+        connect file.
+    :param host_pipe: file descriptor whose end of file shows that the host has ended. None: only a signal or a client
+        ends the sidecar.
     :returns: the number of the signal that ended it, else 0.
-    :raises ModelNotFound: no such file.
-    :raises BadModel: not a model that can be served.
-    :raises UnknownDevice: no such device.
+    :raises ModelNotFound: the file does not exist or cannot be read.
+    :raises BadModel: the model cannot be served.
+    :raises UnknownDevice: there is no such device.
     :raises BudgetBelowFloor: the model cannot run in the budget.
     :raises EndpointInUse: another sidecar has the endpoint.
     :raises BadArgument: options contradict each other, or a file or a socket cannot be made.
-    :raises Unsupported: the model is of a kind that cannot be served, or this process may open too few files.
-    :raises EngineDied: the engine did not survive loading. Its later deaths are not raised: clients get an event.
+    :raises Unsupported: models of this kind cannot be served, or this process may open too few files.
+    :raises EngineDied: the engine died while it loaded the model. Later deaths are not raised: clients get an event.
     """
     _prepare_process()
     with ExitStack() as stack:
@@ -102,9 +103,9 @@ async def _serve(server: Server, listener: Listener, announce: Callable[[], None
 
 
 def _prepare_process() -> None:
-    """Allows as many open files as possible, and makes this process the first to be ended when memory runs out.
+    """Raises the limit on open files, and makes the kernel kill this process before the game when memory runs out.
 
-    :raises Unsupported: too few files may be open.
+    :raises Unsupported: the hard limit on open files is too low.
     """
     if sys.platform == "win32":
         return
@@ -133,10 +134,10 @@ async def _watch_signals(server: Server, received: list[int]) -> None:
 
 
 async def _watch_host(pipe: int, scope: trio.CancelScope) -> None:
-    """Ends everything at once when the host has ended.
+    """Ends the sidecar at once when the host has ended.
 
-    The pipe's end of file shows that, or a new parent process where another child of the host has inherited the pipe.
-    Rejected: a parent-death signal, which is sent when the thread that launched us ends.
+    The pipe's end of file shows that. If another child of the host has inherited the pipe, a new parent process shows
+    it. A parent-death signal is not used, because it already comes when the thread that launched us ends.
     """
     parent = os.getppid()
 
