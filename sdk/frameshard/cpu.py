@@ -1,8 +1,8 @@
-"""The CPU: whether the installed ggml fits it, and how many threads to take.
+"""Checks whether the installed ggml can run on this CPU, and chooses the number of threads.
 
-libggml-cpu is compiled for a fixed set of instructions and does not look at the CPU before it uses them.
-``make build`` compiles it for Haswell (native/tools/llama_wheel.py); a llama-cpp-python from elsewhere is often
-compiled for the CPU that compiled it. Nothing here executes code of ggml that needs those instructions.
+libggml-cpu is compiled for a fixed set of instructions, and does not check whether the CPU has them. ``make build``
+compiles it for Haswell (native/tools/llama_wheel.py). A llama-cpp-python from elsewhere is often compiled for the CPU
+of the machine that compiled it. This module runs no code of ggml that needs these instructions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "avx512_vnni": ("avx512_vnni",),
     "avx512_bf16": ("avx512_bf16",),
 }
-"""ggml's features that a CPU must have, with Linux's names of what they take."""
+"""The features of ggml that it uses without a check. Each has the CPU flags that it needs, with their names in
+Linux."""
 AMX = "amx_int8"
-"""The one feature that ggml looks for on the CPU before it uses it; ggml and Linux call it the same."""
+"""The only feature that ggml checks for before it uses it. It has the same name in ggml and in Linux."""
 
 
 _V3 = frozenset({"avx", "avx2", "bmi2", "f16c", "fma"})
@@ -35,7 +36,7 @@ _LEVELS = {"x86-64-v2": frozenset[str](), "x86-64-v3": _V3, "x86-64-v4": _V3 | {
 
 
 def flags() -> frozenset[str] | None:
-    """What this CPU can do, in the words of Linux; ``None`` where that is not known."""
+    """Returns the flags of this CPU, with their names in Linux; ``None`` if they are not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -45,8 +46,8 @@ def flags() -> frozenset[str] | None:
 
 
 def compiled_for() -> frozenset[str] | None:
-    """The features that ggml's CPU part was compiled with, of ``NEEDS`` and ``AMX``. ``None`` where it is not linked to
-    llama.cpp: there ggml chooses among several files, each for a kind of CPU."""
+    """Returns those of the features ``NEEDS`` and ``AMX`` that libggml-cpu was compiled with. ``None`` if llama.cpp is
+    not linked to it: ggml then chooses one of several libraries to fit the CPU."""
     import llama_cpp
 
     library = llama_cpp.llama_cpp._lib
@@ -56,19 +57,20 @@ def compiled_for() -> frozenset[str] | None:
 
 
 def needed_flags(features: Set[str]) -> list[str]:
-    """What a CPU must have for a ggml that was compiled with ``features``, in the words of Linux."""
+    """Returns the CPU flags that a ggml with ``features`` needs, with their names in Linux."""
     return sorted(flag for name in features if name in NEEDS for flag in NEEDS[name])
 
 
 def level(features: Set[str]) -> str | None:
-    """The least level of the x86-64 ABI that has all of ``features``, ``None`` if none has; numpy needs the second."""
+    """Returns the lowest level of the x86-64 ABI that has all of ``features``; ``None`` if no level has. The lowest one
+    here is x86-64-v2, because numpy needs it."""
     return next((name for name, has in _LEVELS.items() if features - {AMX} <= has), None)
 
 
 def check() -> None:
-    """Must come before anything that makes ggml compute or asks for its devices.
+    """Checks that ggml can run on this CPU. Call it before ggml computes anything or lists its devices.
 
-    :raises Unsupported: ggml was compiled for instructions that this CPU lacks; it would die by SIGILL.
+    :raises Unsupported: ggml was compiled for instructions that this CPU does not have, and would crash (SIGILL).
     """
     features, has = compiled_for(), flags()
     if features is None or has is None:
@@ -83,17 +85,17 @@ def check() -> None:
 
 
 def must_avoid_amx() -> bool:
-    """Whether models must be loaded without ggml's extra buffer types, of which AMX is one: where ggml was compiled
-    with AMX and the CPU has it.
+    """Returns true if models must be loaded without ggml's extra buffer types, one of which is AMX. That is so if ggml
+    was compiled with AMX and the CPU has it, or if this is not known.
 
-    gcc 12 drops the stores before ``_tile_loadconfig``, so that the first product of a matrix in AMX's buffer type ends
-    the process. A library does not tell its compiler, so no AMX is trusted. What is not known is taken for yes.
+    gcc 12 removes the stores before ``_tile_loadconfig``, so the first product of a matrix in AMX's buffer type crashes
+    the process. The library does not tell which compiler made it, so AMX is never used.
     """
     return all(where is None or AMX in where for where in (compiled_for(), flags()))
 
 
 def default_threads() -> int:
-    """Half of the logical CPUs that this process may use: the game and the copies need the others, copies collapse when
-    every core computes, and SMT siblings add little."""
+    """Returns half the number of logical CPUs that this process may use. The game and the copies need the others:
+    copies become very slow when every core computes. A second thread on the same core adds little."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, usable // 2)

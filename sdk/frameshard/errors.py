@@ -1,8 +1,8 @@
-"""All errors that a user can get: named by what went wrong, with a message that says what to do.
+"""All errors that a user can get. The name says what went wrong, and the message says what to do.
 
-An error has a stable integer ``code``, a stable ``name`` for programs, ``retriable`` (the same call may succeed later
-without a change) and a ``detail`` map with figures such as the floor of a budget. The protocol carries the same four;
-:func:`from_wire` and :meth:`FrameshardError.to_wire` are the only places that translate.
+For programs, an error has a ``code`` and a ``name``, which never change. ``retriable`` is true if the same call may
+succeed later. ``detail`` is a map with figures such as the floor of a budget. The protocol sends these four and the
+message; only :func:`from_wire` and :meth:`FrameshardError.to_wire` convert them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import ClassVar
 
 
 class FrameshardError(Exception):
-    """A defect, or an error that this version does not know.
+    """A defect of frameshard, or an error that this version does not know.
 
-    Base class of all others. ``str(error)`` is a sentence for a person; ``name`` and ``code`` are for programs.
+    This is the base class of all errors. ``str(error)`` is a message for people; ``name`` and ``code`` are for
+    programs.
+
+    :param message: the message.
+    :param detail: figures for programs.
     """
 
     code: ClassVar[int] = 1
@@ -28,7 +32,7 @@ class FrameshardError(Exception):
         self.detail = detail
 
     def to_wire(self) -> dict[str, object]:
-        """The protocol's error map: code, name, message, retriable, detail."""
+        """Returns the protocol's error map: code, name, message, retriable, detail."""
         return {
             "code": self.code,
             "name": self.name,
@@ -39,31 +43,31 @@ class FrameshardError(Exception):
 
 
 class BadArgument(FrameshardError):
-    """A value given by the caller is out of range or of the wrong type."""
+    """A value from the caller is out of range or has the wrong type."""
 
     code, name = 10, "bad_argument"
 
 
 class BadMessage(FrameshardError):
-    """A message is malformed, too large, of an unknown kind or has a field of a wrong type. It has no effect."""
+    """A message is malformed, too large or unknown, or a field has the wrong type. The message has no effect."""
 
     code, name = 11, "bad_message"
 
 
 class UnknownJob(FrameshardError):
-    """No such job in this session: it never existed or it has ended."""
+    """This session has no such job: it never existed, or it has ended."""
 
     code, name = 12, "unknown_job"
 
 
 class ContextOverflow(FrameshardError):
-    """Prompt and answer do not fit the context; detail has ``n_prompt``, ``n_ctx``."""
+    """The prompt and the answer do not fit into the context; detail has ``n_prompt`` and ``n_ctx``."""
 
     code, name = 13, "context_overflow"
 
 
 class Unsupported(FrameshardError):
-    """The request is understood but this model or build cannot do it."""
+    """The request is valid, but this model or this build cannot do it."""
 
     code, name = 14, "unsupported"
 
@@ -75,14 +79,14 @@ class ModelNotFound(FrameshardError):
 
 
 class BadModel(FrameshardError):
-    """The file is not a GGUF that can be served: wrong magic, truncated, inconsistent, refused by llama.cpp, fatal to
-    it while it loads, or with weights that compute NaN. A job gets it when only its tokens meet such weights."""
+    """The file is not a usable GGUF model. It is truncated or inconsistent, llama.cpp refuses it or crashes while it
+    loads it, or its weights produce NaN. A job fails with this error if only its tokens use such weights."""
 
     code, name = 21, "bad_model"
 
 
 class UnknownDevice(FrameshardError):
-    """No device of that name; detail has ``devices``, those there are. Never replaced silently by another."""
+    """There is no device of that name; detail has the existing ``devices``. No other device is used instead."""
 
     code, name = 22, "unknown_device"
 
@@ -94,19 +98,19 @@ class BudgetBelowFloor(FrameshardError):
 
 
 class VersionMismatch(FrameshardError):
-    """Protocol, llama-cpp-python or shard device are not the versions that belong together."""
+    """The versions of the protocol, llama-cpp-python and the shard device do not match."""
 
     code, name = 24, "version_mismatch"
 
 
 class OutOfMemory(FrameshardError):
-    """The device refused memory although the budget allows it: another program holds it. Lower the budget."""
+    """The device refused memory that the budget allows, because another program uses it. Lower the budget."""
 
     code, name, retriable = 25, "out_of_memory", True
 
 
 class StaleLease(FrameshardError):
-    """A budget with a version that is not above the one in force: it came late or twice; detail has ``version``."""
+    """The version of a budget is not above the one in force: it came late or twice; detail has ``version``."""
 
     code, name = 26, "stale_lease"
 
@@ -118,26 +122,26 @@ class EndpointInUse(FrameshardError):
 
 
 class ConnectionLost(FrameshardError):
-    """The sidecar does not answer any more. Jobs of this client are over; launch or connect again."""
+    """The sidecar does not answer any more. The jobs of this client have ended; launch or connect again."""
 
     code, name, retriable = 31, "connection_lost", True
 
 
 class EngineDied(FrameshardError):
-    """The engine process ended: twice over this job, or it is off because it cannot be kept alive now. The message says
-    why, and detail has ``reason`` (an error's name) and ``last_words``."""
+    """The engine process died twice while it ran this job, or dies again and again and is off for a while. The message
+    says why; detail has ``reason`` (the name of an error) and ``last_words`` (its last output)."""
 
     code, name, retriable = 32, "engine_died", True
 
 
 class Overloaded(FrameshardError):
-    """Too many jobs wait, or this client does not read its events. Try again when some have ended."""
+    """Too many jobs are waiting, or this client does not read its events. Try again when some jobs have ended."""
 
     code, name, retriable = 33, "overloaded", True
 
 
 class DeadlineMissed(FrameshardError):
-    """A request was not met in the time given; it stays in force where its text says so."""
+    """A request was not completed within its time. It stays in force if the message says so."""
 
     code, name, retriable = 34, "deadline_missed", True
 
@@ -149,7 +153,7 @@ class JobCancelled(FrameshardError):
 
 
 class DownloadFailed(FrameshardError):
-    """A model could not be fetched or its hash is wrong. Nothing half-written is left behind."""
+    """A model could not be downloaded, or its hash is wrong. No partial file is left behind."""
 
     code, name, retriable = 41, "download_failed", True
 
@@ -159,7 +163,7 @@ BY_NAME = {cls.name: cls for cls in _CLASSES}
 
 
 def from_wire(error: Mapping[str, object]) -> FrameshardError:
-    """The exception for a protocol error map; a name unknown here becomes :class:`FrameshardError`."""
+    """Returns the exception for an error map of the protocol. An unknown name becomes :class:`FrameshardError`."""
     cls = BY_NAME.get(str(error.get("name")), FrameshardError)
     detail = error.get("detail")
     return cls(
@@ -168,10 +172,11 @@ def from_wire(error: Mapping[str, object]) -> FrameshardError:
 
 
 def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardError:
-    """The typed error for any exception, for places where a defect of ours must fail one request alone.
+    """Turns any exception into a typed error, so that a defect of frameshard fails only one request.
 
-    :param what: what failed, as the subject of a sentence: "a budget change".
-    :returns: `error` itself where it is typed already; else an ``internal`` error, and the log gets the traceback.
+    :param logger: gets the traceback of an exception that is not typed.
+    :param what: what failed, as the subject of a sentence, such as "a budget change".
+    :returns: `error` itself if it is typed already, else an ``internal`` error.
     """
     if isinstance(error, FrameshardError):
         return error
@@ -180,7 +185,7 @@ def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardE
 
 
 def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
-    """The error for a VRAM budget that the model cannot run in."""
+    """Returns the error for a VRAM budget that is too small for the model."""
     budget = f"{budget_bytes >> 20} MiB" if budget_bytes >= 1 << 20 else f"{budget_bytes} bytes"
     return BudgetBelowFloor(
         f"a VRAM budget of {budget} is below the floor of {-(-floor_bytes >> 20)} MiB",

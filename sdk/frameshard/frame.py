@@ -1,12 +1,12 @@
-"""The frame block: shared memory in which the host writes each frame when it draws (bindings/PROTOCOL.md).
+"""The frame block: shared memory in which the host reports its frames to the sidecar (bindings/PROTOCOL.md).
 
     frames = FrameBlock(path, target_frame_ms=16.7)
     while playing:
         frames.begin()
         ...                                     # update and draw
-        frames.end(gpu_busy_ms=12.1)            # where the engine measures it
+        frames.end(gpu_busy_ms=12.1)            # if the game engine measures it
 
-A write takes a microsecond and never waits. One process writes a frame block; any number may read it.
+A write takes a microsecond and never waits. One process writes a frame block, and any number of processes may read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frameshard.errors import BadArgument
 
 MAGIC, VERSION, PAGE_BYTES = 0x42465346, 1, 4096
 IDLE = 1
-"""Flag: the host draws nothing that has to be on time."""
+"""The flag that the host draws no frames now."""
 
 _HOST = struct.Struct("<QQQQQQQ")
 _HOST_AT, _SEQUENCE_AT, _FLAGS_AT, _SIDECAR_AT = 16, 8, 12, 2048
@@ -31,7 +31,7 @@ _SIDECAR = struct.Struct("<QQQQQ")
 
 
 def clock_ns() -> int:
-    """The clock of the times in a frame block, in nanoseconds."""
+    """Returns the time in nanoseconds, by the clock of the frame block."""
     if sys.platform == "darwin":
         return time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
     return time.perf_counter_ns()  # CLOCK_MONOTONIC on Linux, QueryPerformanceCounter on Windows
@@ -39,8 +39,14 @@ def clock_ns() -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """The sidecar's answer to budgets in the frame block: the last generation it has applied, the last it has refused,
-    the budget in force, the VRAM it holds, and the floor, in bytes."""
+    """The sidecar's answer to budgets in the frame block.
+
+    :param applied_generation: the generation of the last budget that was applied.
+    :param refused_generation: the generation of the last budget that was refused.
+    :param budget_bytes: the budget in force.
+    :param used_bytes: the VRAM that the sidecar uses.
+    :param floor_bytes: the floor.
+    """
 
     applied_generation: int
     refused_generation: int
@@ -50,14 +56,14 @@ class Answer:
 
 
 def initialise(page: mmap.mmap) -> None:
-    """Makes zeroed memory a frame block that no host has written to."""
+    """Writes the header of a new frame block into memory that is all zeros."""
     struct.pack_into("<II", page, 0, MAGIC, VERSION)
 
 
 class FrameBlock:
-    """The writer of the frame block at `path`, for one thread at a time.
+    """Writes the frame block at `path`. Only one thread may use it at a time.
 
-    :param target_frame_ms: time that the host wants a frame to take.
+    :param target_frame_ms: the time in milliseconds that the host wants a frame to take.
     :raises BadArgument: there is no frame block at `path`.
     """
 
@@ -87,7 +93,7 @@ class FrameBlock:
         self.close()
 
     def begin(self) -> None:
-        """A frame begins. The time since the last call is the last frame's time."""
+        """Call it when a frame begins. The time since the last call is the time of the last frame."""
         now = clock_ns()
         if self._start:
             self._time = now - self._start
@@ -97,19 +103,21 @@ class FrameBlock:
         self._write()
 
     def end(self, *, gpu_busy_ms: float) -> None:
-        """The frame has kept the GPU busy for `gpu_busy_ms`; the next ones are expected to take as long."""
+        """Reports how long the frame has kept the GPU busy, in milliseconds. The sidecar expects the same of the next
+        frames."""
         self._busy = max(0, int(gpu_busy_ms * 1e6))
 
     def idle(self) -> None:
-        """Nothing is drawn until the next :meth:`begin`: the sidecar may use the whole GPU."""
+        """Call it when no frames are drawn until the next :meth:`begin`. The sidecar may then use the whole GPU."""
         self._flags = IDLE
         self._start = 0  # the pause is not a frame
         self._write()
 
     def set_budget(self, vram_budget_bytes: int) -> int:
-        """Asks for a VRAM budget without a message; it takes effect within one step of a running graph.
+        """Asks for a VRAM budget without a message. It takes effect within one step of a running graph.
 
-        :returns: the generation that :attr:`answer` will have.
+        :param vram_budget_bytes: the budget in bytes.
+        :returns: the generation of this budget, which :attr:`answer` will have.
         """
         self._generation += 1
         self._budget = vram_budget_bytes
@@ -121,7 +129,7 @@ class FrameBlock:
         return Answer(*_SIDECAR.unpack_from(self._page, _SIDECAR_AT))
 
     def close(self) -> None:
-        """Safe to call twice. The frame block stays for its other users."""
+        """Closes the mapping. The frame block remains for its other users. Safe to call twice."""
         self._page.close()
 
     def _write(self) -> None:

@@ -1,7 +1,7 @@
-"""Images for a request: small ones inside the message, larger ones in shared memory.
+"""Prepares the images of a request. Small ones are sent in the message, larger ones through shared memory.
 
-On Linux that is a memory file, sealed after it is written: it cannot change, and it ends with the last process that has
-it open. Elsewhere it is a temporary file of this user.
+On Linux the shared memory is a memory file, sealed after it is written. It cannot change, and the kernel removes it
+when the last process has closed it. Elsewhere it is a temporary file of this user.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ if sys.platform == "linux":
 
 @dataclass(frozen=True)
 class Pixels:
-    """An image of a renderer: rows of 8-bit pixels from the top. Alpha is not used.
+    """An image of 8-bit pixels, top row first.
 
     :param data: `height` rows of `stride` bytes.
-    :param stride: bytes from one row to the next; 0: rows follow each other without a gap.
+    :param width: pixels in a row.
+    :param height: rows.
+    :param format: "rgb", or "rgba" with an alpha channel, which is not used.
+    :param stride: bytes from the start of one row to the start of the next; 0: the rows have no gap.
     """
 
     data: bytes | bytearray | memoryview = field(repr=False)
@@ -37,8 +40,9 @@ class Pixels:
 
 
 class SharedImages:
-    """The images of one job, as its request has them in :attr:`wire`. Close it when the job has ended.
+    """The images of one job. :attr:`wire` has them for the request. Close it when the job has ended.
 
+    :param images: each is the bytes of an image file, or :class:`Pixels`.
     :raises BadArgument: an image is empty or too large.
     """
 
@@ -76,5 +80,5 @@ class SharedImages:
         return path
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Releases the shared memory. Safe to call twice."""
         self._undo.close()

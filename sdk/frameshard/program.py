@@ -1,9 +1,9 @@
-"""Runs a module as a program, in a process of its own, without importing from the working directory.
+"""Runs a module as a program that does not import from the working directory.
 
-``python -m`` and ``python -c`` put the working directory first on ``sys.path``, so a ``msgpack.py`` in it would be
-imported. ``-P`` and ``PYTHONSAFEPATH`` prevent that from Python 3.11 on only; ``-I`` ignores ``PYTHONPATH`` as well. So
-this file is run by its path: Python puts the file's directory first, and it is removed again before anything else is
-imported. The environment is not changed.
+``python -m`` and ``python -c`` put the working directory first on ``sys.path``, so they would import a ``msgpack.py``
+in it. ``-P`` and ``PYTHONSAFEPATH`` prevent that only from Python 3.11 on, and ``-I`` also ignores ``PYTHONPATH``. So
+this file is run by its path: Python then puts the file's directory first, and this file removes it before it imports
+anything else. The environment is not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ FILE = os.path.abspath(__file__)
 
 
 def command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of ``python -m module arguments``, without the working directory."""
+    """Returns the command line that does the same as ``python -m module arguments``, but without the working directory
+    on ``sys.path``."""
     return (sys.executable, FILE, module, *arguments)
 
 
@@ -24,7 +25,7 @@ def _main() -> None:
     sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
     import runpy
 
-    del sys.argv[0]  # the module's name is next, which the module's own path replaces
+    del sys.argv[0]  # now the module's name is argv[0], and run_module replaces it by the module's path
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

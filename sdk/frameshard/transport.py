@@ -1,10 +1,10 @@
-"""ZeroMQ in trio: an adapter around a pyzmq socket, and the options that both ends set.
+"""Uses ZeroMQ sockets in trio, and sets the socket options of both ends.
 
-pyzmq supports asyncio but not trio, and a ZeroMQ socket's file descriptor is edge-triggered: it signals that the
-socket's state *may* have changed, and any call on the socket (also a send) can consume the signal. A task that waits
-for the descriptor after another task's send would wait for ever. So after every operation the state itself
-(``EVENTS``) is read, and a waiting receiver is woken when there is something to receive. Rejected: a thread for the
-socket, which costs two hand-overs per message and a second place for state.
+pyzmq supports asyncio but not trio. The file descriptor of a ZeroMQ socket is edge-triggered: it only signals that the
+socket's state *may* have changed, and any call on the socket, also a send, can consume the signal. A task that waits
+for the descriptor after another task's send could wait for ever. So each send reads the state itself (``EVENTS``), and
+wakes the waiting receiver if there is something to receive. A thread for the socket was rejected: each message would
+pass between threads twice, and the state would be in two places.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from frameshard.wire import codec
 
 HANDSHAKE_MS = 1000
 HIGH_WATER = 256
-"""Messages that ZeroMQ queues to or from one peer."""
+"""The most messages that ZeroMQ queues to or from one peer."""
 
 ZAP_DOMAIN = b"frameshard"
 MAX_PARTS = 3
-"""Parts of one message, including the address that a router adds."""
+"""The most parts of one message, including the address that a router adds."""
 
 STEP_PARTS = 100
-"""Parts of a message that is too long which are read before other tasks have their turn; less than a millisecond."""
+"""The number of parts that are read before other tasks may run. Reading them takes less than a millisecond."""
 
 MAX_DROPPED = 10_000
-"""Parts of one message that are read and dropped. A million takes seconds, during which no other peer is served."""
+"""The most parts of one message that are read, including those that are dropped. A million parts would take seconds,
+and no other peer could be served meanwhile."""
 
 
 class Unreachable(Exception):
@@ -48,20 +49,24 @@ class Flooded(Exception):
 
 
 class Socket:
-    """A ZeroMQ socket for the tasks of one thread. One task may receive; any may send."""
+    """A ZeroMQ socket for the tasks of one thread. One task may receive, and all may send.
+
+    :param max_parts: the most parts of a message.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], *, max_parts: int = MAX_PARTS) -> None:
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._max_parts = max_parts
         self._parked: trio.CancelScope | None = None
-        self._reading: list[bytes] = []  # the parts read so far of the present message
+        self._reading: list[bytes] = []  # the parts of the present message that were read so far
         self._drained = False
 
     async def receive(self) -> list[bytes]:
-        """The next message. Of one with more parts than the limit, one part more is kept and the rest dropped.
+        """Receives a message and returns its parts. If it has more parts than the limit, the returned list is one part
+        longer than the limit, and the other parts are dropped.
 
-        :raises Flooded: the rest is too long.
+        :raises Flooded: the message has more than :data:`MAX_DROPPED` parts.
         """
         await trio.lowlevel.checkpoint()
         while True:
@@ -76,21 +81,21 @@ class Socket:
                 raise Flooded(self._reading[0])
             except zmq.Again:
                 self._drained = True
-            # A receive that finds nothing has consumed earlier signals; later ones make the descriptor readable.
+            # A receive that finds nothing consumes the earlier signals. New messages make the descriptor readable.
             with trio.CancelScope() as self._parked:
                 await trio.lowlevel.wait_readable(self._fd)
             self._parked = None
 
     def drained(self) -> bool:
-        """Whether everything received had been read at some moment since the last call."""
+        """Returns true if the queue of received messages was empty at some moment since the last call."""
         drained, self._drained = self._drained or self._parked is not None, False
         return drained
 
     def try_send(self, parts: list[bytes]) -> bool:
         """Sends a message without waiting.
 
-        :returns: false where the peer's queue is full, or no peer is connected yet.
-        :raises Unreachable: the peer is not connected now.
+        :returns: false if the peer's queue is full, or if no peer has connected yet.
+        :raises Unreachable: the peer is not connected.
         """
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
@@ -109,7 +114,7 @@ class Socket:
         self._socket.close()
 
     def _read_on(self) -> bool:
-        """Reads up to `STEP_PARTS` parts; true where the message is complete."""
+        """Reads up to `STEP_PARTS` parts. Returns true if the message is complete."""
         for _ in range(STEP_PARTS):
             if not self._socket.getsockopt(zmq.RCVMORE):
                 return True
@@ -120,16 +125,19 @@ class Socket:
 
 
 def new_number() -> int:
-    """A fresh random number for an epoch or a session."""
+    """Returns a new random number for an epoch or a session."""
     return secrets.randbelow(codec.MAX_ID) + 1
 
 
 def configure(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
-    """Sets the options that both ends have.
+    """Sets the options that both ends use.
 
-    ZeroMQ's own heartbeats stay off: libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that ended
-    while its receive queue was full (libzmq#4364), so a flooding client could end the broker, or a dying broker the
-    game. The protocol has pings of its own, and on one machine the system reports a dead peer.
+    ZeroMQ's own heartbeats stay off. With them, libzmq 4.3.5 aborts the process if a heartbeat is due on a connection
+    that has ended while its receive queue was full (libzmq#4364). So a client that floods the broker could end it, and
+    a dying broker could end the game. The protocol has its own pings, and on one machine the operating system reports a
+    dead peer.
+
+    :param linger_ms: milliseconds that a closed socket still tries to send its queue.
     """
     options: list[tuple[int, Any]] = [
         (zmq.MAXMSGSIZE, codec.CLIENT.frame),
