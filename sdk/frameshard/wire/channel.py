@@ -1,4 +1,4 @@
-"""Frames on the stream between broker and engine: 4 bytes of length, little-endian, then one msgpack map."""
+"""Frames on the stream between broker and engine. Each is its length in 4 bytes, little-endian, and a msgpack map."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _HEADER = 4
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The bytes of one frame.
+    """Returns the bytes of one frame.
 
-    :raises BadArgument: the codec does not carry the message.
+    :raises BadArgument: the message breaks a limit of the codec.
     """
     body = codec.encode(message, codec.ENGINE)
     return len(body).to_bytes(_HEADER, "little") + body
@@ -27,9 +27,9 @@ class Reader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The messages that `data` completes.
+        """Adds `data`, and yields the messages that are now complete.
 
-        :raises BadMessage: the stream is damaged, after the messages before the damage.
+        :raises BadMessage: the stream is damaged. All messages before the damage come first.
         """
         self._buffer += data
         while len(self._buffer) >= _HEADER:

@@ -1,12 +1,12 @@
-"""Strict conversion of a map to a frozen dataclass: for the protocol's messages and for the engine's.
+"""Converts a map to a frozen dataclass and checks it strictly, for the messages of the protocol and of the engine.
 
-The annotation of a field says what the field takes, and may end with one line of text for people::
+The annotation of a field says which values the field accepts. It may end with one line of text for documents::
 
     temperature: Annotated[float, number(0, 5), "0 is greedy."] = 0.8
 
-Everything that mirrors a message (documents, bindings) is generated from these annotations; see bindings/generate.
-Fields without a default are required and unknown fields are refused. An integer is never taken for a boolean, nor a
-float for an integer.
+Documents and bindings are generated from these annotations; see bindings/generate. Fields without a default are
+required, and unknown fields are refused. A boolean field does not accept an integer, and an integer field does not
+accept a float.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class Refused(ValueError):
-    """A field does not take its value. ``str()`` names the field and the reason; of a record inside a message, the
-    fields from the outside in. `field` is the innermost."""
+    """A field does not accept its value. ``str()`` gives the field and the reason. For a record inside a message it
+    gives all enclosing fields, the outermost first. `field` is the innermost one."""
 
     field: str
 
@@ -38,11 +38,11 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """What a field takes.
+    """Checks the values of a field.
 
-    :param description: the same as data, as bindings/generated-manifest.json has it.
-    :param take: the typed value of what msgpack gave, or raises :class:`Refused`. Its second argument is true for
-        strict: unknown fields and unknown words are refused.
+    :param description: describes the accepted values as data, for bindings/generated-manifest.json.
+    :param take: converts a value from msgpack to the typed value, or raises :class:`Refused`. If its second argument is
+        true, unknown fields and unknown words are refused.
     """
 
     description: Mapping[str, Any]
@@ -51,7 +51,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Default:
-    """In an annotation: a default that depends on the machine, in words for people."""
+    """Part of an annotation: describes a default that depends on the machine.
+
+    :param words: the description, for documents.
+    """
 
     words: str
 
@@ -64,7 +67,7 @@ class Field:
     check: Check
     required: bool
     default: Any
-    """``dataclasses.MISSING`` where it is required."""
+    """``dataclasses.MISSING`` if the field is required."""
     text: str
     default_words: str
 
@@ -79,8 +82,10 @@ def integer(low: int = 0, high: int = codec.MAX_ID, unit: str = "") -> Check:
 
 
 def number(low: float, high: float, unit: str = "", *, or_zero: bool = False) -> Check:
-    """
-    :param or_zero: 0 is taken as well, although it is below `low`.
+    """A number from `low` to `high`.
+
+    :param unit: the unit, for documents.
+    :param or_zero: accept 0 as well, although it is below `low`.
     """
     zero = "0 or " if or_zero else ""
 
@@ -95,8 +100,10 @@ def number(low: float, high: float, unit: str = "", *, or_zero: bool = False) ->
 
 
 def text(limit: int, least: int = 0) -> Check:
-    """
-    :param limit: bytes of UTF-8 at most.
+    """A string.
+
+    :param limit: the most bytes of UTF-8.
+    :param least: the fewest bytes of UTF-8.
     """
 
     def take(value: Any, strict: bool) -> str:
@@ -108,7 +115,7 @@ def text(limit: int, least: int = 0) -> Check:
 
 
 def path(least: int = 0) -> Check:
-    """The path of a file; empty for none, where `least` is 0."""
+    """The path of a file; "" means no file if `least` is 0."""
     check = text(4096, least)
     return Check({**check.description, "path": True}, check.take)
 
@@ -190,7 +197,7 @@ def _or_none(inner: Check) -> Check:
 
 
 def _check_for(hint: Any) -> Check:
-    """The check for an annotation. An array without a limit of its own has the codec's limit for clients."""
+    """Returns the check for an annotation. An array without its own limit gets the codec's limit for clients."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         for note in args[1:]:
@@ -214,7 +221,7 @@ def _check_for(hint: Any) -> Check:
 
 @cache
 def fields_of(cls: type[Any]) -> dict[str, Field]:
-    """What the annotations of `cls` say, by field."""
+    """Returns the fields of `cls` by name, from its annotations."""
     hints = get_type_hints(cls, include_extras=True)
     found = {}
     for field in dataclasses.fields(cls):
@@ -241,10 +248,10 @@ Text = Annotated[str, text(codec.CLIENT.string)]
 
 
 def convert(cls: type[T], fields: Mapping[str, Any], *, strict: bool = True) -> T:
-    """An instance of `cls` from a map.
+    """Makes an instance of `cls` from a map.
 
-    :param strict: false for what a newer sidecar may have sent: unknown fields are left out, and where one of several
-        words is expected an unknown one is taken as it is. Missing fields and wrong types are refused all the same.
+    :param strict: false for messages that a newer sidecar may have sent. Unknown fields are then dropped, and unknown
+        words are accepted. Missing fields and wrong types are still refused.
     :raises Refused: a field is unknown, missing or has a wrong value.
     """
     known = fields_of(cls)  # type: ignore[arg-type]  # mypy finds type[T] not hashable
@@ -264,8 +271,8 @@ def convert(cls: type[T], fields: Mapping[str, Any], *, strict: bool = True) -> 
 
 
 def verify(record: object) -> None:
-    """Checks a dataclass that a program has made, for its ``__post_init__``. Replaces each value by the checked one: a
-    list by a tuple, say.
+    """Checks a dataclass that a program has made; called by its ``__post_init__``. Replaces each value by the checked
+    one, such as a list by a tuple.
 
     :raises BadArgument: a field has a wrong value; detail has ``field``.
     """

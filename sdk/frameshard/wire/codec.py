@@ -1,9 +1,9 @@
-"""Frames: one message is one msgpack map within the limits here.
+"""Encodes and decodes frames. A frame is one message: a msgpack map within the limits of this module.
 
-With msgpack's defaults a frame of 1 MiB can become 75 MiB of objects, the last of two equal keys is kept (another
-decoder may keep the first), and extension types are accepted. So every limit is explicit, and what the library cannot
-bound (number of elements, depth, integer range, NaN) is checked here. Both directions are checked: :func:`decode`
-accepts what :func:`encode` returns.
+With msgpack's defaults a frame of 1 MiB can become 75 MiB of objects. Of two equal keys the last is kept, although
+another decoder may keep the first. Extension types are accepted. So this module sets all of msgpack's limits, and
+checks those that msgpack does not have: the number of elements, depth, the range of integers, and NaN. It checks in
+both directions, so :func:`decode` accepts all that :func:`encode` returns.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import msgpack  # type: ignore[import-untyped]
 from frameshard.errors import BadArgument, BadMessage
 
 MAX_ID = 2**53 - 1
-"""Largest integer of the protocol: a double, and so every script language, holds it exactly."""
+"""The largest integer of the protocol. A double, the number type of many script languages, holds it exactly."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one frame. Lengths of strings and binaries are bytes, of arrays and maps elements."""
+    """The limits of one frame. Limits of frames, strings and binaries are in bytes, those of arrays and maps in
+    elements."""
 
     frame: int
     string: int
@@ -30,16 +31,17 @@ class Limits:
     array: int
     map: int
     elements: int
-    """Array elements and map entries in the whole frame: a frame of empty arrays takes 60 times its size in memory."""
+    """The most array elements and map entries in the whole frame. Without this limit, a frame of empty arrays could
+    take 60 times its size in memory."""
     depth: int = 8
-    """The outermost map has depth 1."""
+    """The deepest nesting; the outermost map has depth 1."""
 
 
 CLIENT = Limits(frame=1 << 20, string=1 << 16, binary=1 << 20, array=1024, map=64, elements=1 << 14)
-"""Between clients and broker; the other side may be hostile."""
+"""The limits between clients and the broker. The other side is not trusted."""
 
 ENGINE = Limits(frame=16 << 20, string=1 << 20, binary=1 << 20, array=1 << 20, map=1024, elements=1 << 20)
-"""Between broker and engine; token lists are as long as a context."""
+"""The limits between the broker and the engine. They are larger, because lists of tokens are as long as a context."""
 
 
 class _Refused(ValueError):
@@ -47,9 +49,9 @@ class _Refused(ValueError):
 
 
 def encode(message: dict[str, Any], limits: Limits = CLIENT) -> bytes:
-    """The frame for `message`.
+    """Encodes `message` as a frame.
 
-    :raises BadArgument: it exceeds a limit or has a value of a foreign type.
+    :raises BadArgument: the message exceeds a limit, or has a value whose type the protocol does not have.
     """
     try:
         if _check(message, limits, 1) > limits.elements:
@@ -63,9 +65,9 @@ def encode(message: dict[str, Any], limits: Limits = CLIENT) -> bytes:
 
 
 def decode(frame: bytes, limits: Limits = CLIENT) -> dict[str, Any]:
-    """The map in `frame`, which may be any bytes.
+    """Decodes `frame` to a map. The frame may be any bytes.
 
-    :raises BadMessage: it is no map within the limits.
+    :raises BadMessage: the frame is not a map within the limits.
     """
     if len(frame) > limits.frame:
         raise BadMessage(f"{len(frame)} bytes, the limit is {limits.frame}")
@@ -117,9 +119,10 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 
 
 def _check(value: object, limits: Limits, depth: int) -> int:
-    """The number of elements in `value`.
+    """Checks a value against the protocol's rules.
 
-    :raises _Refused: the format allows the value, and the protocol does not.
+    :returns: the number of elements in `value`.
+    :raises _Refused: the value breaks a rule.
     """
     if isinstance(value, str):
         if len(value) > limits.string // 4 and len(value.encode()) > limits.string:

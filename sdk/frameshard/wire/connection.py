@@ -1,18 +1,19 @@
-"""Both sides of a session without I/O: frames and times in, typed messages and frames out.
+"""Both sides of a session, without I/O. Frames and times go in; typed messages and frames come out.
 
-The transport may lose everything in transit when a connection breaks and is made again (a message that is too large, a
-peer that was frozen). For any transport that keeps the order of messages within a connection, this module guarantees:
+The transport may lose the messages in transit when a connection breaks and is made again, for example after a message
+that is too large or while a peer is frozen. For any transport that keeps the order of messages within a connection,
+this module guarantees:
 
-- Events of a job arrive once, in order and without gaps. The sidecar keeps what the client has not taken; the client
-  drops duplicates, asks again after a gap, and learns of a lost tail from the next pong.
-- A client that reads slowly gets fewer and larger deltas. Its events in transit are bounded by its window, and the text
-  kept for it by `held_bytes`; beyond that the job fails with Overloaded. No other job waits for it.
-- Answers are sent before events, so a budget never queues behind tokens.
-- A request is carried out once although it may be sent twice (again after a resumption): jobs have numbers chosen by
-  the client, changes of the budget are recognised by their request's id, and all other requests set a state.
-- Silence is counted in this side's own beats and looks: time during which this process was itself stopped (breakpoint,
-  suspended machine) does not count. A peer that is silent while its connection is open is stopped or busy, not dead:
-  the system closes a dead process's connections.
+- The events of a job arrive once, in order and without gaps. The sidecar keeps events until the client has taken them.
+  The client drops duplicates, and asks again after a gap. If the last events are lost, the next pong shows that.
+- A client that reads slowly gets fewer and larger deltas. Its window limits its events in transit, and `held_bytes`
+  limits the text that is kept for it. Above that limit the job fails with Overloaded. No other job waits for it.
+- Answers are sent before events, so the answer to a budget never waits behind tokens.
+- A request is carried out once, although it may be sent again after the session is resumed. The client gives each job a
+  number, changes of the budget are recognised by their request's id, and all other requests may be repeated.
+- Silence is counted in beats of the client and looks of the broker, not in seconds. So the time during which this
+  process was itself stopped (breakpoint, suspended machine) does not count. A peer that is silent on an open connection
+  is stopped or busy, not dead: the operating system closes the connections of a dead process.
 """
 
 from __future__ import annotations
@@ -26,41 +27,43 @@ from frameshard.wire import checks, states
 from frameshard.wire import messages as m
 
 MAX_ANSWERS = 256
-"""Answers kept for a client that sends requests and does not read."""
+"""The most answers that are kept for a client that sends requests and does not read."""
 
 MAX_NOTICES = 64
-"""With so many answers waiting, notices are dropped."""
+"""Notices are dropped while so many answers wait."""
 
 BEAT_S = 0.5
 """Seconds between two calls of :meth:`ClientConnection.beat`."""
 
 LOST_AFTER_BEATS = 5
-"""Beats without an answer after which the session is lost, where no connection takes a ping."""
+"""The session is lost after so many beats without an answer if the transport does not accept a ping."""
 
 STOPPED_BEATS = 40
-"""The same where a connection takes pings: the sidecar is stopped (console, debugger, cgroup freezer), or hangs."""
+"""The session is lost after so many beats without an answer if the transport accepts pings. The sidecar is then stopped
+(console, debugger, cgroup freezer) or hangs."""
 
 GREETING_BEATS = 10
-"""The same for the first answer: a connection has to be made, and the machine is busy during a launch."""
+"""The session is lost after so many beats without the first answer. It needs time, because a connection must be made
+and the machine is busy during a launch."""
 
 
 _BUDGET_ANSWERS = (m.Lease, m.Released, m.Observed)
 
 
 class _Outbox:
-    """Events of one job that a client has not taken."""
+    """The events of one job that its client has not taken."""
 
     def __init__(self, job: int, timeline: int, window: int) -> None:
         self.job = job
         self.timeline = timeline
         self.window = window
-        self.taken = 0  # by the client: events before this number are not kept
-        self.sent = 0
-        self.numbered = 0
-        self.kept: deque[bytes] = deque()  # frames of taken..numbered
+        self.taken = 0  # the client has taken all events before this number
+        self.sent = 0  # the transport has taken all events before this number
+        self.numbered = 0  # the number of the next event
+        self.kept: deque[bytes] = deque()  # the frames of the events from `taken` to `numbered`
         self.waiting: deque[tuple[type[Any], dict[str, Any]]] = deque()
-        """Beyond the window: a start, a delta for each sentence (without `sentences`, one), an end."""
-        self.held_bytes = 0  # of text that waits
+        """Events that do not fit into the window yet. Deltas are joined, up to the end of a sentence."""
+        self.held_bytes = 0  # bytes of the text in `waiting`
         self.ended = False
 
     def add(self, kind: type[Any], fields: dict[str, Any], epoch: int) -> None:
@@ -89,24 +92,34 @@ class _Outbox:
 
 
 class ServerConnection:
-    """The sidecar's side of one session. A job's stream of events lasts from :meth:`open` until its last event has been
-    taken."""
+    """The sidecar's side of one session. The stream of a job's events begins with :meth:`open` and ends when the client
+    has taken the last event.
+
+    :param session: the session's number.
+    :param epoch: the number of this launch of the sidecar.
+    :param held_bytes: the most bytes of text that are kept for one job.
+    :param now: the time in seconds.
+    """
 
     def __init__(self, session: int, *, epoch: int, held_bytes: int, now: float) -> None:
         self.session = session
         self.epoch = epoch
         self.heard_at = now
         self.silent_looks = 0
-        """Looks of the broker at which everything received had been read, since something came from the client."""
+        """The number of the broker's looks since the last message from the client. A look counts only if the broker had
+        read all received messages by then."""
         self.overrun = False
-        """The client does not read its answers; the session must end."""
+        """True if the client does not read its answers. The session must end."""
         self._held_bytes = held_bytes
         self._answers: deque[bytes] = deque()
         self._streams: dict[int, _Outbox] = {}
         self._sending: _Outbox | None = None
 
     def receive(self, frame: bytes, now: float) -> m.Request | None:
-        """A request to carry out, or None where it was dealt with here."""
+        """Decodes a frame from the client.
+
+        :returns: the request that the caller must carry out; None if there is nothing left to do.
+        """
         self.heard_at = now
         self.silent_looks = 0
         try:
@@ -127,18 +140,18 @@ class ServerConnection:
         return request
 
     def pong(self, request_id: int) -> m.Pong:
-        """A pong, which says how far each job's events have been sent."""
+        """Returns the answer to a ping. It has the number of events that were sent for each job."""
         return m.Pong(request_id, self.epoch, tuple((stream.job, stream.sent) for stream in self._streams.values()))
 
     def reply(self, answer: m.Reply | m.Unasked) -> None:
-        """Queues an answer, before all events."""
+        """Queues an answer. It is sent before all events."""
         if len(self._answers) >= MAX_ANSWERS:
             self.overrun = True
             return
         self._answers.append(m.encode(answer))
 
     def notify(self, notice: m.Notice) -> None:
-        """Queues a notice like an answer; drops it where many answers wait."""
+        """Queues a notice like an answer. Drops it if many answers wait."""
         if len(self._answers) < MAX_NOTICES:
             self._answers.append(m.encode(notice))
 
@@ -151,7 +164,7 @@ class ServerConnection:
 
     @property
     def jobs(self) -> Iterable[int]:
-        """Jobs whose last event the client has not taken."""
+        """The jobs whose last event the client has not taken."""
         return self._streams.keys()
 
     def open(self, job: int, timeline: int, window: int) -> None:
@@ -159,7 +172,8 @@ class ServerConnection:
         self._streams[job] = _Outbox(job, timeline, window)
 
     def resumed(self) -> None:
-        """The client is on another connection; what was sent on the last one may be lost."""
+        """Called when the client has a new connection. Sends again all events that it has not taken, because they may
+        be lost."""
         for stream in self._streams.values():
             stream.sent = stream.taken
 
@@ -167,16 +181,17 @@ class ServerConnection:
         self._streams[job].add(m.Started, {"n_prompt": n_prompt, "seed": seed}, self.epoch)
 
     def progress(self, job: int, phase: str, done: int, total: int) -> None:
-        """Left out while the window is full: the next one has newer figures."""
+        """Adds a progress event. Drops it if the window is full, because the next one has newer figures."""
         stream = self._streams[job]
         if stream.numbered < stream.taken + stream.window:
             stream.add(m.Progress, {"phase": phase, "done": done, "total": total}, self.epoch)
 
     def delta(self, job: int, text: str, tokens: int, *, sentence_end: bool = False) -> None:
-        """More text.
+        """Adds text.
 
-        :param sentence_end: the text ends a sentence: what follows is not put into the same delta.
-        :raises Overloaded: too much text is kept already; the job must be failed.
+        :param tokens: the number of tokens of the text.
+        :param sentence_end: a sentence ends with this text, so later text is not joined to the same delta.
+        :raises Overloaded: too much text is kept already. The caller must fail the job.
         """
         stream = self._streams[job]
         if stream.waiting and stream.held_bytes + len(text.encode()) > self._held_bytes:
@@ -211,31 +226,32 @@ class ServerConnection:
         self._streams[job].add(m.Cancelled, {}, self.epoch)
 
     def next_frame(self) -> bytes | None:
-        """What to send next; the same again until :meth:`sent`."""
+        """Returns the next frame to send, None if there is none. Returns the same frame until :meth:`sent` is
+        called."""
         if self._answers:
             return self._answers[0]
         self._sending = next((stream for stream in self._streams.values() if stream.sent < stream.numbered), None)
         return None if self._sending is None else self._sending.kept[self._sending.sent - self._sending.taken]
 
     def sent(self) -> None:
-        """The transport has taken the frame that :meth:`next_frame` returned."""
+        """Called when the transport has taken the frame that :meth:`next_frame` returned."""
         if self._answers:
             self._answers.popleft()
         elif self._sending is not None:
             self._sending.sent += 1
-            # Another job's turn next, so that a long burst delays no job.
+            # The job moves to the end of the order, so that many events of one job do not delay another job.
             self._streams[self._sending.job] = self._streams.pop(self._sending.job)
 
     def _credit(self, credit: m.Credit) -> None:
         stream = self._streams.get(credit.job)
         if stream is None:
-            return  # it crossed with the end of the job
+            return  # the job has ended in the meantime
         if credit.next > stream.numbered:
             raise BadMessage(f"credit.next: job {credit.job} has no event {credit.next - 1} yet")
         while stream.taken < credit.next:
             stream.kept.popleft()
             stream.taken += 1
-        # Behind a resend, events are taken that are not sent again yet.
+        # After a resend, the client may take events before they are sent again.
         stream.sent = stream.taken if credit.resend else max(stream.sent, stream.taken)
         stream.number(self.epoch)
         if stream.over:
@@ -247,7 +263,7 @@ def _id_of(request: m.Request) -> int | None:
 
 
 class _Inbox:
-    """Events of one job at the client."""
+    """The state of one job's events at the client."""
 
     def __init__(self, timeline: int, window: int) -> None:
         self.timeline = timeline
@@ -263,8 +279,12 @@ class _Inbox:
 class ClientConnection:
     """The client's side of one session.
 
-    :meth:`receive` returns what is for the program: answers (with the id that the request's method returned), events of
-    jobs in order, and engine states. When :attr:`error` is set, all jobs and requests have ended with it.
+    :meth:`receive` returns the messages for the program: answers (with the id that the request's method returned),
+    events of jobs in order, and engine states. When :attr:`error` is set, all jobs and requests have ended with it.
+
+    :param client: the client's name.
+    :param epoch: the number of the sidecar's launch; None: it is taken from the first welcome.
+    :param notices: the client wants notices.
     """
 
     def __init__(self, client: str, *, epoch: int | None = None, notices: bool = False) -> None:
@@ -278,7 +298,8 @@ class ClientConnection:
         self._jobs = 0
         self._silent_beats = 0
         self.heard_beats = 0
-        """Beats before which something had been received: time during which both sides were awake."""
+        """The number of beats with a message since the beat before. It measures the time during which both sides were
+        running."""
         self._outgoing: deque[bytes] = deque()
         self._unanswered: dict[int, m.Request] = {}
         self._heard: dict[int, int] = {}
@@ -290,7 +311,7 @@ class ClientConnection:
     def submit(self, kind: m.Kind, *, timeline: int = 0, window: int = 32, **fields: Any) -> tuple[int, int]:
         """Asks for a job.
 
-        :param fields: of :class:`~frameshard.wire.messages.Submit`.
+        :param fields: further fields of :class:`~frameshard.wire.messages.Submit`.
         :returns: the request's id and the job's number.
         :raises BadArgument: a field has a wrong value; the message names it.
         """
@@ -304,7 +325,7 @@ class ClientConnection:
         return self._request(m.Cancel, job=job)
 
     def abandon(self, job: int) -> None:
-        """The program does not want the rest of this job's events: they are taken here."""
+        """Called when the program does not want the other events of this job. They are taken and dropped here."""
         inbox = self._inboxes.get(job)
         if inbox is not None:
             inbox.abandoned = True
@@ -313,7 +334,7 @@ class ClientConnection:
                 del self._inboxes[job]
 
     def budget_set(self, vram_budget_bytes: int, **terms: Any) -> int:
-        """Answered three times: lease, released, observed.
+        """Asks for a budget. There are three answers: lease, released, observed.
 
         :param terms: further fields of :class:`~frameshard.wire.messages.BudgetSet`.
         """
@@ -349,7 +370,7 @@ class ClientConnection:
         return self._request(m.Shutdown)
 
     def taken(self, event: m.JobEvent) -> None:
-        """The program has taken `event`: the sidecar may send as many more."""
+        """Called when the program has taken `event`. Gives the sidecar credit for further events."""
         inbox = self._inboxes.get(event.job)
         if inbox is None:
             return
@@ -360,7 +381,7 @@ class ClientConnection:
             self._grant(event.job, inbox, event.seq + 1)
 
     def gone(self, error: FrameshardError) -> None:
-        """The program knows by other means that the sidecar has ended."""
+        """Called when the program knows that the sidecar has ended, for example from its exit status."""
         if self.error is None:
             self._lose("gone", error)
 
@@ -370,14 +391,15 @@ class ClientConnection:
     # ---- transport --------------------------------------------------------------------------------------------------
 
     def next_frame(self) -> bytes | None:
-        """What to send next; the same again until :meth:`sent`."""
+        """Returns the next frame to send, None if there is none. Returns the same frame until :meth:`sent` is
+        called."""
         return self._outgoing[0] if self._outgoing else None
 
     def sent(self) -> None:
         self._outgoing.popleft()
 
     def beat(self) -> None:
-        """To be called every :data:`BEAT_S` seconds: sends pings, and finds out that the sidecar does not answer."""
+        """Sends a ping, and ends the session if the sidecar does not answer. Call it every :data:`BEAT_S` seconds."""
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return
         self.heard_beats += self._silent_beats == 0
@@ -389,7 +411,7 @@ class ClientConnection:
         if self._silent_beats > most:
             self._lose("silence", ConnectionLost("the sidecar does not answer"))
         elif self._outgoing:
-            pass  # the transport takes nothing now
+            pass  # the transport does not accept messages now
         elif self.state is states.Session.OPEN:
             assert self._epoch is not None
             self._ids += 1
@@ -398,7 +420,7 @@ class ClientConnection:
             self._hello()
 
     def receive(self, frame: bytes) -> list[m.Reply | m.JobEvent | m.Unasked]:
-        """What in this frame is for the program."""
+        """Handles a frame from the sidecar. Returns the messages for the program."""
         if self.state in (states.Session.LOST, states.Session.CLOSED):
             return []
         try:
@@ -408,7 +430,7 @@ class ClientConnection:
             return []
         self._silent_beats = 0
         if message is None:
-            return []  # of a newer sidecar
+            return []  # a message that only a newer sidecar has
         if isinstance(message, m.Welcome):
             return self._welcomed(message)
         if isinstance(message, m.Error):
@@ -425,7 +447,7 @@ class ClientConnection:
         if request is None:
             return []  # a second answer after a resumption
         if isinstance(request, m.BudgetSet):
-            # After a resumption all three come again, from the first on.
+            # After the session was resumed, all three answers come again. Those that were received are dropped.
             heard = self._heard.get(message.id, 0)
             if type(message) is not _BUDGET_ANSWERS[heard]:
                 return []
@@ -483,7 +505,7 @@ class ClientConnection:
             for request in self._unanswered.values():
                 self._send(request)
             for job, inbox in self._inboxes.items():
-                self._grant(job, inbox, inbox.granted)  # the last one may be lost
+                self._grant(job, inbox, inbox.granted)  # again, because the last credit may be lost
         elif self.state is states.Session.GREETING:
             self._move("welcome")
             self._epoch = welcome.epoch
@@ -494,7 +516,7 @@ class ClientConnection:
     def _refused(self, refusal: m.Error) -> list[m.Reply | m.JobEvent | m.Unasked]:
         error = refusal.error.exception()
         if self.state in (states.Session.GREETING, states.Session.RESUMING):
-            # Requests in transit while we send hello again are refused too; only the answer to hello counts.
+            # The sidecar also refuses requests that were in transit before this hello. Only the answer to hello counts.
             if refusal.id == self._hello_id:
                 self._lose("refused", error)
         elif isinstance(error, ConnectionLost) and refusal.epoch == self._epoch and self.welcome is not None:
@@ -531,19 +553,19 @@ class ClientConnection:
         lost: list[m.Reply | m.JobEvent | m.Unasked] = []
         for job, inbox in list(self._inboxes.items()):
             if sent.get(job, 0) > inbox.expected:
-                inbox.asked_again = False  # the events sent again have been lost as well
+                inbox.asked_again = False  # the events that were sent again are lost, too
                 self._ask_again(job, inbox)
             elif inbox.accepted and not inbox.ended and job not in sent:
                 del self._inboxes[job]
                 gone = m.ErrorInfo.of(ConnectionLost("the sidecar has forgotten this job"))
                 lost.append(m.Failed(job, inbox.expected, pong.epoch, inbox.timeline, gone))
         for job in sent.keys() - self._inboxes.keys():
-            # We have taken its last event, and the credit that says so was lost.
+            # The client has taken the job's last event, but the credit for it was lost.
             self._send(m.Credit(pong.epoch, job, sent[job]))
         return lost
 
     def _ask_again(self, job: int, inbox: _Inbox) -> None:
-        # One request for a gap: events in transit behind the gap must not cause another one.
+        # There is one request for each gap. Events in transit after the gap must not cause further requests.
         if not inbox.asked_again:
             inbox.asked_again = True
             self._grant(job, inbox, inbox.granted, resend=True)

@@ -1,10 +1,10 @@
-"""Messages between the broker and its engine process: one frozen dataclass for each, checked in both directions.
+"""The messages between the broker and its engine process. Each is a frozen dataclass, checked in both directions.
 
-Commands go to the engine, events come from it. The annotation of a field is its check
-(:mod:`frameshard.wire.checks`). On the stream (:mod:`frameshard.wire.channel`) a message is a map: its name under
-``op`` for a command or ``ev`` for an event, and its fields without those that have their default.
+Commands go to the engine, and events come from it. The annotation of a field defines its check
+(:mod:`frameshard.wire.checks`). On the stream (:mod:`frameshard.wire.channel`) a message is a map. Its name is under
+``op`` for a command and under ``ev`` for an event. Fields that have their default are left out.
 
-A message is added here, and where it is sent and taken: in broker/ and in engine/process.py.
+To add a message, add it here and where it is sent and received: in broker/ and in engine/process.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from frameshard.wire.checks import Bytes, Count, Id, Seconds, Text
 from frameshard.wire.launch import EngineOptions
 
 Shapes = Annotated[tuple[tuple[Count, Count, Count], ...], codec.ENGINE.array]
-"""How a sequence was cut into graphs: tokens kept, tokens decoded, and how often in a row."""
+"""How a sequence was divided into graphs. Each item is (tokens kept, tokens decoded, repetitions in a row)."""
 
 
 @dataclass(frozen=True)
 class EngineConfig(EngineOptions):
-    """What the engine loads and how: the launch options for it, and what only tools set.
+    """The options of the engine: its launch options, and an option that only tools set.
 
     :raises BadArgument: a value is of the wrong type or out of range; detail has ``field``.
     """
@@ -45,7 +45,7 @@ class EngineConfig(EngineOptions):
 
 @dataclass(frozen=True)
 class Submit:
-    """Runs a job, or goes on with a job that an earlier engine has begun."""
+    """Runs a job, or resumes a job of an earlier engine."""
 
     job: Id
     kind: m.Kind
@@ -55,11 +55,11 @@ class Submit:
     images: Annotated[tuple[m.Image, ...], m.MAX_IMAGES] = ()
     conversation: Annotated[str, checks.text(256, least=1)] | None = None
     resume: Annotated[tuple[Count, ...], codec.ENGINE.array] = ()
-    """Tokens that the job has produced before."""
+    """The ids of the tokens that the job has already produced."""
     history: Shapes = ()
-    """From the job's first :class:`Started`."""
+    """The history of the job's first :class:`Started`."""
     sentences: bool = False
-    """Tokens say where sentences end."""
+    """Each :class:`Token` marks the ends of sentences in its text."""
     priority: m.Priority = 1
 
     def __post_init__(self) -> None:
@@ -69,15 +69,15 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Ends a job early. No event follows where the job has ended already."""
+    """Ends a job early. No event follows if the job has already ended."""
 
     job: Id
 
 
 @dataclass(frozen=True)
 class SetBudget:
-    """Changes the budget or parks. Answered by :class:`BudgetGranted`, perhaps :class:`BudgetLate`, then
-    :class:`BudgetReleased` and :class:`BudgetObserved`; :class:`BudgetRefused` may come instead of any of them."""
+    """Changes the budget, parks or unparks. The answers are :class:`BudgetGranted`, sometimes :class:`BudgetLate`, then
+    :class:`BudgetReleased` and :class:`BudgetObserved`. At any point :class:`BudgetRefused` may come instead."""
 
     seq: Count
     vram_budget_bytes: Bytes
@@ -87,23 +87,23 @@ class SetBudget:
 
 @dataclass(frozen=True)
 class OpenFrameBlock:
-    """Follows the frame block at this path."""
+    """Opens the frame block at this path and paces the engine by it."""
 
     path: Annotated[str, checks.text(4096)]
 
 
 @dataclass(frozen=True)
 class SetPacing:
-    """Shares the GPU with the host's frames."""
+    """Sets how the GPU is shared with the host's frames, and the rate of tokens."""
 
     scheduling_mode: m.SchedulingMode
     target_tokens_per_second: Annotated[float, checks.number(0, 1e9)]
-    """0 is no bound."""
+    """The limit for all jobs together; 0: no limit."""
 
 
 @dataclass(frozen=True)
 class MakePlans:
-    """Asks for predictions, one for each budget. Answered by :class:`Plans`."""
+    """Asks for a prediction for each budget. The answer is :class:`Plans`."""
 
     seq: Count
     budgets: Annotated[tuple[Bytes, ...], 32]
@@ -112,26 +112,28 @@ class MakePlans:
 
 @dataclass(frozen=True)
 class GetStats:
-    """Answered by :class:`Stats`."""
+    """Asks for statistics. The answer is :class:`Stats`."""
 
     seq: Count
 
 
 @dataclass(frozen=True)
 class AskAlive:
-    """Answered by :class:`Alive` at once, from the reader thread: the process is not stopped."""
+    """Asks whether the process runs. The reader thread answers :class:`Alive` at once, also if the main thread is
+    stuck."""
 
 
 @dataclass(frozen=True)
 class Ping:
-    """Answered by :class:`Pong` from the main thread, or while a decode makes progress."""
+    """Asks whether the engine makes progress. The answer is :class:`Pong`, from the main thread or while a decode makes
+    progress."""
 
     seq: Count
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Ends the engine in good order."""
+    """Ends the engine orderly."""
 
 
 Command = (
@@ -153,7 +155,7 @@ Command = (
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded and jobs can come."""
+    """The model is loaded, and the engine accepts jobs."""
 
     model: m.ModelInfo
     vram_budget_bytes: Bytes
@@ -164,27 +166,27 @@ class Ready:
 
 @dataclass(frozen=True)
 class Fatal:
-    """The engine ends by this error."""
+    """The engine ends with this error."""
 
     error: m.ErrorInfo
 
 
 @dataclass(frozen=True)
 class Started:
-    """The job has a sequence."""
+    """The job has a sequence and runs."""
 
     job: Id
     n_prompt: Count
     n_reused: Count
-    """Tokens of the prompt that were in the KV cache already."""
+    """How many tokens of the prompt were already in the KV cache."""
     seed: Count
     history: Shapes = ()
-    """In mode ``stream_only``: how the prompt is cut into graphs, for a resumption with the same bits."""
+    """In mode ``stream_only``: how the prompt is divided into graphs, so that a resumed job has the same bits."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job with images has got; see :class:`frameshard.wire.messages.Progress`."""
+    """The progress of a job with images; see :class:`frameshard.wire.messages.Progress`."""
 
     job: Id
     phase: m.Phase
@@ -198,12 +200,13 @@ class Token:
 
     job: Id
     n: Count
-    """Its number in the answer, from 0."""
+    """Its position in the answer, from 0."""
     id: Count
     text: Text
-    """The text that it completes; may be empty."""
+    """The text that is complete with this token; it may be empty."""
     ends: Annotated[tuple[Count, ...], codec.ENGINE.array] = ()
-    """Where sentences end in the text, in characters, ascending; of jobs with ``sentences``."""
+    """The positions in ``text`` at which sentences end, in characters, ascending. Empty without
+    :attr:`Submit.sentences`."""
 
     def __post_init__(self) -> None:
         places = (0, *self.ends)
@@ -225,7 +228,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job has ended by an error."""
+    """The job has ended with an error."""
 
     job: Id
     error: m.ErrorInfo
@@ -233,15 +236,15 @@ class Failed:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The job has ended by a :class:`Cancel`."""
+    """The job has ended because of a :class:`Cancel`."""
 
     job: Id
 
 
 @dataclass(frozen=True)
 class BudgetGranted:
-    """First answer to :class:`SetBudget`: what is reached by the deadline, and the seconds that all of it takes,
-    predicted."""
+    """The first answer to :class:`SetBudget`, a prediction: the budget that is reached by the deadline, and the seconds
+    until the whole change is complete."""
 
     seq: Count
     vram_budget_bytes: Bytes
@@ -250,7 +253,7 @@ class BudgetGranted:
 
 @dataclass(frozen=True)
 class BudgetLate:
-    """Half-way to the deadline: it will be missed. As in :class:`BudgetGranted`."""
+    """Comes after half of the time if the deadline will be missed. The fields are as in :class:`BudgetGranted`."""
 
     seq: Count
     vram_budget_bytes: Bytes
@@ -259,8 +262,8 @@ class BudgetLate:
 
 @dataclass(frozen=True)
 class BudgetReleased:
-    """Second answer: the budget in force and what the engine holds by its ledger. Number 0 is a budget that the host
-    has written into the frame block."""
+    """The second answer to :class:`SetBudget`: the budget in force, and the bytes that the ledger counts. With ``seq``
+    0 it reports a budget that the host has written into the frame block."""
 
     seq: Count
     vram_budget_bytes: Bytes
@@ -270,7 +273,7 @@ class BudgetReleased:
 
 @dataclass(frozen=True)
 class BudgetObserved:
-    """Third answer: what the driver counts; None where it does not tell."""
+    """The third answer to :class:`SetBudget`: the bytes that the driver counts; None if it gives no count."""
 
     seq: Count
     observed_bytes: Bytes | None
@@ -279,7 +282,7 @@ class BudgetObserved:
 
 @dataclass(frozen=True)
 class BudgetRefused:
-    """Last answer to :class:`SetBudget`: the error."""
+    """The last answer to :class:`SetBudget` if the change fails: the error."""
 
     seq: Count
     error: m.ErrorInfo
@@ -287,7 +290,7 @@ class BudgetRefused:
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures for people, as the ``stats`` answer of the protocol passes them on."""
+    """The engine's statistics, for the protocol's ``stats`` answer."""
 
     seq: Count
     stats: Mapping[str, Any]
@@ -295,7 +298,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Plans:
-    """One row for each budget asked, or the error."""
+    """The answer to :class:`MakePlans`: one row for each budget, or the error."""
 
     seq: Count
     rows: Annotated[tuple[m.PlanRow, ...], 32] = ()
@@ -304,7 +307,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class Watch:
-    """A look at the device's memory. `total_bytes` and `free_bytes` are None where the driver does not tell."""
+    """The state of the device's memory. `total_bytes` and `free_bytes` are None if the driver does not give them."""
 
     used_bytes: Bytes
     floor_bytes: Bytes
@@ -312,9 +315,10 @@ class Watch:
     total_bytes: Bytes | None
     free_bytes: Bytes | None
     appeared: tuple[tuple[Count, Bytes], ...]
-    """Process number and bytes of each process that uses the device since the last look; number 0 is unknown."""
+    """(process id, bytes) of each process that has begun to use the device since the last report. The id 0 means that
+    the process is not known."""
     excess_bytes: Bytes
-    """What the driver counts above the budget."""
+    """The bytes above the budget that the driver counts."""
 
 
 @dataclass(frozen=True)
@@ -376,7 +380,7 @@ _COMMAND_TYPES = frozenset(COMMANDS.values())
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of `message` on the stream.
+    """Returns the bytes of `message` for the stream.
 
     :raises BadArgument: a field has a value that the other side would refuse.
     """
@@ -395,26 +399,30 @@ def pack(message: Message) -> bytes:
 
 
 def read_command(fields: Mapping[str, Any]) -> Command:
-    """The command in a map from the stream.
+    """Converts a map from the stream to a command.
 
-    :raises BadMessage: there is none.
+    :raises BadMessage: the map is not a valid command.
     """
     command: Command = _read("op", COMMANDS, fields)
     return command
 
 
 def read_event(fields: Mapping[str, Any]) -> Event:
-    """The event in a map from the stream.
+    """Converts a map from the stream to an event.
 
-    :raises BadMessage: there is none.
+    :raises BadMessage: the map is not a valid event.
     """
     event: Event = _read("ev", EVENTS, fields)
     return event
 
 
 def refusal(fields: Mapping[str, Any], error: BadMessage) -> Event | None:
-    """The event that answers a command that :func:`read_command` has refused, so that it fails alone; None where no
-    event can."""
+    """Returns the event that reports an invalid command, so that only this command fails. Returns None if there is no
+    such event.
+
+    :param fields: the map of the command.
+    :param error: the error of :func:`read_command`.
+    """
     why = m.ErrorInfo.of(BadArgument(error.message, **error.detail))
     name, number = fields.get("op"), fields.get("job", fields.get("seq"))
     if name == "load":
@@ -429,7 +437,7 @@ def refusal(fields: Mapping[str, Any], error: BadMessage) -> Event | None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with a map for each record, without fields that have their default."""
+    """Returns `value` with records turned into maps. Fields that have their default are left out."""
     if dataclasses.is_dataclass(value):
         found = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
         return {name: _plain(each) for name, (each, default) in found.items() if each != default}

@@ -1,4 +1,4 @@
-"""State tables: what may happen in each state, and what follows. The code looks it up here and nowhere else."""
+"""State tables: the events that may happen in each state, and the state that follows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Job(Enum):
-    """Where a job stands at the broker."""
+    """The state of a job at the broker."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -16,9 +16,10 @@ class Job(Enum):
 
 
 # Rules:
-# - A job runs when the engine has sent "started". It stays so when the engine dies: the next "started" is not sent on.
-# - A job has exactly one terminal event: a second one finds an empty row.
-# - A cancel of a queued job needs no engine.
+# - A job is running once the engine has sent "started". It stays running when the engine dies, and the client does not
+#   get the "started" of the next engine.
+# - A job has exactly one last event: the states after it allow no events.
+# - The broker cancels a queued job without the engine.
 JOB: dict[Job, dict[str, Job]] = {
     Job.QUEUED: {"started": Job.RUNNING, "failed": Job.FAILED, "cancelled": Job.CANCELLED},
     Job.RUNNING: {
@@ -36,7 +37,7 @@ JOB: dict[Job, dict[str, Job]] = {
 
 
 class Session(Enum):
-    """Where a session stands, as its client sees it."""
+    """The state of a session, as its client sees it."""
 
     GREETING = "greeting"
     OPEN = "open"
@@ -46,11 +47,13 @@ class Session(Enum):
 
 
 # Rules:
-# - Nothing but hello is sent before the first welcome.
-# - "stranger": the sidecar does not know this connection (the transport came back after a freeze). Hello is sent again,
-#   with the session's number; what was unanswered is sent again after the welcome.
-# - A welcome that did not resume means that the jobs are gone, so the session is lost; it is never silently a new one.
-# - "silence": pings stayed unanswered while this side was awake. "gone": the program knows that the sidecar has ended.
+# - Before the first welcome, only hello is sent.
+# - "stranger": the sidecar does not know this connection, because the transport has connected again after a freeze. The
+#   client sends hello again with the session's number, and after the welcome all requests without an answer.
+# - A welcome with a new session means that the jobs are gone, so the session is lost. The client does not use the new
+#   session.
+# - "silence": the sidecar did not answer pings while this side was running. "gone": the program knows that the sidecar
+#   has ended.
 SESSION: dict[Session, dict[str, Session]] = {
     Session.GREETING: {
         "welcome": Session.OPEN,
@@ -79,7 +82,7 @@ SESSION: dict[Session, dict[str, Session]] = {
 
 
 class Engine(Enum):
-    """Where the engine process stands. The values travel in `welcome`, `stats` and `engine`."""
+    """The state of the engine process. The messages `welcome`, `stats` and `engine` have these values."""
 
     LOADING = "loading"
     READY = "ready"
@@ -89,12 +92,12 @@ class Engine(Enum):
 
 
 # Rules:
-# - A first load that fails ends the sidecar with the engine's error: there is nothing to serve yet.
-# - "died" is any end that was not asked for; "gave up" follows when the engine does not stay alive even without jobs
-#   (the restart limit), or reports while it loads an error that another try at once cannot mend.
-# - Hibernated is an end that was asked for: the process is gone, its jobs wait. "woken" starts another.
-# - Off is a pause, and each is longer than the last up to a limit: jobs are refused with the reason. "tried again"
-#   ends it, when it has passed or sooner when a client asks for a job or a budget.
+# - If the first load fails, the sidecar ends with the engine's error.
+# - "died": the engine ended without being told to. "gave up": it has died too often (the restart limit), also without
+#   jobs, or it reported an error while it loaded that an immediate restart cannot solve.
+# - Hibernated: the engine was told to end, and its jobs wait. "woken" starts a new engine.
+# - Off: the broker waits before it starts the engine again, longer each time up to a limit. Meanwhile jobs are refused
+#   with the reason. "tried again" ends the wait after its time, or earlier if a client asks for a job or a budget.
 ENGINE: dict[Engine, dict[str, Engine]] = {
     Engine.LOADING: {"ready": Engine.READY},
     Engine.READY: {"died": Engine.RESTARTING, "hibernated": Engine.HIBERNATED},
@@ -110,20 +113,21 @@ ENGINE: dict[Engine, dict[str, Engine]] = {
 
 
 class Lease(Enum):
-    """Where the VRAM lease stands at the broker."""
+    """The state of the VRAM lease at the broker."""
 
     ACTIVE = "active"
     PARKED = "parked"
     HIBERNATING = "hibernating"
-    """The engine has been told to end."""
+    """The engine was told to end."""
     HIBERNATED = "hibernated"
-    """No engine process."""
+    """There is no engine process."""
     WAKING = "waking"
-    """Active again, and no engine is ready yet: the last one may still end, the next one may load."""
+    """The lease is active again, but no engine is ready yet: the old one may still be ending, the new one loading."""
 
 
 class Do(Enum):
-    """What the broker does at a step of the lease; :class:`frameshard.broker.leases.Lease` has a method for each."""
+    """The actions of the broker at a step of the lease. :class:`frameshard.broker.leases.Lease` has a method for
+    each."""
 
     GRANT = "grant the change at once: no engine has to be asked"
     TELL = "tell the engine the change"
@@ -136,14 +140,16 @@ class Do(Enum):
 
 
 # Rules:
-# - "active", "parked", "hibernated": a host asks for it (budget_set). The last word counts, whichever host it is from.
-# - To park, an engine has to run. Where one is on its way, parking is hibernating; where none is wanted, it is refused.
-# - "ready": an engine is ready. "lost": it has ended. "gone": it has ended, and none is started before the lease is
-#   active.
-# - "undo ...": the newest change is refused, by the engine or because none can be started now (Engine.OFF); the lease
-#   goes back to the state before that change.
-# - "jobs", "idle", "pressure": what the sidecar does on its own. They are raised only while no change is under way.
-# - A budget in the frame block, and one of a host in the same state, change figures and not the state.
+# - "active", "parked", "hibernated": a host asks for this state (budget_set). If several hosts ask, the last one wins.
+# - Only a running engine can be parked. While the lease is waking, "parked" hibernates it instead. While it is
+#   hibernating or hibernated, "parked" is refused.
+# - "ready": an engine is ready. "lost": the engine has ended. "gone": it has ended, and no engine is started until the
+#   lease is active.
+# - "undo ...": the newest change was refused, by the engine or because no engine can be started now (Engine.OFF). The
+#   lease returns to the state before that change.
+# - "jobs", "idle", "pressure": the sidecar changes its use of VRAM on its own. These events happen only while no change
+#   is in progress.
+# - The state does not change with a budget in the frame block, nor if a host asks for another budget in the same state.
 LEASE: dict[Lease, dict[str, tuple[Lease, tuple[Do, ...]]]] = {
     Lease.ACTIVE: {
         "active": (Lease.ACTIVE, (Do.TELL,)),
@@ -206,11 +212,11 @@ LEASE_REFUSED: dict[tuple[Lease, str], str] = {
     (Lease.HIBERNATING, "parked"): "a hibernated sidecar has to become active before it can be parked",
     (Lease.HIBERNATED, "parked"): "a hibernated sidecar has to become active before it can be parked",
 }
-"""What a host is refused, and why. Events of the sidecar's own are not raised in other states than `LEASE` has."""
+"""The requests of hosts that are refused, and the reasons."""
 
 
 class Change(Enum):
-    """Where a host's change of the lease stands: between two of these its VRAM shrinks, is parked or grows."""
+    """The state of a host's change of the lease."""
 
     ASKED = "asked"
     GRANTED = "granted"
@@ -219,9 +225,9 @@ class Change(Enum):
 
 
 # Rules:
-# - Each step answers the host once: lease, released, observed, or an error. "refused" after "granted" is an error.
-# - "granted" again: the engine grants what the broker has granted already, while there was no engine.
-# - "late": the engine sees half-way to the deadline that it will be missed. A release may overtake it.
+# - The host gets one answer for each step: lease, released, observed, or an error.
+# - A second "granted" comes if the broker grants the change while there is no engine, and the engine grants it later.
+# - "late": after half of the time, the engine predicts that the deadline will be missed. It may come after "released".
 CHANGE: dict[Change, dict[str, Change]] = {
     Change.ASKED: {"granted": Change.GRANTED, "refused": Change.OVER},
     Change.GRANTED: {
