@@ -1,4 +1,4 @@
-"""Jobs of higher priority go first. They pause running jobs of lower priority, whose text stays whole."""
+"""Jobs of higher priority run first. They pause running jobs of lower priority, whose text does not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sidecars import in_trio, launch
 
 
 class Talk:
-    """Jobs whose answers are their prompts, and the order in which they end."""
+    """Runs jobs whose answer is their prompt, and records the order in which they end."""
 
     def __init__(self, client: frameshard.Client, nursery: trio.Nursery) -> None:
         self.ended: list[str] = []
@@ -34,7 +34,7 @@ class Talk:
         self.ended.append(name)
 
     async def begin(self, name: str, n: int, priority: int) -> None:
-        """Returns when the job is at the engine."""
+        """Starts a job, and returns when the engine has it."""
         running = await self.running()
         self.nursery.start_soon(self.say, name, n, priority)
         while await self.running() == running:
@@ -73,7 +73,7 @@ async def test_jobs_of_one_priority_do_not_pause_each_other(priority: int) -> No
 
 @in_trio
 async def test_no_job_waits_for_ever() -> None:
-    """Two urgent jobs at any time, and one place: the background job has its turn all the same."""
+    """There are always two urgent jobs for one slot. The background job still gets the slot after a while."""
     async with talk(1) as jobs:
         await jobs.begin("urgent", 50, 2)
         jobs.nursery.start_soon(jobs.say, "background", 50, 0)
@@ -139,7 +139,7 @@ async def test_priorities_of_all_kinds_amid_cancels_and_kills() -> None:
 
 
 def test_a_paused_answer_of_a_real_model_is_unchanged(model_path: Path) -> None:
-    """In mode stream_only, to the last bit: the same tokens."""
+    """In mode stream_only, a paused job has the same tokens as an undisturbed one."""
 
     async def main() -> None:
         options = {"n_ctx": 512, "n_parallel": 1, "n_threads": 1, "mode": "stream_only", "vram_budget_mb": 100}

@@ -1,5 +1,5 @@
-"""Answers that fit a JSON schema, and schemas that are attacks. Models with random weights are the hardest test,
-because they know nothing of JSON."""
+"""Answers with a form: a JSON schema, choices, a regular expression or a Lark grammar. Also forms that are attacks.
+Models with random weights are the hardest test, because without the form their answers are random tokens."""
 
 from __future__ import annotations
 

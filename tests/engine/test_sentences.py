@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from frameshard.engine.sentences import MAX_HELD, Marked, Splitter
 from frameshard.engine.text import TextStream
 
-# Each "|" is an end of a sentence and not part of the text.
+# Each "|" marks the end of a sentence. It is not part of the text.
 TABLE = [
     # Latin: marks, quotes, brackets
     "Welcome! |Sit down. |What will it be?|",
@@ -86,7 +86,7 @@ TABLE = [
     "هل أنت هنا؟! |نعم.|",
     "«نعم.» |قال د. أحمد.|",
     "یہ گھر ہے۔ |وہ “کتاب ہے۔” |ہاں۔|",
-    # little or nothing
+    # texts with few words or none
     "",
     "  \n ",
     "?! … |",
@@ -98,7 +98,7 @@ TABLE = [
 
 
 def sentences(pieces: list[str]) -> list[str]:
-    """What lies between the ends; the last may be white space."""
+    """Returns the text between the ends of sentences. The last item may be white space."""
     splitter, text, ends = Splitter(), "", [0]
     for number, piece in enumerate(pieces or [""]):
         given, own = splitter.feed(piece, last=number + 1 >= len(pieces))
