@@ -11,7 +11,7 @@ namespace Frameshard.Unity
     {
         [SerializeField] private FrameshardSidecar sidecar;
         [SerializeField, TextArea] private string persona = "";
-        [SerializeField, Tooltip("Name of the conversation; empty: the object's name")]
+        [SerializeField, Tooltip("Name of the conversation. Empty: the name of this object.")]
         private string conversation = "";
         [SerializeField, Min(1)] private int maxTokens = 256;
         [SerializeField, Range(0, 5)] private float temperature = 0.8f;

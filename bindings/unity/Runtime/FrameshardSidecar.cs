@@ -11,23 +11,23 @@ namespace Frameshard.Unity
     [AddComponentMenu("frameshard/Sidecar")]
     public sealed class FrameshardSidecar : MonoBehaviour
     {
-        [SerializeField, Tooltip("Path of a GGUF file; a relative one begins in StreamingAssets")]
+        [SerializeField, Tooltip("Path of the model, a GGUF file. A relative path starts in StreamingAssets.")]
         private string model = "";
-        [SerializeField, Tooltip("auto, cpu, emulated, or a name such as CUDA0")]
+        [SerializeField, Tooltip("Device that runs the model: auto, cpu, emulated, or a name such as CUDA0.")]
         private string device = "auto";
-        [SerializeField, Min(0), Tooltip("All that the model may hold in VRAM, in MiB; 0: no limit")]
+        [SerializeField, Min(0), Tooltip("Limit on all VRAM that the model uses, in MiB. 0: no limit.")]
         private float vramBudgetMb = 2048;
-        [SerializeField, Min(1), Tooltip("Tokens of context of each conversation")]
+        [SerializeField, Min(1), Tooltip("Most tokens of each conversation, prompt and answers together.")]
         private int nCtx = 4096;
-        [SerializeField, Min(1), Tooltip("Conversations that are answered at a time")]
+        [SerializeField, Min(1), Tooltip("Number of answers that the model generates at the same time.")]
         private int nParallel = 4;
-        [SerializeField, Tooltip("Python with frameshard installed; empty: python3")]
+        [SerializeField, Tooltip("Path of a Python that has frameshard installed. Empty: python3.")]
         private string python = "";
-        [SerializeField, Min(1), Tooltip("Most events that are handled in one frame")]
+        [SerializeField, Min(1), Tooltip("Most events that are handled in one frame.")]
         private int eventsPerFrame = 64;
-        [SerializeField, Tooltip("How the GPU is shared with the game's frames")]
+        [SerializeField, Tooltip("How the model shares the GPU with the game's frames.")]
         private SchedulingMode scheduling = SchedulingMode.Balance;
-        [SerializeField, Min(0), Tooltip("Frames a second that the game keeps; 0: the model takes no notice of them")]
+        [SerializeField, Min(0), Tooltip("Frames per second that the model leaves GPU time for. 0: it ignores the frame rate.")]
         private float targetFrameRate = 60;
 
         private readonly FrameTiming[] _timings = new FrameTiming[1];
