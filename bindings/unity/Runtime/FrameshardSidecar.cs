@@ -27,7 +27,7 @@ namespace Frameshard.Unity
         private int eventsPerFrame = 64;
         [SerializeField, Tooltip("How the model shares the GPU with the game's frames.")]
         private SchedulingMode scheduling = SchedulingMode.Balance;
-        [SerializeField, Min(0), Tooltip("Frames per second that the model leaves GPU time for. 0: it ignores the frame rate.")]
+        [SerializeField, Min(0), Tooltip("Frame rate that the model leaves GPU time for. 0: it ignores frames.")]
         private float targetFrameRate = 60;
 
         private readonly FrameTiming[] _timings = new FrameTiming[1];

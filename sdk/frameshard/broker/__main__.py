@@ -45,7 +45,7 @@ def main() -> int:
     def say(line: bytes) -> None:
         nonlocal out
         if out >= 0:
-            with contextlib.suppress(OSError):  # the host has ended, which standard input shows as well
+            with contextlib.suppress(OSError):  # the host has ended; _watch_host notices that, too
                 os.write(out, line)
                 os.close(out)
             out = -1

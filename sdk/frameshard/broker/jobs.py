@@ -106,7 +106,12 @@ class Job:
 
 
 class Jobs:
-    """All jobs that have not ended."""
+    """All jobs that have not ended.
+
+    :param slots: the most jobs in the engine.
+    :param max_jobs: the most jobs of all clients.
+    :param max_client_jobs: the most jobs of one client.
+    """
 
     def __init__(self, *, slots: int, max_jobs: int, max_client_jobs: int) -> None:
         self._slots = slots

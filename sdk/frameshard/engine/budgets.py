@@ -65,7 +65,7 @@ class Budgets:
         self._asked.put(command)
 
     def serve(self, runtime: Runtime) -> None:
-        """[budget thread] Carries out changes one after the other; never returns."""
+        """[budget thread] Makes the changes one after the other, and follows the frame block. Never returns."""
         self._known_bytes = runtime.vram_budget_bytes
         standing_bytes, since = -1, time.monotonic()
         observed_at = 0.0

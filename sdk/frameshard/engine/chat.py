@@ -56,7 +56,7 @@ class ChatTemplate:
         raise BadArgument(f"the model's chat template refuses these messages: {answer['reason']}", field="messages")
 
     def close(self) -> None:
-        """Ends the process that renders. Safe to call twice."""
+        """Ends the process that renders prompts. Safe to call twice."""
         with self._lock:
             self._drop()
 

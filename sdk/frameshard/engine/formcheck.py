@@ -26,7 +26,8 @@ CPU_S = 0.5
 # white space.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
-# Turns off forced text, which llguidance would tokenise itself: some tokenizers do not keep the bytes of a text.
+# Turns off forced text. llguidance would have to tokenise it with the model's tokenizer, and some tokenizers change the
+# bytes of a text.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 
 _SLASH = re.compile(r"\\.|/", re.DOTALL)  # finds a slash, and skips characters that are already escaped

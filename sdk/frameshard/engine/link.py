@@ -1,4 +1,4 @@
-"""The engine's end of the stream to the broker."""
+"""Sends events to the broker and receives its commands, on the stream between them."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ class Engine:
         elif isinstance(command, em.SetBudget):
             self._budgets.ask(command)
         elif isinstance(command, em.OpenFrameBlock):
-            if self._runtime is not None and self._runtime.device is not None:  # a CPU needs no pacing
+            if self._runtime is not None and self._runtime.device is not None:  # the CPU is not paced
                 self._runtime.device.open_frame_block(command.path)
                 self._budgets.has_frame_block = True
         elif isinstance(command, em.SetPacing):

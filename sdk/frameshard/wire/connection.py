@@ -445,7 +445,7 @@ class ClientConnection:
             return [message]
         request = self._unanswered.get(message.id)
         if request is None:
-            return []  # a second answer after a resumption
+            return []  # a second answer: the request was sent again after the session was resumed
         if isinstance(request, m.BudgetSet):
             # After the session was resumed, all three answers come again. Those that were received are dropped.
             heard = self._heard.get(message.id, 0)

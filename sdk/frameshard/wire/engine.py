@@ -133,7 +133,7 @@ class Ping:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ends the engine orderly."""
+    """Tells the engine to free the model and to end."""
 
 
 Command = (
