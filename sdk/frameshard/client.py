@@ -357,9 +357,9 @@ class Client:
 
         :param system: the system message of the conversation from now on.
         :param options: see :class:`frameshard.options.JobOptions`: `conversation`, `sampling`, `images` (bytes of PNG
-            or JPEG files, or :class:`Pixels`), `timeline`, `window`, `sentences` (deltas say where sentences end).
-            `timeline` is a number that comes back in each event: a game that loads a saved state can recognise answers
-            to questions from before.
+            or JPEG files, or :class:`Pixels`), `timeline`, `window`, `sentences` (deltas say where sentences end),
+            `priority` (0 to 2; 2 is urgent). `timeline` is a number that comes back in each event: a game that loads a
+            saved state can recognise answers to questions from before.
         """
         turn = _Turn(lambda: self._conversation(options.get("conversation")), system, text)
         return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)

@@ -36,7 +36,6 @@ class HeldImages:
     """
 
     images: tuple[m.Image, ...] = ()
-    n_bytes: int = 0
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:

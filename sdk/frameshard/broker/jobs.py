@@ -31,7 +31,6 @@ from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
 
 MAX_DEATHS = 2
-MAX_PRIORITY = 2
 OVERTAKEN_PER_RANK = 8
 """The priority of a waiting job rises by one each time so many later jobs of higher priority have overtaken it."""
 
@@ -86,7 +85,7 @@ class Job:
     @property
     def priority(self) -> int:
         """The priority of its request, raised after many jobs have overtaken it, so that no job waits for ever."""
-        return min(self.request.priority + self.overtaken // OVERTAKEN_PER_RANK, MAX_PRIORITY)
+        return min(self.request.priority + self.overtaken // OVERTAKEN_PER_RANK, m.MAX_PRIORITY)
 
     def command(self) -> em.Submit:
         """Returns the command that starts or resumes the job."""
@@ -119,9 +118,8 @@ class Jobs:
         self._max_client_jobs = max_client_jobs
         self._numbers = 0
         self._jobs: dict[int, Job] = {}
-        self._leaving: dict[
-            int, str | None
-        ] = {}  # jobs that are over for their client but still in the engine: number to conversation
+        self._leaving: dict[int, str | None] = {}
+        """The conversations of jobs that are over for their client but still in the engine, by job number."""
         self._turn = 0
         self._turns: dict[ServerConnection, int] = {}  # the last turn of each client
         self._engine_ready = False

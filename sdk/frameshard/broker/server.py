@@ -63,7 +63,7 @@ class Server:
             jobs=self._jobs,
             lease=self._lease,
             supervisor=self._supervisor,
-            n_sessions=self._sessions.__len__,
+            n_sessions=lambda: len(self._sessions),
             end_engine_if_asked=self._end_engine_if_asked,
         )
         self._n_ubatch = config.n_ubatch

@@ -38,7 +38,8 @@ Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 Role = Literal["system", "user", "assistant"]
 StopString = Annotated[str, checks.text(256, least=1)]
-Priority = Annotated[int, checks.integer(0, 2)]
+MAX_PRIORITY = 2
+Priority = Annotated[int, checks.integer(0, MAX_PRIORITY)]
 Choice = Annotated[str, checks.text(4096, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
