@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 1
+#define FSD_INTERFACE_VERSION 2
 
 typedef enum {
     FSD_OK = 0,
@@ -33,7 +33,8 @@ typedef enum {
     FSD_VERSION = 4,       /* the running ggml is not the one this library was built against */
     FSD_BELOW_FLOOR = 5,   /* the budget is below the floor; fsd_get_stats gives floor_bytes */
     FSD_OUT_OF_MEMORY = 6, /* the inner device refused an allocation that fits the budget */
-    FSD_TIMEOUT = 7        /* the time was not enough; the request stays in force */
+    FSD_TIMEOUT = 7,       /* the time was not enough; the request stays in force */
+    FSD_STOPPED = 8        /* fsd_stop_probe, or a request for a budget, has ended the measurement */
 } fsd_status;
 
 typedef enum { FSD_STREAMED = 1, FSD_CPU = 2 } fsd_placement; /* of a shard that is not resident */
@@ -262,7 +263,8 @@ FSD_API fsd_status fsd_trace_start(void);
 FSD_API fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n);
 
 /* Measurements of the machine for a profile. Each takes about `seconds`. Call before fsd_commit or between graphs. Rates are
- * bytes or floating-point operations per second; 0 if there was no room or the device cannot do it. */
+ * bytes or floating-point operations per second; 0 if there was no room or the device cannot do it. They use at most half of
+ * the budget that is free or that weights and the ring can give back. A request for a budget ends them: FSD_STOPPED. */
 #define FSD_PROBE_PIECES 4
 #define FSD_PROBE_THREADS 3
 #define FSD_PROBE_BATCHES 4
@@ -301,6 +303,21 @@ typedef struct {
 /* Flash attention on the inner device over n_kv cells. Both rates are 0 if the device has none for the type. */
 FSD_API fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
                                        double seconds, fsd_attention_rates *rates);
+
+/* A look of a fraction of a second, for a plan until the measurements above were made: one size of copies, and few products
+ * of weights of a ggml type and shape. */
+#define FSD_LOOK_BATCHES 2
+typedef struct {
+    uint32_t struct_size;
+    uint32_t tokens[FSD_LOOK_BATCHES]; /* ascending; the first is 1 */
+    double h2d;                        /* copies from pinned host memory */
+    double cpu_flops[FSD_LOOK_BATCHES];
+    double gpu_flops[FSD_LOOK_BATCHES];
+} fsd_look_rates;
+FSD_API fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_look_rates *rates);
+
+/* [any thread] While on, measurements end at once with FSD_STOPPED: a running one after the operation that it measures. */
+FSD_API fsd_status fsd_stop_probe(int on);
 
 #ifdef __cplusplus
 }

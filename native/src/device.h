@@ -57,6 +57,7 @@ struct Device {
     // Any thread.
     Ledger ledger;
     std::atomic<bool> abort{false};
+    std::atomic<bool> probe_stopped{false};
     Counters counters;
 
     // Cuts the weights, checks the budget against the floor and takes the VRAM that the model cannot do without. `why` is the

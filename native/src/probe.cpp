@@ -16,12 +16,19 @@ static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Median seconds of a call, repeated for about `budget_s`, at least once.
+// Whether the measurement must end: something else wants the device.
+static bool stopped() { return device().probe_stopped.load() || device().requests.pending(); }
+
+// Median seconds of a call, repeated for about `budget_s`, at least once. Of no meaning once the measurement is stopped.
 static double timed(double budget_s, const std::function<void()> &call) {
+    if (stopped()) {
+        return 1.0;
+    }
     call(); // warm-up: the first call allocates memory and faults pages in
     std::vector<double> runs;
     const double start_s = now();
-    while (runs.empty() || (runs.size() < 200 && now() - start_s < (runs.size() < 3 ? 3 : 1) * budget_s)) {
+    while (runs.empty() ||
+           (!stopped() && runs.size() < 200 && now() - start_s < (runs.size() < 3 ? 3 : 1) * budget_s)) {
         const double start = now();
         call();
         runs.push_back(now() - start);
@@ -154,9 +161,10 @@ struct HostMemory {
     }
 };
 
-// Half of the unused budget, for measurements on the device.
+// Half of the budget that is unused, or that weights and the ring's surplus would give back, for measurements on the device.
 static size_t room_of(Device &d) {
-    const uint64_t held = d.ledger.used(), limit = d.ledger.budget();
+    const size_t ring = std::min(d.ledger.used(Use::ring), (uint64_t)d.weights.layout.min_ring);
+    const uint64_t held = d.ledger.fixed() + ring, limit = d.ledger.budget();
     return limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
 }
 
@@ -167,9 +175,9 @@ struct Copies {
     std::vector<char> pageable;
     size_t target_bytes = 0, source_bytes = 0, at = 0;
 
-    explicit Copies(Device &device) : d(device) {
+    Copies(Device &device, size_t most_source_bytes) : d(device) {
         target_bytes = std::min(kCopyTarget, room_of(d) / 4 / kAlign * kAlign);
-        source_bytes = target_bytes * (d.inner.quirks.probe_bytes / kCopyTarget);
+        source_bytes = target_bytes * (most_source_bytes / kCopyTarget);
         if (target_bytes == 0) {
             return;
         }
@@ -240,6 +248,23 @@ struct Copying {
     double rate() const { return (double)bytes.load() / (now() - start); }
 };
 
+// Makes products of weights of a type and shape with n columns. Rates do not depend on the number of rows, so of a matrix
+// that is too large, or too slow, only some are measured. `total`: bytes of weights at most. `most`: bytes of memory.
+static Products products_of(Device *ledger, ggml_type type, int64_t rows, int64_t cols, uint32_t n, size_t total,
+                            size_t most, double most_flops) {
+    const size_t row = ggml_row_size(type, cols);
+    const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_flops / 2 / (double)cols / n);
+    const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));
+    return Products(ledger, type, n_rows, cols, n, std::min(total, most / 2) / n);
+}
+
+static constexpr double kCpuFlops = 4e9; // of one measured call at most
+static constexpr size_t kLookBytes = (size_t)128 << 20;
+
+static bool is_kind(int type, int64_t rows, int64_t cols) {
+    return type >= 0 && type < GGML_TYPE_COUNT && rows > 0 && cols > 0 && cols % ggml_blck_size((ggml_type)type) == 0;
+}
+
 // Seconds of the attention of n_q queries over one of `count` KV caches. With several, no processor cache holds them.
 static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int64_t n_head, int64_t n_head_kv,
                                 int64_t n_kv, int64_t n_q, int count, double budget_s) {
@@ -295,11 +320,11 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     d.inner.synchronize();
     const double each = seconds / (4 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 2);
     {
-        Copies copies(d);
+        Copies copies(d, d.inner.quirks.probe_bytes);
         if (!copies.ok()) {
             return FSD_OUT_OF_MEMORY;
         }
-        for (int i = 0; i < FSD_PROBE_PIECES; i++) {
+        for (int i = 0; i < FSD_PROBE_PIECES && !stopped(); i++) {
             const size_t copy_bytes = (size_t)256 << 10 << 2 * i;
             r->piece_bytes[i] = copy_bytes;
             r->h2d_pinned[i] = copies.rate(true, true, copy_bytes, each);
@@ -308,8 +333,11 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
             r->d2h_pageable[i] = copies.rate(false, false, copy_bytes, each);
         }
         const uint32_t threads[FSD_PROBE_THREADS] = {1, std::max(1u, d.n_threads / 2), d.n_threads};
+        if (stopped()) {
+            return FSD_STOPPED;
+        }
         HostMemory memory(d.n_threads);
-        for (int i = 0; i < FSD_PROBE_THREADS; i++) {
+        for (int i = 0; i < FSD_PROBE_THREADS && !stopped(); i++) {
             r->threads[i] = threads[i];
             r->dram[i] = memory.rate(threads[i], each);
             Copying copying(copies, d.inner.copy_bytes);
@@ -336,13 +364,12 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         });
         r->handoff_s = std::max(0.0, with - without / 16);
     }
-    return FSD_OK;
+    return stopped() ? FSD_STOPPED : FSD_OK;
 }
 
 extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, double seconds, fsd_product_rates *r) {
     Device &d = device();
-    if (!r || r->struct_size != sizeof(*r) || type < 0 || type >= GGML_TYPE_COUNT || rows <= 0 || cols <= 0 ||
-        cols % ggml_blck_size((ggml_type)type) != 0 || !(seconds > 0)) {
+    if (!r || r->struct_size != sizeof(*r) || !is_kind(type, rows, cols) || !(seconds > 0)) {
         return FSD_BAD_ARGUMENT;
     }
     if (!d.configured.load()) {
@@ -352,20 +379,16 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
     d.inner.synchronize();
     const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512};
     const double each = seconds / (2 * FSD_PROBE_BATCHES + 1);
-    const size_t row = ggml_row_size((ggml_type)type, cols);
-    // Rates do not depend on the number of rows, so of a matrix that is too large, or too slow, only some are measured.
+    const Quirks &quirks = d.inner.quirks;
     auto make = [&](Device *ledger, size_t most, double most_flops, uint32_t n) {
-        const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_flops / 2 / (double)cols / n);
-        const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));
-        return Products(ledger, (ggml_type)type, n_rows, cols, n, std::min(d.inner.quirks.probe_bytes, most / 2) / n);
+        return products_of(ledger, (ggml_type)type, rows, cols, n, quirks.probe_bytes, most, most_flops);
     };
-    constexpr double cpu_flops = 4e9;
-    for (int i = 0; i < FSD_PROBE_BATCHES; i++) {
+    for (int i = 0; i < FSD_PROBE_BATCHES && !stopped(); i++) {
         const uint32_t n = r->tokens[i] = batches[i];
-        Products on_cpu = make(nullptr, SIZE_MAX, cpu_flops, n);
+        Products on_cpu = make(nullptr, SIZE_MAX, kCpuFlops, n);
         r->cpu_flops[i] = on_cpu.ok() ? on_cpu.flops / seconds_of(d.cpu, on_cpu, each) : 0;
         if (n == 1) {
-            Copies copies(d);
+            Copies copies(d, quirks.probe_bytes);
             if (!on_cpu.ok() || !copies.ok()) {
                 return FSD_OUT_OF_MEMORY;
             }
@@ -373,10 +396,55 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
             r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_of(d.cpu, on_cpu, each);
             r->h2d_beside_cpu = copying.rate();
         }
-        Products on_gpu = make(&d, room_of(d), d.inner.quirks.probe_flops, n);
+        if (stopped()) {
+            break;
+        }
+        Products on_gpu = make(&d, room_of(d), quirks.probe_flops, n);
         r->gpu_flops[i] = on_gpu.ok() ? on_gpu.flops / seconds_of(d.inner.compute, on_gpu, each) : 0;
     }
+    if (stopped()) {
+        return FSD_STOPPED;
+    }
     return r->gpu_flops[0] > 0 ? FSD_OK : FSD_OUT_OF_MEMORY;
+}
+
+extern "C" fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_look_rates *r) {
+    Device &d = device();
+    if (!r || r->struct_size != sizeof(*r) || !is_kind(type, rows, cols)) {
+        return FSD_BAD_ARGUMENT;
+    }
+    if (!d.configured.load()) {
+        return FSD_BAD_STATE;
+    }
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.inner.synchronize();
+    constexpr double each = 0.01; // fast calls are made up to three times, slow ones once
+    {
+        Copies copies(d, kCopyTarget);
+        if (!copies.ok()) {
+            return FSD_OUT_OF_MEMORY;
+        }
+        r->h2d = copies.rate(true, true, d.inner.copy_bytes, each);
+    }
+    const Quirks &quirks = d.inner.quirks;
+    const size_t total = std::min(quirks.probe_bytes / 4, kLookBytes);
+    const uint32_t batches[FSD_LOOK_BATCHES] = {1, 64};
+    for (int i = 0; i < FSD_LOOK_BATCHES; i++) {
+        const uint32_t n = r->tokens[i] = batches[i];
+        Products on_cpu = products_of(nullptr, (ggml_type)type, rows, cols, n, total, SIZE_MAX, kCpuFlops / 16);
+        Products on_gpu = products_of(&d, (ggml_type)type, rows, cols, n, total, room_of(d), quirks.probe_flops / 16);
+        if (!on_cpu.ok() || !on_gpu.ok()) {
+            return FSD_OUT_OF_MEMORY;
+        }
+        r->cpu_flops[i] = on_cpu.flops / seconds_of(d.cpu, on_cpu, each);
+        r->gpu_flops[i] = on_gpu.flops / seconds_of(d.inner.compute, on_gpu, each);
+    }
+    return stopped() ? FSD_STOPPED : FSD_OK;
+}
+
+extern "C" fsd_status fsd_stop_probe(int on) {
+    device().probe_stopped.store(on != 0);
+    return FSD_OK;
 }
 
 extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
@@ -401,5 +469,5 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
     const double many = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
     r->kv_bytes = one > 0 ? bytes / one : 0;
     r->flops = many > 0 ? 4.0 * (double)(head_dim * n_head * n_q * n_kv) / many : 0;
-    return FSD_OK;
+    return stopped() ? FSD_STOPPED : FSD_OK;
 }

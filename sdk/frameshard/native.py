@@ -27,7 +27,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 _LIBRARY = {"win32": "frameshard_device.dll", "darwin": "libframeshard_device.dylib"}.get(
     sys.platform, "libframeshard_device.so"
 )
@@ -145,6 +145,20 @@ class AttentionRates:
 
 
 @dataclasses.dataclass(frozen=True)
+class LookRates:
+    """Rates of a quick look, in FLOP/s and bytes/s. ``fsd_look_rates`` describes each."""
+
+    tokens: tuple[int, ...]
+    h2d: float
+    cpu_flops: tuple[float, ...]
+    gpu_flops: tuple[float, ...]
+
+
+class ProbeStopped(Exception):
+    """:meth:`ShardDevice.stop_probe` or a change of the budget has ended a measurement."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Pacing:
     """How the device's work is paced by the host's frames. ``fsd_pacing`` describes each figure."""
 
@@ -169,7 +183,7 @@ class _Pacing(ctypes.Structure):
 SCHEDULING_MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
-_PIECES, _THREADS, _BATCHES = 4, 3, 4
+_PIECES, _THREADS, _BATCHES, _LOOK_BATCHES = 4, 3, 4, 2
 
 
 class _MachineRates(ctypes.Structure):
@@ -204,6 +218,16 @@ class _AttentionRates(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("kv_bytes", ctypes.c_double),
         ("flops", ctypes.c_double),
+    )
+
+
+class _LookRates(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32 * _LOOK_BATCHES),
+        ("h2d", ctypes.c_double),
+        ("cpu_flops", ctypes.c_double * _LOOK_BATCHES),
+        ("gpu_flops", ctypes.c_double * _LOOK_BATCHES),
     )
 
 
@@ -851,6 +875,7 @@ class ShardDevice:
         """Measures copies, host memory and hand-offs in about ``seconds``.
 
         :raises OutOfMemory: there is no room for the measurement.
+        :raises ProbeStopped: it was stopped.
         """
         raw = _MachineRates(struct_size=ctypes.sizeof(_MachineRates))
         self._probed(self._lib.fsd_probe_machine(ctypes.c_double(seconds), ctypes.byref(raw)))
@@ -860,6 +885,7 @@ class ShardDevice:
         """Measures products with weights of one type and shape, on the CPU and the inner device.
 
         :raises OutOfMemory: there is no room for the measurement.
+        :raises ProbeStopped: it was stopped.
         :raises BadArgument: the type or the shape is impossible.
         """
         raw = _ProductRates(struct_size=ctypes.sizeof(_ProductRates))
@@ -874,13 +900,28 @@ class ShardDevice:
 
         :param n_cells: a multiple of 256.
         :raises BadArgument: an argument has a wrong value.
+        :raises ProbeStopped: it was stopped.
         """
         raw = _AttentionRates(struct_size=ctypes.sizeof(_AttentionRates), type=ggml_type)
         shape = (ctypes.c_int64(n) for n in (head_dim, n_head, n_head_kv, n_cells))
         self._probed(self._lib.fsd_probe_attention(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
         return AttentionRates(raw.kv_bytes, raw.flops)
 
+    def look(self, ggml_type: int, rows: int, cols: int) -> LookRates:
+        """Measures copies and a few products in a fraction of a second. Raises the errors of :meth:`probe_product`."""
+        raw = _LookRates(struct_size=ctypes.sizeof(_LookRates))
+        shape = (ctypes.c_int(ggml_type), ctypes.c_int64(rows), ctypes.c_int64(cols))
+        self._probed(self._lib.fsd_probe_look(*shape, ctypes.byref(raw)))
+        return LookRates(**_values(raw))
+
+    def stop_probe(self, on: bool) -> None:
+        """Any thread. While on, measurements end with :class:`ProbeStopped`: a running one within milliseconds, after
+        the operation that it measures."""
+        self._check(self._lib.fsd_stop_probe(ctypes.c_int(on)))
+
     def _probed(self, status: int) -> None:
+        if status == 8:
+            raise ProbeStopped
         if status == 6:
             raise errors.OutOfMemory("the probe found no room for its matrices")
         if status != 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 from frameshard.engine.llama import KV_PAGE, Llama
 from frameshard.engine.nvml import DriverOverhead, Observer
-from frameshard.engine.probe import load_or_probe
+from frameshard.engine.probe import Measurements
 from frameshard.errors import BudgetBelowFloor, OutOfMemory
 from frameshard.native import CPU, EMULATED, ShardDevice
 from frameshard.plan import routing
@@ -40,6 +40,8 @@ class Placement:
     :param device_name: the device's name in the launch options.
     :param model: the header of the model file.
     :param observer: what NVML counts for this process; ``None`` if NVML is not used.
+    :param measure: measure at the load what the kept profile lacks. If false, the load plans from an estimate and
+        leaves that to :attr:`measurements`.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class Placement:
         config: EngineConfig,
         n_threads: int,
         observer: Observer | None,
+        *,
+        measure: bool = True,
     ) -> None:
         self.device = device
         self.overhead = DriverOverhead(device, observer)
@@ -64,6 +68,9 @@ class Placement:
         self.unfilled = False
         """Part of the KV cache was freed, so :meth:`fill` can make more weights resident."""
         self._device_name, self._model, self._config, self._n_threads = device_name, model, config, n_threads
+        self.measurements: Measurements | None = None
+        """The measurements that the profile in use lacks; ``None`` if it is measured."""
+        self._measure = measure
         self._profile: Profile | None = None
         self._plan: Plan | None = None
         self._lengths: Sequence[int] = ()
@@ -74,16 +81,27 @@ class Placement:
 
     @property
     def profile(self) -> Profile:
-        """[any thread] The machine's profile; loaded or measured at the first use."""
+        """[any thread] The machine's profile; loaded, measured or estimated at the first use."""
         if self._profile is None:
-            self._profile = load_or_probe(
+            measurements = Measurements(
                 self.device,
                 self._model,
                 device_name=self._device_name,
                 n_threads=self._n_threads,
                 kv_type=self._config.kv_type,
             )
+            if self._measure or measurements.complete:
+                self._profile = measurements.run()
+                logger.info("plans are made from the measured profile of this machine")
+            else:
+                self._profile = measurements.estimate()
+                self.measurements = measurements
+                logger.info("plans are made from an estimate of this machine, until an idle moment to measure it")
         return self._profile
+
+    def adopt_profile(self, profile: Profile) -> None:
+        """Uses a measured profile. The next :meth:`replan` plans with it."""
+        self._profile, self.measurements = profile, None
 
     @property
     def plan(self) -> Plan:

@@ -4,6 +4,8 @@ A profile belongs to a fingerprint: the processor, the thread count, the device,
 measurement takes a few seconds. The profile is kept in frameshard's cache directory until the fingerprint changes. Some
 rates depend on the model: products with its kinds of weights, and attention with its heads. These are measured when a
 model first needs them, and added to the profile. Rates are per second.
+
+A launch does not wait for that: it plans from an estimate, and :mod:`frameshard.engine.idle` measures later.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,13 @@ import pynvml
 
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
-from frameshard.native import EMULATED, ShardDevice, parse_device
+from frameshard.native import EMULATED, MachineRates, ShardDevice, parse_device
 from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.model import Model
 from frameshard.plan.profile import (
+    BYTES_PER_WEIGHT,
     Attention,
+    Kind,
     KvType,
     Product,
     Profile,
@@ -46,6 +51,7 @@ _COPY_BYTES = 16 << 20  # size of one copy; the shard device's default
 # the device's memory.
 _MEMORY_KIND = ("F16", 8192, 8192)
 _CELLS = (1024, 8192)  # context lengths at which attention is measured
+_USUAL_HANDOFF_S = 30e-6
 
 
 def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
@@ -92,93 +98,180 @@ def load_or_probe(
     :raises BadArgument: the model has no matrices.
     :raises OutOfMemory: the budget has no room for the measurements.
     """
-    key = fingerprint(device_name, n_threads)
-    path = cached_path(key)
-    kept = None
-    if not refresh and path.is_file():
-        with contextlib.suppress(BadArgument):  # another version has written it: measure again
-            kept = load(path)
-        if kept is not None and dict(kept.fingerprint) != key:
-            kept = None
-    profile = _measure(device, model, kv_type, kept, key, seconds)
-    if profile is not kept:
+    return Measurements(
+        device, model, device_name=device_name, n_threads=n_threads, kv_type=kv_type, refresh=refresh, seconds=seconds
+    ).run()
+
+
+class Measurements:
+    """The measurements of one machine, device and model, one after the other. Those that the kept profile has are not
+    made again.
+
+    :param refresh: make all of them again.
+    :param seconds: time in seconds for all measurements together.
+    :raises BadArgument: the model has no matrices.
+    """
+
+    def __init__(
+        self,
+        device: ShardDevice,
+        model: Model,
+        *,
+        device_name: str,
+        n_threads: int,
+        kv_type: KvType = "f16",
+        refresh: bool = False,
+        seconds: float = 5.0,
+    ) -> None:
+        self._device, self._model, self._kv_type, self._seconds = device, model, kv_type, seconds
+        self._key = fingerprint(device_name, n_threads)
+        self._kinds = kinds_of(model)
+        if not self._kinds:
+            raise BadArgument(f"{model.path.name} has no matrices to measure with")
+        self._kept = None if refresh else _kept(self._key)
+        self._machine: MachineRates | None = None
+        self._products: dict[str, Product] = {}
+        self._attention: dict[str, Attention] = {}
+        self._steps = self._missing()
+
+    def run(self) -> Profile:
+        """Makes all measurements at once and returns the profile. Raises the errors of :func:`load_or_probe`."""
+        if not self.complete:
+            name = self._model.path.name
+            logger.info("measuring this machine for %s, about %.0f s; the result is kept", name, self._seconds)
+        while not self.complete:
+            self.step()
+        return self.profile()
+
+    @property
+    def complete(self) -> bool:
+        """No measurement is left; :meth:`profile` has all rates."""
+        return not self._steps
+
+    def step(self) -> None:
+        """Makes the next measurement, which takes about a second, and keeps what is measured so far.
+
+        :raises OutOfMemory: the budget has no room for it.
+        :raises ProbeStopped: it was stopped; the next call makes it again.
+        """
+        self._steps[0]()
+        del self._steps[0]
+        if not self._kept and not self._products:
+            return  # the rates of copies and memory alone are not a profile
+        path = cached_path(self._key)
         try:
-            save(profile, path)
+            save(self.profile(), path)
         except OSError as error:  # a read-only cache: the next start measures again
             logger.warning("the profile is not kept: %s", error)
-    return profile.seen_by(model)
+        else:
+            if self.complete:
+                logger.info("the profile of this machine is kept in %s", path)
 
+    def estimate(self) -> Profile:
+        """A profile for plans until all measurements were made: the kept one, in which rates for this model are
+        missing, or a quick look.
 
-def _measure(
-    device: ShardDevice,
-    model: Model,
-    kv_type: KvType,
-    kept: Profile | None,
-    key: Mapping[str, str | int | float],
-    seconds: float,
-) -> Profile:
-    """Measures the rates that this model needs and that are not in ``kept``.
+        :raises OutOfMemory: the budget has no room for the look.
+        """
+        if self._kept is not None:
+            return self._kept.seen_by(self._model)
+        kind = self._kinds[0]
+        look = self._device.look(GGML_NUMBERS[kind[0]], kind[1], kind[2])
+        product = Product(look.tokens, look.cpu_flops, look.gpu_flops, 0.0, 0.0)
+        source = "a quick look at the launch"
+        return Profile(
+            fingerprint=self._key,
+            h2d=look.h2d,
+            d2h=look.h2d,
+            dram=product.cpu_flops[0] * BYTES_PER_WEIGHT[kind[0]] / 2,
+            cpu_gemv=1.0,  # these four depend on the model: seen_by() sets them
+            gpu_gemv=1.0,
+            cpu_flops=1.0,
+            gpu_flops=1.0,
+            handoff_s=_USUAL_HANDOFF_S,
+            products={kind_name(kind): product},
+            sources=dict.fromkeys(("h2d", "d2h", "dram", "handoff_s"), source),
+        ).seen_by(self._model)
 
-    :returns: ``kept`` with the new rates; ``kept`` itself if there are none.
-    """
-    known = kept.products if kept else {}
-    products = {}
-    kinds = kinds_of(model)
-    if not kinds:
-        raise BadArgument(f"{model.path.name} has no matrices to measure with")
-    kinds = list(dict.fromkeys([*kinds, _MEMORY_KIND]))
-    new = [kind for kind in kinds if kind_name(kind) not in known]
-    if new or kept is None:
-        logger.info("measuring this machine for %s, about %.0f s; the result is kept", model.path.name, seconds)
-    for kind in kinds:
-        if kind in new:
-            rates = device.probe_product(GGML_NUMBERS[kind[0]], kind[1], kind[2], 0.5 * seconds / len(kinds))
-            # In a small budget there is no room for the largest products. Their rates are 0.
-            found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]
-            products[kind_name(kind)] = Product(
-                tuple(rates.tokens[i] for i in found),
-                tuple(rates.cpu_flops[i] for i in found),
-                tuple(rates.gpu_flops[i] for i in found),
-                rates.cpu_beside_copies,
-                rates.h2d_beside_cpu,
-            )
-    attention = {}
-    heads = heads_of(model)
-    name, number = heads_name(heads, kv_type), GGML_NUMBERS[kv_type.upper()]
-    if all(heads) and heads[1] % heads[2] == 0 and (kept is None or name not in kept.attention):
-        each = {n: device.probe_attention(*heads, number, n, 0.1 * seconds / len(_CELLS)) for n in _CELLS}
+    def profile(self) -> Profile:
+        """The profile with all that is measured so far; complete when :attr:`complete`."""
+        known = self._kept or self._of_the_machine()
+        return dataclasses.replace(
+            known, products={**known.products, **self._products}, attention={**known.attention, **self._attention}
+        ).seen_by(self._model)
+
+    def _missing(self) -> list[Callable[[], None]]:
+        """The measurements to make."""
+        steps: list[Callable[[], None]] = []
+        if self._kept is None:
+            steps.append(self._probe_machine)
+        kinds = list(dict.fromkeys([*self._kinds, _MEMORY_KIND]))
+        known = self._kept.products if self._kept else {}
+        seconds = 0.5 * self._seconds / len(kinds)
+        steps += [partial(self._probe_product, kind, seconds) for kind in kinds if kind_name(kind) not in known]
+        heads = heads_of(self._model)
+        known_heads = self._kept.attention if self._kept else {}
+        if all(heads) and heads[1] % heads[2] == 0 and heads_name(heads, self._kv_type) not in known_heads:
+            steps.append(self._probe_attention)
+        return steps
+
+    def _probe_machine(self) -> None:
+        self._machine = self._device.probe_machine(0.4 * self._seconds)
+
+    def _probe_product(self, kind: Kind, seconds: float) -> None:
+        rates = self._device.probe_product(GGML_NUMBERS[kind[0]], kind[1], kind[2], seconds)
+        # In a small budget there is no room for the largest products. Their rates are 0.
+        found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]
+        self._products[kind_name(kind)] = Product(
+            tuple(rates.tokens[i] for i in found),
+            tuple(rates.cpu_flops[i] for i in found),
+            tuple(rates.gpu_flops[i] for i in found),
+            rates.cpu_beside_copies,
+            rates.h2d_beside_cpu,
+        )
+
+    def _probe_attention(self) -> None:
+        heads, number = heads_of(self._model), GGML_NUMBERS[self._kv_type.upper()]
+        seconds = 0.1 * self._seconds / len(_CELLS)
+        each = {n: self._device.probe_attention(*heads, number, n, seconds) for n in _CELLS}
         each = {n: rates for n, rates in each.items() if min(rates.kv_bytes, rates.flops) > 0}
         if each:
-            attention[name] = Attention(
+            self._attention[heads_name(heads, self._kv_type)] = Attention(
                 tuple(each),
                 tuple(rates.kv_bytes for rates in each.values()),
                 tuple(rates.flops for rates in each.values()),
             )
-    if kept is not None:
-        if not products and not attention:
-            return kept
-        return dataclasses.replace(
-            kept, products={**kept.products, **products}, attention={**kept.attention, **attention}
+
+    def _of_the_machine(self) -> Profile:
+        """The rates that do not depend on the model, as a profile."""
+        machine = self._machine
+        assert machine is not None
+        piece = machine.piece_bytes.index(_COPY_BYTES)
+        values = dataclasses.asdict(machine)
+        return Profile(
+            fingerprint=self._key,
+            h2d=max(machine.h2d_pinned[: piece + 1]),  # a larger copy is never slower: a lower rate is a disturbance
+            d2h=machine.d2h_pageable[piece],
+            dram=max(machine.dram),
+            cpu_gemv=1.0,  # these four depend on the model: seen_by() sets them
+            gpu_gemv=1.0,
+            cpu_flops=1.0,
+            gpu_flops=1.0,
+            handoff_s=machine.handoff_s,
+            h2d_pageable=machine.h2d_pageable[piece],
+            copies={name: list(values[name]) for name in values if name.startswith(("piece", "h2d", "d2h"))},
+            host_memory={name: list(values[name]) for name in ("threads", "dram", "dram_beside_copies")},
         )
-    machine = device.probe_machine(0.4 * seconds)
-    piece = machine.piece_bytes.index(_COPY_BYTES)
-    values = dataclasses.asdict(machine)
-    return Profile(
-        fingerprint=key,
-        h2d=max(machine.h2d_pinned[: piece + 1]),  # a larger copy is never slower, so a lower rate is a disturbance
-        d2h=machine.d2h_pageable[piece],
-        dram=max(machine.dram),
-        cpu_gemv=1.0,  # these four depend on the model: seen_by() sets them
-        gpu_gemv=1.0,
-        cpu_flops=1.0,
-        gpu_flops=1.0,
-        handoff_s=machine.handoff_s,
-        h2d_pageable=machine.h2d_pageable[piece],
-        products=products,
-        attention=attention,
-        copies={name: list(values[name]) for name in values if name.startswith(("piece", "h2d", "d2h"))},
-        host_memory={name: list(values[name]) for name in ("threads", "dram", "dram_beside_copies")},
-    ).seen_by(model)
+
+
+def _kept(key: Mapping[str, str | int | float]) -> Profile | None:
+    """The kept profile with this fingerprint; None if there is none, or another version has written it."""
+    path = cached_path(key)
+    if path.is_file():
+        with contextlib.suppress(BadArgument):
+            profile = load(path)
+            return profile if dict(profile.fingerprint) == key else None
+    return None
 
 
 def _cpu_name() -> str:

@@ -37,6 +37,7 @@ from frameshard.engine import report
 from frameshard.engine.batch import Batcher, Job
 from frameshard.engine.budgets import Budgets
 from frameshard.engine.draft import DraftModel
+from frameshard.engine.idle import IdleProfile
 from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
@@ -68,6 +69,9 @@ be streamed, so that soon saves time."""
 LEARN_EVERY = 64
 """The plan is adapted to the experts that the router picks after every so many decodes."""
 
+MEASURE_S = 30.0
+"""After so many seconds of one measurement of the machine, pings are not answered."""
+
 STUCK_S = 2.0
 """After a decode has made no progress for so many seconds, pings are not answered. One operation may take a second."""
 
@@ -93,6 +97,7 @@ class Engine:
         self._batcher: Batcher | None = None
         self._preparation: Preparation | None = None
         self._vision: Vision | None = None
+        self._idle: IdleProfile | None = None
         self._loading = ""
         """The file that is being loaded."""
         self._loaded = threading.Event()
@@ -102,7 +107,6 @@ class Engine:
         self._filling = False
         """True while there may be room in VRAM for more weights."""
         self._fill_until = 0.0
-        self._fill_bytes = 0
         self._progress = -1
         self._progress_at = 0.0
         self._n_decodes = 0
@@ -163,6 +167,8 @@ class Engine:
         wait: float | None = max(0.0, self._pace.due_at - time.monotonic()) if busy else None
         if self._filling and not parked:
             wait = 0.0
+        elif self._idle is not None and not busy and not parked:
+            wait = self._idle.due_in()
         with contextlib.suppress(queue.Empty):
             while not self._stop:
                 self._commands.get(block=wait != 0.0, timeout=wait)()
@@ -177,6 +183,9 @@ class Engine:
                 except BudgetBelowFloor as error:  # the device keeps this budget and the plan that it has
                     logger.warning("%s", error)
             self._filling = True
+        if self._idle is not None and not self._batcher.busy and not self._filling and self._idle.work():
+            self._filling = True  # the measurement has evicted weights to get room
+            return
         filling = self._filling and time.monotonic() < self._fill_until
         if self._batcher.busy and not filling and time.monotonic() >= self._pace.due_at:
             self._decode(self._runtime, self._batcher)
@@ -184,7 +193,7 @@ class Engine:
         if placement is None:
             self._filling = False
         elif self._filling or placement.unfilled:
-            self._filling = placement.fill(self._fill_bytes) > 0
+            self._filling = placement.fill(int(placement.profile.h2d * FILL_S)) > 0
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
@@ -196,6 +205,8 @@ class Engine:
         self._n_decodes += 1
         if self._n_decodes % LEARN_EVERY == 0 and runtime.placement is not None and runtime.placement.learn():
             self._replan.set()
+        if self._idle is not None:
+            self._idle.disturb()
         self._send_all(events)
         # The encoder of images has evicted weights to get room. They are copied back while the first tokens run.
         self._filling = self._filling or any(isinstance(event, em.Progress) for event in events)
@@ -206,7 +217,7 @@ class Engine:
             raise BadMessage("load came twice")
         started = time.monotonic()
         self._loading = config.model
-        runtime = self._runtime = Runtime.load(config)
+        runtime = self._runtime = Runtime.load(config, measure=False)
         mmproj = runtime.config.mmproj
         if mmproj:
             self._loading = mmproj
@@ -216,7 +227,7 @@ class Engine:
             self._filling = True  # the encoder of images has evicted weights to get room
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
-        self._fill_bytes = int(runtime.placement.profile.h2d * FILL_S) if runtime.placement is not None else 0
+        self._idle = IdleProfile(runtime, self._want_plan)
         self._watcher = Watcher(runtime)
         self._link.send(self._watcher.look(parked=False))
         self._loaded.set()
@@ -233,6 +244,8 @@ class Engine:
 
     def _prepared(self, number: int, outcome: Job | FrameshardError) -> None:
         """[any thread] Passes a request that is ready to run, or its error, to the main thread."""
+        if self._idle is not None:
+            self._idle.disturb()
         self._commands.put(lambda: self._submit(number, outcome))
 
     def _submit(self, number: int, outcome: Job | FrameshardError) -> None:
@@ -291,6 +304,8 @@ class Engine:
         self._obey(command)
 
     def _obey(self, command: em.Command) -> None:
+        if self._idle is not None and not isinstance(command, em.GetStats | em.AskAlive | em.Ping):
+            self._idle.disturb()
         if isinstance(command, em.EngineConfig):
             self._commands.put(partial(self._load, command))
         elif isinstance(command, em.Submit):
@@ -335,11 +350,17 @@ class Engine:
 
     def _end(self) -> None:
         self._commands.put(self._stop_main)
+        if self._idle is not None:
+            self._idle.disturb()
         if self._runtime is not None:
             self._runtime.abort()
 
     def _ping(self, seq: int) -> None:
-        """Answers a ping while a decode makes progress; else passes it to the main thread."""
+        """Answers a ping while a decode makes progress, or while the machine is measured; else passes it to the main
+        thread."""
+        if self._idle is not None and 0 < self._idle.measuring_s < MEASURE_S:
+            self._link.send(em.Pong(seq))
+            return
         if self._runtime is not None and self._batcher is not None and self._batcher.decoding:
             progress, now = self._runtime.progress, time.monotonic()
             if progress != self._progress:

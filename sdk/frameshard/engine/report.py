@@ -49,6 +49,7 @@ def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> 
         stats.update(dataclasses.asdict(runtime.device.stats()))
         stats["budget_bytes"] = runtime.vram_budget_bytes
         stats["placement"] = runtime.placement.by_kind()
+        stats["profile"] = "measured" if runtime.placement.measurements is None else "estimated"
         if has_frame_block:
             stats["pacing"] = dataclasses.asdict(runtime.device.pacing())
     if runtime.observer is not None:

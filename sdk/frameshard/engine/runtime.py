@@ -65,7 +65,13 @@ class Runtime:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, *, budgets: Sequence[int] = (), n_prompt: int = 0, fill: bool = True
+        cls,
+        config: EngineConfig,
+        *,
+        budgets: Sequence[int] = (),
+        n_prompt: int = 0,
+        fill: bool = True,
+        measure: bool = True,
     ) -> Runtime:
         """Checks the file, loads the model, makes the context, takes the VRAM and decodes one token.
 
@@ -75,6 +81,7 @@ class Runtime:
             and half of it.
         :param n_prompt: tokens of the prompt in each sequence for which ``n_ubatch`` is chosen.
         :param fill: make weights resident at once.
+        :param measure: measure at once what the machine's profile lacks; if false, plan from an estimate.
         :raises ModelNotFound: no such file.
         :raises BadModel: the file is not a GGUF that can be served.
         :raises Unsupported: the model cannot chat or complete (encoder, diffusion), or it cannot have a KV cache of
@@ -85,13 +92,13 @@ class Runtime:
         """
         runtime = cls(config)
         try:
-            runtime._load(budgets, n_prompt, fill)
+            runtime._load(budgets, n_prompt, fill, measure)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _load(self, budgets: Sequence[int], n_prompt: int, fill: bool) -> None:
+    def _load(self, budgets: Sequence[int], n_prompt: int, fill: bool, measure: bool) -> None:
         config = self.config
         llamalog.install()
         self.model_info: Model = read_model(config.model)
@@ -107,7 +114,7 @@ class Runtime:
 
         cpu.check()
         llama_cpp.llama_backend_init()
-        llama = self._llama = Llama(self.model_info, self._open_device(device))
+        llama = self._llama = Llama(self.model_info, self._open_device(device, measure))
         tokenizer = self._tokenizer = Tokenizer(llama.model, self.model_info.chat_template)
         self._forms = Forms(tokenizer.grammar_tokens)
         self.n_vocab = tokenizer.n_vocab
@@ -127,9 +134,10 @@ class Runtime:
         if self.placement is not None:
             self.placement.settle(fill=fill)
 
-    def _open_device(self, device: str) -> ctypes.Array[ctypes.c_void_p]:
+    def _open_device(self, device: str, measure: bool) -> ctypes.Array[ctypes.c_void_p]:
         """Makes the shard device, if the model uses one.
 
+        :param measure: as for :meth:`load`.
         :returns: the devices for llama.cpp, as an array that ends with NULL.
         """
         if device == "cpu":
@@ -140,7 +148,9 @@ class Runtime:
             self.observer = Observer()
         config = self.config
         self.device = ShardDevice(device, vram_budget_bytes=config.vram_budget_bytes, n_threads=self.n_threads)
-        self.placement = Placement(self.device, device, self.model_info, config, self.n_threads, self.observer)
+        self.placement = Placement(
+            self.device, device, self.model_info, config, self.n_threads, self.observer, measure=measure
+        )
         devices: ctypes.Array[ctypes.c_void_p] = self.device.devices_array
         return devices
 

@@ -1,0 +1,90 @@
+"""Measures the machine's profile while the engine has nothing to do.
+
+A launch without a kept profile plans from an estimate, so that a player does not wait. The measurements are made here,
+in idle moments and one at a time. Each ends at once when a command comes, and is made again later. Each result is kept;
+when all are there, a new plan is made from them.
+
+Nothing is measured while the engine is parked, or while the host draws frames by the frame block: the measurements
+would delay its frames, and its frames would falsify them. They take VRAM within the budget only, from weights that are
+copied back afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import OutOfMemory
+from frameshard.native import ProbeStopped
+
+logger = logging.getLogger("frameshard.engine")
+
+QUIET_S = 1.0
+"""A moment is idle after so many seconds without a command or a decode."""
+
+
+class IdleProfile:
+    """The measurements that a runtime's profile lacks.
+
+    :param runtime: a loaded model. If it has no shard device, or its profile is measured, there is nothing to do.
+    :param replan: asks the main thread for a new plan.
+    """
+
+    def __init__(self, runtime: Runtime, replan: Callable[[], None]) -> None:
+        placement = runtime.placement
+        self._runtime = runtime
+        self._left = placement.measurements if placement is not None else None
+        self._replan = replan
+        self._disturbed_at = time.monotonic()
+        self._started_at = 0.0  # of the running measurement; 0: none runs
+
+    @property
+    def measuring_s(self) -> float:
+        """[any thread] For how many seconds a measurement has run; 0 if none runs."""
+        started_at = self._started_at
+        return time.monotonic() - started_at if started_at else 0.0
+
+    def disturb(self) -> None:
+        """[any thread] Ends the running measurement, because the device is wanted. The moment is not idle any more."""
+        self._disturbed_at = time.monotonic()
+        if self._left is not None and self._runtime.device is not None:
+            self._runtime.device.stop_probe(True)
+
+    def due_in(self) -> float | None:
+        """Seconds until the next measurement may begin if nothing comes between; None if none is left."""
+        return None if self._left is None else max(0.0, self._disturbed_at + QUIET_S - time.monotonic())
+
+    def work(self) -> bool:
+        """Makes the next measurement, if the moment is still idle. Only the main thread may call it, between decodes.
+
+        :returns: whether weights may have been evicted, so that the caller must fill again.
+        """
+        device, placement = self._runtime.device, self._runtime.placement
+        if self._left is None or device is None or placement is None:
+            return False
+        # In this order, so that a disturbance in between is seen: disturb() sets the time first.
+        device.stop_probe(False)
+        if self.due_in():
+            return False
+        if device.pacing().pacing:
+            self._disturbed_at = time.monotonic()
+            return False
+        try:
+            self._started_at = time.monotonic()
+            self._left.step()
+        except ProbeStopped:
+            return True
+        except OutOfMemory:  # a host that gives more room later has a measured profile from the next launch on
+            logger.info("the budget has no room to measure this machine: plans stay those from an estimate")
+            self._left = None
+            return True
+        finally:
+            self._started_at = 0.0
+        if self._left.complete:
+            placement.adopt_profile(self._left.profile())
+            self._left = None
+            logger.info("plans are made from the measured profile now")
+            self._replan()
+        return True
