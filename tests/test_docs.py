@@ -12,7 +12,7 @@ DOCUMENTS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *sorted(
 MAP = REPO / "docs" / "architecture.md"
 FOLDERS = {
     "sdk/frameshard": "sdk/frameshard",
-    **{name: f"sdk/frameshard/{name}" for name in ("wire", "broker", "engine", "plan")},
+    **{name: f"sdk/frameshard/{name}" for name in ("wire", "broker", "http", "engine", "plan")},
     "native/src": "native/src",
 }
 

@@ -28,6 +28,7 @@ from frameshard.errors import BadArgument, FrameshardError
 COMMANDS = {
     "chat": "talk to a model in the terminal and change its VRAM while it answers",
     "serve": "run the sidecar that games connect to",
+    "http": "OpenAI's HTTP interface in front of a running sidecar",
     "top": "watch a running sidecar: lease, shards, ring, tokens, jobs, frames",
     "models": "fetch models, and list those at hand",
     "plan": "what fits into a VRAM budget and how fast it would run, without loading anything",

@@ -1,0 +1,84 @@
+"""OpenAI's objects for an answer: whole, or as a stream of chunks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from frameshard.client import Completion
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The objects of one answer.
+
+    :param chat: of ``/v1/chat/completions``, else of ``/v1/completions``.
+    :param model: the name of the model that is loaded.
+    :param usage: each chunk has the field `usage`; only the last one has figures in it.
+    """
+
+    chat: bool
+    model: str
+    usage: bool = False
+    number: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, done: Completion) -> Document:
+        choice: Document = {"text": done.text}
+        if self.chat:
+            choice = {"message": {"role": "assistant", "content": done.text, "refusal": None}}
+        return {**self._head("chat.completion"), "choices": [_choice(choice, done.reason)], "usage": _usage(done)}
+
+    def opening(self) -> list[Document]:
+        """The chunks before the first text."""
+        return [self._chunk({"role": "assistant", "content": "", "refusal": None})] if self.chat else []
+
+    def part(self, text: str) -> Document:
+        return self._chunk({"content": text} if self.chat else {"text": text})
+
+    def closing(self, done: Completion) -> list[Document]:
+        """The chunks after the last text."""
+        last = self._chunk({} if self.chat else {"text": ""}, done.reason)
+        if not self.usage:
+            return [last]
+        return [last, {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(done)}]
+
+    def _chunk(self, content: Document, reason: str | None = None) -> Document:
+        choice = _choice({"delta": content} if self.chat else content, reason)
+        usage = {"usage": None} if self.usage else {}
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+
+    def _head(self, kind: str) -> Document:
+        return {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}",
+            "object": kind if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+END = b"data: [DONE]\n\n"
+"""Ends a stream that is complete."""
+
+
+def event(document: Document) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _choice(content: Document, reason: str | None) -> Document:
+    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _usage(done: Completion) -> Document:
+    return {
+        "prompt_tokens": done.n_prompt,
+        "completion_tokens": done.n_generated,
+        "total_tokens": done.n_prompt + done.n_generated,
+        "prompt_tokens_details": {"cached_tokens": done.n_reused},
+    }

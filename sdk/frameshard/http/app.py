@@ -1,0 +1,221 @@
+"""The paths of the server, and what each does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frameshard.client import Client, Stream
+from frameshard.errors import FrameshardError
+from frameshard.http import answer, metrics, request
+from frameshard.http.exchange import Exchanges
+from frameshard.http.guard import Access, Guard
+from frameshard.http.refusal import Refusal, bad, of_error
+from frameshard.wire import messages as m
+
+LEASE_TERMS = frozenset({"vram_budget_mb", "timeout_s", "state", "floor_mb", "version", "reason"})
+CORS_HEADERS = ("authorization", "content-type", request.CONVERSATION_HEADER, request.PRIORITY_HEADER)
+
+
+def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Callable[[], int]) -> ASGIApp:
+    """The ASGI application.
+
+    :param model: what the sidecar has loaded.
+    :param connections: gives the number of open connections, for ``/metrics``.
+    """
+    responses: Counter[tuple[str, int]] = Counter()
+    pages = Pages(client, model, responses, connections)
+    routes = [
+        Route("/v1/chat/completions", Answers(client, model, chat=True), methods=["POST"]),
+        Route("/v1/completions", Answers(client, model, chat=False), methods=["POST"]),
+        Route("/v1/embeddings", pages.embeddings, methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name}", pages.model),
+        Route("/health", pages.health),
+        Route("/props", pages.props),
+        Route("/metrics", pages.metrics),
+        Route("/lease", pages.lease, methods=["GET", "PUT"]),
+    ]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(access.origins),
+        allow_methods=["GET", "POST", "PUT"],
+        allow_headers=CORS_HEADERS,
+    )
+    inside = Starlette(
+        routes=routes,
+        middleware=[*([cors] if access.origins else []), Middleware(Guard, access=access)],
+        exception_handlers={
+            Refusal: _refused,
+            FrameshardError: _failed,
+            HTTPException: _no_such_page,
+            Exception: _defect,
+        },
+    )
+    known = {route.path for route in routes}
+
+    def count(path: str, status: int) -> None:
+        responses[path if path in known else "other", status] += 1
+
+    return Exchanges(inside, count)
+
+
+class Answers:
+    """The path of chats, or that of completions. A job ends with its request, however that ends."""
+
+    def __init__(self, client: Client, model: m.ModelInfo, *, chat: bool) -> None:
+        self._client = client
+        self._model = model
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
+        document = request.parse(await http.body())
+        asked = request.read(document, http.headers, chat=self._chat, n_ctx=self._model.n_ctx)
+        made = answer.Answer(self._chat, self._model.name, asked.usage)
+        async with self._job(asked) as stream:
+            if asked.stream:
+                await _send_stream(send, stream, made)
+            else:
+                response = JSONResponse(made.whole(await stream.completed()))
+                await response(scope, receive, send)
+
+    def _job(self, asked: request.Asked) -> Stream:
+        options: Any = {name: getattr(asked, name) for name in ("images", "sampling", "conversation", "priority")}
+        if self._chat:
+            return self._client.chat(asked.messages, **options)
+        return self._client.complete(asked.prompt, **options)
+
+
+async def _send_stream(send: Send, stream: Stream, made: answer.Answer) -> None:
+    """Sends an answer as server-sent events.
+
+    An error before the first text is raised, so that the response has its status. A later one is the last event.
+    """
+    delta = await anext(stream, None)
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def say(data: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    try:
+        await say(b"".join(map(answer.event, made.opening())))
+        while delta is not None:
+            await say(answer.event(made.part(delta.text)))
+            delta = await anext(stream, None)
+        assert stream.result is not None
+        await say(b"".join(map(answer.event, made.closing(stream.result))) + answer.END, more=False)
+    except FrameshardError as error:
+        await say(answer.event(of_error(error).document()), more=False)
+
+
+class Pages:
+    """The other paths."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: m.ModelInfo,
+        responses: Counter[tuple[str, int]],
+        connections: Callable[[], int],
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._responses = responses
+        self._connections = connections
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._model.name:
+            message = f"The model {name!r} does not exist; {self._model.name!r} is loaded"
+            raise Refusal(404, message, "model_not_found", "model")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, object]:
+        return {"id": self._model.name, "object": "model", "created": 0, "owned_by": "frameshard"}
+
+    async def embeddings(self, _request: Request) -> Response:
+        raise Refusal(
+            501,
+            "this server makes no embeddings",
+            "not_implemented",
+            headers={"x-should-retry": "false"},  # OpenAI's clients ask again after 500 and above
+        )
+
+    async def health(self, _request: Request) -> Response:
+        """200 if a request would be answered now."""
+        stats, budget = await self._client.stats(), await self._client.budget()
+        well = stats.broker.engine == "ready" and budget.state == "active"
+        state = {"status": "ok" if well else "unavailable", "engine": stats.broker.engine, "lease": budget.state}
+        return JSONResponse(state, 200 if well else 503)
+
+    async def props(self, _request: Request) -> Response:
+        """What llama.cpp's server tells under this path, as far as a client of the sidecar knows it."""
+        model = self._model
+        return JSONResponse(
+            {
+                "default_generation_settings": {"n_ctx": model.n_ctx},
+                "total_slots": model.n_parallel,
+                "model_path": model.name,
+                "modalities": {"vision": bool(model.vision), "audio": False},
+                "device": model.device,
+            }
+        )
+
+    async def metrics(self, _request: Request) -> Response:
+        stats, budget = await self._client.stats(), await self._client.budget()
+        page = metrics.page(stats, budget, self._responses, self._connections())
+        return PlainTextResponse(page, media_type=metrics.CONTENT_TYPE)
+
+    async def lease(self, http: Request) -> Response:
+        """The lease in force. A PUT changes it first, and is answered when the memory is released."""
+        if http.method == "PUT":
+            await self._client.set_budget(**_terms(request.parse(await http.body())), observe=False)
+        budget = dataclasses.asdict(await self._client.budget())
+        return JSONResponse({name: value for name, value in budget.items() if name not in ("id", "epoch")})
+
+
+def _terms(document: request.Document) -> Any:
+    """The arguments of :meth:`Client.set_budget`.
+
+    :raises Refusal: a name or a type is wrong. The client checks the ranges.
+    """
+    for name in document.keys() - LEASE_TERMS:
+        raise bad(f"a lease has no {name}, only {', '.join(sorted(LEASE_TERMS))}", name)
+    if "vram_budget_mb" not in document:
+        raise bad("vram_budget_mb is missing; 0: no limit", "vram_budget_mb")
+    return document
+
+
+async def _refused(_request: Request, refusal: Refusal) -> Response:
+    return refusal.response()
+
+
+async def _failed(_request: Request, error: FrameshardError) -> Response:
+    return of_error(error).response()
+
+
+async def _no_such_page(request: Request, error: HTTPException) -> Response:
+    known = error.status_code == 405
+    message = f"{request.method} {request.url.path} is not served here"
+    code = "method_not_supported" if known else "unknown_url"
+    return Refusal(error.status_code, message, code, headers=error.headers).response()
+
+
+async def _defect(_request: Request, _error: Exception) -> Response:
+    return Refusal(500, "the request failed by a defect of frameshard; its log has more", "internal").response()

@@ -1,0 +1,167 @@
+"""Accepts connections and hands them to Hypercorn, with limits for many, slow and hostile clients.
+
+Hypercorn's own accept loop is not used: it has no limit for connections, an error in one connection ends all of them,
+and a client that does not read holds its connection, and the end of the process, for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+
+import trio
+from hypercorn.config import Config
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import wrap_app
+from starlette.types import ASGIApp
+
+from frameshard.errors import BadArgument
+from frameshard.http.refusal import Refusal
+
+logger = logging.getLogger("frameshard.http")
+
+MAX_CONNECTIONS = 256
+IDLE_S = 15.0
+"""A connection without a request is closed after this time. It is also the time that the headers of one may take."""
+
+SEND_S = 30.0
+"""A client that takes nothing of its response for this long loses its connection."""
+
+LINGER_S = 1.0
+"""A connection is read for so long after a response that came before the end of its request. Closed at once, it would
+be reset, and the client might not see the response."""
+
+MAX_HEADER_BYTES = 16 << 10
+
+
+class Connection:
+    """A connection as Hypercorn sees it: trio's stream with time limits."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.socket = stream.socket
+        self._stream = stream
+        self.ended = trio.Event()
+        """Set when the client has left, or the connection is closed."""
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        try:
+            data = bytes(await self._stream.receive_some(max_bytes))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self.ended.set()
+            raise
+        if not data:
+            self.ended.set()
+        return data
+
+    async def send_all(self, data: bytes) -> None:
+        with trio.move_on_after(SEND_S) as scope:
+            await self._stream.send_all(data)
+        if scope.cancelled_caught:
+            self.abort()
+            raise trio.BrokenResourceError("the client does not read")
+
+    async def send_eof(self) -> None:
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        """Closes the connection when the client has closed its side, or after :data:`LINGER_S`."""
+        try:
+            with trio.move_on_after(LINGER_S):
+                await self.ended.wait()
+        finally:
+            await self._stream.aclose()
+
+    def abort(self) -> None:
+        """Closes the connection at once, also while it sends or receives."""
+        self.ended.set()
+        self.socket.close()
+
+
+class Listener:
+    """
+    :param listener: made by :func:`open_listener`.
+    :param app: the ASGI application.
+    """
+
+    def __init__(self, listener: trio.SocketListener, app: ASGIApp) -> None:
+        self._listener = listener
+        self._config = Config()
+        self._config.errorlog = logger
+        self._config.include_server_header = False
+        self._config.keep_alive_timeout = IDLE_S
+        self._config.h11_max_incomplete_size = MAX_HEADER_BYTES
+        self._app = wrap_app(app, 0, "asgi")
+        self._open: set[Connection] = set()
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._open)
+
+    async def run(self) -> None:
+        """Serves until it is cancelled. Then all connections are closed at once."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(trio.serve_listeners, self._handle, [self._listener]))
+            try:
+                await trio.sleep_forever()
+            finally:
+                for connection in self._open:
+                    connection.abort()
+
+    async def _handle(self, stream: trio.SocketStream) -> None:
+        connection = Connection(stream)
+        if len(self._open) >= 2 * MAX_CONNECTIONS:
+            await trio.aclose_forcefully(stream)
+            return
+        full = len(self._open) >= MAX_CONNECTIONS
+        self._open.add(connection)
+        try:
+            await (_refuse(connection) if full else self._serve(connection))
+        except Exception as error:
+            logger.warning("a connection is closed, because Hypercorn failed: %r", error)
+        finally:
+            self._open.discard(connection)
+            await trio.aclose_forcefully(stream)
+
+    async def _serve(self, connection: Connection) -> None:
+        """Ends at once when the client leaves. Hypercorn alone would keep the connection until it was idle for long."""
+
+        async def watch() -> None:
+            await connection.ended.wait()
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            await TCPServer(self._app, self._config, WorkerContext(None), ConnectionState({}), connection)
+            nursery.cancel_scope.cancel()
+
+
+async def _refuse(connection: Connection) -> None:
+    refusal = Refusal(503, f"there are {MAX_CONNECTIONS} connections: try again later", "overloaded")
+    body = json.dumps(refusal.document()).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    with trio.move_on_after(LINGER_S):
+        await connection.send_all(head.encode() + body)
+        await connection.send_eof()
+        while await connection.receive_some(1 << 16):
+            pass
+
+
+async def open_listener(host: str, port: int) -> trio.SocketListener:
+    """Listens on an address.
+
+    :param host: an IP address.
+    :param port: 0: a free one.
+    :raises BadArgument: this is not possible.
+    """
+    try:
+        (listener,) = await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        raise BadArgument(f"cannot listen on {host} port {port}: {error.strerror}", field="bind") from None
+    return listener

@@ -1,0 +1,87 @@
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}`` with a fitting status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+
+from frameshard import errors
+from frameshard.errors import FrameshardError
+
+STATUS: dict[type[FrameshardError], int] = {
+    errors.BadArgument: 400,
+    errors.BadMessage: 400,
+    errors.ContextOverflow: 400,
+    errors.Unsupported: 400,
+    errors.BudgetBelowFloor: 400,
+    errors.StaleLease: 409,
+    errors.Overloaded: 429,
+    errors.ConnectionLost: 503,
+    errors.EngineDied: 503,
+    errors.OutOfMemory: 503,
+    errors.JobCancelled: 503,
+    errors.DeadlineMissed: 504,
+}
+"""The status of each error of the sidecar. Any other is 500."""
+
+CODES = {errors.ContextOverflow: "context_length_exceeded", errors.BadArgument: "invalid_value"}
+"""OpenAI's code where it differs from the name of the error."""
+
+RETRY_AFTER_S = "1"
+
+
+class Refusal(Exception):
+    """A request that is not done.
+
+    :param status: HTTP status.
+    :param message: a sentence for a person.
+    :param code: stable name for programs.
+    :param param: the field of the request that is wrong.
+    :param headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def document(self) -> dict[str, object]:
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.document(), self.status, headers=self.headers)
+
+
+def bad(message: str, param: str | None = None) -> Refusal:
+    """A wrong value in the request."""
+    return Refusal(400, message, "invalid_value", param)
+
+
+def unsupported(message: str, param: str) -> Refusal:
+    """A field of OpenAI's interface that asks for something that the sidecar cannot do."""
+    return Refusal(400, message, "unsupported_parameter", param)
+
+
+def of_error(error: FrameshardError) -> Refusal:
+    """The refusal for an error of the sidecar."""
+    status = STATUS.get(type(error), 500)
+    field = error.detail.get("field")
+    param = field if isinstance(field, str) and status == 400 else None
+    param = "messages" if isinstance(error, errors.ContextOverflow) else param
+    # OpenAI's clients ask again after 429 and 503, but not sooner than this.
+    headers = {"Retry-After": RETRY_AFTER_S} if status in (429, 503) else None
+    return Refusal(status, error.message, CODES.get(type(error), error.name), param, headers=headers)

@@ -1,0 +1,253 @@
+"""Turns the body of an OpenAI request into what the sidecar is asked.
+
+Every field is used, refused by name, or one of :data:`IGNORED`. A field that is null or an empty list counts as
+missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from frameshard.http.refusal import Refusal, bad, unsupported
+from frameshard.wire import checks
+from frameshard.wire import messages as m
+
+CONVERSATION_HEADER = "x-frameshard-conversation"
+PRIORITY_HEADER = "x-frameshard-priority"
+
+IGNORED = frozenset(
+    {"model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    | {"parallel_tool_calls", "prediction"}
+)
+"""They do not change the answer. `model`: one model is loaded, and the response names it."""
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+}
+"""Fields of things that are not built, with the values that do not ask for them."""
+
+NOT_SAMPLING = frozenset({"json_schema", "max_tokens", "stop"})
+"""Fields of :class:`frameshard.Sampling` that OpenAI has in another form."""
+
+SAMPLING = frozenset(checks.fields_of(m.Sampling)) - NOT_SAMPLING
+"""Fields of :class:`frameshard.Sampling` that may be given under their own names."""
+
+MESSAGE_FIELDS = frozenset({"role", "content"})
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+COMMON = frozenset({"max_tokens", "stop", "stream", "stream_options", "user", *SAMPLING, *IGNORED, *NEUTRAL})
+CHAT = COMMON | {"messages", "max_completion_tokens", "response_format"}
+COMPLETION = COMMON | {"prompt"}
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks the sidecar for.
+
+    :param messages: of a chat; empty for a completion.
+    :param stream: the answer is sent as it is generated.
+    :param usage: a stream ends with the number of tokens.
+    """
+
+    messages: tuple[m.ChatMessage, ...]
+    prompt: str
+    images: tuple[bytes, ...]
+    sampling: m.Sampling
+    conversation: str | None
+    priority: int
+    stream: bool
+    usage: bool
+
+
+def parse(body: bytes) -> Document:
+    """Reads a JSON object. Fields that are null or empty lists are left out.
+
+    :raises Refusal: it is anything else.
+    """
+    try:
+        document = json.loads(body.decode(), parse_constant=_no_constant)
+        json.dumps(document, ensure_ascii=False).encode()  # refuses half a surrogate pair, which JSON can escape
+    except RecursionError:
+        raise bad("the body is nested too deeply") from None
+    except ValueError as error:
+        raise bad(f"the body is not JSON in UTF-8: {error}") from None
+    if not isinstance(document, dict):
+        raise bad("the body must be a JSON object")
+    return _present(document)
+
+
+def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: int) -> Asked:
+    """Turns a parsed body into what the sidecar is asked.
+
+    :param headers: of the HTTP request, by their names in small letters.
+    :param chat: the body is of ``/v1/chat/completions``, else of ``/v1/completions``.
+    :param n_ctx: the context in tokens; an answer without a limit gets a quarter of it.
+    :raises Refusal: a field is wrong, unknown, or asks for something that is not built.
+    """
+    _check_names(document, CHAT if chat else COMPLETION)
+    messages, images = _messages(document.get("messages")) if chat else ((), ())
+    stream = _flag(document, "stream")
+    options = document.get("stream_options")
+    if options is not None and not stream:
+        raise bad("stream_options is for requests with stream", "stream_options")
+    conversation = headers.get(CONVERSATION_HEADER) or document.get("user")
+    return Asked(
+        messages=messages,
+        prompt="" if chat else _prompt(document.get("prompt")),
+        images=images,
+        sampling=_sampling(document, n_ctx),
+        conversation=_checked("conversation", conversation, "user"),
+        priority=_priority(headers.get(PRIORITY_HEADER)),
+        stream=stream,
+        usage=options is not None and _usage(options),
+    )
+
+
+def _check_names(document: Document, known: frozenset[str]) -> None:
+    for name, value in document.items():
+        if name not in known:
+            raise Refusal(400, f"Unrecognized request argument supplied: {name}", "unknown_parameter", name)
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            raise unsupported(f"{name} is not supported by this server: leave it out", name)
+
+
+def _sampling(document: Document, n_ctx: int) -> m.Sampling:
+    fields = {name: document[name] for name in SAMPLING & document.keys()}
+    limit = "max_completion_tokens" if "max_completion_tokens" in document else "max_tokens"
+    fields["max_tokens"] = document.get(limit, max(1, n_ctx // 4))
+    stop = document.get("stop", ())
+    fields["stop"] = (stop,) if isinstance(stop, str) else stop
+    if "response_format" in document:
+        fields["json_schema"] = _schema(document["response_format"])
+    try:
+        return checks.convert(m.Sampling, fields)
+    except checks.Refused as refused:
+        name = {"max_tokens": limit, "json_schema": "response_format"}.get(refused.field, refused.field)
+        raise bad(str(refused), name) from None
+
+
+def _schema(form: object) -> str:
+    """The JSON schema that ``response_format`` asks for; empty for text."""
+    match form:
+        case {"type": "text", **rest} if not rest:
+            return ""
+        case {"type": "json_object", **rest} if not rest:
+            return '{"type":"object"}'
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    raise bad(
+        'response_format is {"type": "text"}, {"type": "json_object"} or '
+        '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+        "response_format",
+    )
+
+
+def _messages(given: object) -> tuple[tuple[m.ChatMessage, ...], tuple[bytes, ...]]:
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise bad("messages must be a list of objects, at least one", "messages")
+    read = [_message(_present(each), f"messages[{i}]", last=i == len(given) - 1) for i, each in enumerate(given)]
+    messages = _checked("messages", [{"role": role, "content": text} for role, text, _ in read], "messages")
+    return messages, tuple(image for _, _, images in read for image in images)
+
+
+def _message(given: Document, where: str, *, last: bool) -> tuple[str, str, list[bytes]]:
+    """The role, the text and the images of a message."""
+    role = given.get("role")
+    if role in ("tool", "function") or "tool_calls" in given or "function_call" in given:
+        raise unsupported("tool calls are not supported by this server", where)
+    if not isinstance(role, str) or role not in ROLES:
+        raise bad(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    for name in given.keys() - MESSAGE_FIELDS:
+        raise unsupported(f"{where}.{name} is not supported by this server: leave it out", f"{where}.{name}")
+    content = given.get("content", "")
+    if isinstance(content, str):
+        return ROLES[role], content, []
+    texts, images = [], []
+    for i, part in enumerate(content if isinstance(content, list) else [content]):
+        place = f"{where}.content[{i}]"
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "image_url", "image_url": {"url": str(url)}} if last:
+                images.append(_image(url, f"{place}.image_url"))
+            case {"type": "image_url"} if not last:
+                raise unsupported("images are read in the last message only: leave earlier ones out", place)
+            case _:
+                raise bad(f"{place} must be a text or an image_url with a url", place)
+    return ROLES[role], "\n".join(texts), images
+
+
+def _image(url: str, where: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
+        raise bad("an image must be a data URL, data:image/png;base64,...: this server fetches nothing", where)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise bad("the data URL is not base64", where) from None
+
+
+def _prompt(given: object) -> str:
+    if isinstance(given, list) and len(given) == 1:
+        given = given[0]
+    if not isinstance(given, str) or not given:
+        raise bad("prompt must be one string, not empty", "prompt")
+    return str(_checked("prompt", given, "prompt"))
+
+
+def _priority(header: str | None) -> int:
+    if header is None:
+        return m.Submit.priority
+    if header not in [str(number) for number in range(m.MAX_PRIORITY + 1)]:
+        raise bad(f"the header {PRIORITY_HEADER} must be a number from 0 to {m.MAX_PRIORITY}", PRIORITY_HEADER)
+    return int(header)
+
+
+def _usage(options: object) -> bool:
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise bad('stream_options must be {"include_usage": true}', "stream_options")
+    return _flag(options, "include_usage")
+
+
+def _flag(document: Document, name: str) -> bool:
+    value = document.get(name, False)
+    if not isinstance(value, bool):
+        raise bad(f"{name} must be true or false", name)
+    return value
+
+
+def _checked(field: str, value: object, param: str) -> Any:
+    """The value of a field of a job, checked as the protocol does."""
+    try:
+        return checks.fields_of(m.Submit)[field].check.take(value, True)
+    except checks.Refused as refused:
+        raise bad(f"{param}: {refused}", param) from None
+
+
+def _present(document: Document) -> Document:
+    return {name: value for name, value in document.items() if value is not None and value != []}
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON value")

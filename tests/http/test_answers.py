@@ -1,0 +1,172 @@
+"""Answers of a real model through the HTTP server."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import trio
+from PIL import Image
+
+import frameshard
+from servers import Server, server, sidecar, until
+
+STORY = {"messages": [{"role": "user", "content": "Tell me a very long story."}], "max_tokens": 700}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_path: Path) -> Iterator[Path]:
+    """The connect file of a sidecar with SmolLM2 and a vision tower."""
+    options: dict[str, Any] = {"model": str(model_path), "mmproj": str(mmproj_path), "device": "emulated"}
+    with sidecar(tmp_path_factory.mktemp("http"), **options, n_ctx=1024, mode="stream_only") as (connect_file, _):
+        yield connect_file
+
+
+@pytest.fixture(scope="module")
+def http(place: Path) -> Iterator[Server]:
+    with server(place) as running:
+        yield running
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"])
+
+
+def test_a_stream_and_a_whole_answer_are_those_of_the_sidecar(http: Server, place: Path) -> None:
+    fields = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5, "max_completion_tokens": 16}
+    sampling = frameshard.Sampling(temperature=0.9, top_p=0.9, seed=7, presence_penalty=0.5, max_tokens=16)
+    messages = [("system", "You are Mira."), ("user", "Who are you?"), ("assistant", "Mira."), ("user", "And I?")]
+
+    async def asked() -> tuple[frameshard.Completion, frameshard.Completion]:
+        async with frameshard.connect(place) as client:
+            turns = [frameshard.ChatMessage(role, text) for role, text in messages]
+            return (
+                await client.chat(turns, sampling=sampling).completed(),
+                await client.complete("Once upon a time", sampling=sampling).completed(),
+            )
+
+    chat, completion = trio.run(asked)
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in messages]
+    parts[0]["role"] = "developer"
+    whole = http.ask("POST", "/v1/chat/completions", {"model": "gpt-4o", "messages": parts, **fields}).json
+    assert whole["object"] == "chat.completion"
+    assert whole["model"] == http.ask("GET", "/v1/models").json["data"][0]["id"]
+    assert whole["choices"][0]["message"]["content"] == chat.text
+    assert whole["choices"][0]["finish_reason"] == chat.reason
+    usage = {"prompt_tokens": chat.n_prompt, "completion_tokens": chat.n_generated}
+    usage["total_tokens"] = chat.n_prompt + chat.n_generated
+    assert whole["usage"].items() >= usage.items()
+
+    streamed = {"messages": parts, **fields, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = http.ask("POST", "/v1/chat/completions", streamed).events()
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert text_of(chunks) == chat.text
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [chat.reason]
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    assert last["choices"] == []
+    assert last["usage"].items() >= usage.items()
+
+    plain = {"prompt": "Once upon a time", **fields, "max_tokens": 16}
+    del plain["max_completion_tokens"]
+    assert http.ask("POST", "/v1/completions", plain).json["choices"][0]["text"] == completion.text
+    chunks = http.ask("POST", "/v1/completions", {**plain, "stream": True}).events()
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == completion.text
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_stops_forms_and_the_end_of_the_context(http: Server) -> None:
+    stopped = http.chat("Count from 1 to 9.", temperature=0, stop=["\n", " "], max_tokens=64).json
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert " " not in stopped["choices"][0]["message"]["content"]
+
+    schema = {"type": "object", "properties": {"hp": {"type": "integer"}, "mood": {"enum": ["calm", "angry"]}}}
+    schema |= {"required": ["hp", "mood"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "npc", "strict": True, "schema": schema}}
+    shaped = http.chat("A guard, as JSON.", response_format=form, seed=1, stream=True, max_tokens=80).events()
+    jsonschema.validate(json.loads(text_of(shaped)), schema)
+    free = http.chat("A guard, as JSON.", response_format={"type": "json_object"}, temperature=0, max_tokens=40).json
+    assert free["choices"][0]["message"]["content"].startswith("{")
+
+    for stream in (False, True):
+        refused = http.chat("word " * 900, stream=stream)
+        assert refused.status == 400
+        assert refused.error["code"] == "context_length_exceeded"
+        assert refused.error["param"] == "messages"
+
+
+def test_a_named_conversation_keeps_its_tokens(http: Server) -> None:
+    first = {"messages": [{"role": "user", "content": "Who are you, and where do you live?"}], "max_tokens": 8}
+    answer = http.ask("POST", "/v1/chat/completions", {**first, "user": "mira"}).json["choices"][0]["message"]
+    second = {**first, "messages": [*first["messages"], answer, {"role": "user", "content": "Since when?"}]}
+    for again, cached in (({"user": "mira"}, True), ({"X-Frameshard-Conversation": "other"}, False)):
+        fields = {name: text for name, text in again.items() if name == "user"}
+        headers = {name: text for name, text in again.items() if name != "user"}
+        usage = http.ask("POST", "/v1/chat/completions", {**second, **fields}, **headers).json["usage"]
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == cached
+
+
+def test_an_image_is_read(http: Server) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+    def ask(*parts: dict[str, Any]) -> Any:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}]
+        return http.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 4})
+
+    image = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    assert ask(image).json["usage"]["prompt_tokens"] > ask().json["usage"]["prompt_tokens"]
+    broken = ask({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
+    assert (broken.status, broken.error["type"]) == (400, "invalid_request_error")
+    assert http.ask("GET", "/props").json["modalities"]["vision"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_job(http: Server, stream: bool) -> None:
+    connection = http.begin("POST", "/v1/chat/completions", {**STORY, "stream": stream})
+    if stream:
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        response.close()
+    else:
+        until(lambda: http.metric("jobs_running") == 1)
+    connection.close()
+    until(lambda: http.metric("jobs_running") + http.metric("jobs_queued") == 0)
+    until(lambda: http.metric("http_connections") == 1)
+
+
+def test_the_lease_is_read_and_set(http: Server) -> None:
+    before = http.ask("GET", "/lease").json
+    with contextlib.closing(http.begin("POST", "/v1/chat/completions", {**STORY, "stream": True})) as connection:
+        response = connection.getresponse()
+        assert response.readline()
+        lease = http.ask("PUT", "/lease", {"vram_budget_mb": 160, "version": 7, "reason": "test"}).json
+        assert lease["vram_budget_bytes"] == 160 << 20
+        assert lease["used_bytes"] <= 160 << 20
+        assert lease == http.ask("GET", "/lease").json | {"used_bytes": lease["used_bytes"]}
+        assert (lease["state"], lease["version"]) == ("active", 7)
+    assert http.metric("vram_budget_bytes") == 160 << 20
+
+    stale = http.ask("PUT", "/lease", {"vram_budget_mb": 170, "version": 6})
+    assert (stale.status, stale.error["code"]) == (409, "stale_lease")
+    low = http.ask("PUT", "/lease", {"vram_budget_mb": 1})
+    assert (low.status, low.error["code"]) == (400, "budget_below_floor")
+    for wrong in (
+        {},
+        {"vram_budget_mb": "x"},
+        {"vram_budget_mb": 1, "budget": 1},
+        {"vram_budget_mb": 200, "state": "no"},
+    ):
+        refused = http.ask("PUT", "/lease", wrong)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value"), wrong
+    assert http.ask("PUT", "/lease", {"vram_budget_mb": 0, "state": "parked"}).status == 200
+    assert http.ask("GET", "/health").json == {"status": "unavailable", "engine": "ready", "lease": "parked"}
+    assert http.ask("PUT", "/lease", {"vram_budget_mb": 0}).json["floor_bytes"] == before["floor_bytes"]
+    assert http.ask("GET", "/health").status == 200

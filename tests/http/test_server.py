@@ -1,0 +1,357 @@
+"""The HTTP server with the fake engine: refusals, faults, hostile clients, and many streams at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from frameshard.errors import BadArgument
+from frameshard.http.exchange import MAX_BODY_BYTES, Exchanges
+from frameshard.http.listener import MAX_CONNECTIONS, MAX_HEADER_BYTES, Listener, open_listener
+from frameshard.http.refusal import Refusal
+from frameshard.http.server import Options, key_in, parse_address
+from frameshard.testing import fake_engine
+from servers import Answer, Server, server, sidecar, until
+from sidecars import DEADLINE_S
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "one two"}]
+N_STREAMS = 200
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The connect file of a sidecar that takes many jobs, and whose engine dies when it reads `poison`."""
+    engine = fake_engine(poison="poison")
+    options = {"engine": engine, "max_client_jobs": N_STREAMS + 1, "max_jobs": N_STREAMS + 1}
+    with sidecar(tmp_path_factory.mktemp("http"), **options) as (connect_file, _):
+        yield connect_file
+
+
+@pytest.fixture(scope="module")
+def http(place: Path) -> Iterator[Server]:
+    with server(place, "--allow-origin", "http://localhost:3000") as running:
+        yield running
+
+
+# Fields of a chat, and the status, the code and the param of the refusal.
+REFUSALS: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"messages": []}, 400, "invalid_value", "messages"),
+    ({"messages": "hello"}, 400, "invalid_value", "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "unsupported_parameter", "messages[0]"),
+    ({"messages": [{"role": "user", "content": [7]}]}, 400, "invalid_value", "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": "x" * 70_000}]}, 400, "invalid_value", "messages"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", None),
+    ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+    ({"n": 2}, 400, "unsupported_parameter", "n"),
+    ({"logprobs": True}, 400, "unsupported_parameter", "logprobs"),
+    ({"frobnicate": 1}, 400, "unknown_parameter", "frobnicate"),
+    ({"temperature": 7}, 400, "invalid_value", "temperature"),
+    ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
+    ({"top_p": -1}, 400, "invalid_value", "top_p"),
+    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, "invalid_value", "max_completion_tokens"),
+    ({"seed": -1}, 400, "invalid_value", "seed"),
+    ({"stop": ["a"] * 17}, 400, "invalid_value", "stop"),
+    ({"stream": 1}, 400, "invalid_value", "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options"),
+    ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
+    ({"user": "x" * 129}, 400, "invalid_value", "user"),
+]
+HARMLESS = {
+    "model": "gpt-4o",
+    "n": 1,
+    "tools": [],
+    "tool_choice": "none",
+    "logit_bias": {},
+    "store": False,
+    "seed": None,
+}
+
+
+def test_refusals_have_openais_form(http: Server) -> None:
+    for fields, status, code, param in REFUSALS:
+        refused = http.ask("POST", CHAT, {"messages": HELLO, **fields})
+        assert refused.status == status, fields
+        error = refused.error
+        assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error"), fields
+    for name, value in (
+        ("image_url", {"url": "https://example.com/a.png"}),
+        ("image_url", {"url": "data:image/png;base64,?"}),
+    ):
+        content = [{"type": "image_url", name: value}]
+        assert http.ask("POST", CHAT, {"messages": [{"role": "user", "content": content}]}).error["param"]
+    for body in (b"", b"{", b"[]", b"\xff", b'{"seed": NaN}', b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000):
+        assert http.ask("POST", CHAT, body).error["code"] == "invalid_value"
+    for prompt in (None, "", ["a", "b"], [1, 2]):
+        assert http.ask("POST", "/v1/completions", {"prompt": prompt}).error["param"] == "prompt"
+    assert http.ask("POST", CHAT, {"messages": HELLO, **HARMLESS}, X_Frameshard_Priority="2").status == 200
+    refused = http.ask("POST", CHAT, {"messages": HELLO}, X_Frameshard_Priority="9")
+    assert refused.error["param"] == "x-frameshard-priority"
+    assert http.ask("POST", "/v1/embeddings", {"input": "x"}).status == 501
+    assert http.ask("GET", "/v1/nothing").error["code"] == "unknown_url"
+    assert http.ask("GET", CHAT).status == 405
+    assert http.ask("GET", "/v1/models/gpt-4o").error["code"] == "model_not_found"
+
+
+def test_only_those_who_may_ask_are_answered(http: Server, place: Path) -> None:
+    path = "/v1/models"
+    assert http.ask("GET", path).status == 200
+    for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {http.key}"}, {"Authorization": ""}):
+        refused = http.ask("GET", path, **headers)
+        assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+    assert http.ask("GET", "/health", Authorization="").json["status"] == "ok"
+    assert http.ask("GET", path, Host=f"localhost:{http.port}").status == 200
+    for host in ("evil.example", f"evil.example:{http.port}", "127.0.0.1.evil.example", "127.0.0.1@evil.example", ""):
+        assert http.ask("GET", path, Host=host).error["code"] == "host_not_allowed"
+    allowed = http.ask("GET", path, Origin="http://localhost:3000")
+    assert allowed.headers["access-control-allow-origin"] == "http://localhost:3000"
+    refused = http.ask("GET", path, Origin="http://evil.example")
+    assert refused.error["code"] == "origin_not_allowed"
+    assert "access-control-allow-origin" not in refused.headers
+    preflight = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+    asked = http.ask("OPTIONS", CHAT, Origin="http://localhost:3000", Authorization="", **preflight)
+    assert asked.status == 200
+    assert asked.headers["access-control-allow-origin"] == "http://localhost:3000"
+
+    with server(place, "--no-key") as other:
+        assert other.key is None
+        assert other.chat().status == 200
+
+
+def test_a_key_is_kept_in_a_private_file(place: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "key"
+    with server(place, "--key-file", str(kept)) as http:
+        assert kept.stat().st_mode & 0o777 == 0o600
+        assert "key" not in http.ready
+        assert key_in(kept) == http.key
+        assert http.chat().status == 200
+        assert http.ask("GET", "/v1/models", Origin="http://localhost:3000").error["code"] == "origin_not_allowed"
+    kept.chmod(0o644)
+    with pytest.raises(BadArgument, match="others may read"):
+        key_in(kept)
+    with pytest.raises(BadArgument, match="without a key"):
+        Options(*parse_address("0.0.0.0:0"), key=None)
+    with pytest.raises(BadArgument, match="not an address"):
+        parse_address("nowhere")
+
+
+def test_many_streams_at_once_lose_nothing(http: Server) -> None:
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        text = f"{number} " + " ".join(f"word{i}" for i in range(20))
+        chunks = http.chat(text, stream=True, max_tokens=100).events()
+        answers[number] = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(N_STREAMS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert {number: text.split()[0] for number, text in answers.items()} == {n: str(n) for n in range(N_STREAMS)}
+    assert {len(text.split()) for text in answers.values()} == {21}
+    assert http.metric("jobs_running") == 0
+
+
+def test_faults_of_the_sidecar_have_their_status(http: Server, tmp_path: Path) -> None:
+    for stream in (False, True):
+        died = http.chat("poison", stream=stream)
+        assert (died.status, died.error["code"], died.error["type"]) == (503, "engine_died", "server_error")
+        assert died.headers["retry-after"] == "1"
+    engine = fake_engine(delay_s=0.01, endless=True, crash_at_token=5)
+    with sidecar(tmp_path, engine=engine, max_client_jobs=1) as (connect_file, _), server(connect_file) as other:
+        with contextlib.closing(other.begin("POST", CHAT, {"messages": HELLO, "stream": True})) as connection:
+            response = connection.getresponse()
+            assert response.readline()
+            busy = other.chat()
+            assert (busy.status, busy.error["code"]) == (429, "overloaded")
+            *_, last, end = response.read().decode().split("\n\n")
+        assert end == ""
+        assert '"code":"engine_died"' in last
+
+
+def test_the_server_ends_with_its_sidecar(tmp_path: Path) -> None:
+    with sidecar(tmp_path, engine=fake_engine(delay_s=0.05, endless=True)) as (connect_file, pid):
+        with server(connect_file) as http:
+            waiting = http.begin("POST", CHAT, {"messages": HELLO, "max_tokens": 100_000})
+            stream = http.begin("POST", CHAT, {"messages": HELLO, "max_tokens": 100_000, "stream": True}).getresponse()
+            assert stream.readline()
+            os.kill(pid, signal.SIGKILL)
+            refused = waiting.getresponse()
+            body = Answer(refused.status, {}, refused.read())
+            assert (body.status, body.error["code"]) == (503, "connection_lost")
+            assert b'"code":"connection_lost"' in stream.read()
+            assert http.process.wait(DEADLINE_S) == 2
+        assert "the sidecar has ended" in http.log.read_text()
+
+
+def test_hostile_bytes_get_refusals_and_end_nothing(http: Server) -> None:
+    key = f"Authorization: Bearer {http.key}\r\nHost: 127.0.0.1\r\n"
+    post = f"POST {CHAT} HTTP/1.1\r\n{key}"
+    for data in (
+        post + "Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}{}{}",
+        post + "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /lease HTTP/1.1\r\n\r\n",
+        post + "Transfer-Encoding: gzip\r\n\r\n{}",
+        post + "Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+        post + "Content-Length: -1\r\n\r\n",
+        post + "X: " + "x" * 2 * MAX_HEADER_BYTES + "\r\n\r\n",
+        post + "Host: evil.example\r\nContent-Length: 2\r\n\r\n{}",
+        "GET /health HTTP/1.1\r\n\r\n",
+        "GET http://evil.example/ HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+        "GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: h2c\r\nHTTP2-Settings: ?\r\nConnection: upgrade\r\n\r\n",
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + "\0" * 100,
+        "\0\1\2\r\n\r\n",
+    ):
+        answered = http.raw(data.encode())
+        assert b"200" not in answered.split(b"\r\n")[0], data[:200]
+        assert b"Traceback" not in answered
+    large = b"x" * (MAX_BODY_BYTES + 1)
+    assert http.ask("POST", CHAT, large).error["code"] == "request_too_large"
+    assert http.ask("POST", CHAT, large, Authorization="").error["code"] == "invalid_api_key"
+    assert http.chat().status == 200
+
+
+def test_connections_are_limited(http: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S))
+        assert http.ask("GET", "/health").error["code"] == "overloaded"
+    until(lambda: http.ask("GET", "/health").status == 200)
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    0.5,
+    1e308,
+    "",
+    "x",
+    "\0",
+    "é\n",
+    "\udcff",
+    [],
+    [[]],
+    {},
+    {"type": "text"},
+    HELLO,
+]
+
+
+def junk(random_: random.Random, value: Any) -> Any:
+    """The value with a random part replaced, doubled or left out."""
+    if isinstance(value, dict) and value and random_.random() < 0.8:
+        name = random_.choice(list(value))
+        change = random_.randrange(4)
+        if change == 0:
+            return {key: each for key, each in value.items() if key != name}
+        if change == 1:
+            return {**value, random_.choice(["role", "stop", "user", "type", "x" * 300]): random_.choice(JUNK)}
+        return {**value, name: junk(random_, value[name])}
+    if isinstance(value, list) and value and random_.random() < 0.8:
+        return [junk(random_, value[0]), *value[1:]] if random_.random() < 0.7 else value * 2
+    return random_.choice(JUNK)
+
+
+def test_random_requests_get_an_answer_or_a_refusal(http: Server) -> None:
+    random_ = random.Random(20)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    chat = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, part]}],
+        "response_format": schema,
+    }
+    chat |= {
+        "stop": ["x"],
+        "temperature": 1,
+        "max_tokens": 9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    lease = {"vram_budget_mb": 64, "timeout_s": 1, "state": "active", "floor_mb": 0, "version": 0, "reason": "x"}
+    for _ in range(300):
+        method, path, body = random_.choice([("POST", CHAT, chat), ("PUT", "/lease", lease)])
+        for _ in range(random_.randint(1, 3)):
+            body = junk(random_, body)
+        answered = http.ask(method, path, body)
+        assert answered.status in (200, 400, 409), (body, answered)
+        if answered.status != 200:
+            assert answered.error["type"] == "invalid_request_error"
+    whole = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {http.key}\r\nContent-Length: 44\r\n\r\n"
+    whole += '{"messages":[{"role":"user","content":"a"}]}'
+    for _ in range(200):
+        data = bytearray(whole.encode())
+        for _ in range(random_.randint(1, 4)):
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        with socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S) as peer:
+            with contextlib.suppress(ConnectionError):
+                peer.sendall(data)
+                peer.shutdown(socket.SHUT_WR)
+                answer = peer.recv(1 << 16)
+                assert not answer or answer.startswith(b"HTTP/1.1 "), data
+                assert b" 500 " not in answer.split(b"\r\n")[0], data
+    assert http.ask("PUT", "/lease", {"vram_budget_mb": 0}).status == 200
+    assert http.chat().status == 200
+
+
+def test_slow_clients_lose_their_connections() -> None:
+    """On a clock that jumps to the next time limit whenever all tasks wait."""
+    ended = trio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/body":
+            await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+        finally:
+            ended.set()
+
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, send)
+
+    async def main() -> None:
+        socket_ = await open_listener("127.0.0.1", 0)
+        listener = Listener(socket_, Exchanges(refusing, lambda path, status: None))
+        port = socket_.socket.getsockname()[1]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listener.run)
+            for words in (
+                b"",
+                b"GET / HTTP/1.1\r\nHos",
+                b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf",
+            ):
+                async with await trio.open_tcp_stream("127.0.0.1", port) as peer:
+                    if words:
+                        await peer.send_all(words)
+                    received = b"".join([bytes(part) async for part in peer])
+                    assert (b"408" in received) == (b"/body" in words)
+            async with await trio.open_tcp_stream("127.0.0.1", port) as peer:
+                await peer.send_all(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+                await ended.wait()
+                while listener.connections:
+                    await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.1))
