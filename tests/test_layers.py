@@ -24,8 +24,9 @@ ALLOWED: dict[str, set[str]] = {
     "broker": {"wire", "transport", "frame"},
     "images": {"wire"},
     "options": {"wire", "images"},
-    "client": {"wire", "transport", "frame", "images", "options"},
-    "sync": {"wire", "client", "frame", "options"},
+    "conversation": {"wire"},
+    "client": {"wire", "transport", "frame", "images", "options", "conversation"},
+    "sync": {"wire", "client", "conversation", "frame", "options"},
     "http": {"wire", "client"},
     "testing": {"wire", "engine"},
     "cpu": set(),
@@ -48,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         "http",
     },
     "__main__": {"cli"},
-    "__init__": {"client", "images", "wire"},
+    "__init__": {"client", "conversation", "images", "wire"},
 }
 EVERYONES = {"errors", "models", "program"}
 

@@ -22,10 +22,10 @@ local ffi = require("ffi")
 ffi.cdef([[
 typedef int32_t fs_status;
 enum { FS_OK = 0, FS_INTERNAL = 1, FS_BAD_ARGUMENT = 10, FS_BAD_MESSAGE = 11, FS_UNKNOWN_JOB = 12,
-  FS_CONTEXT_OVERFLOW = 13, FS_UNSUPPORTED = 14, FS_MODEL_NOT_FOUND = 20, FS_BAD_MODEL = 21, FS_UNKNOWN_DEVICE = 22,
-  FS_BUDGET_BELOW_FLOOR = 23, FS_VERSION_MISMATCH = 24, FS_OUT_OF_MEMORY = 25, FS_STALE_LEASE = 26,
-  FS_ENDPOINT_IN_USE = 30, FS_CONNECTION_LOST = 31, FS_ENGINE_DIED = 32, FS_OVERLOADED = 33, FS_DEADLINE_MISSED = 34,
-  FS_CANCELLED = 40, FS_DOWNLOAD_FAILED = 41 };
+  FS_CONTEXT_OVERFLOW = 13, FS_UNSUPPORTED = 14, FS_BAD_SAVE = 15, FS_MODEL_NOT_FOUND = 20, FS_BAD_MODEL = 21,
+  FS_UNKNOWN_DEVICE = 22, FS_BUDGET_BELOW_FLOOR = 23, FS_VERSION_MISMATCH = 24, FS_OUT_OF_MEMORY = 25,
+  FS_STALE_LEASE = 26, FS_ENDPOINT_IN_USE = 30, FS_CONNECTION_LOST = 31, FS_ENGINE_DIED = 32, FS_OVERLOADED = 33,
+  FS_DEADLINE_MISSED = 34, FS_CANCELLED = 40, FS_DOWNLOAD_FAILED = 41 };
 const char *fs_status_name(fs_status status);
 int32_t fs_status_retriable(fs_status status);
 const char *fs_last_error(uint32_t *length);
@@ -90,6 +90,8 @@ typedef struct fs_model {
   uint64_t pid;
   const char *connect_file;
   const char *vision;
+  const char *fingerprint;
+  const char *template_fingerprint;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_sampling {
@@ -150,7 +152,16 @@ fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_mess
 fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
   uint64_t *job);
 fs_status fs_cancel(fs_client *client, uint64_t job);
+fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages);
 fs_status fs_forget(fs_client *client, const char *conversation);
+fs_status fs_save(fs_client *client, const char *conversation, const void **data, uint64_t *size);
+typedef struct fs_load_result {
+  uint32_t struct_size;
+  int32_t same_model;
+  int32_t same_template;
+  int32_t reserved;
+} fs_load_result;
+fs_status fs_load(fs_client *client, const void *data, uint64_t size, const char *conversation, fs_load_result *result);
 enum { FS_LEASE_ACTIVE = 1, FS_LEASE_PARKED = 2, FS_LEASE_HIBERNATED = 3, };
 typedef struct fs_lease {
   uint32_t struct_size;
@@ -723,8 +734,8 @@ function Sidecar:has_feature(feature)
 end
 
 --- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
--- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`; fs_model in frameshard.h says what
--- they mean. Raises an error before "ready".
+-- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`, `fingerprint`,
+-- `template_fingerprint`; fs_model in frameshard.h says what they mean. Raises an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -744,6 +755,8 @@ function Sidecar:model()
     pid = tonumber(model.pid),
     connect_file = ffi.string(model.connect_file),
     vision = ffi.string(model.vision),
+    fingerprint = ffi.string(model.fingerprint),
+    template_fingerprint = ffi.string(model.template_fingerprint),
   }
 end
 
@@ -811,9 +824,44 @@ function Sidecar:complete(prompt, options)
   end)
 end
 
+--- Returns the history of a conversation, oldest first: a list of tables with `role` and `content`, the system text
+-- first. An answer that is open, or was ended early, is in it as far as it was polled. Also works after "closed".
+function Sidecar:history(conversation)
+  local first, count = ffi.new("const fs_message *[1]"), ffi.new("uint32_t[1]")
+  check(lib.fs_history(client_of(self), name_of(conversation, "conversation"), first, count))
+  local messages = {}
+  for index = 1, count[0] do
+    local message = first[0][index - 1]
+    messages[index] = {
+      role = ffi.string(message.role),
+      content = ffi.string(message.content, message.content_length),
+    }
+  end
+  return messages
+end
+
 --- Clears the history of a conversation, once the questions asked before this call are answered. The system text stays.
 function Sidecar:forget(conversation)
   check(lib.fs_forget(client_of(self), name_of(conversation, "conversation")))
+end
+
+--- Returns the history of a conversation as a string of bytes, for `load` and for the other bindings. These are
+-- kilobytes, 1 MiB at most; the oldest exchanges of a longer history are left out. Also works after "closed".
+function Sidecar:save(conversation)
+  local data, size = ffi.new("const void *[1]"), ffi.new("uint64_t[1]")
+  check(lib.fs_save(client_of(self), name_of(conversation, "conversation"), data, size))
+  return ffi.string(data[0], tonumber(size[0]))
+end
+
+--- Replaces a conversation by a save, once the questions asked before this call are answered. The next question computes
+-- its prompt again. The save may be from another sidecar, model, budget or binding. Returns a table with `same_model`
+-- and `same_template`: whether the save was made with what is loaded now. Raises "bad_save" if the bytes are damaged,
+-- too large, of a newer format, or no save; nothing changes.
+function Sidecar:load(data, conversation)
+  local result = ffi.new("fs_load_result")
+  result.struct_size = ffi.sizeof(result)
+  check(lib.fs_load(client_of(self), text_of(data, "data"), #data, name_of(conversation, "conversation"), result))
+  return { same_model = result.same_model ~= 0, same_template = result.same_template ~= 0 }
 end
 
 --- Proposes a lease, which limits all VRAM that the sidecar uses. Answers continue. The events "lease",

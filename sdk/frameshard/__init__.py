@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from frameshard.client import BudgetChange, BudgetResult, Client, ClientScope, Completion, Stream, connect, launch
+    from frameshard.conversation import LoadResult
     from frameshard.errors import FrameshardError
     from frameshard.images import Pixels
     from frameshard.wire.launch import ConnectInfo, ServeConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "client": ("BudgetChange", "BudgetResult", "Client", "ClientScope", "Completion", "Stream", "connect", "launch"),
+    "conversation": ("LoadResult",),
     "errors": ("FrameshardError",),
     "images": ("Pixels",),
     "wire.launch": ("ConnectInfo", "ServeConfig"),
@@ -71,6 +73,7 @@ __all__ = [
     "Engine",
     "FrameshardError",
     "Lease",
+    "LoadResult",
     "ModelInfo",
     "Notice",
     "Observed",

@@ -25,6 +25,7 @@ import trio
 import zmq
 
 from frameshard import program
+from frameshard.conversation import Conversations, LoadResult, Turn
 from frameshard.errors import (
     BadArgument,
     ConnectionLost,
@@ -97,7 +98,7 @@ class Stream:
         self,
         client: Client,
         submit: Callable[[tuple[m.Image, ...]], tuple[int, int]],
-        conversation: _Turn | None,
+        conversation: Turn | None,
         images: Sequence[bytes | Pixels] = (),
     ) -> None:
         self.result: Completion | None = None
@@ -158,6 +159,8 @@ class Stream:
             self._client._taken(event)
             if isinstance(event, m.Delta):
                 self.text += event.text
+                if self._turn is not None:
+                    self._turn.answer = self.text
                 return event
             if isinstance(event, (m.Started, m.UnknownEvent)):
                 continue
@@ -212,6 +215,8 @@ class Stream:
             try:
                 self._open()
             except BaseException:
+                if self._turn is not None:
+                    self._turn.take_back()
                 self._end()
                 raise
 
@@ -233,7 +238,7 @@ class Stream:
             if self._shared is not None:
                 self._shared.close()
             if self._turn is not None:
-                self._turn.end(self.text)
+                self._turn.end()
 
 
 class BudgetChange:
@@ -273,58 +278,10 @@ class BudgetChange:
         self._client._drop(self._request)
 
 
-class _Conversation:
-    """The questions and answers of a conversation so far. An answer has only the text that was read."""
-
-    def __init__(self) -> None:
-        self.system: m.ChatMessage | None = None
-        self.exchanges: list[tuple[m.ChatMessage, m.ChatMessage]] = []
-        self.answering = False
-
-
-class _Turn:
-    """One question in a conversation."""
-
-    def __init__(self, find: Callable[[], _Conversation], system: str | None, text: str) -> None:
-        self._find = find
-        self._conversation = _Conversation()
-        self._system = system
-        self._question = m.ChatMessage("user", text)
-
-    def messages(self) -> tuple[m.ChatMessage, ...]:
-        conversation = self._conversation
-        system = () if conversation.system is None else (conversation.system,)
-        return (*system, *(message for exchange in conversation.exchanges for message in exchange), self._question)
-
-    def begin(self) -> None:
-        conversation = self._find()
-        if conversation.answering:
-            raise BadArgument("this conversation's last answer is still open: leave its stream first")
-        conversation.answering = True
-        self._conversation = conversation
-        if self._system is not None:
-            self._conversation.system = m.ChatMessage("system", self._system)
-
-    def shorten(self) -> bool:
-        """Forgets the oldest question and answer of the conversation.
-
-        :returns: false if there is none.
-        """
-        if not self._conversation.exchanges:
-            return False
-        del self._conversation.exchanges[0]
-        return True
-
-    def end(self, answer: str) -> None:
-        self._conversation.answering = False
-        if answer:
-            self._conversation.exchanges.append((self._question, m.ChatMessage("assistant", answer)))
-
-
 class Client:
     """A session with a sidecar; made by :func:`launch` and :func:`connect`. Only tasks of one thread may use it."""
 
-    def __init__(self, core: ClientConnection, socket: Socket, info: ConnectInfo) -> None:
+    def __init__(self, core: ClientConnection, socket: Socket, info: ConnectInfo, name: str) -> None:
         self.info = info
         """The sidecar's endpoint and keys, for :func:`connect`. Keep the keys secret."""
         self._core = core
@@ -334,7 +291,7 @@ class Client:
         self._streams: dict[int, trio.MemorySendChannel[m.JobEvent]] = {}
         self._watchers: list[trio.MemorySendChannel[m.Engine]] = []
         self._listeners: list[trio.MemorySendChannel[m.Notice]] = []
-        self._conversations: dict[str, _Conversation] = {}
+        self._conversations = Conversations(name)
         self._welcomed = trio.Event()
         self._blocked = trio.Event()
 
@@ -361,7 +318,7 @@ class Client:
             `priority` (0 to 2; 2 is urgent). `timeline` is a number that comes back in each event: a game that loads a
             saved state can recognise answers to questions from before.
         """
-        turn = _Turn(lambda: self._conversation(options.get("conversation")), system, text)
+        turn = Turn(self._conversations, options.get("conversation"), system, text)
         return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Stream:
@@ -377,7 +334,7 @@ class Client:
         return self._stream("completion", None, lambda: {"prompt": prompt}, options)
 
     def _stream(
-        self, kind: m.Kind, turn: _Turn | None, content: Callable[[], dict[str, Any]], options: JobOptions
+        self, kind: m.Kind, turn: Turn | None, content: Callable[[], dict[str, Any]], options: JobOptions
     ) -> Stream:
         fields: dict[str, Any] = {**options}
         images = fields.pop("images", ())
@@ -387,12 +344,40 @@ class Client:
 
         return Stream(self, submit, turn, images)
 
-    def _conversation(self, name: str | None) -> _Conversation:
-        return _Conversation() if name is None else self._conversations.setdefault(name, _Conversation())
+    # ---- conversations: these calls need no sidecar, and work after its end ------------------------------------------
+
+    def history(self, conversation: str) -> tuple[m.ChatMessage, ...]:
+        """The system text, questions and answers of a conversation of :meth:`ask`, oldest first. An open answer is
+        included as far as it was read."""
+        return self._conversations.history(conversation)
 
     def forget(self, conversation: str) -> None:
-        """Forgets all messages of a conversation. The next question starts a new one."""
-        self._conversations.pop(conversation, None)
+        """Forgets the questions and answers of a conversation. Its system text stays."""
+        self._conversations.forget(conversation)
+
+    def save(self, conversation: str) -> bytes:
+        """Returns the :meth:`history` of a conversation as bytes, for :meth:`load` and for the other bindings.
+
+        They have some kilobytes, 1 MiB at most; the oldest exchanges of a longer history are left out.
+        """
+        return self._conversations.save(conversation, self._model)
+
+    def load(self, data: bytes, *, conversation: str) -> LoadResult:
+        """Replaces a conversation by a saved one. The next question computes its prompt again.
+
+        The save may be from another sidecar, model, budget or binding.
+
+        :raises BadSave: the data are damaged, too large, of a newer format, or no save; nothing changes.
+        :raises BadArgument: an answer of the conversation is still open; nothing changes.
+        """
+        return self._conversations.load(data, conversation, self._model)
+
+    @property
+    def _model(self) -> m.ModelInfo:
+        welcome = self._core.welcome
+        assert welcome is not None
+        assert welcome.model is not None  # a sidecar is reached once its model is loaded
+        return welcome.model
 
     # ---- VRAM and figures: a request is sent by the call, and answered when that is awaited --------------------------
 
@@ -857,7 +842,8 @@ class ClientScope:
             dealer.connect(info.endpoint)
         except zmq.ZMQError as error:
             raise BadArgument(f"cannot connect to {info.endpoint}: {error}", field="endpoint") from None
-        client = Client(ClientConnection(self._name, epoch=info.epoch, notices=True), Socket(dealer), info)
+        core = ClientConnection(self._name, epoch=info.epoch, notices=True)
+        client = Client(core, Socket(dealer), info, self._name)
         client._flush()
         return client
 

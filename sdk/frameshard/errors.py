@@ -72,6 +72,12 @@ class Unsupported(FrameshardError):
     code, name = 14, "unsupported"
 
 
+class BadSave(FrameshardError):
+    """The bytes are no saved conversation, or the save is damaged, too large or of a newer format. Nothing changes."""
+
+    code, name = 15, "bad_save"
+
+
 class ModelNotFound(FrameshardError):
     """The model file does not exist or cannot be read."""
 

@@ -31,6 +31,7 @@ import trio
 
 from frameshard import client as asynchronous
 from frameshard.client import Client, ClientScope, Completion, Stream
+from frameshard.conversation import LoadResult
 from frameshard.errors import ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
@@ -52,11 +53,14 @@ __all__ = [
     "Failed",
     "Finished",
     "FrameBlockArrived",
+    "HistoryArrived",
     "Job",
+    "Loaded",
     "PacingArrived",
     "PlanArrived",
     "Progressed",
     "Ready",
+    "Saved",
     "Sidecar",
     "StatsArrived",
     "TextAdded",
@@ -221,6 +225,31 @@ class PacingArrived:
 
 
 @dataclass(frozen=True)
+class HistoryArrived:
+    """Answer to :meth:`Sidecar.history`."""
+
+    request: int
+    messages: tuple[m.ChatMessage, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Answer to :meth:`Sidecar.save`."""
+
+    request: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Answer to :meth:`Sidecar.load`; an `error` instead when nothing was loaded."""
+
+    request: int
+    result: LoadResult | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
 class Closed:
     """The last event of all: the sidecar is gone, by an `error` or because :meth:`Sidecar.close` was called."""
 
@@ -243,6 +272,9 @@ Event = (
     | StatsArrived
     | FrameBlockArrived
     | PacingArrived
+    | HistoryArrived
+    | Saved
+    | Loaded
     | m.Notice
     | m.Engine
     | Closed
@@ -349,20 +381,39 @@ class Sidecar:
         """Ends a job early; :class:`Failed` with :class:`JobCancelled` follows, unless it has ended."""
         self._soon(job._scope.cancel)
 
+    def history(self, conversation: str) -> int:
+        """See :meth:`frameshard.Client.history`; does not wait for open answers.
+
+        :returns: the number of :class:`HistoryArrived`.
+        """
+        return self._look(lambda client, number: HistoryArrived(number, client.history(conversation)))
+
+    def save(self, conversation: str) -> int:
+        """See :meth:`frameshard.Client.save`; does not wait for open answers.
+
+        :returns: the number of :class:`Saved`.
+        """
+        return self._look(lambda client, number: Saved(number, client.save(conversation)))
+
+    def load(self, data: bytes, *, conversation: str) -> int:
+        """See :meth:`frameshard.Client.load`; waits for the answers to what was asked in the conversation before.
+
+        :returns: the number of :class:`Loaded`.
+        """
+        number = self._number()
+
+        def load(client: Client) -> None:
+            try:
+                self._put(Loaded(number, client.load(data, conversation=conversation), None))
+            except FrameshardError as error:
+                self._put(Loaded(number, None, error))
+
+        self._in_turn(conversation, load)
+        return number
+
     def forget(self, conversation: str) -> None:
-        """Begins a conversation anew, behind what was asked in it already."""
-
-        def command(client: Client) -> Callable[[], Awaitable[None]]:
-            before, after = self._line_up(conversation)
-
-            async def forget() -> None:
-                await before.wait()
-                client.forget(conversation)
-                after.set()
-
-            return forget
-
-        self._do(command)
+        """See :meth:`frameshard.Client.forget`; waits for the answers to what was asked in the conversation before."""
+        self._in_turn(conversation, lambda client: client.forget(conversation))
 
     def set_budget(self, vram_budget_mb: float, **terms: Unpack[LeaseTerms]) -> int:
         """See :meth:`frameshard.Client.set_budget`.
@@ -485,6 +536,35 @@ class Sidecar:
 
         self._do(command)
         return number
+
+    def _look(self, look: Callable[[Client, int], Event]) -> int:
+        """Has the event made that `look` returns, in the order of commands."""
+        number = self._number()
+
+        def command(client: Client) -> None:
+            self._put(look(client, number))
+
+        self._do(command)
+        return number
+
+    def _in_turn(self, conversation: str, change: Callable[[Client], None]) -> None:
+        """Changes a conversation when what was asked in it before is answered."""
+
+        def command(client: Client) -> Callable[[], Awaitable[None]] | None:
+            before, after = self._line_up(conversation)
+
+            async def wait() -> None:
+                await before.wait()
+                change(client)
+                after.set()
+
+            if not before.is_set():
+                return wait
+            change(client)
+            after.set()
+            return None
+
+        self._do(command)
 
     def _begin(self, conversation: str | None, open_stream: Callable[[Client], Stream]) -> Job:
         job = Job()

@@ -13,6 +13,7 @@ other arguments cause faults.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import select
 import signal
@@ -174,6 +175,8 @@ class _FakeEngine:
             floor_bytes=self._floor(),
             full_bytes=self._args.full * MIB,
             plan={},
+            fingerprint=hashlib.sha256(config.model.encode()).hexdigest(),
+            template_fingerprint=hashlib.sha256(b"the last message").hexdigest(),
         )
         self._watch()
         self._say(em.Ready(model, self._budget, n_ubatch=config.n_ubatch, n_threads=1, load_s=0.0))

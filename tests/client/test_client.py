@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import trio
 import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
-from sidecars import GREEDY, WORDS, alive, directory_of, in_trio, launch
+from frameshard.wire import messages as m
+from sidecars import GREEDY, WORDS, alive, directory_of, in_trio, launch, until_lost
 
 
 @in_trio
@@ -48,7 +50,42 @@ async def test_a_conversation_remembers_what_was_heard() -> None:
         assert stream.text == "a b"
         assert await n_prompt("five") == 9 + 4 + 2 + 1
         client.forget("inn")
-        assert await n_prompt("six") == 1
+        assert await n_prompt("six") == 3 + 1
+
+
+@in_trio
+async def test_a_saved_conversation_goes_on_in_another_sidecar() -> None:
+    said = m.ChatMessage
+    async with launch(engine=fake_engine(delay_s=0.002)) as client:
+        await client.ask("one two", conversation="inn", system="be kind").completed()
+        save = client.save("inn")
+        assert len(save) < 300
+        async with client.ask("a b c", conversation="inn") as stream:
+            assert client.save("inn") == save  # no text of the answer was read yet
+            await stream.__anext__()
+            heard = stream.text
+            assert client.history("inn")[-2:] == (said("user", "a b c"), said("assistant", heard))
+            with pytest.raises(errors.BadArgument):
+                client.load(save, conversation="inn")
+        with pytest.raises(errors.BadArgument):
+            await client.ask("x" * 70_000, conversation="inn", system="is not kept").completed()
+        whole = client.history("inn")
+        assert [message.content for message in whole] == ["be kind", "one two", "one two", "a b c", heard]
+        os.kill((await client.stats()).broker.pid, signal.SIGKILL)
+        await until_lost(client)
+        late = client.save("inn")
+    async with launch() as client:
+        assert client.load(late, conversation="inn") == frameshard.LoadResult(same_model=True, same_template=True)
+        assert client.history("inn") == whole
+        with pytest.raises(errors.BadSave):
+            client.load(late[:-1], conversation="inn")
+        with pytest.raises(errors.BadArgument):
+            client.load(late, conversation="")
+        assert client.history("inn") == whole
+        n_prompt = sum(len(message.content.split()) for message in whole) + 1
+        assert (await client.ask("on", conversation="inn").completed()).n_prompt == n_prompt
+    async with frameshard.launch("another model", engine=fake_engine()) as client:
+        assert not client.load(save, conversation="inn").same_model
 
 
 @in_trio

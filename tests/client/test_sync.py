@@ -26,9 +26,12 @@ from frameshard.sync import (
     Failed,
     Finished,
     FrameBlockArrived,
+    HistoryArrived,
     Job,
+    Loaded,
     PacingArrived,
     Ready,
+    Saved,
     Sidecar,
     StatsArrived,
     TextAdded,
@@ -83,6 +86,31 @@ def test_questions_of_a_conversation_wait_for_each_other() -> None:
         jobs.append(sidecar.ask("anew", conversation="inn"))
         play(sidecar, lambda: all(job.ended for job in jobs))
         assert [job.result and job.result.n_prompt for job in jobs] == [2, 6, 10, 14, 18, 1]
+
+
+def test_a_conversation_is_saved_and_loaded_in_its_turn() -> None:
+    with start(engine=fake_engine(delay_s=0.001)) as sidecar:
+        events: list[Event] = []
+        first = sidecar.ask("one two", conversation="inn", system="be kind")
+        events += play(sidecar, lambda: first.ended)
+        sidecar.save("inn")
+        events += play(sidecar, lambda: events.extend(sidecar.poll()) or of(events, Saved))
+        (saved,) = of(events, Saved)
+        second = sidecar.ask("three", conversation="inn")
+        wrong = sidecar.load(b"no save", conversation="inn")
+        loaded = sidecar.load(saved.data, conversation="inn")
+        third = sidecar.ask("four", conversation="inn")
+        events += play(sidecar, lambda: third.ended)
+        assert [job.result and job.result.n_prompt for job in (second, third)] == [2 + 4 + 1, 2 + 4 + 1]
+        refused, result = of(events, Loaded)
+        assert (refused.request, refused.result) == (wrong, None)
+        assert isinstance(refused.error, errors.BadSave)
+        assert result == Loaded(loaded, frameshard.LoadResult(same_model=True, same_template=True), None)
+        sidecar.forget("inn")
+        number = sidecar.history("inn")
+        events = []
+        events += play(sidecar, lambda: events.extend(sidecar.poll()) or of(events, HistoryArrived))
+        assert of(events, HistoryArrived) == [HistoryArrived(number, (ChatMessage("system", "be kind"),))]
 
 
 def test_budgets_are_set_in_order() -> None:

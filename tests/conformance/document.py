@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,7 @@ def _sections(title: str) -> dict[str, tuple[Field, ...]]:
 REQUESTS = _sections("Requests")
 ANSWERS = _sections("Answers") | _sections("Events of a job")
 RECORDS = _sections("Records")
+SAVE = _sections("Saves")["Save"]
 
 
 def _fits(fields: tuple[Field, ...], value: Any, strict: bool) -> bool:
@@ -174,7 +176,7 @@ def check(notation: str, strict: bool) -> Check:
         words = re.findall(r'"(\w+)"', notation)
         return lambda value: isinstance(value, str) and (value in words or (not strict and value != ""))
     if word == "pair":
-        first, second = (check(item, strict) for item in rest.split())
+        first, second = (check(item, strict) for item in re.findall(r"\w+(?: \d+\.\.\d+)?", rest))
         return lambda value: isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
     if word == "array":
         limit, _, item = rest.partition(" of ")
@@ -240,6 +242,23 @@ def _known(fields: tuple[Field, ...], value: dict[str, Any]) -> dict[str, Any]:
                 item = _known(record, item)
             kept[field.name] = item
     return kept
+
+
+def save(data: bytes) -> dict[str, Any]:
+    """The map in a saved conversation.
+
+    :raises Malformed: the save breaks the rules.
+    """
+    if len(data) > 1 << 20 or len(data) < 12 or data[:4] != b"FSSV":
+        raise Malformed("no save")
+    if int.from_bytes(data[8:12], "little") != zlib.crc32(data[:8] + data[12:]):
+        raise Malformed("damaged")
+    if int.from_bytes(data[4:8], "little") != 1:
+        raise Malformed("newer")
+    fields = read(data[12:])
+    if not _fits(SAVE, fields, True):
+        raise Malformed("wrong fields")
+    return fields
 
 
 def _one_kind(submit: dict[str, Any]) -> bool:

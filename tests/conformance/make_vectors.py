@@ -1,10 +1,13 @@
-"""Writes bindings/vectors. Run ``python tests/conformance/make_vectors.py`` after a change of the protocol.
+"""Writes bindings/vectors and bindings/saves. Run it (``make generate``) after a change of the protocol.
 
 There is one file per frame. index.json has for each: ``file``, ``from`` (``client`` or ``broker``), ``valid``,
 ``about``, and for a valid frame ``message``, the map as JSON. Frames of a newer sidecar (``forward-*``) also have
 ``known``: the part of the message that a client of this version keeps. If ``known`` has no ``t``, it is an unknown
 event of a job, and the client keeps ``job``, ``seq`` and ``epoch`` to count it. If ``known`` is empty, the client
 ignores the message.
+
+It also writes bindings/saves: saved conversations, right and wrong ones. Their index.json has ``file``, ``valid``,
+``about`` and, for a right one, ``save``: its content.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import base64
 import dataclasses
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,26 @@ import msgpack
 
 from frameshard import errors
 from frameshard.wire import messages as m
+from frameshard.wire import saves
 
 VECTORS = Path(__file__).parents[2] / "bindings" / "vectors"
 EPOCH = 2**53 - 1
 TALK = (m.ChatMessage("system", "You keep an inn."), m.ChatMessage("user", "Zwei Zimmer, bitte: für ñandú und 猫 🐈."))
 FLOOR = errors.BudgetBelowFloor("the floor is 16777216 bytes", budget_bytes=1, floor_bytes=16777216)
 MODEL = m.ModelInfo(
-    "innkeeper.gguf", "llama", "CUDA0", 1024, 4, 49152, 30, True, 16777216, 1 << 32, {"resident": [1, 2], "ring": 0}
+    "innkeeper.gguf",
+    "llama",
+    "CUDA0",
+    1024,
+    4,
+    49152,
+    30,
+    True,
+    16777216,
+    1 << 32,
+    {"resident": [1, 2], "ring": 0},
+    fingerprint="ab" * 32,
+    template_fingerprint="cd" * 32,
 )
 PLACE = {"job": 7, "seq": 0, "epoch": EPOCH, "timeline": 3}
 
@@ -364,18 +381,88 @@ def make() -> dict[str, bytes]:
         add(f"invalid-frame-{name}", frame, "client", about)
     for name, (fields, about) in BAD_MESSAGES.items():
         add(f"invalid-{name}", msgpack.packb(fields), "client", about)
-    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in index)
-    files["index.json"] = f"[\n{lines}\n]\n".encode()
-    return files
+    return {**files, "index.json": as_index(index)}
+
+
+MIRA = saves.Save(
+    exchanges=(("Any rooms left?", "One, under the roof."), ("Für zwei? 好 🐈", "Für zwei.")),
+    model="ab" * 32,
+    system="You are Mira, an innkeeper.",
+    template="cd" * 32,
+    writer="python",
+)
+SAVES = {
+    "conversation": (MIRA, "a conversation of two exchanges"),
+    "empty": (saves.Save((), "", "", "", ""), "nothing was said; model and template are not known"),
+    "long": (
+        saves.Save((("q" * 300, "a" * 65536), *[("", "x")] * 40), "", "s" * 40, "", "c"),
+        "texts and arrays whose lengths take two and four bytes",
+    ),
+}
+
+
+def sealed(body: bytes, *, magic: bytes = b"FSSV", number: int = saves.FORMAT) -> bytes:
+    """A save with the right checksum."""
+    head = magic + number.to_bytes(4, "little")
+    return head + zlib.crc32(head + body).to_bytes(4, "little") + body
+
+
+def _bad_saves() -> dict[str, tuple[bytes, str]]:
+    right = saves.write(MIRA)
+    fields: dict[str, Any] = msgpack.unpackb(right[12:])
+    bad = {
+        "nothing": (b"", "no byte at all"),
+        "short": (right[:11], "shorter than its head"),
+        "cut-off": (right[:-1], "the last byte is missing"),
+        "longer": (right + b"\0", "one byte more"),
+        "changed": (right.replace(b"roof", b"hoof"), "one bit is wrong"),
+        "magic": (sealed(right[12:], magic=b"FSSW"), "another kind of file"),
+        "newer": (sealed(b"\x01", number=saves.FORMAT + 1), "a newer format"),
+        "no-body": (sealed(b""), "only a head"),
+    }
+    bodies: dict[str, tuple[Any, str]] = {
+        "array": ([1], "the body is no map"),
+        "missing": ({name: value for name, value in fields.items() if name != "system"}, "a field is missing"),
+        "unknown": ({**fields, "mood": "good"}, "an unknown field"),
+        "number": ({**fields, "system": 7}, "a number where a text should be"),
+        "nil": ({**fields, "exchanges": None}, "nil where an array should be"),
+        "single": ({**fields, "exchanges": [["x"]]}, "a question without an answer"),
+        "three": ({**fields, "exchanges": [["x", "y", "z"]]}, "an exchange of three texts"),
+        "exchange-number": ({**fields, "exchanges": [["x", 1]]}, "an answer that is a number"),
+        "fingerprint": ({**fields, "model": "a" * 65}, "a fingerprint of 65 bytes"),
+        "string": ({**fields, "system": "s" * 65537}, "a text of 65537 bytes"),
+        "many": ({**fields, "exchanges": [["x", "y"]] * 1025}, "1025 exchanges"),
+    }
+    bad |= {name: (sealed(msgpack.packb(body)), about) for name, (body, about) in bodies.items()}
+    return {**bad, "claims-4-gi": (sealed(b"\x81\xa9exchanges\xdd\xff\xff\xff\xff"), "an array that claims 2^32 - 1")}
+
+
+def make_saves() -> dict[str, bytes]:
+    """The content of every file of bindings/saves, by name."""
+    files: dict[str, bytes] = {}
+    index: list[dict[str, Any]] = []
+    for name, (save, about) in SAVES.items():
+        files[f"{name}.save"] = saves.write(save)
+        row = {"file": f"{name}.save", "valid": True, "about": about}
+        index.append({**row, "save": plain(dataclasses.asdict(save))})
+    for name, (content, about) in _bad_saves().items():
+        files[f"invalid-{name}.save"] = content
+        index.append({"file": f"invalid-{name}.save", "valid": False, "about": about})
+    return {**files, "index.json": as_index(index)}
+
+
+def as_index(rows: list[dict[str, Any]]) -> bytes:
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+    return f"[\n{lines}\n]\n".encode()
 
 
 def main() -> None:
-    VECTORS.mkdir(exist_ok=True)
-    files = make()
-    for stale in {path.name for path in VECTORS.iterdir()} - files.keys():
-        (VECTORS / stale).unlink()
-    for name, content in files.items():
-        (VECTORS / name).write_bytes(content)
+    for directory, files in ((VECTORS, make()), (VECTORS.with_name("saves"), make_saves())):
+        directory.mkdir(exist_ok=True)
+        for stale in {path.name for path in directory.iterdir()} - files.keys():
+            (directory / stale).unlink()
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
 
 
 if __name__ == "__main__":

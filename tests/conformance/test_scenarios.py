@@ -188,14 +188,15 @@ class Play:
         pass
 
     def _do(self, step: dict[str, Any]) -> None:
-        command = {name: value for name, value in step.items() if name not in ("as", "error")}
+        command = {name: value for name, value in step.items() if name not in ("as", "error", "answer")}
         if command["do"] == "launch":
             command["options"] = self._options(command["options"]) | {"python": sys.executable}
         answer = self.runner.do(**command)
         number = answer.get("job") or answer.get("request")
-        self._keep(step, number)
+        self._keep(step, answer.get("data") or number)
         if "error" not in step:
             assert answer["ok"], answer
+            assert _fits(answer, step.get("answer", {})), answer
         elif answer["ok"]:
             about = {"job": answer["job"]} if "job" in answer else {"request": number} if number else {}
             event = self.find(lambda event: event["type"] in ("failed", "refused", "closed") and _fits(event, about))

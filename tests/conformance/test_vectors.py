@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frameshard import errors
-from frameshard.wire import codec
+from frameshard.wire import codec, saves
 from frameshard.wire import messages as m
 
 VECTORS = document.BINDINGS / "vectors"
 INDEX: list[dict[str, Any]] = json.loads((VECTORS / "index.json").read_text())
+SAVES = document.BINDINGS / "saves"
+SAVE_INDEX: list[dict[str, Any]] = json.loads((SAVES / "index.json").read_text())
 
 
 def named(row: dict[str, Any]) -> str:
@@ -30,6 +32,28 @@ def test_the_vectors_are_what_the_code_makes() -> None:
     assert {path.name for path in VECTORS.iterdir()} == set(made)
     for name, content in made.items():
         assert (VECTORS / name).read_bytes() == content, f"{name}: run tests/conformance/make_vectors.py"
+
+
+def test_the_saves_are_what_the_code_makes() -> None:
+    made = make_vectors.make_saves()
+    assert {path.name for path in SAVES.iterdir()} == set(made)
+    for name, content in made.items():
+        assert (SAVES / name).read_bytes() == content, f"{name}: run tests/conformance/make_vectors.py"
+
+
+@pytest.mark.parametrize("row", SAVE_INDEX, ids=named)
+def test_the_document_and_the_code_agree_on_a_save(row: dict[str, Any]) -> None:
+    data = (SAVES / row["file"]).read_bytes()
+    if row["valid"]:
+        assert document.save(data) == row["save"]
+        save = saves.read(data)
+        assert make_vectors.plain(dataclasses.asdict(save)) == row["save"]
+        assert saves.write(save) == data
+    else:
+        with pytest.raises(document.Malformed):
+            document.save(data)
+        with pytest.raises(errors.BadSave):
+            saves.read(data)
 
 
 @pytest.mark.parametrize("row", INDEX, ids=named)

@@ -51,6 +51,7 @@ template <class T> class TArray {
     int32 Num() const { return static_cast<int32>(Items.size()); }
     const T *GetData() const { return Items.data(); }
     void Add(const T &Item) { Items.push_back(Item); }
+    void Append(const T *First, int32 Count) { Items.insert(Items.end(), First, First + Count); }
     void Init(const T &Item, int32 Count) { Items.assign(static_cast<size_t>(Count), Item); }
     auto begin() const { return Items.begin(); }
     auto end() const { return Items.end(); }

@@ -75,6 +75,7 @@ enum {
     FS_UNKNOWN_JOB = 12,
     FS_CONTEXT_OVERFLOW = 13,
     FS_UNSUPPORTED = 14,
+    FS_BAD_SAVE = 15,
     FS_MODEL_NOT_FOUND = 20,
     FS_BAD_MODEL = 21,
     FS_UNKNOWN_DEVICE = 22,
@@ -271,6 +272,8 @@ typedef struct fs_model {
     uint64_t pid;             /* process id of the sidecar */
     const char *connect_file; /* the path given to fs_connect or fs_launch_options.connect_file; "" if neither */
     const char *vision;       /* name of the vision tower; "" if the model has none */
+    const char *fingerprint;  /* SHA-256 that tells model files apart, in hex; "": not known */
+    const char *template_fingerprint; /* SHA-256 of the chat template, in hex; "": none, or not known */
 } fs_model;
 
 /* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
@@ -410,9 +413,41 @@ FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prom
  * the job's last event was polled already, or if there never was such a job. [client] */
 FS_API fs_status fs_cancel(fs_client *client, uint64_t job);
 
-/* Clears the history of a conversation of fs_ask, once the questions asked before this call are answered. The system
- * text stays. [client] */
+/* ---- conversations --------------------------------------------------------------------------------------------- */
+
+/* The history of a conversation of fs_ask is its system text and its questions and answers. An answer that is open, or
+ * was ended early, is in it as far as it was polled; a question without any text of an answer is not. */
+
+/* Sets *messages to an array of *n_messages, oldest first: the history of a conversation. It is valid until the next
+ * fs_history or fs_close of this client. Also works after FS_EVENT_CLOSED. [client] */
+FS_API fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages,
+                            uint32_t *n_messages);
+
+/* Clears the history of a conversation, once the questions asked before this call are answered. The system text
+ * stays. [client] */
 FS_API fs_status fs_forget(fs_client *client, const char *conversation);
+
+/* Sets *data and *size to the history of a conversation as bytes, for fs_load and for the other bindings. These are
+ * kilobytes, 1 MiB at most; the oldest exchanges of a longer history are left out. The bytes are valid until the next
+ * fs_save or fs_close of this client. Also works after FS_EVENT_CLOSED.
+ * Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
+FS_API fs_status fs_save(fs_client *client, const char *conversation, const void **data, uint64_t *size);
+
+/* What fs_load has found. */
+typedef struct fs_load_result {
+    uint32_t struct_size;  /* sizeof(fs_load_result), set by the caller */
+    int32_t same_model;    /* 1: the save was made with the loaded model. Another model gives other answers */
+    int32_t same_template; /* 1: it was made with the same chat template */
+    int32_t reserved;      /* 0 */
+} fs_load_result;
+
+/* Replaces a conversation by the `size` bytes of a save, once the questions asked before this call are answered. The
+ * next question computes its prompt again. The save may be from another sidecar, model, budget or binding. Fills
+ * *result; `result` may be NULL.
+ * Returns FS_BAD_SAVE if the bytes are damaged, too large, of a newer format, or no save; FS_CONNECTION_LOST before
+ * FS_EVENT_READY. [client] */
+FS_API fs_status fs_load(fs_client *client, const void *data, uint64_t size, const char *conversation,
+                         fs_load_result *result);
 
 /* ---- VRAM and figures ------------------------------------------------------------------------------------------ */
 

@@ -133,7 +133,32 @@ class Client {
         return job;
     }
     void cancel(uint64_t job) { check(fs_cancel(client_, job)); }
+
+    /* Valid until the next history() or close(). */
+    std::vector<Message> history(const std::string &conversation) {
+        const fs_message *told = nullptr;
+        uint32_t count = 0;
+        check(fs_history(client_, conversation.c_str(), &told, &count));
+        std::vector<Message> messages;
+        messages.reserve(count);
+        for (const fs_message *each = told; each != told + count; ++each) {
+            messages.push_back({each->role, {each->content, size_t(each->content_length)}});
+        }
+        return messages;
+    }
     void forget(const std::string &conversation) { check(fs_forget(client_, conversation.c_str())); }
+    std::string save(const std::string &conversation) {
+        const void *data = nullptr;
+        uint64_t size = 0;
+        check(fs_save(client_, conversation.c_str(), &data, &size));
+        return std::string(static_cast<const char *>(data), size_t(size));
+    }
+    fs_load_result load(std::string_view data, const std::string &conversation) {
+        fs_load_result result{};
+        result.struct_size = sizeof result;
+        check(fs_load(client_, data.data(), data.size(), conversation.c_str(), &result));
+        return result;
+    }
 
     /* Each of these returns the number of the request; its events have the same number. */
     uint64_t set_lease(const Lease &lease) {

@@ -30,8 +30,10 @@
 using frameshard_core::check_range;
 using frameshard_core::Error;
 using frameshard_core::Event;
+using frameshard_core::Exchange;
 using frameshard_core::fields_of;
 using frameshard_core::fill;
+using frameshard_core::first_that_fits;
 using frameshard_core::guarded;
 using frameshard_core::Images;
 using frameshard_core::json;
@@ -40,6 +42,7 @@ using frameshard_core::kMaxString;
 using frameshard_core::known_part;
 using frameshard_core::kSchedulingMode;
 using frameshard_core::refuse;
+using frameshard_core::Save;
 using frameshard_core::Session;
 using frameshard_core::text_of;
 using frameshard_core::word_of;
@@ -51,6 +54,7 @@ constexpr double kLookAtProcessSeconds = 0.05;
 constexpr double kGoodbyeSeconds = 1.0;
 constexpr double kLongestWaitSeconds = 3600.0;
 constexpr double kEndSeconds = 3.0; // time for a process to end after its output has ended
+constexpr size_t kMaxName = 128;    // bytes of a conversation's name
 constexpr int kHighWater = 256, kHandshakeMs = 1000;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -85,10 +89,13 @@ struct fs_client {
     double output_ended = 0; // time at which the output ended without a ready line; 0: it has not
     std::string connect_file;
     uint64_t pid = 0;
-    std::string model_name, model_arch, model_device, model_plan, model_vision;
+    std::string model_name, model_arch, model_device, model_plan, model_vision, model_fingerprint, model_template;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
-    std::deque<Event> handed; // events of the last poll; the program may still read their texts
+    std::deque<Event> handed;         // events of the last poll; the program may still read their texts
+    std::string save;                 // of the last fs_save; the program may still read it
+    frameshard_core::Save told;       // of the last fs_history
+    std::vector<fs_message> messages; // of `told`
     std::map<uint64_t, frameshard_core::Images> images; // by job, until its last event is polled
 
     void begun(uint64_t job, frameshard_core::Images &&shown, uint64_t *place) {
@@ -182,7 +189,7 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     check_range("priority", options.priority, 0, 2);
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     check_range("sentences", double(options.sentences), 0, 1);
-    *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, 128);
+    *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, kMaxName);
     *system = options.system;
     json fields = {
         {"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
@@ -208,6 +215,12 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
         fields["images"].push_back(images->add(options.images[i]));
     }
     return fields;
+}
+
+void need_model(const fs_client &client) {
+    if (client.session.model().is_null()) {
+        refuse(FS_CONNECTION_LOST, "the model is not loaded yet");
+    }
 }
 
 void give(uint64_t *place, uint64_t value) {
@@ -494,16 +507,16 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         if (client == nullptr || model == nullptr || model->struct_size < sizeof(uint32_t)) {
             refuse(FS_BAD_ARGUMENT, "client or model is NULL, or model->struct_size is not set");
         }
+        need_model(*client);
         const json &info = client->session.model();
-        if (info.is_null()) {
-            refuse(FS_CONNECTION_LOST, "the model is not loaded yet");
-        }
         auto &texts = const_cast<fs_client &>(*client); // written once, because the caller keeps pointers to them
         if (texts.model_plan.empty()) {
             texts.model_name = info["name"];
             texts.model_arch = info["arch"];
             texts.model_device = info["device"];
             texts.model_vision = info.value("vision", "");
+            texts.model_fingerprint = info["fingerprint"];
+            texts.model_template = info["template_fingerprint"];
             texts.model_plan = frameshard_core::to_text(info["plan"]);
         }
         fs_model found{};
@@ -522,6 +535,8 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.pid = client->pid;
         found.connect_file = client->connect_file.c_str();
         found.vision = client->model_vision.c_str();
+        found.fingerprint = client->model_fingerprint.c_str();
+        found.template_fingerprint = client->model_template.c_str();
         fill(model, model->struct_size, found);
     });
 }
@@ -606,8 +621,72 @@ fs_status fs_cancel(fs_client *client, uint64_t job) {
     });
 }
 
+// ---- conversations --------------------------------------------------------------------------------------------------
+
+fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages) {
+    return guarded([&] {
+        if (client == nullptr || messages == nullptr || n_messages == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "client, messages or n_messages is NULL");
+        }
+        Save told = client->session.saved(text_of("conversation", conversation, 1, kMaxName));
+        std::vector<fs_message> list;
+        list.reserve(1 + 2 * told.exchanges.size());
+        client->told = std::move(told);
+        auto add = [&](const char *role, const std::string &text) {
+            list.push_back({role, text.c_str(), int32_t(text.size()), 0});
+        };
+        if (!client->told.system.empty()) {
+            add("system", client->told.system);
+        }
+        for (const Exchange &exchange : client->told.exchanges) {
+            add("user", exchange.question);
+            add("assistant", exchange.answer);
+        }
+        client->messages = std::move(list);
+        *messages = client->messages.data();
+        *n_messages = uint32_t(client->messages.size());
+    });
+}
+
 fs_status fs_forget(fs_client *client, const char *conversation) {
-    return guarded([&] { open_client(client).session.forget(text_of("conversation", conversation, 1, 128)); });
+    return guarded([&] { open_client(client).session.forget(text_of("conversation", conversation, 1, kMaxName)); });
+}
+
+fs_status fs_save(fs_client *client, const char *conversation, const void **data, uint64_t *size) {
+    return guarded([&] {
+        if (client == nullptr || data == nullptr || size == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "client, data or size is NULL");
+        }
+        need_model(*client);
+        Save save = client->session.saved(text_of("conversation", conversation, 1, kMaxName));
+        auto first = save.exchanges.begin() + std::ptrdiff_t(first_that_fits(save.exchanges, save.system.size()));
+        save.exchanges.erase(save.exchanges.begin(), first);
+        client->save = frameshard_core::write_save(save);
+        *data = client->save.data();
+        *size = client->save.size();
+    });
+}
+
+fs_status fs_load(fs_client *client, const void *data, uint64_t size, const char *conversation,
+                  fs_load_result *result) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        need_model(open);
+        if (result != nullptr && result->struct_size < sizeof(uint32_t)) {
+            refuse(FS_BAD_ARGUMENT, "result->struct_size is not set");
+        }
+        std::string name = text_of("conversation", conversation, 1, kMaxName);
+        Save save = frameshard_core::read_save(data, size_t(std::min<uint64_t>(size, SIZE_MAX)));
+        Save now = open.session.saved(name);
+        fs_load_result found{};
+        found.same_model = save.model == now.model && !now.model.empty();
+        found.same_template = save.chat_template == now.chat_template && !now.chat_template.empty();
+        open.session.load(name, std::move(save));
+        if (result != nullptr) {
+            found.struct_size = result->struct_size;
+            fill(result, result->struct_size, found);
+        }
+    });
 }
 
 // ---- VRAM and figures -----------------------------------------------------------------------------------------------

@@ -168,6 +168,8 @@ const Table kModelInfo = {
     {"full_bytes", Type::Int, 0, kMost},
     {"plan", Type::Map},
     {"vision", Type::Text, 0, 256, nullptr, false, "\"\""},
+    {"fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
+    {"template_fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
 };
 const Table kServerLimits = {
     {"message_bytes", Type::Int, 0, kMost},

@@ -21,6 +21,7 @@ const StatusName kStatuses[] = {
     {FS_UNKNOWN_JOB, "unknown_job", false},
     {FS_CONTEXT_OVERFLOW, "context_overflow", false},
     {FS_UNSUPPORTED, "unsupported", false},
+    {FS_BAD_SAVE, "bad_save", false},
     {FS_MODEL_NOT_FOUND, "model_not_found", false},
     {FS_BAD_MODEL, "bad_model", false},
     {FS_UNKNOWN_DEVICE, "unknown_device", false},

@@ -7,7 +7,6 @@ namespace {
 
 constexpr int kLostAfterBeats = 5, kGreetingBeats = 10;
 constexpr int kStoppedBeats = 40; // while the connection is open, because a debugger may have stopped the sidecar
-constexpr size_t kMaxMessages = 1024;
 
 /* Returns at most the first `size` bytes of a text. The result ends at a whole character. */
 std::string cut(const std::string &text, size_t size) {
@@ -98,14 +97,40 @@ uint64_t Session::ask(std::string text, const std::string &conversation, const s
     if (conversation.empty()) {
         open(number);
     } else {
-        conversations_[conversation].waiting.push_back(number);
+        conversations_[conversation].waiting.push_back({number, nullptr});
         advance(conversation);
     }
     return number;
 }
 
+Save Session::saved(const std::string &conversation) const {
+    Save save;
+    auto found = conversations_.find(conversation);
+    if (found != conversations_.end()) {
+        save.system = found->second.system;
+        save.exchanges = found->second.exchanges;
+        if (found->second.speaking != 0) {
+            const Job &job = jobs_.at(found->second.speaking);
+            if (job.taken > 0) {
+                save.exchanges.push_back({job.question, cut(job.answer.substr(0, job.taken), kMaxString)});
+            }
+        }
+    }
+    if (!model_.is_null()) {
+        save.model = model_["fingerprint"];
+        save.chat_template = model_["template_fingerprint"];
+    }
+    save.writer = name_;
+    return save;
+}
+
 void Session::forget(const std::string &conversation) {
-    conversations_[conversation].waiting.push_back(0);
+    conversations_[conversation].waiting.push_back({});
+    advance(conversation);
+}
+
+void Session::load(const std::string &conversation, Save save) {
+    conversations_[conversation].waiting.push_back({0, std::make_unique<Save>(std::move(save))});
     advance(conversation);
 }
 
@@ -113,18 +138,22 @@ void Session::forget(const std::string &conversation) {
 void Session::advance(const std::string &conversation) {
     Conversation &said = conversations_[conversation];
     while (said.speaking == 0 && !said.waiting.empty()) {
-        uint64_t next = said.waiting.front();
+        Waiting next = std::move(said.waiting.front());
         said.waiting.pop_front();
-        if (next == 0) {
+        if (next.job == 0) {
             said.exchanges.clear();
-            continue;
+            if (next.save) {
+                said.system = std::move(next.save->system);
+                said.exchanges = std::move(next.save->exchanges);
+            }
+        } else if (state_ != State::Lost) { // lose() has ended all jobs
+            Job &job = jobs_.at(next.job);
+            if (job.system) {
+                said.system = *job.system;
+            }
+            said.speaking = next.job;
+            open(next.job);
         }
-        Job &job = jobs_.at(next);
-        if (job.system) {
-            said.system = *job.system;
-        }
-        said.speaking = next;
-        open(next);
     }
 }
 
@@ -140,16 +169,7 @@ void Session::open(uint64_t number) {
             told.push_back(message("system", system));
         }
         // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
-        size_t bytes = system.size() + job.question.size(), first = said.exchanges.size();
-        size_t most = kMaxFrame - 2 * kMaxString;
-        while (first > 0 && said.exchanges.size() - first < kMaxMessages / 2 - 2) {
-            const Exchange &exchange = said.exchanges[first - 1];
-            bytes += exchange.question.size() + exchange.answer.size() + 64;
-            if (bytes > most) {
-                break;
-            }
-            --first;
-        }
+        size_t first = first_that_fits(said.exchanges, system.size() + job.question.size());
         for (; first < said.exchanges.size(); ++first) {
             told.push_back(message("user", said.exchanges[first].question));
             told.push_back(message("assistant", said.exchanges[first].answer));
@@ -183,8 +203,8 @@ bool Session::cancel(uint64_t number) {
         request({{"t", "cancel"}, {"job", job.wire}});
         return true;
     }
-    std::deque<uint64_t> &waiting = conversations_[job.conversation].waiting;
-    waiting.erase(std::find(waiting.begin(), waiting.end(), number));
+    std::deque<Waiting> &waiting = conversations_[job.conversation].waiting;
+    waiting.erase(std::find_if(waiting.begin(), waiting.end(), [&](const Waiting &one) { return one.job == number; }));
     end_job(number, FS_EVENT_CANCELLED, {});
     return true;
 }
@@ -490,7 +510,7 @@ void Session::job_event(const json &message) {
         event.fields.tokens = message["tokens"];
         event.fields.sentence_end = message["sentence_end"].get<bool>() ? 1 : 0;
         if (job.turn) {
-            job.answer.append(event.text, 0, std::string::npos);
+            job.answer += event.text;
         }
     } else {
         job.ended = true;
@@ -652,6 +672,9 @@ Event Session::take() {
     }
     Job &job = found->second;
     bool last = is_end(event.fields.type);
+    if (event.fields.type == FS_EVENT_TEXT) {
+        job.taken += event.text.size();
+    }
     if (event.wire != 0 && event.wire == job.wire) {
         if (last) {
             grant(job, event.seq + 1);
@@ -670,9 +693,7 @@ Event Session::take() {
             if (!exchange.answer.empty()) {
                 said->second.exchanges.push_back(std::move(exchange));
             }
-            if (state_ != State::Lost) {
-                advance(conversation);
-            }
+            advance(conversation);
         }
     }
     return event;

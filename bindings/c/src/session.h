@@ -12,6 +12,7 @@
 
 #include "codec.h"
 #include "frameshard.h"
+#include "saves.h"
 
 namespace frameshard_core {
 
@@ -64,19 +65,24 @@ class Session {
     uint64_t submit(json fields);
     uint64_t ask(std::string text, const std::string &conversation, const std::string *system, json fields);
     bool cancel(uint64_t job);
+    /* What was said in a conversation, with the part of an open answer that was taken. */
+    Save saved(const std::string &conversation) const;
+    /* Both take effect when the questions asked before are answered. */
     void forget(const std::string &conversation);
+    void load(const std::string &conversation, Save save);
     uint64_t request(json fields);
 
   private:
     enum class State { Starting, Greeting, Open, Resuming, Lost };
 
-    struct Exchange {
-        std::string question, answer;
+    struct Waiting {
+        uint64_t job = 0;           // 0: no job, but a new history
+        std::unique_ptr<Save> save; // null: an empty one
     };
     struct Conversation {
         std::string system;
         std::deque<Exchange> exchanges;
-        std::deque<uint64_t> waiting; // jobs in their order; 0 stands for "clear the history"
+        std::deque<Waiting> waiting; // in their order
         uint64_t speaking = 0;
     };
     struct Job {
@@ -86,6 +92,7 @@ class Session {
         std::unique_ptr<std::string> system;
         uint64_t wire = 0; // number of the job in the protocol; 0: it waits for its conversation
         uint64_t expected = 0, granted = 0;
+        size_t taken = 0;  // bytes of the answer that the program has taken
         bool turn = false; // made by fs_ask
         bool accepted = false, asked_again = false, started = false, ended = false;
     };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 
 from frameshard.engine.batch import Batcher
@@ -33,12 +34,18 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
             full_bytes=device.full_bytes if device else 0,
             plan=runtime.placement.plan.summary() if runtime.placement is not None else {},
             vision=vision.name if vision is not None else "",
+            fingerprint=model.fingerprint,
+            template_fingerprint=_template_fingerprint(model.chat_template),
         ),
         vram_budget_bytes=runtime.vram_budget_bytes,
         n_ubatch=runtime.n_ubatch,
         n_threads=runtime.n_threads,
         load_s=load_s,
     )
+
+
+def _template_fingerprint(template: str | None) -> str:
+    return "" if template is None else hashlib.sha256(template.encode()).hexdigest()
 
 
 def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> dict[str, object]:

@@ -6,6 +6,7 @@ of 16 GiB with a vocabulary of 150,000 tokens takes a fraction of a second.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -72,6 +73,9 @@ class Model:
     shards: tuple[Shard, ...] = field(repr=False)
     chat_template: str | None = field(repr=False)
     metadata: Mapping[str, Value] = field(repr=False)
+    fingerprint: str
+    """SHA-256, in hex, of what :attr:`frameshard.plan.header.Header.fingerprint` says; of a split model, of those of
+    its files."""
 
     @cached_property
     def core(self) -> Shard | None:
@@ -106,14 +110,15 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     header = read_header(path)
     split_count = whole(header.metadata, "split.count", 1)
     try:
-        tensors, file_bytes = list(header.tensors), header.file_bytes
+        tensors, file_bytes, fingerprint = list(header.tensors), header.file_bytes, header.fingerprint
         if split_count > 1:
             for part, part_path in enumerate(_parts(path, split_count, header)[1:], start=1):
                 more = read_header(part_path, part)
                 tensors += more.tensors
                 file_bytes += more.file_bytes
+                fingerprint = hashlib.sha256(fingerprint + more.fingerprint).digest()
             unique((tensor.name for tensor in tensors), "tensor name")
-        return _build(path, header, tuple(tensors), file_bytes)
+        return _build(path, header, tuple(tensors), file_bytes, fingerprint.hex())
     except Wrong as wrong:
         raise BadModel(f"{path.name}: {wrong}", path=str(path)) from None
 
@@ -125,7 +130,7 @@ def _parts(path: Path, count: int, header: Header) -> list[Path]:
     return [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
-def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: int) -> Model:
+def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: int, fingerprint: str) -> Model:
     metadata = header.metadata
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or not arch:
@@ -172,6 +177,7 @@ def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: 
         shards=_make_shards(tensors, n_layer, n_nextn, n_expert, used),
         chat_template=template if isinstance(template, str) else None,
         metadata=MappingProxyType(metadata),
+        fingerprint=fingerprint,
     )
 
 

@@ -214,6 +214,15 @@ class ModelInfo:
         Mapping[str, Any], "Placements and predicted times at the VRAM budget that the model was loaded with."
     ]
     vision: Annotated[Name, "Name of the vision tower; empty if the model has none."] = ""
+    fingerprint: Annotated[
+        str,
+        checks.text(64),
+        "SHA-256 of the size and the header of the model's file and of the first 4 KiB of each tensor, in hex; empty:"
+        " not known.",
+    ] = ""
+    template_fingerprint: Annotated[
+        str, checks.text(64), "SHA-256 of the chat template, in hex; empty: the model has none, or it is not known."
+    ] = ""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,22 @@ internal static class Runner
             case "forget":
                 Client.Forget((string)command["conversation"]);
                 return none;
+            case "history":
+                var told = Client.History((string)command["conversation"]);
+                var pairs = told.Select(message => (JsonValue)new JsonArray(message.Role, message.Content));
+                return new JsonObject { { "messages", new JsonArray(pairs) } };
+            case "save":
+                var saved = Client.Save((string)command["conversation"]);
+                return new JsonObject { { "data", BitConverter.ToString(saved).Replace("-", "").ToLowerInvariant() } };
+            case "load":
+                var hex = (string)command["data"];
+                var data = Enumerable.Range(0, hex.Length / 2).Select(
+                    index => Convert.ToByte(hex.Substring(2 * index, 2), 16)).ToArray();
+                var loaded = Client.Load(data, (string)command["conversation"]);
+                return new JsonObject
+                {
+                    { "same_model", loaded.SameModel }, { "same_template", loaded.SameTemplate },
+                };
             case "set_lease":
                 return Watch(Client.SetLease(LeaseOf((JsonObject)command["lease"])));
             case "get_budget":

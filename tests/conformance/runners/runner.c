@@ -138,6 +138,49 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     return status;
 }
 
+static void add_text(cJSON *object, const char *name, const char *value);
+
+static fs_status history(const cJSON *command, cJSON *answer) {
+    const fs_message *messages = NULL;
+    uint32_t count = 0;
+    fs_status status = fs_history(client, text(command, "conversation", NULL), &messages, &count);
+    cJSON *list = cJSON_AddArrayToObject(answer, "messages");
+    for (uint32_t i = 0; i < count; ++i) {
+        const char *pair[] = {messages[i].role, messages[i].content};
+        cJSON_AddItemToArray(list, cJSON_CreateStringArray(pair, 2));
+    }
+    return status;
+}
+
+static fs_status save(const cJSON *command, cJSON *answer) {
+    const void *data = NULL;
+    uint64_t size = 0;
+    fs_status status = fs_save(client, text(command, "conversation", NULL), &data, &size);
+    char *hex = calloc((size_t)size + 1, 2);
+    for (uint64_t i = 0; i < size; ++i)
+        snprintf(hex + 2 * i, 3, "%02x", ((const unsigned char *)data)[i]);
+    add_text(answer, "data", hex);
+    free(hex);
+    return status;
+}
+
+static fs_status load(const cJSON *command, cJSON *answer) {
+    const char *hex = text(command, "data", "");
+    size_t size = strlen(hex) / 2;
+    unsigned char *data = malloc(size + 1);
+    fs_load_result result = {0};
+    result.struct_size = sizeof result;
+    for (size_t i = 0; i < size; ++i) {
+        char byte[3] = {hex[2 * i], hex[2 * i + 1], 0};
+        data[i] = (unsigned char)strtoul(byte, NULL, 16);
+    }
+    fs_status status = fs_load(client, data, size, text(command, "conversation", NULL), &result);
+    free(data);
+    cJSON_AddBoolToObject(answer, "same_model", result.same_model);
+    cJSON_AddBoolToObject(answer, "same_template", result.same_template);
+    return status;
+}
+
 static fs_status set_lease(const cJSON *command, uint64_t *request) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "lease");
     fs_lease lease;
@@ -267,6 +310,12 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
         status = submit(command, what, &job);
     else if (strcmp(what, "cancel") == 0)
         status = fs_cancel(client, (uint64_t)number(command, "job", 0));
+    else if (strcmp(what, "history") == 0)
+        status = history(command, answer);
+    else if (strcmp(what, "save") == 0)
+        status = save(command, answer);
+    else if (strcmp(what, "load") == 0)
+        status = load(command, answer);
     else if (strcmp(what, "forget") == 0)
         status = fs_forget(client, text(command, "conversation", NULL));
     else if (strcmp(what, "set_lease") == 0)

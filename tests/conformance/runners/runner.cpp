@@ -244,6 +244,26 @@ class Runner {
             client_->cancel(command["job"]);
         } else if (what == "forget") {
             client_->forget(command["conversation"]);
+        } else if (what == "history") {
+            json messages = json::array();
+            for (const frameshard::Message &message : client_->history(command["conversation"])) {
+                messages.push_back(json::array({message.role, message.content}));
+            }
+            return {{"messages", messages}};
+        } else if (what == "save") {
+            std::string hex;
+            for (unsigned char byte : client_->save(command["conversation"])) {
+                hex += "0123456789abcdef"[byte >> 4];
+                hex += "0123456789abcdef"[byte & 15];
+            }
+            return {{"data", hex}};
+        } else if (what == "load") {
+            std::string hex = command["data"], data;
+            for (size_t at = 0; at < hex.size(); at += 2) {
+                data += char(std::stoi(hex.substr(at, 2), nullptr, 16));
+            }
+            fs_load_result result = client_->load(data, command["conversation"]);
+            return {{"same_model", result.same_model != 0}, {"same_template", result.same_template != 0}};
         } else if (what == "set_lease") {
             const json &given = command["lease"];
             frameshard::Lease lease;

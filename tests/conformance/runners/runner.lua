@@ -89,6 +89,24 @@ function commands.forget(command)
   client():forget(command.conversation)
 end
 
+function commands.history(command)
+  local messages = {}
+  for index, message in ipairs(client():history(command.conversation)) do
+    messages[index] = { message.role, message.content }
+  end
+  return { messages = messages }
+end
+
+function commands.save(command)
+  local data = client():save(command.conversation)
+  return { data = data:gsub(".", function(byte) return ("%02x"):format(byte:byte()) end) }
+end
+
+function commands.load(command)
+  local data = command.data:gsub("..", function(hex) return string.char(tonumber(hex, 16)) end)
+  return client():load(data, command.conversation)
+end
+
 function commands.set_lease(command)
   local lease = command.lease
   lease.vram_budget_mb, lease.vram_budget_bytes = mebibytes(lease.vram_budget_bytes), nil

@@ -98,7 +98,7 @@ class Session:
         self._numbers += 1
         return self._numbers
 
-    def _open(self) -> frameshard.Client:
+    def client(self) -> frameshard.Client:
         if self._client is None:
             raise self.error or errors.ConnectionLost("there is no client")
         return self._client
@@ -127,7 +127,7 @@ class Session:
                 try:
                     if before is not None:
                         await before.wait()
-                    async with begin(self._open(), **given) as stream:
+                    async with begin(self.client(), **given) as stream:
                         self._jobs[number] = stream
                         async for delta in stream:
                             marked = {"text": delta.text, "tokens": delta.tokens, "sentence_end": delta.sentence_end}
@@ -161,7 +161,7 @@ class Session:
         async def forget() -> None:
             if before is not None:
                 await before.wait()
-            self._open().forget(conversation)
+            self.client().forget(conversation)
             after.set()
 
         self._start(forget)
@@ -173,7 +173,7 @@ class Session:
 
         async def answer() -> None:
             try:
-                event = await ask(self._open(), number)
+                event = await ask(self.client(), number)
                 if event is not None:
                     await self.send.send({"request": number, **event})
             except frameshard.FrameshardError as error:
@@ -194,7 +194,7 @@ class Session:
         async def change() -> None:
             with said:
                 try:
-                    result = await self._open().set_budget(
+                    result = await self.client().set_budget(
                         budget_mb,
                         floor_mb=floor_mb,
                         on_lease=lambda grant: say("lease", grant),
@@ -282,6 +282,16 @@ class Runner:
 
     async def do_forget(self, conversation: str) -> None:
         self.session.forget(conversation)
+
+    async def do_history(self, conversation: str) -> Event:
+        history = self.session.client().history(conversation)
+        return {"messages": [[message.role, message.content] for message in history]}
+
+    async def do_save(self, conversation: str) -> Event:
+        return {"data": self.session.client().save(conversation).hex()}
+
+    async def do_load(self, data: str, conversation: str) -> Event:
+        return dataclasses.asdict(self.session.client().load(bytes.fromhex(data), conversation=conversation))
 
     async def do_set_lease(self, lease: dict[str, Any]) -> Event:
         _check(lease)

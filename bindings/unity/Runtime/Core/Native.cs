@@ -113,6 +113,17 @@ namespace Frameshard
             internal ulong Pid;
             internal IntPtr ConnectFile;
             internal IntPtr Vision;
+            internal IntPtr Fingerprint;
+            internal IntPtr TemplateFingerprint;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct LoadResult
+        {
+            internal uint StructSize;
+            internal int SameModel;
+            internal int SameTemplate;
+            internal int Reserved;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -272,7 +283,15 @@ namespace Frameshard
         internal static extern int fs_complete(
             ClientHandle client, IntPtr prompt, int length, ref JobOptions options, out ulong job);
         [DllImport(Library)] internal static extern int fs_cancel(ClientHandle client, ulong job);
+        [DllImport(Library)]
+        internal static extern int fs_history(
+            ClientHandle client, IntPtr conversation, out IntPtr messages, out uint count);
         [DllImport(Library)] internal static extern int fs_forget(ClientHandle client, IntPtr conversation);
+        [DllImport(Library)]
+        internal static extern int fs_save(ClientHandle client, IntPtr conversation, out IntPtr data, out ulong size);
+        [DllImport(Library)]
+        internal static extern int fs_load(
+            ClientHandle client, [In] byte[] data, ulong size, IntPtr conversation, ref LoadResult result);
         [DllImport(Library)] internal static extern void fs_lease_init(out Lease lease, uint size);
         [DllImport(Library)]
         internal static extern int fs_set_lease(ClientHandle client, ref Lease lease, out ulong request);

@@ -198,6 +198,67 @@ namespace Frameshard
             }
         }
 
+        /// <summary>Returns the history of a conversation, oldest first: its system text, questions and answers. An
+        /// answer that is open, or was ended early, is in it as far as it was polled.</summary>
+        public IReadOnlyList<ChatMessage> History(string conversation)
+        {
+            using (var texts = new Utf8())
+            {
+                var name = texts.Name(conversation);
+                lock (_gate)
+                {
+                    CheckUndisposed();
+                    Check(Native.fs_history(_client, name, out var first, out var count));
+                    var messages = new ChatMessage[count];
+                    var size = Marshal.SizeOf(typeof(Native.Message));
+                    for (var index = 0; index < messages.Length; index++)
+                    {
+                        var native = (Native.Message)Marshal.PtrToStructure(
+                            IntPtr.Add(first, index * size), typeof(Native.Message));
+                        messages[index] = new ChatMessage(
+                            Utf8.Read(native.Role), Utf8.Read(native.Content, (uint)native.ContentLength));
+                    }
+                    return messages;
+                }
+            }
+        }
+
+        /// <summary>Returns the <see cref="History"/> of a conversation as bytes, for <see cref="Load"/> and for the
+        /// other bindings. These are kilobytes, 1 MiB at most; the oldest exchanges of a longer history are left
+        /// out.</summary>
+        public byte[] Save(string conversation)
+        {
+            using (var texts = new Utf8())
+            {
+                var name = texts.Name(conversation);
+                lock (_gate)
+                {
+                    CheckUndisposed();
+                    Check(Native.fs_save(_client, name, out var data, out var size));
+                    var bytes = new byte[size];
+                    Marshal.Copy(data, bytes, 0, bytes.Length);
+                    return bytes;
+                }
+            }
+        }
+
+        /// <summary>Replaces a conversation by a save, once the questions asked before this call are answered. The
+        /// next question computes its prompt again. The save may be from another sidecar, model, budget or
+        /// binding.</summary>
+        /// <exception cref="FrameshardException">BadSave: the bytes are damaged, too large, of a newer format, or no
+        /// save. Nothing changes.</exception>
+        public LoadResult Load(byte[] data, string conversation)
+        {
+            using (var texts = new Utf8())
+            {
+                var name = texts.Name(conversation);
+                var native = new Native.LoadResult { StructSize = Size<Native.LoadResult>() };
+                var size = (ulong)(data?.LongLength ?? 0);
+                lock (_gate) Check(Closable(() => Native.fs_load(_client, data, size, name, ref native)));
+                return new LoadResult { SameModel = native.SameModel != 0, SameTemplate = native.SameTemplate != 0 };
+            }
+        }
+
         /// <summary>Proposes a lease, which limits all VRAM that the sidecar uses. Jobs continue, at the rate that
         /// the lease allows.</summary>
         public LeaseChange SetLease(Lease lease)
@@ -491,6 +552,12 @@ namespace Frameshard
             }
         }
 
+        /// <summary>What was said can still be read after the end of the session.</summary>
+        private void CheckUndisposed()
+        {
+            if (_client.IsClosed) throw Gone();
+        }
+
         private int Closable(Func<int> call)
         {
             if (_closed) throw Gone();
@@ -645,6 +712,8 @@ namespace Frameshard
                     Chat = native.Chat != 0, FloorBytes = native.FloorBytes, FullBytes = native.FullBytes,
                     PlanJson = Utf8.Read(native.PlanJson), Pid = native.Pid,
                     ConnectFile = Utf8.Read(native.ConnectFile), Vision = Utf8.Read(native.Vision),
+                    Fingerprint = Utf8.Read(native.Fingerprint),
+                    TemplateFingerprint = Utf8.Read(native.TemplateFingerprint),
                 };
             }
         }

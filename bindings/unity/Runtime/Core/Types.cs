@@ -14,6 +14,7 @@ namespace Frameshard
         UnknownJob = 12,
         ContextOverflow = 13,
         Unsupported = 14,
+        BadSave = 15,
         ModelNotFound = 20,
         BadModel = 21,
         UnknownDevice = 22,
@@ -490,6 +491,19 @@ namespace Frameshard
         public string ConnectFile { get; internal set; }
         /// <summary>Name of the vision tower; "" if the model has none.</summary>
         public string Vision { get; internal set; }
+        /// <summary>SHA-256 that tells model files apart, in hex; "": not known.</summary>
+        public string Fingerprint { get; internal set; }
+        /// <summary>SHA-256 of the chat template, in hex; "": none, or not known.</summary>
+        public string TemplateFingerprint { get; internal set; }
+    }
+
+    /// <summary>What <see cref="Sidecar.Load"/> has found. The texts of the save are loaded in any case.</summary>
+    public sealed class LoadResult
+    {
+        /// <summary>True if the save was made with the loaded model. Another model gives other answers.</summary>
+        public bool SameModel { get; internal set; }
+        /// <summary>True if it was made with the same chat template.</summary>
+        public bool SameTemplate { get; internal set; }
     }
 
     /// <summary>A new state of the engine process. After a restart, jobs continue on their own.</summary>

@@ -244,12 +244,66 @@ void UFrameshardSubsystem::SetPacing(EFrameshardSchedulingMode Scheduling, doubl
 	}
 }
 
+TArray<FFrameshardMessage> UFrameshardSubsystem::History(const FString& Conversation)
+{
+	TArray<FFrameshardMessage> Messages;
+	const fs_message* Told = nullptr;
+	uint32_t Count = 0;
+	if (Game && Game->client())
+	{
+		Report(fs_history(Game->client(), FrameshardUtf8(Conversation).c_str(), &Told, &Count));
+	}
+	for (uint32_t Index = 0; Index < Count; ++Index)
+	{
+		FFrameshardMessage Message;
+		Message.Role = FrameshardText(Told[Index].role);
+		Message.Content =
+			FrameshardText(std::string_view(Told[Index].content, static_cast<size_t>(Told[Index].content_length)));
+		Messages.Add(Message);
+	}
+	return Messages;
+}
+
 void UFrameshardSubsystem::Forget(const FString& Conversation)
 {
 	if (Game && Game->client())
 	{
 		Report(fs_forget(Game->client(), FrameshardUtf8(Conversation).c_str()));
 	}
+}
+
+TArray<uint8> UFrameshardSubsystem::Save(const FString& Conversation)
+{
+	TArray<uint8> Data;
+	const void* Bytes = nullptr;
+	uint64_t Size = 0;
+	if (!Game || !Game->client())
+	{
+		OnError.Broadcast(NoSidecar, FS_CONNECTION_LOST);
+	}
+	else
+	{
+		Report(fs_save(Game->client(), FrameshardUtf8(Conversation).c_str(), &Bytes, &Size));
+	}
+	Data.Append(static_cast<const uint8*>(Bytes), static_cast<int32>(Size));
+	return Data;
+}
+
+bool UFrameshardSubsystem::Load(const TArray<uint8>& Data, const FString& Conversation, FFrameshardLoadResult& Result)
+{
+	if (!Game || !Game->client())
+	{
+		OnError.Broadcast(NoSidecar, FS_CONNECTION_LOST);
+		return false;
+	}
+	fs_load_result Found{};
+	Found.struct_size = sizeof Found;
+	const fs_status Status = fs_load(Game->client(), Data.GetData(), static_cast<uint64_t>(Data.Num()),
+		FrameshardUtf8(Conversation).c_str(), &Found);
+	Report(Status);
+	Result.bSameModel = Found.same_model != 0;
+	Result.bSameTemplate = Found.same_template != 0;
+	return Status == FS_OK;
 }
 
 int32 UFrameshardSubsystem::Ask(

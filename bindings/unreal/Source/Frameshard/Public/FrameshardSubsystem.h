@@ -83,10 +83,25 @@ public:
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SetPacing(EFrameshardSchedulingMode Scheduling, double TargetTokensPerSecond);
 
+	/** What was said in a conversation, oldest first. An open answer is in it as far as it came. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	TArray<FFrameshardMessage> History(const FString& Conversation);
+
 	/** Clears the history of a conversation, once the questions asked before this call are answered. Its persona
 	 * stays. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Forget(const FString& Conversation);
+
+	/** The history of a conversation as bytes, for a USaveGame: kilobytes, 1 MiB at most. Empty if there is no sidecar;
+	 * then OnError is called. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	TArray<uint8> Save(const FString& Conversation);
+
+	/** Replaces a conversation by saved bytes, once the questions asked before this call are answered. Returns false if
+	 * nothing was loaded, because the bytes are damaged, too large, of a newer format, or no save; then OnError is
+	 * called. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	bool Load(const TArray<uint8>& Data, const FString& Conversation, FFrameshardLoadResult& Result);
 
 	/** For C++. Returns 0 and sets Job to the number of the job. On failure it returns the protocol's error code, sets
 	 * Error to the reason and never calls Listener. */

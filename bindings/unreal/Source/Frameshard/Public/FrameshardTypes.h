@@ -97,6 +97,35 @@ struct FRAMESHARD_API FFrameshardImage
 	TArray<uint8> Data;
 };
 
+/** One message of a conversation. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardMessage
+{
+	GENERATED_BODY()
+
+	/** "system", "user" or "assistant". */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	FString Role;
+
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	FString Content;
+};
+
+/** What the subsystem's Load has found. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardLoadResult
+{
+	GENERATED_BODY()
+
+	/** The save was made with the loaded model. Another model gives other answers. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	bool bSameModel = false;
+
+	/** It was made with the same chat template. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	bool bSameTemplate = false;
+};
+
 /** Options of a question. In mode stream_only the same seed, prompt and values give the same text. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardAskParams

@@ -1,0 +1,33 @@
+/* A saved conversation as bytes: PROTOCOL.md, "Saves". Mirrors sdk/frameshard/wire/saves.py. */
+#ifndef FRAMESHARD_SAVES_H
+#define FRAMESHARD_SAVES_H
+
+#include <deque>
+#include <string>
+
+namespace frameshard_core {
+
+struct Exchange {
+    std::string question, answer;
+};
+
+/* The content of a save. */
+struct Save {
+    std::deque<Exchange> exchanges; // oldest first
+    std::string model;              // its fingerprint
+    std::string system;             // "": none
+    std::string chat_template;      // its fingerprint
+    std::string writer;             // name of the client that wrote the save
+};
+
+std::string write_save(const Save &save);
+
+/* Throws Refused with FS_BAD_SAVE if the bytes are no save, are damaged or too large, or have a newer format. */
+Save read_save(const void *data, size_t size);
+
+/* Returns the index of the first of the newest exchanges that fit into one message beside `other_bytes` of text. */
+size_t first_that_fits(const std::deque<Exchange> &exchanges, size_t other_bytes);
+
+} // namespace frameshard_core
+
+#endif
