@@ -364,6 +364,21 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         read_model(tmp_path / "m-00001-of-00002.gguf")
 
 
+def test_the_fingerprint_tells_models_apart(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """It changes with a weight, with the header and with the size, and does not depend on the path."""
+    whole = tiny_model("llama").read_bytes()
+    weight = bytearray(whole)
+    weight[read_model(tiny_model("llama")).tensors[-1].offset] ^= 1
+    header = whole.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.mode1")
+    found = []
+    for index, content in enumerate((whole, bytes(weight), header, whole + b"x")):
+        path = tmp_path / f"{index}.gguf"
+        path.write_bytes(content)
+        found.append(read_model(path).fingerprint)
+    assert found[0] == read_model(tiny_model("llama")).fingerprint
+    assert len(set(found)) == 4
+
+
 def test_a_large_file_is_little_work(tmp_path: Path) -> None:
     file = Gguf()
     _vocabulary(file, [b"token %d" % i for i in range(150_000)], scores=[0] * 150_000)
