@@ -30,7 +30,8 @@ ENUMS = {
     "SchedulingMode": "SchedulingMode",
 }
 CLASSES = {"fs_launch_options": "LaunchOptions", "fs_sampling": "Sampling", "fs_lease": "Lease"}
-SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb"}  # people set these in MiB
+# People set these in MiB.
+SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb", "kv_cache_bytes": "KvCacheMb"}
 INITIAL = {"client_name": "csharp"}
 
 
@@ -67,16 +68,20 @@ def _fields(struct: for_c.Struct) -> Iterator[str]:
         initial = f' = "{INITIAL[member.name]}"' if member.name in INITIAL else ""
         if member.field is not None and (enum := _enum(member.field)):
             initial = f" = {enum}.{pascal(str(member.field['default']))}"
+        if member.name in SIZES and member.field is not None and member.field.get("default"):
+            initial = f" = {member.field['default'] >> 20}"
         yield f"        public {_kind(member)} {_name(member)}{initial};"
 
 
 def _text(field: dict[str, Any]) -> str:
     text: str = field["text"].rstrip(".")
+    default = field.get("default")
     if field["name"] in SIZES:
         text += ". In MiB"
+        default = default and default >> 20
     elif field["type"] == "word" and not _enum(field):
         text += f". One of {', '.join(field['words'])}"
-    return f"{text}. Default {field['default']}." if field.get("default") and not _enum(field) else f"{text}."
+    return f"{text}. Default {default}." if default and not _enum(field) else f"{text}."
 
 
 def _enum(field: dict[str, Any]) -> str:

@@ -28,7 +28,8 @@ WORDS = {
     "Reason": "REASONS",
     "SchedulingMode": "SCHEDULING_MODES",
 }
-SIZES = {"vram_budget_bytes": "vram_budget_mb", "floor_bytes": "floor_mb"}  # people set these in MiB
+# People set these in MiB.
+SIZES = {"vram_budget_bytes": "vram_budget_mb", "floor_bytes": "floor_mb", "kv_cache_bytes": "kv_cache_mb"}
 
 
 def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
@@ -60,11 +61,13 @@ def _options(manifest: Manifest) -> Iterator[str]:
 
 def _text(field: dict[str, Any]) -> str:
     text: str = field["text"].rstrip(".")
+    default = field.get("default")
     if field["name"] in SIZES:
         text += ". In MiB"
+        default = default and default >> 20
     elif field["type"] == "word":
         text += f". One of {', '.join(field['words'])}"
-    return f"{text}. Default {field['default']}." if field.get("default") else f"{text}."
+    return f"{text}. Default {default}." if default else f"{text}."
 
 
 def _kind(member: for_c.Member) -> str:

@@ -55,14 +55,15 @@ def _class(name: str, about: str, fields: Iterable[dict[str, Any]]) -> str:
 
 
 def _member(field: dict[str, Any]) -> Iterator[str]:
-    name, text = field["name"], field["text"]
+    name, text, default = field["name"], field["text"], field.get("default")
     if field.get("unit") == "bytes" and name.endswith("_bytes") and field["max"] == 2**53 - 1:
         yield f"    {name.removesuffix('_bytes')}_mb: float"
         text += " In MiB."
+        default = default and default >> 20
     else:
         yield f"    {name}: {_kind(field)}"
-    if field.get("default") not in (None, "", [], {}):
-        text += f" By default {field['default']}."
+    if default not in (None, "", [], {}):
+        text += f" By default {default}."
     lines = textwrap.wrap(f'"""{text}"""', 116)
     yield from ("    " + line for line in lines)
 

@@ -17,7 +17,8 @@ SETTINGS = MODULE / "Public" / "FrameshardSettings.h"
 OPTIONS = MODULE / "Private" / "FrameshardOptions.h"
 
 ENUMS = ("LeaseState", "Decision", "NoticeKind", "Reason", "Phase", "ImageFormat", "SchedulingMode")
-SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb"}  # people set these in MiB
+# People set these in MiB.
+SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb", "kv_cache_bytes": "KvCacheMb"}
 PATHS = ("model", "mmproj", "draft_model")  # may begin in the project's Content folder
 COMMON = ("model", "mmproj", "device", "vram_budget_bytes", "n_ctx", "n_parallel")  # others are under "Advanced"
 
@@ -110,7 +111,7 @@ def _default(field: dict[str, Any]) -> str:
     if _enumeration(field):
         return f"{_enumeration(field)}::{pascal(str(default))}"
     if field["name"] in SIZES:
-        return "0"
+        return str((default or 0) >> 20)
     if field["type"] == "int":
         return "-1" if field.get("nullable") else str(default or 0)
     if field["type"] == "number":

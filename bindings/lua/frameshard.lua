@@ -66,6 +66,7 @@ typedef struct fs_launch_options {
   double restart_window_s;
   double off_pause_s;
   double off_pause_max_s;
+  uint64_t kv_cache_bytes;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -137,6 +138,7 @@ typedef struct fs_job_options {
   uint32_t n_images;
   uint32_t priority;
   uint64_t sentences;
+  uint64_t warm_up;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -486,6 +488,9 @@ local OPTIONS = {
     off_pause_s = { "number", 0, 1000000 },
     -- Maximum length of such a pause. Default 60.0.
     off_pause_max_s = { "number", 0, 1000000 },
+    -- Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
+    -- several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. Default 512.
+    kv_cache_mb = { "mebibytes", "kv_cache_bytes" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -551,7 +556,8 @@ local KNOWN = {
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
-    images = true, sentences = true, response_updated = true, response_finished = true, response_failed = true },
+    images = true, sentences = true, warm_up = true, response_updated = true, response_finished = true,
+    response_failed = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
 }
 
@@ -642,11 +648,13 @@ local function job_options_of(options, keep)
   if options.window ~= nil then
     made.window = integer_of(options.window, "window", 1, 256)
   end
-  if options.sentences ~= nil then
-    if type(options.sentences) ~= "boolean" then
-      wrong("sentences must be true or false")
+  for _, name in ipairs({ "sentences", "warm_up" }) do
+    if options[name] ~= nil then
+      if type(options[name]) ~= "boolean" then
+        wrong(name .. " must be true or false")
+      end
+      made[name] = options[name] and 1 or 0
     end
-    made.sentences = options.sentences and 1 or 0
   end
   if options.priority ~= nil then
     made.priority = integer_of(options.priority, "priority", 0, 2)
@@ -790,6 +798,8 @@ end
 --   - `sentences`: if true, `sentence_end` of text events says where sentences end, for text to speech;
 --   - `priority`: 0 for background, 1 for normal, 2 for urgent; a job pauses a running job of lower priority if all
 --     places are taken, and the paused job continues later;
+--   - `warm_up`: if true, the prompt is only read, so that later jobs whose prompt begins with it need not read it. All
+--     other jobs go first. There is no text;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,

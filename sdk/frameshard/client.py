@@ -333,6 +333,16 @@ class Client:
         """Streams the text that the model generates after `images` and `prompt`, without a chat template."""
         return self._stream("completion", None, lambda: {"prompt": prompt}, options)
 
+    async def warm_up(self, messages: Sequence[m.ChatMessage]) -> int:
+        """Reads messages ahead of time, such as the lore that many characters share. Later prompts that begin with them
+        need not read them again. All other jobs go first.
+
+        :returns: the number of tokens that were read.
+        :raises BadArgument: they are more than the launch option `kv_cache_mb` allows to keep.
+        :raises Unsupported: the model has a recurrent state.
+        """
+        return (await self.chat(messages, warm_up=True).completed()).n_prompt
+
     def _stream(
         self, kind: m.Kind, turn: Turn | None, content: Callable[[], dict[str, Any]], options: JobOptions
     ) -> Stream:
@@ -877,6 +887,8 @@ def launch(
         fields |= {path: os.path.abspath(given)} if given else {}
     if isinstance(fields.get("connect_file"), os.PathLike):
         fields["connect_file"] = os.fspath(fields["connect_file"])
+    if "kv_cache_mb" in fields:
+        fields["kv_cache_bytes"] = mebibytes(fields.pop("kv_cache_mb"), "kv_cache_mb")
     fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}
     return ClientScope(name, None, wire_launch.make_config(fields), log)
 
@@ -897,11 +909,13 @@ def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python
     return ClientScope(name, wire_launch.parse_info(text), None, None)
 
 
-def mebibytes(count: float) -> int:
+def mebibytes(count: float, field: str = "vram_budget_mb") -> int:
     """The bytes of so many MiB.
+
+    :param field: the argument that has the number, for the error.
 
     :raises BadArgument: it is not a number from 0 up.
     """
     if type(count) not in (int, float) or not 0 <= count < 2**33:
-        raise BadArgument("a budget is a number of MiB, 0 for no limit", field="vram_budget_mb")
+        raise BadArgument(f"{field} is a number of MiB, 0 or more", field=field)
     return int(count * MIB)

@@ -47,6 +47,9 @@ class LaunchOptions(TypedDict, total=False):
     """Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`, at some loss
     of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32. On NVIDIA GPUs
     the floor stays the same, because a prompt also needs one layer's whole context in 16 bits. By default f16."""
+    kv_cache_mb: float
+    """Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
+    several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. By default 512."""
     transport: Literal["ipc", "tcp"]
     """How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are encrypted."""
     endpoint: str | None
@@ -105,6 +108,9 @@ class JobOptions(TypedDict, total=False):
     priority: int
     """0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places are
     taken; the paused job continues later with the same text. By default 1."""
+    warm_up: bool
+    """The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go
+    first. The job ends with `done` and has no text. By default False."""
 
 
 class LeaseTerms(TypedDict, total=False):

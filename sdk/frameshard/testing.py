@@ -190,7 +190,7 @@ class _FakeEngine:
     def _submit(self, request: em.Submit) -> None:
         contents = [message.content for message in request.messages] or [request.prompt]
         words = [word if at == 0 else f" {word}" for at, word in enumerate(contents[-1].split())] or [""]
-        most = request.sampling.max_tokens
+        most = 0 if request.warm_up else request.sampling.max_tokens
         job = _Job(
             number=request.job,
             words=words,
@@ -220,7 +220,7 @@ class _FakeEngine:
         index = job.produced
         if index >= job.max_tokens:
             del self._jobs[job.number]
-            reason: m.Reason = "length" if self._args.endless else "stop"
+            reason: m.Reason = "stop" if job.max_tokens and not self._args.endless else "length"
             decode_s = self._args.delay * index
             self._say(em.Done(job.number, reason, job.n_prompt, index, prefill_s=0.0, decode_s=decode_s))
             return

@@ -77,6 +77,7 @@ VALID: dict[str, m.Message] = {
         priority=2,
     ),
     "submit-sentences": m.Submit(3, EPOCH, 8, "completion", prompt="Once upon a time", sentences=True),
+    "submit-warm-up": m.Submit(3, EPOCH, 8, "chat", messages=TALK, warm_up=True),
     "submit-images": m.Submit(
         3,
         EPOCH,
@@ -280,6 +281,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "target-bool": ({"t": "pacing", "id": 1, "epoch": 5, "target_tokens_per_second": False}, "false is not 0"),
     "notices-number": ({"t": "hello", "id": 1, "protocol": 1, "client": "", "notices": 1}, "1 is not true"),
     "sentences-number": (submit(sentences=1), "1 is not true"),
+    "warm-up-number": (submit(warm_up=1), "1 is not true"),
     "resend-number": ({"t": "credit", "epoch": 5, "job": 1, "next": 0, "resend": 1}, "1 is not true"),
 }
 

@@ -212,6 +212,9 @@ typedef struct fs_launch_options {
     double off_pause_s;
     /* Maximum length of such a pause. Range 0..1000000 s. Default 60. */
     double off_pause_max_s;
+    /* Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
+       several jobs begin with. The least recently used are dropped; 0: none are kept. Default 536870912. */
+    uint64_t kv_cache_bytes;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -377,6 +380,8 @@ typedef struct fs_job_options {
                                     priority if all places are taken; the paused job continues later */
     uint64_t sentences;          /* 1: sentence_end of FS_EVENT_TEXT says where sentences end, for text to
                                     speech. Default 0 */
+    uint64_t warm_up;            /* 1: the prompt is only read, so that later jobs whose prompt begins with it need not
+                                    read it. All other jobs go first. There is no text. Default 0 */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
@@ -772,7 +777,7 @@ typedef struct fs_event {
     uint32_t reserved;
     /* Seed of the random numbers: the requested one, or the one that the sidecar chose. */
     uint64_t seed;
-    /* Number of prompt tokens that were already in the KV cache. */
+    /* Number of prompt tokens that were already in the KV cache or in the KV store. */
     uint64_t n_reused;
     /* True if the text ends a sentence, which began after the last such delta. Only for jobs with `sentences`. */
     uint64_t sentence_end;

@@ -189,12 +189,16 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     check_range("priority", options.priority, 0, 2);
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     check_range("sentences", double(options.sentences), 0, 1);
+    check_range("warm_up", double(options.warm_up), 0, 1);
     *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, kMaxName);
     *system = options.system;
     json fields = {
         {"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
     if (options.sentences != 0) {
         fields["sentences"] = true;
+    }
+    if (options.warm_up != 0) {
+        fields["warm_up"] = true;
     }
     if (options.priority != 1) { // older sidecars do not know it
         fields["priority"] = options.priority;

@@ -105,6 +105,10 @@ json fields_of(const fs_launch_options &given) {
         check_range("off_pause_max_s", double(given.off_pause_max_s), 0, 1000000);
         fields["off_pause_max_s"] = given.off_pause_max_s;
     }
+    if (given.kv_cache_bytes != 536870912) {
+        check_range("kv_cache_bytes", double(given.kv_cache_bytes), 0, 9007199254740991);
+        fields["kv_cache_bytes"] = given.kv_cache_bytes;
+    }
     return fields;
 }
 
@@ -221,6 +225,7 @@ void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size) {
     defaults.restart_window_s = 300;
     defaults.off_pause_s = 1;
     defaults.off_pause_max_s = 60;
+    defaults.kv_cache_bytes = 536870912;
     frameshard_core::fill(options, struct_size, defaults);
 }
 

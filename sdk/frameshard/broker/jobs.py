@@ -84,7 +84,10 @@ class Job:
 
     @property
     def priority(self) -> int:
-        """The priority of its request, raised after many jobs have overtaken it, so that no job waits for ever."""
+        """The priority of its request, raised after many jobs have overtaken it, so that no job waits for ever. A
+        warm-up waits for all others."""
+        if self.request.warm_up:
+            return em.IDLE_PRIORITY
         return min(self.request.priority + self.overtaken // OVERTAKEN_PER_RANK, m.MAX_PRIORITY)
 
     def command(self) -> em.Submit:
@@ -101,6 +104,7 @@ class Job:
             history=self.history,
             sentences=self.request.sentences,
             priority=self.rank,
+            warm_up=self.request.warm_up,
         )
 
 
@@ -344,7 +348,7 @@ class Jobs:
         last = min(running, key=lambda other: (other.rank, -other.turn), default=None)
         if last is not None and last.rank < job.priority:
             last.pausing = True
-            self.commands.append(em.Cancel(last.number))
+            self.commands.append(em.Cancel(last.number, pause=True))
 
     def _on_trial(self) -> bool:
         """Returns true if no further job may enter the engine, because after a death they go back one at a time: some

@@ -33,6 +33,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--vram-budget", type=common.size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
     )
     parser.add_argument(
+        "--kv-cache",
+        type=common.size,
+        default=512 << 20,
+        metavar="SIZE",
+        help="host memory for KV caches that later jobs can start from (512MiB)",
+    )
+    parser.add_argument(
         "--mmproj",
         metavar="PATH|NAME",
         help="what reads images for this model: a GGUF file, a name on Hugging Face, or `sprites` for smollm2-135m "
@@ -73,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         mmproj=str(models.resolve(mmproj).absolute()) if mmproj else "",
         device=args.device,
         vram_budget_bytes=args.vram_budget,
+        kv_cache_bytes=args.kv_cache,
         n_ctx=args.ctx,
         n_ubatch=args.ubatch,
         kv_type=args.kv_type,

@@ -205,7 +205,8 @@ def work(view: View) -> RenderableType:
 
     broker, engine, pacing = view.broker, view.engine, view.engine.get("pacing")
     jobs = f"{broker.jobs_running} running, {broker.jobs_queued} waiting; "
-    jobs += f"conversations kept: {engine.get('conversations', 0)}"
+    jobs += f"conversations kept: {engine.get('conversations', 0)}; "
+    jobs += f"KV store: {engine.get('kv_cache_entries', 0)} in {size(engine.get('kv_cache_bytes', 0))} MiB"
     rows = [
         ("tokens", Text(spark(view.rates), "yellow"), f"{engine.get('tokens_per_second', 0.0):.1f} tokens/s"),
         ("jobs", Text(jobs), f"clients: {broker.sessions}"),

@@ -33,22 +33,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from frameshard.engine.draft import DraftModel, DraftState, common_prefix
-from frameshard.engine.forms import Grammar
+from frameshard.engine.draft import DraftModel, DraftState
+from frameshard.engine.job import Job, Slot, job_slot
+from frameshard.engine.kvstore import KvStore
 from frameshard.engine.llama import DecodeAborted, Rows
-from frameshard.engine.lookup import Lookup, best_length
+from frameshard.engine.lookup import best_length
+from frameshard.engine.reuse import Reuse
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sampling import Sampler
-from frameshard.engine.sentences import Marked, Splitter
+from frameshard.engine.sentences import Marked
+from frameshard.engine.sequences import Shape, pack_shapes
 from frameshard.engine.speculation import StepCosts
-from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture, Vision
 from frameshard.errors import (
     BadArgument,
@@ -64,122 +64,12 @@ from frameshard.wire import messages as m
 
 logger = logging.getLogger("frameshard.engine")
 
-Shape = tuple[int, int]
-"""One decode of one sequence: the number of tokens that the sequence kept, and the number that was decoded."""
-
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
 
 
 class _NotFinite(Exception):
     """A row of logits contains NaN or infinity."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One request.
-
-    :param resume: the tokens of the answer that an earlier engine produced.
-    :param history: the shapes in which the earlier engine decoded the prompt.
-    :param grammar: the grammar of the form that the answer must have; ``None`` for any text.
-    :param shapes: the chunks of the prompt that are not decoded yet.
-    :param pictures: the images in the prompt, by the index of their first token. Tokens of an image are negative.
-    """
-
-    id: int
-    prompt: list[int]
-    sampling: m.Sampling
-    seed: int
-    conversation: str | None
-    resume: list[int]
-    history: list[Shape]
-    text: TextStream
-    sentences: Splitter | None = None
-    """Finds where sentences end in the text; ``None`` if the job does not ask."""
-    grammar: Grammar | None = None
-    priority: int = 1
-    slot: Slot | None = None
-    sampler: Sampler | None = None
-    shapes: collections.deque[Shape] = field(default_factory=collections.deque)
-    produced: list[int] = field(default_factory=list)
-    started_at: float = 0.0
-    first_token_at: float = 0.0
-    pictures: dict[int, Picture] = field(default_factory=dict)
-    lookup: Lookup | None = None
-    """The source of drafts by lookup; ``None`` if nothing is drafted for this job."""
-    draft_state: DraftState | None = None
-    to_prefill: list[int] = field(default_factory=list)
-    """The tokens to prefill before the job generates: the prompt, and in planned mode also ``resume``."""
-
-    def next_tokens(self, n: int) -> list[int]:
-        """The last sampled token and up to ``n - 1`` drafted ones, filled up to ``n`` with copies of the last."""
-        tokens = self.produced[-1:]
-        if self.draft_state is not None and self.draft_state.next:
-            tokens += self.draft_state.next
-        elif self.lookup is not None:
-            tokens += self.lookup.draft(n - 1)
-        return tokens + tokens[-1:] * (n - len(tokens))
-
-    def expected(self, n_drafted: int, *, with_draft: bool = False) -> float:
-        """The expected number of tokens that a decode with ``n_drafted`` drafted tokens yields."""
-        if self.lookup is None:
-            return 1.0
-        looked_up = self.lookup.expected(n_drafted)
-        if with_draft and self.draft_state is not None:
-            return max(looked_up, self.draft_state.expected(n_drafted))
-        return looked_up
-
-    def prefers_draft_model(self, n_drafted: int) -> bool:
-        """The draft model is expected to yield more tokens than the lookup."""
-        return self.expected(n_drafted, with_draft=True) > self.expected(n_drafted)
-
-    @property
-    def resumed(self) -> bool:
-        """The job has run before, in an earlier engine."""
-        return bool(self.resume or self.history)
-
-    @property
-    def prefilling(self) -> bool:
-        """Part of :attr:`to_prefill` is not decoded yet."""
-        return bool(self.shapes)
-
-
-@dataclass(eq=False)
-class Slot:
-    """One sequence of the context.
-
-    :param tokens: the tokens in its KV cells.
-    :param shapes: the shapes in which they were decoded.
-    :param pictures: for each image among them the index of its first token, its tokens and its positions.
-    """
-
-    seq: int
-    tokens: list[int] = field(default_factory=list)
-    shapes: list[Shape] = field(default_factory=list)
-    conversation: str | None = None
-    job: Job | None = None
-    used_at: int = 0
-    pictures: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def whole(self, length: int) -> int:
-        """``length``; if that lies inside an image, the index where the image begins."""
-        return min([length, *(at for at, n, _ in self.pictures if at < length < at + n)])
-
-    def positions(self, length: int) -> int:
-        """The number of positions of the first ``length`` tokens. An image may have fewer positions than tokens."""
-        return length - sum(n_tokens - n_pos for at, n_tokens, n_pos in self.pictures if at < length)
-
-    def cut(self, length: int) -> None:
-        """Removes all but the first ``length`` tokens."""
-        del self.tokens[length:]
-        self.pictures = [picture for picture in self.pictures if picture[0] < length]
-        left, kept = length, []
-        for n_kept, n_decoded in self.shapes:
-            if left <= 0:
-                break
-            kept.append((min(n_kept, left), n_decoded))
-            left -= n_kept
-        self.shapes = kept
 
 
 class Batcher:
@@ -189,7 +79,9 @@ class Batcher:
         self._runtime = runtime
         self._vision = vision
         self._draft = draft
-        self._slots = [Slot(seq) for seq in range(runtime.config.n_parallel)]
+        self._slots = [Slot(seq=seq) for seq in range(runtime.config.n_parallel)]
+        self._store = KvStore(runtime.config.kv_cache_bytes)
+        self._reuse = Reuse(runtime, self._slots, self._store)
         self._queued: collections.deque[Job] = collections.deque()
         self._turns = 0
         self._read_last = False
@@ -219,7 +111,7 @@ class Batcher:
     def statistics(self) -> dict[str, object]:
         """[any thread] The numbers of running jobs, queued jobs and conversations, and the tokens per second of the
         last two seconds. Since the load: prompt tokens, drafted and accepted tokens, and how many of these two are from
-        the draft model."""
+        the draft model. And the figures of the KV store."""
         now = time.monotonic()
         recent = [(at, n) for at, n in list(self._rate) if at >= now - RATE_WINDOW_S]
         rate = sum(n for _, n in recent[1:]) / (now - recent[0][0]) if len(recent) > 1 else 0.0
@@ -233,6 +125,7 @@ class Batcher:
             "accepted_tokens": self._accepted,
             "draft_model_tokens": self._model_drafted,
             "draft_model_accepted": self._model_accepted,
+            **self._store.statistics(),
         }
 
     def add(self, job: Job) -> None:
@@ -247,9 +140,10 @@ class Batcher:
             raise Overloaded(f"{MAX_QUEUED} jobs wait already")
         self._queued.append(job)
 
-    def cancel(self, job_id: int) -> list[em.JobEvent]:
+    def cancel(self, job_id: int, *, keep: bool = False) -> list[em.JobEvent]:
         """Ends the job. Its conversation keeps the decoded tokens.
 
+        :param keep: the job will be resumed: its cells are put into the KV store.
         :returns: the "cancelled" event; empty if the job has already ended.
         """
         with self._lock:
@@ -258,6 +152,8 @@ class Batcher:
             if job.id == job_id:
                 if job.slot is None:
                     self._queued.remove(job)
+                elif keep:
+                    self._reuse.pause(job, job.slot)
                 return [self._end(job, em.Cancelled(job.id))]
         return []
 
@@ -393,16 +289,21 @@ class Batcher:
 
     def _jobs(self) -> Iterable[Job]:
         yield from self._queued
-        yield from (slot.job for slot in self._slots if slot.job is not None)
+        yield from self._running()
+
+    def _running(self) -> list[Job]:
+        return [slot.job for slot in self._slots if slot.job is not None]
 
     def _choose(self) -> list[Job]:
         """The jobs to decode next: one that prefills, or all that generate, in ascending order of their sequences. Jobs
-        of lower priority wait while a job prefills."""
-        running = [slot.job for slot in self._slots if slot.job is not None]
+        of lower priority wait while a job prefills. A warm-up waits while any job generates."""
+        running = self._running()
         generating = [job for job in running if not job.prefilling]
         first = min(
             (job for job in running if job.prefilling), key=lambda job: (-job.priority, job.started_at), default=None
         )
+        if first is not None and first.warm_up and generating:
+            first = None
         if first is not None:
             generating = [job for job in generating if job.priority >= first.priority]
         if first is not None and not (generating and self._read_last):
@@ -473,11 +374,14 @@ class Batcher:
         return length if drafts else 0
 
     def _start_queued(self) -> list[em.JobEvent]:
+        """Starts the jobs that have a free sequence. Prompts of one priority are read one after the other, and the next
+        one is started only then: it can reuse what the one before has read."""
         events: list[em.JobEvent] = []
         waiting: set[str] = set()
         for job in list(self._queued):
+            reading = any(other.prefilling and other.priority >= job.priority for other in self._running())
             # Jobs of one conversation run in the order they came.
-            slot = None if job.conversation in waiting else self._slot_for(job)
+            slot = None if reading or job.conversation in waiting else self._slot_for(job)
             if slot is None:
                 if job.conversation is not None:
                     waiting.add(job.conversation)
@@ -504,29 +408,27 @@ class Batcher:
                 if slot.conversation == job.conversation:
                     return slot if slot.job is None else None
         idle = [slot for slot in self._slots if slot.job is None]
-        # Take an empty sequence first, then that of the least recently used conversation. A conversation that loses its
-        # sequence is prefilled again when it continues.
+        # Take an empty sequence first, then that of the least recently used conversation, which is then copied to the
+        # KV store.
         return min(idle, key=lambda slot: (slot.conversation is not None, slot.used_at, slot.seq), default=None)
 
     def _start(self, job: Job, slot: Slot) -> list[em.JobEvent]:
         self._runtime.check_file()
+        slot.job, job.slot = job, slot
+        job.started_at = time.monotonic()
         exact = self._runtime.mode == "stream_only"
         job.to_prefill = job.prompt if exact else job.prompt + job.resume
-        history = job.history if exact else []
-        keep = 0
-        if slot.conversation == job.conversation and job.conversation is not None and not (exact and job.resumed):
-            # Decode at least the last token: the first token of the answer is sampled from its logits.
-            keep = slot.whole(min(common_prefix(slot.tokens, job.to_prefill), len(job.to_prefill) - 1))
-        position = slot.positions(keep)
-        slot.cut(keep if self._runtime.trim(slot.seq, position) == position else 0)
-        kept = len(slot.tokens)
-        self._runtime.expect(slot.seq, len(job.to_prefill))
-        slot.conversation, slot.job = job.conversation, job
-        job.slot = slot
-        job.shapes.extend(history)
-        self._cut_into_chunks(job, kept + sum(n_kept for n_kept, _ in history))
-        job.started_at = time.monotonic()
-        if self._draft is not None and job.lookup is not None and not job.pictures:  # a draft model cannot read images
+        # A draft model cannot read images.
+        drafts = self._draft is not None and job.lookup is not None and not job.pictures
+        text = job.prompt + job.resume[:-1]
+        answering = exact and bool(job.resume) and not drafts and self._reuse.paused(job, slot, text)
+        if not answering:
+            shapes = self._required_shapes(job) if exact else []
+            self._reuse.begin(job, slot, job.to_prefill, shapes)
+            job.shapes.extend(shapes[len(slot.shapes) :] if shapes else self._chunks(job, len(slot.tokens)))
+        n_reused = min(len(slot.tokens), len(job.prompt))
+        self._runtime.expect(slot.seq, len(job.prompt) + len(job.resume))
+        if self._draft is not None and drafts:
             self._draft.check_file()
             job.draft_state = DraftState()
             if exact:
@@ -534,20 +436,29 @@ class Batcher:
         matcher = self._runtime.forms.matcher(job.grammar) if job.grammar is not None else None
         seen = [token for token in job.prompt if token >= 0]
         job.sampler = Sampler(job.sampling, job.seed, self._runtime.n_vocab, seen, matcher)
-        shapes = _pack_shapes([*slot.shapes, *job.shapes]) if exact else ()
-        started = em.Started(job.id, len(job.prompt), kept, job.seed, shapes)
-        return [started] if exact else [started, *self._take_up(job)]
+        history = pack_shapes(job.history if answering else [*slot.shapes, *job.shapes]) if exact else ()
+        started = em.Started(job.id, len(job.prompt), n_reused, job.seed, history)
+        return [started, *self._take_up(job)] if answering or not exact else [started]
 
-    def _cut_into_chunks(self, job: Job, at: int) -> None:
-        """Cuts ``job.to_prefill`` into chunks, starting at index ``at``."""
+    def _required_shapes(self, job: Job) -> list[Shape]:
+        """The shapes in which a job must be decoded in mode stream-only: those of its first run; without a conversation
+        those of an empty sequence, so that its text does not depend on what was read before. Empty if they are free."""
+        if not job.history and job.conversation is not None:
+            return []
+        return job.history + self._chunks(job, sum(n_kept for n_kept, _ in job.history))
+
+    def _chunks(self, job: Job, at: int) -> list[Shape]:
+        """The shapes of the chunks of ``job.to_prefill`` from index ``at`` on."""
+        shapes: list[Shape] = []
         while at < len(job.to_prefill):
             if at in job.pictures:
-                shape = job.pictures[at].n_tokens
+                n = job.pictures[at].n_tokens
             else:
                 next_picture = min((begin for begin in job.pictures if begin > at), default=len(job.to_prefill))
-                shape = min(next_picture, at + self.chunk) - at
-            job.shapes.append((shape, shape))
-            at += shape
+                n = min(next_picture, at + self.chunk) - at
+            shapes.append((n, n))
+            at += n
+        return shapes
 
     def _take_up(self, job: Job) -> list[em.JobEvent]:
         """Brings the sampler, the text and the drafts of a job to their state after ``resume``. The answer may already
@@ -574,6 +485,8 @@ class Batcher:
 
     def _emit(self, job: Job, tokens: list[int], rows: Sequence[int], now: float) -> list[em.JobEvent]:
         """Samples a token from each row in order. Stops at the first token that differs from the drafted one."""
+        if job.warm_up:
+            return [self._finish_warm_up(job, rows[-1], now)]
         events: list[em.JobEvent] = []
         by_model = job.draft_state is not None and bool(job.draft_state.next)
         refusal: BadArgument | None = None
@@ -597,6 +510,15 @@ class Batcher:
         if reason is not None:
             events.append(self._done(job, reason, now))
         return events
+
+    def _finish_warm_up(self, job: Job, row: int, now: float) -> em.JobEvent:
+        if not self._runtime.is_finite(row):
+            raise _NotFinite
+        try:
+            self._reuse.finish_warm_up(job_slot(job))
+        except BadArgument as error:  # it is too large for the KV store
+            return self._end(job, em.Failed(job.id, m.ErrorInfo.of(error)))
+        return self._done(job, "length", now)
 
     def _next_token(self, job: Job, row: int, now: float, events: list[em.JobEvent]) -> m.Reason | None:
         """Samples a token and adds its event.
@@ -681,14 +603,3 @@ class Batcher:
             else:
                 slot.used_at = self._turns
         return event
-
-
-def job_slot(job: Job) -> Slot:
-    """The sequence of a running job."""
-    assert job.slot is not None
-    return job.slot
-
-
-def _pack_shapes(shapes: Iterable[Shape]) -> em.Shapes:
-    """Run-length encodes shapes as (kept, decoded, count): [(3, 8), (1, 1), (1, 1)] -> ((3, 8, 1), (1, 1, 2))."""
-    return tuple((*shape, len(list(run))) for shape, run in itertools.groupby(shapes))

@@ -17,6 +17,7 @@ import llama_cpp
 
 from frameshard.engine.llama import Rows
 from frameshard.engine.runtime import Runtime
+from frameshard.engine.sequences import common_prefix
 from frameshard.errors import BadModel, Unsupported
 from frameshard.wire.engine import EngineConfig
 
@@ -252,13 +253,3 @@ class DraftModel:
     def _cut(self, seq: int, length: int) -> None:
         del self._held[seq][length:]
         self._runtime.trim(seq, length)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix of two texts."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n

@@ -100,6 +100,11 @@ class Llama:
         """True if the last tokens of a sequence can be removed. A recurrent state does not allow that."""
         return not (llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model))
 
+    @property
+    def window(self) -> int:
+        """The tokens in the sliding window of some layers; 0: all layers attend to all tokens."""
+        return int(llama_cpp.llama_model_n_swa(self._model))
+
     def make_context(self, config: EngineConfig, n_threads: int, n_outputs_max: int, abort_callback: Any) -> None:
         """Makes the context.
 
@@ -220,6 +225,26 @@ class Llama:
         """Removes the tokens of sequence ``seq`` from position ``start`` on. Returns False if its state does not allow
         that."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, start if start > 0 else -1, -1))
+
+    def save(self, seq: int) -> npt.NDArray[np.uint8] | None:
+        """Copies the cells of sequence ``seq`` to host memory, in llama.cpp's format, shape [bytes]. Cells that have
+        left the sliding window are not copied. Returns ``None`` if there is no memory for the copy."""
+        try:
+            data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, seq), np.uint8)
+        except MemoryError:
+            return None
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        size = llama_cpp.llama_state_seq_get_data(self._context, pointer, data.nbytes, seq)
+        return data if size == data.nbytes else None
+
+    def restore(self, seq: int, data: npt.NDArray[np.uint8]) -> bool:
+        """Replaces the cells of sequence ``seq`` by those that :meth:`save` has copied. Returns False if llama.cpp
+        refuses them; the sequence is empty then."""
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if llama_cpp.llama_state_seq_set_data(self._context, pointer, data.nbytes, seq) == data.nbytes:
+            return True
+        self.remove(seq, 0)
+        return False
 
     def close(self) -> None:
         """Frees the context, then the model. Safe to call twice."""

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frameshard.engine.batch import MAX_QUEUED, Job
+from frameshard.engine.batch import MAX_QUEUED
+from frameshard.engine.job import Job
 from frameshard.errors import BadArgument, FrameshardError, Overloaded, internal
 from frameshard.wire.engine import Submit
 

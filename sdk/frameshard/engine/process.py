@@ -34,10 +34,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from frameshard.engine import report
-from frameshard.engine.batch import Batcher, Job
+from frameshard.engine.batch import Batcher
 from frameshard.engine.budgets import Budgets
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.idle import IdleProfile
+from frameshard.engine.job import Job
 from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
@@ -258,9 +259,11 @@ class Engine:
                 outcome = error
         self._link.send(em.Failed(number, m.ErrorInfo.of(outcome)))
 
-    def _cancel(self, job: int) -> None:
+    def _cancel(self, command: em.Cancel) -> None:
         if self._batcher is not None:
-            self._send_all(self._batcher.cancel(job))
+            # A parked device cannot read its KV cache.
+            keep = command.pause and not self._budgets.parked
+            self._send_all(self._batcher.cancel(command.job, keep=keep))
 
     def _send_all(self, events: Sequence[em.JobEvent]) -> None:
         for event in events:
@@ -313,7 +316,7 @@ class Engine:
                 raise BadMessage("submit came before the engine was ready")
             self._preparation.submit(command)
         elif isinstance(command, em.Cancel):
-            self._interrupt(command.job)
+            self._interrupt(command)
         elif isinstance(command, em.SetBudget):
             self._budgets.ask(command)
         elif isinstance(command, em.OpenFrameBlock):
@@ -335,13 +338,13 @@ class Engine:
         else:
             self._end()
 
-    def _interrupt(self, job: int) -> None:
-        if self._preparation is not None and self._preparation.cancel(job):
-            self._commands.put(lambda: self._link.send(em.Cancelled(job)))
+    def _interrupt(self, command: em.Cancel) -> None:
+        if self._preparation is not None and self._preparation.cancel(command.job):
+            self._commands.put(lambda: self._link.send(em.Cancelled(command.job)))
             return
         if self._batcher is not None:
-            self._batcher.interrupt(job)
-        self._commands.put(lambda: self._cancel(job))
+            self._batcher.interrupt(command.job)
+        self._commands.put(lambda: self._cancel(command))
 
     def _statistics(self) -> dict[str, object]:
         if self._runtime is None or self._batcher is None:

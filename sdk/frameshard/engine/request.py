@@ -6,18 +6,21 @@ here changes the runtime or the vision tower.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 
 from frameshard.engine import speculation
-from frameshard.engine.batch import Job, Shape
 from frameshard.engine.forms import form_of
+from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sentences import Splitter
+from frameshard.engine.sequences import common_prefix, unpack_shapes
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
-from frameshard.wire.engine import Shapes, Submit
+from frameshard.wire import messages as m
+from frameshard.wire.engine import Submit
 
 
 class RequestReader:
@@ -34,16 +37,19 @@ class RequestReader:
             the job.
         :raises ContextOverflow: prompt and answer together are longer than a sequence.
         :raises Unsupported: it is a chat and the model has no chat template; it has images and there is no vision
-            tower; or it asks for a form and the model has no token that ends an answer.
+            tower; it asks for a form and the model has no token that ends an answer; or it is a warm-up and the model
+            has a recurrent state.
         """
         runtime, sampling = self._runtime, request.sampling
+        if request.warm_up:
+            self._check_warm_up()
         form = form_of(sampling)
         grammar = runtime.forms.grammar(form) if form is not None else None
         prompt, pictures = self._prompt(request)
         n_prompt = len(prompt)
         if not n_prompt:
             raise BadArgument("the prompt is empty", field="prompt")
-        self._check_fits(n_prompt, sampling.max_tokens)
+        self._check_fits(n_prompt, _n_answer(request))
         if len(request.resume) > sampling.max_tokens:
             raise BadArgument("more tokens to resume than the job may produce", field="resume")
         if max(request.resume, default=0) >= runtime.n_vocab:
@@ -55,14 +61,21 @@ class RequestReader:
             seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
             conversation=request.conversation,
             resume=list(request.resume),
-            history=_unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
+            history=unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
             text=TextStream(sampling.stop),
             sentences=Splitter() if request.sentences else None,
             grammar=grammar,
             priority=request.priority,
+            warm_up=request.warm_up,
             pictures=pictures,
             lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,
         )
+
+    def _check_warm_up(self) -> None:
+        if not self._runtime.llama.can_trim:
+            raise Unsupported("a model with a recurrent state cannot be warmed up", arch=self._runtime.model_info.arch)
+        if not self._runtime.config.kv_cache_bytes:
+            raise BadArgument("a warm-up needs the KV store: launch with kv_cache_mb above 0", field="warm_up")
 
     def _prompt(self, request: Submit) -> tuple[list[int], dict[int, Picture]]:
         images = [Image.read(image) for image in request.images]
@@ -71,7 +84,7 @@ class RequestReader:
         if self._vision is None or not images:
             return self._text_prompt(request), {}
         text, add_special = self._marked_text(request, "".join(f"{self._vision.marker}\n" for _ in images))
-        self._check_fits(self._runtime.tokenizer.least_tokens(text), request.sampling.max_tokens, least=True)
+        self._check_fits(self._runtime.tokenizer.least_tokens(text), _n_answer(request), least=True)
         prompt: list[int] = []
         pictures: dict[int, Picture] = {}
         for part in self._vision.tokenize(text, images, add_special=add_special):
@@ -84,12 +97,24 @@ class RequestReader:
 
     def _text_prompt(self, request: Submit) -> list[int]:
         chat = request.kind == "chat"
+        if chat and request.warm_up and request.messages[-1].role != "user":
+            return self._prompt_before_a_question(request)
         parts, add_special = (
             self._runtime.tokenizer.chat_parts(_messages(request)) if chat else ([request.prompt], True)
         )
         n_least = sum(map(self._runtime.tokenizer.least_tokens, parts))
-        self._check_fits(n_least, request.sampling.max_tokens, least=True)
+        self._check_fits(n_least, _n_answer(request), least=True)
         return self._runtime.tokenizer.tokenize_parts(parts, add_special=add_special, parse_special=chat)
+
+    def _prompt_before_a_question(self, request: Submit) -> list[int]:
+        """The tokens with which every prompt begins that continues these messages with a question. Templates may need
+        a question, and may write the system message into it."""
+        questions = [m.ChatMessage("user", text) for text in ("a", "b")]
+        prompts = [
+            self._text_prompt(dataclasses.replace(request, messages=(*request.messages, question)))
+            for question in questions
+        ]
+        return prompts[0][: common_prefix(*prompts)]
 
     def _check_fits(self, n_prompt: int, n_answer: int, *, least: bool = False) -> None:
         n_ctx = self._runtime.n_ctx_seq
@@ -127,18 +152,6 @@ def _messages(request: Submit) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in request.messages]
 
 
-def _unpack_shapes(packed: Shapes, n_prompt: int, n_ubatch: int) -> list[Shape]:
-    """Reverses the run-length encoding of shapes.
-
-    :raises BadArgument: a prompt of ``n_prompt`` tokens cannot have been decoded in these shapes.
-    """
-    shapes: list[Shape] = []
-    total, kept, decoded = 0, 0, 0
-    for kept, decoded, count in packed:
-        total += kept * count
-        if not (0 < count <= n_prompt and 0 < kept <= decoded <= n_ubatch and total <= n_prompt):
-            raise BadArgument("history is not that of this prompt", field="history")
-        shapes += [(kept, decoded)] * count
-    if total == n_prompt and kept < decoded:
-        raise BadArgument("history cuts the last tokens of the prompt", field="history")
-    return shapes
+def _n_answer(request: Submit) -> int:
+    """The most tokens of the answer."""
+    return 0 if request.warm_up else request.sampling.max_tokens

@@ -264,6 +264,28 @@ class Runtime:
         """Adds ``positions`` to the length of sequence ``seq``, after libmtmd has decoded an image into it."""
         self._lengths[seq] += positions
 
+    def save(self, seq: int) -> npt.NDArray[np.uint8] | None:
+        """Copies the cells of sequence ``seq`` to host memory, shape [bytes]; ``None`` if there is no memory for them.
+        The engine must not be parked: its cells cannot be read then."""
+        data = self.llama.save(seq)
+        if data is None:
+            logger.warning("no host memory for a copy of the KV cache of %d tokens", self._lengths[seq])
+        return data
+
+    def restore(self, seq: int, data: npt.NDArray[np.uint8], length: int) -> bool:
+        """Replaces the cells of sequence ``seq`` by a copy of ``length`` positions, made by :meth:`save`.
+
+        :returns: false if llama.cpp refuses the copy. Then the sequence is empty.
+        :raises OutOfMemory: neither VRAM nor host memory has room.
+        """
+        self.clear(seq)
+        self.expect(seq, length)
+        if not self.llama.restore(seq, data):
+            logger.warning("llama.cpp refuses a copy of the KV cache of %d tokens", length)
+            return False
+        self._lengths[seq] = length
+        return True
+
     def expect(self, seq: int, length: int) -> None:
         """Takes room for ``length`` tokens in sequence ``seq``, before they are decoded.
 

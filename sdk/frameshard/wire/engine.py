@@ -25,6 +25,10 @@ Shapes = Annotated[tuple[tuple[Count, Count, Count], ...], codec.ENGINE.array]
 """How a sequence was divided into graphs. Each item is (tokens kept, tokens decoded, repetitions in a row)."""
 
 
+IDLE_PRIORITY = -1
+"""Of a warm-up: below that of any other job."""
+
+
 @dataclass(frozen=True)
 class EngineConfig(EngineOptions):
     """The options of the engine: its launch options, and an option that only tools set.
@@ -60,7 +64,8 @@ class Submit:
     """The history of the job's first :class:`Started`."""
     sentences: bool = False
     """Each :class:`Token` marks the ends of sentences in its text."""
-    priority: m.Priority = 1
+    priority: Annotated[int, checks.integer(IDLE_PRIORITY, m.MAX_PRIORITY)] = 1
+    warm_up: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:
@@ -72,6 +77,8 @@ class Cancel:
     """Ends a job early. No event follows if the job has already ended."""
 
     job: Id
+    pause: bool = False
+    """The job will be submitted again: the engine keeps its KV if it can."""
 
 
 @dataclass(frozen=True)

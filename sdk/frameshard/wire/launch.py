@@ -102,6 +102,12 @@ class EngineOptions:
         " On NVIDIA GPUs the floor stays the same, because a prompt also needs one layer's whole context in 16 bits.",
     ] = "f16"
 
+    kv_cache_bytes: Annotated[
+        Bytes,
+        "Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that"
+        " several jobs begin with. The least recently used are dropped; 0: none are kept.",
+    ] = 512 << 20
+
     def __post_init__(self) -> None:
         checks.verify(self)
         if 0 < self.n_ubatch < self.n_parallel:

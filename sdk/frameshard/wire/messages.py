@@ -300,8 +300,15 @@ class Submit:
         "0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places "
         "are taken; the paused job continues later with the same text.",
     ] = 1
+    warm_up: Annotated[
+        bool,
+        "The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go"
+        " first. The job ends with `done` and has no text.",
+    ] = False
 
     def __post_init__(self) -> None:
+        if self.warm_up and self.images:
+            raise checks.Refused("warm_up: images cannot be read ahead")
         if self.kind == "chat" and (not self.messages or self.prompt):
             raise checks.Refused("messages: a chat has messages and no prompt")
         if self.kind == "completion" and (self.messages or not self.prompt):
@@ -613,7 +620,11 @@ class Stats:
     id: RequestId
     epoch: Epoch
     broker: Annotated[BrokerStats, "Figures of the broker."]
-    engine: Annotated[Mapping[str, Any] | None, "Figures of the device and of batches; missing while no engine runs."]
+    engine: Annotated[
+        Mapping[str, Any] | None,
+        "Figures of the device, of batches and of the KV store (`kv_cache_bytes`, `kv_cache_entries`, `kv_cache_hits`,"
+        " `kv_cache_evictions`); missing while no engine runs.",
+    ]
 
 
 @dataclass(frozen=True)
@@ -696,7 +707,7 @@ class Done:
     n_generated: Annotated[Tokens, "Length of the answer in tokens."]
     prefill_s: Annotated[Seconds, "Time from the start of the prefill to the first token."]
     decode_s: Annotated[Seconds, "Time from the first token to the end of the answer."]
-    n_reused: Annotated[Tokens, "Number of prompt tokens that were already in the KV cache."] = 0
+    n_reused: Annotated[Tokens, "Number of prompt tokens that were already in the KV cache or in the KV store."] = 0
 
 
 @dataclass(frozen=True)

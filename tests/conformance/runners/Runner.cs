@@ -179,6 +179,7 @@ internal static class Runner
         if (given.ContainsKey("timeline")) options.Timeline = (ulong)given["timeline"];
         if (given.ContainsKey("window")) options.Window = (uint)given["window"];
         if (given.ContainsKey("sentences")) options.Sentences = (bool)given["sentences"];
+        if (given.ContainsKey("warm_up")) options.WarmUp = (bool)given["warm_up"];
         if (given.ContainsKey("priority")) options.Priority = (uint)given["priority"];
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];

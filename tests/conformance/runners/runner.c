@@ -84,6 +84,7 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     options.timeline = (uint64_t)number(given, "timeline", 0);
     options.window = (uint32_t)number(given, "window", options.window);
     options.sentences = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "sentences"));
+    options.warm_up = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "warm_up"));
     options.priority = (uint32_t)number(given, "priority", options.priority);
     if ((wanted = cJSON_GetObjectItemCaseSensitive(given, "sampling")) != NULL) {
         fs_sampling_init(sampling, sizeof *sampling);

@@ -45,6 +45,7 @@ struct Options {
         options.timeline = kept.value("timeline", options.timeline);
         options.window = kept.value("window", options.window);
         options.sentences = kept.value("sentences", false);
+        options.warm_up = kept.value("warm_up", false);
         options.priority = kept.value("priority", options.priority);
         auto wanted = kept.find("sampling");
         if (wanted == kept.end()) {

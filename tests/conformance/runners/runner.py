@@ -110,7 +110,7 @@ class Session:
         sampling["stop"] = tuple(sampling.get("stop", ()))
         given = {
             name: options[name]
-            for name in ("conversation", "system", "timeline", "window", "priority", "sentences")
+            for name in ("conversation", "system", "timeline", "window", "priority", "sentences", "warm_up")
             if name in options
         }
         given["sampling"] = frameshard.Sampling(**sampling)

@@ -92,6 +92,7 @@ namespace Frameshard
             internal double RestartWindowS;
             internal double OffPauseS;
             internal double OffPauseMaxS;
+            internal ulong KvCacheBytes;
             // end of fs_launch_options
         }
 
@@ -166,6 +167,7 @@ namespace Frameshard
             internal uint NImages;
             internal uint Priority;
             internal ulong Sentences;
+            internal ulong WarmUp;
         }
 
         [StructLayout(LayoutKind.Sequential)]

@@ -38,6 +38,7 @@ namespace Frameshard
             native.RestartWindowS = options.RestartWindowSeconds ?? native.RestartWindowS;
             native.OffPauseS = options.OffPauseSeconds ?? native.OffPauseS;
             native.OffPauseMaxS = options.OffPauseMaxSeconds ?? native.OffPauseMaxS;
+            native.KvCacheBytes = Sidecar.Bytes(options.KvCacheMb);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)

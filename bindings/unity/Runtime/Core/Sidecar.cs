@@ -447,6 +447,7 @@ namespace Frameshard
             native.Timeline = options.Timeline;
             native.Window = options.Window ?? native.Window;
             native.Sentences = options.Sentences ? 1UL : 0UL;
+            native.WarmUp = options.WarmUp ? 1UL : 0UL;
             native.Priority = options.Priority ?? native.Priority;
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
             if (options.Images != null)

@@ -145,6 +145,10 @@ namespace Frameshard
         public double? OffPauseSeconds;
         /// <summary>Maximum length of such a pause. Default 60.0.</summary>
         public double? OffPauseMaxSeconds;
+        /// <summary>Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of
+        /// texts that several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. Default
+        /// 512.</summary>
+        public double KvCacheMb = 512;
         // end of fs_launch_options
     }
 
@@ -219,6 +223,9 @@ namespace Frameshard
         /// <summary>0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower priority if all
         /// places are taken; the paused job continues later.</summary>
         public uint? Priority;
+        /// <summary>The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other
+        /// jobs go first. The answer is empty.</summary>
+        public bool WarmUp;
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is

@@ -86,6 +86,7 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.restart_window_s = static_cast<decltype(Made.restart_window_s)>(From.RestartWindowSeconds);
 	Made.off_pause_s = static_cast<decltype(Made.off_pause_s)>(From.OffPauseSeconds);
 	Made.off_pause_max_s = static_cast<decltype(Made.off_pause_max_s)>(From.OffPauseMaxSeconds);
+	Made.kv_cache_bytes = FrameshardBytes(From.KvCacheMb);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)

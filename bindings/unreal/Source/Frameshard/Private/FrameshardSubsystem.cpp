@@ -328,6 +328,7 @@ int32 UFrameshardSubsystem::Ask(
 	Options.timeline = static_cast<uint64_t>(Params.Timeline);
 	Options.window = static_cast<uint32_t>(Params.Window);
 	Options.priority = static_cast<uint32_t>(Params.Priority);
+	Options.warm_up = Params.bWarmUp ? 1 : 0;
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;

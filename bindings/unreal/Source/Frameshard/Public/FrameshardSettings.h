@@ -139,6 +139,11 @@ public:
 	/** Maximum length of such a pause. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double OffPauseMaxSeconds = 60;
+
+	/** Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
+	 * several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0"))
+	double KvCacheMb = 512;
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

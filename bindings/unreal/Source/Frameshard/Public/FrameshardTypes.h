@@ -158,6 +158,11 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "2"))
 	int32 Priority = 1;
 
+	/** The question and what comes before it are only read, so that later questions that begin with the same text need
+	 * not read it. All other questions go first. The answer is empty. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	bool bWarmUp = false;
+
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "1048576"))

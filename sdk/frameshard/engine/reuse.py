@@ -1,0 +1,205 @@
+"""Which KV cells a job starts from: those of its sequence, a copy of another sequence's, or a blob of the KV store.
+
+A job starts from the longest prefix of its text that any of these has. A copy is made only if it saves at least
+:data:`WORTH_TOKENS` tokens. Cells of another text are cut to the common prefix. If that loses much, the prefix is put
+into the store as a blob of its own: a prefix that two texts share is likely to be that of a third.
+
+Cells are put into the store when a conversation loses its sequence, when a job is paused, and after a warm-up.
+
+In stream-only mode a job reports the shapes of what it reuses (``Started.history``). After the engine's death it is
+repeated in these shapes, so it then reuses only cells that were decoded in them. A paused job continues from its own
+blob, in mid-answer. With a draft model it does not: drafts depend on how many of them were accepted before, which a
+blob does not hold.
+
+A copy has only the cells that a sliding window still needs. So with a model that has such windows a copy longer than
+the window is used whole or not at all.
+
+Cells of images are reused only in place, in the sequence of their conversation. A recurrent state cannot be cut to a
+prefix, so models that have one copy nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from frameshard.engine.job import Job, Slot
+from frameshard.engine.kvstore import Blob, KvStore
+from frameshard.engine.runtime import Runtime
+from frameshard.engine.sequences import Cells, Shape, common_prefix, repeated
+from frameshard.errors import BadArgument
+
+logger = logging.getLogger("frameshard.engine")
+
+WORTH_TOKENS = 32
+"""A prompt of fewer tokens is read about as fast as it is copied."""
+
+
+class Reuse:
+    """Brings the cells that a job can reuse into its sequence.
+
+    :param slots: all sequences of the runtime.
+    :param store: the KV store; its limit is 0 if cells are not copied.
+    """
+
+    def __init__(self, runtime: Runtime, slots: Sequence[Slot], store: KvStore) -> None:
+        self._runtime = runtime
+        self._slots = slots
+        self._store = store
+        self._copies = store.limit_bytes > 0 and runtime.llama.can_trim
+
+    def begin(self, job: Job, slot: Slot, text: Sequence[int], history: Sequence[Shape]) -> None:
+        """Gives ``slot`` to ``job``. Afterwards its tokens are those that the job reuses.
+
+        :param text: the text to prefill.
+        :param history: the shapes in which the job must be decoded; empty if they are free.
+        """
+        own = job.conversation is not None and slot.conversation == job.conversation
+        if not own:
+            self._keep(slot)
+        n_reused = self._shared(slot, job, text, history) if own or not (slot.pictures or job.pictures) else 0
+        source = None if job.pictures else self._longer(job, slot, text, history, n_reused + WORTH_TOKENS)
+        if source is None or not self._copy(source, slot):
+            self._cut(slot, n_reused)
+        else:
+            if isinstance(source, Blob):
+                self._store.use(source)
+            n_reused = self._shared(source, job, text, history)
+            n_lost = len(source.tokens) - n_reused
+            self._cut(slot, n_reused)
+            foreign = source.conversation is None or source.conversation != job.conversation
+            if foreign and (n_lost >= WORTH_TOKENS or isinstance(source, Slot)):
+                self._store_prefix(slot)
+        slot.adapters, slot.conversation = job.adapters, job.conversation
+        for blob in list(self._store):
+            if blob.job == job.id or (blob.conversation is not None and blob.conversation == job.conversation):
+                self._store.drop(blob)  # the sequence has it now
+
+    def paused(self, job: Job, slot: Slot, text: list[int]) -> bool:
+        """Continues a paused job in mid-answer if its cells are still there.
+
+        :param text: the tokens that its cells must hold.
+        :returns: whether ``slot`` holds them now.
+        """
+        blob = next((blob for blob in self._store if blob.job == job.id), None)
+        if blob is None or blob.tokens != text or blob.adapters != job.adapters:
+            return False
+        self._store.use(blob)
+        self._store.drop(blob)
+        if slot.conversation != job.conversation:
+            self._keep(slot)
+        if not self._copy(blob, slot):
+            return False
+        slot.adapters, slot.conversation = job.adapters, job.conversation
+        return True
+
+    def pause(self, job: Job, slot: Slot) -> None:
+        """Keeps the cells of a job that will be resumed."""
+        self._keep(slot, job.id)
+
+    def finish_warm_up(self, slot: Slot) -> None:
+        """Keeps the cells that a warm-up has read.
+
+        :raises BadArgument: they are larger than the store.
+        """
+        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) for blob in self._store):
+            return
+        data = self._runtime.save(slot.seq)
+        if data is None or not self._store.put(self._blob(slot, data)):
+            size_mb = 0 if data is None else -(-data.nbytes >> 20)
+            raise BadArgument(
+                f"the KV cache of these messages has {size_mb} MiB, more than the KV store may hold: launch with a"
+                " larger kv_cache_mb",
+                field="warm_up",
+            )
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _shared(self, cells: Cells, job: Job, text: Sequence[int], history: Sequence[Shape]) -> int:
+        """How many tokens of ``cells`` the job can start from."""
+        if cells.adapters != job.adapters:
+            return 0
+        # Decode at least the last token: the first token of the answer is sampled from its logits.
+        n = min(common_prefix(cells.tokens, text), len(text) - 1)
+        if history:
+            n = repeated(cells.shapes, history, n)
+        if isinstance(cells, Slot):
+            n = cells.whole(n)
+        return n if n >= cells.least else 0
+
+    def _longer(
+        self, job: Job, slot: Slot, text: Sequence[int], history: Sequence[Shape], n_least: int
+    ) -> Cells | None:
+        """The cells with the longest common prefix, at least ``n_least`` tokens; of equal ones, those that are copied
+        fastest: blobs before sequences, short ones before long ones."""
+        if not self._copies or len(text) <= n_least:
+            return None
+        others = (other for other in self._slots if other is not slot and not other.pictures)
+        found = [(self._shared(cells, job, text, history), cells) for cells in (*self._store, *others)]
+        found = [(n, cells) for n, cells in found if n >= self._least(cells)]
+        n, cells = max(
+            found,
+            key=lambda each: (each[0], isinstance(each[1], Blob), -len(each[1].tokens)),
+            default=(0, None),
+        )
+        return cells if n >= n_least else None
+
+    def _copy(self, source: Cells, slot: Slot) -> bool:
+        """Copies cells into ``slot``.
+
+        :returns: false if there is no memory for that. Then nothing changes, or the sequence is empty.
+        """
+        data = source.data if isinstance(source, Blob) else None
+        if isinstance(source, Slot):
+            data = self._runtime.save(source.seq)
+        if data is None:
+            return False
+        slot.cut(0)
+        if not self._runtime.restore(slot.seq, data, len(source.tokens)):
+            return False
+        slot.tokens, slot.shapes, slot.least = list(source.tokens), list(source.shapes), self._least(source)
+        return True
+
+    def _least(self, cells: Cells) -> int:
+        """The fewest tokens that a copy of ``cells`` can be cut to."""
+        return len(cells.tokens) if 0 < self._runtime.llama.window < len(cells.tokens) else cells.least
+
+    def _cut(self, slot: Slot, length: int) -> None:
+        """Cuts a sequence to at most ``length`` tokens."""
+        position = slot.positions(length)
+        slot.cut(length if self._runtime.trim(slot.seq, position) == position else 0)
+
+    def _keep(self, slot: Slot, job: int = 0) -> None:
+        """Puts what a sequence holds into the store, if it is worth that.
+
+        :param job: the job that will continue from it; 0: a conversation may.
+        """
+        worth = len(slot.tokens) >= WORTH_TOKENS and not slot.pictures
+        if not self._copies or not worth or not (job or slot.conversation):
+            return
+        for blob in self._store:
+            if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters):
+                return
+        data = self._runtime.save(slot.seq)
+        if data is not None:
+            blob = self._blob(slot, data)
+            blob.conversation, blob.job = slot.conversation, job
+            self._store.put(blob)
+
+    def _store_prefix(self, slot: Slot) -> None:
+        data = self._runtime.save(slot.seq)
+        if data is not None:
+            self._store.put(self._blob(slot, data))
+
+    def _blob(self, cells: Cells, data: npt.NDArray[np.uint8]) -> Blob:
+        """A blob that belongs to no conversation."""
+        return Blob(
+            tokens=list(cells.tokens),
+            shapes=list(cells.shapes),
+            adapters=cells.adapters,
+            least=self._least(cells),
+            data=data,
+        )

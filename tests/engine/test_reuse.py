@@ -1,0 +1,251 @@
+"""Jobs start from what other jobs have read: with a real model, in an engine process driven as by the broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from engine_driver import Event, engine, ids
+
+import frameshard
+from frameshard.engine.kvstore import Blob, KvStore
+from frameshard.engine.sequences import repeated
+
+LORE = " ".join(
+    f"In the year {year} a stranger crossed the old bridge, and nobody in the village spoke of it."
+    for year in range(1, 11)
+)
+FEW = {"max_tokens": 6}
+
+
+def npc(number: int, *more: str) -> list[dict[str, str]]:
+    """The messages to a character: the lore, a question, and in turn answers and questions."""
+    roles = ("user", "assistant")
+    words = (f"Villager {number}, who are you?", *more)
+    return [
+        {"role": "system", "content": LORE},
+        *({"role": roles[i % 2], "content": word} for i, word in enumerate(words)),
+    ]
+
+
+def n_read(events: Sequence[Event]) -> int:
+    """The tokens of its prompt that a job has read itself."""
+    return int(events[0]["n_prompt"]) - int(events[0]["n_reused"])
+
+
+def test_characters_with_one_lore_read_it_once(model_path: Path) -> None:
+    with engine(model_path, n_ctx=1024, n_parallel=2) as child:
+        jobs = [child.submit(npc(i), conversation=f"npc{i}", params=FEW) for i in range(6)]
+        first, *others = child.finish(*jobs).values()
+        assert n_read(first) == first[0]["n_prompt"] > 200
+        assert all(n_read(events) < 40 for events in others)
+        assert child.stats()["kv_cache_evictions"] == 0
+
+
+def test_more_conversations_than_sequences(model_path: Path) -> None:
+    """A conversation that has lost its sequence goes on from a copy, with the same bits."""
+    with engine(model_path, n_ctx=1024, n_parallel=1) as child, engine(model_path, n_ctx=1024) as roomy:
+        for turn in range(2):
+            for name in ("fox", "owl", "elk"):
+                prompt = f"The {name} said: I live in the {name} wood. " * 8 + "And then it rained. " * turn
+                here, there = (each.run(prompt, conversation=name, params=FEW) for each in (child, roomy))
+                assert ids(here) == ids(there)
+                if turn:
+                    assert here[0]["n_reused"] == there[0]["n_reused"] > 70
+        stats = child.stats()
+        assert (stats["kv_cache_entries"], stats["kv_cache_hits"], stats["kv_cache_evictions"]) == (2, 3, 0)
+        assert stats["kv_cache_bytes"] > 2 * 100 * 23_000  # SmolLM2 has 23,040 bytes a token
+
+
+COPY = """
+import sys
+import numpy as np
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+config = EngineConfig(
+    model=sys.argv[1], device="emulated", mode="stream_only", n_ctx=512, n_parallel=3, n_threads=1, kv_type=sys.argv[2]
+)
+with Runtime.load(config) as runtime:
+    device = runtime.device
+    if len(sys.argv) > 3:
+        device.set_budget(device.stats().floor_bytes)
+    tokens = [5 + i % 200 for i in range(300)]
+    runtime.decode_tokens(0, tokens[:250])
+    data = runtime.save(0)
+    expected = runtime.decode_tokens(0, tokens[250:])
+    runtime.decode_tokens(2, tokens[100:])  # what was there before does not matter
+    assert runtime.restore(2, data, 250)
+    assert np.array_equal(runtime.decode_tokens(2, tokens[250:]), expected)
+    if not runtime.llama.window:
+        for seq in (0, 2):
+            assert runtime.trim(seq, 100) == 100
+        assert np.array_equal(*(runtime.decode_tokens(seq, tokens[100:250]) for seq in (0, 2)))
+    assert (device.stats().kv_host_bytes > 0) == (len(sys.argv) > 3)
+    print(device.stats().used_bytes <= device.stats().budget_bytes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_type", "floor"),
+    [("smollm2", "f16", True), ("smollm2", "q8_0", False), ("gemma4", "f16", False), ("deepseek2", "f16", False)],
+)
+def test_copied_cells_give_the_same_bits(
+    model_path: Path, tiny_model: Callable[[str], Path], model: str, kv_type: str, floor: bool
+) -> None:
+    """Also at the floor, where most of the KV cache is in host memory."""
+    path = model_path if model == "smollm2" else tiny_model(model)
+    command = [sys.executable, "-c", COPY, str(path), kv_type, *["floor"] * floor]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (result.stdout, result.returncode) == ("True\n", 0), result.stderr
+
+
+def test_a_copy_from_a_sliding_window_is_used_whole_or_not_at_all(tiny_model: Callable[[str], Path]) -> None:
+    """Older cells are not in the copy."""
+    path = tiny_model("gemma3")
+    with engine(path, n_parallel=1) as child, engine(path, kv_cache_bytes=0) as fresh:
+        (_, done) = child.run("the tale " * 24, warm_up=True)
+        n_whole = done["n_prompt"]
+        assert n_whole > 32  # the window
+        for prompt, n_reused in (("the tale " * 24 + "goes on", n_whole), ("the tale " * 20, 0), ("the tale", 13)):
+            events = child.run(prompt, conversation=prompt, params=FEW)
+            assert ids(events) == ids(fresh.run(prompt, params=FEW))
+            assert events[0]["n_reused"] == n_reused
+
+
+@pytest.mark.parametrize("mode", ["planned", "stream_only"])
+def test_a_paused_job_goes_on_where_it_was(model_path: Path, mode: str) -> None:
+    """Also if it was paused in mid-prompt."""
+    options: dict[str, Any] = {"device": "emulated", "mode": mode, "n_parallel": 1, "n_ctx": 1024, "n_ubatch": 128}
+    params = {"temperature": 0.8, "seed": 3, "max_tokens": 24}
+    with engine(model_path, **options) as child:
+        alone = child.run(npc(1), params=params)
+        for n_tokens in (0, 7):
+            job = child.submit(npc(1), params=params)
+            started = child.wait_for("started", job=job)
+            said = [child.wait_for("token", job=job)["id"] for _ in range(n_tokens)]
+            while not n_tokens and child.stats()["prompt_tokens"] % alone[0]["n_prompt"] < 128:
+                pass
+            child.send(op="cancel", job=job, pause=True)
+            while (event := child.next_event())["ev"] == "token":
+                said.append(event["id"])
+            assert event["ev"] == "cancelled"
+            child.run("Who goes there?", params=FEW)
+            before = child.stats()["prompt_tokens"]
+            history = {"history": started["history"]} if mode == "stream_only" else {}
+            child.send(op="submit", job=job, kind="chat", messages=npc(1), sampling=params, resume=said, **history)
+            events = child.finish(job)[job]
+            assert [*said, *ids(events)] == ids(alone) or mode == "planned"
+            read = child.stats()["prompt_tokens"] - before
+            if n_tokens:
+                assert read == (1 if mode == "planned" else 0)
+            else:
+                assert read < alone[0]["n_prompt"] - 100
+
+
+def test_an_answer_that_began_with_another_ones_lore_survives_a_kill(model_path: Path) -> None:
+    """In mode stream_only its text is that of the undisturbed run."""
+
+    async def main() -> None:
+        options: dict[str, Any] = {"mode": "stream_only", "device": "emulated", "vram_budget_mb": 100}
+        sampling = frameshard.Sampling(max_tokens=24, temperature=0.9, seed=4)
+        question = [frameshard.ChatMessage(**message) for message in npc(2)]
+        async with frameshard.launch(model_path, n_parallel=2, n_ctx=512, n_threads=1, **options) as client:
+            alone = await client.chat(question, sampling=sampling).completed()
+            first = [frameshard.ChatMessage(**message) for message in npc(1)]
+            await client.chat(first, conversation="one", sampling=frameshard.Sampling(max_tokens=4)).completed()
+            # Without a conversation the text does not depend on what was read before.
+            assert (await client.chat(question, sampling=sampling).completed()).text == alone.text
+            whole = await client.chat(question, conversation="two", sampling=sampling).completed()
+            assert whole.n_prompt - whole.n_reused < 40
+            async with client.chat(question, conversation="three", sampling=sampling) as answer:
+                for _ in range(6):
+                    await answer.__anext__()
+                pid = (await client.stats()).broker.engine_pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                killed = await answer.completed()
+            assert (killed.text, killed.n_reused) == (whole.text, whole.n_reused)
+            assert (await client.stats()).broker.engine_restarts == 1
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "history", "limit", "n"),
+    [
+        ([(8, 8), (5, 5)], [(8, 8), (5, 5), (3, 3)], 15, 13),
+        ([(8, 8), (5, 5)], [(8, 8), (5, 5)], 12, 8),  # part of a shape is none
+        ([(8, 8), (7, 7)], [(8, 8), (5, 7), (3, 3)], 15, 13),  # after a cut they are the same
+        ([(8, 8), (5, 7)], [(8, 8), (7, 7)], 15, 8),
+        ([(8, 8), (7, 7), (3, 3)], [(8, 8), (5, 7), (3, 3)], 20, 13),
+        ([(4, 4)] * 4, [(8, 8), (8, 8)], 15, 0),
+        ([], [(8, 8)], 7, 0),
+    ],
+)
+def test_cells_stand_for_an_earlier_decode_only_if_the_shapes_are_equal(
+    shapes: list[tuple[int, int]], history: list[tuple[int, int]], limit: int, n: int
+) -> None:
+    assert repeated(shapes, history, limit) == n
+
+
+def test_a_warm_up_reads_while_nothing_else_does(model_path: Path) -> None:
+    lore = [{"role": "system", "content": LORE}]
+    with engine(model_path, n_ctx=1024, n_parallel=2, n_ubatch=32) as child:
+        talker = child.submit("Once upon a time", params={"max_tokens": 30})
+        child.wait_for("token", job=talker)
+        warm = child.submit(lore, warm_up=True, priority=-1)
+        child.wait_for("started", job=warm)
+        ends = [child.wait_for("done") for _ in range(2)]
+        assert [(end["job"], end["n_generated"]) for end in ends] == [(talker, 30), (warm, 0)]
+        first = child.run(npc(1), params=FEW)
+        n_own = first[0]["n_prompt"] - ends[1]["n_prompt"]
+        assert n_read(first) == n_own
+        assert n_own < 40
+        assert n_read(child.run(lore, warm_up=True)) == 1
+        assert child.stats()["kv_cache_entries"] == 1
+
+
+def test_what_cannot_be_warmed_up_is_refused(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    for path, options, named in (
+        (model_path, {"kv_cache_bytes": 0}, "bad_argument"),
+        (model_path, {"kv_cache_bytes": 1 << 20}, "bad_argument"),
+        (tiny_model("mamba2"), {}, "unsupported"),
+    ):
+        with engine(path, **options) as child:
+            (*_, failed) = child.run("The wind blew over the hills. " * 20, warm_up=True)
+            assert failed["error"]["name"] == named
+            assert len(ids(child.run("The wind", params=FEW))) == 6
+
+
+def test_without_a_store_nothing_is_copied(model_path: Path) -> None:
+    with engine(model_path, kv_cache_bytes=0, n_ctx=1024, n_parallel=2) as child:
+        jobs = [child.run(npc(i), conversation=f"npc{i}", params=FEW) for i in range(3)]
+        assert [n_read(events) > 200 for events in jobs] == [True, True, False]  # the third one is in the first's place
+        assert child.stats()["kv_cache_bytes"] == 0
+
+
+def blob(n_bytes: int, tokens: Sequence[int] = (), conversation: str | None = None) -> Blob:
+    return Blob(tokens=list(tokens), conversation=conversation, data=np.zeros(n_bytes, np.uint8))
+
+
+def test_the_store_drops_what_was_used_longest_ago() -> None:
+    store = KvStore(100)
+    first, second, third = (blob(40, [i]) for i in range(3))
+    later = blob(10, [7, 8], "talk")
+    assert [store.put(each) for each in (first, second)] == [True, True]
+    store.use(first)
+    assert [store.put(each) for each in (third, blob(101))] == [True, False]
+    assert list(store) == [third, first]
+    assert [store.put(each) for each in (blob(20, [7], "talk"), later)] == [True, True]
+    assert list(store) == [later, third, first]
+    figures = {"kv_cache_bytes": 90, "kv_cache_entries": 3, "kv_cache_hits": 1, "kv_cache_evictions": 1}
+    assert store.statistics() == figures
