@@ -32,6 +32,7 @@ ENUMS = {
     "EngineState": "FS_ENGINE_",
     "ImageFormat": "FS_IMAGE_",
     "LeaseState": "FS_LEASE_",
+    "LoadingStage": "FS_LOADING_",
     "NoticeKind": "FS_NOTICE_",
     "Phase": "FS_PHASE_",
     "Reason": "FS_REASON_",
@@ -59,6 +60,7 @@ EVENTS = {
     "PLAN": "PlanRow",
     "FRAME_BLOCK": "frame_block",
     "PROGRESS": "progress",
+    "LOADING": "loading",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and

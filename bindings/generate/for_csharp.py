@@ -24,6 +24,7 @@ ENUMS = {
     "EngineState": "EngineState",
     "ImageFormat": "ImageFormat",
     "LeaseState": "LeaseState",
+    "LoadingStage": "LoadingStage",
     "NoticeKind": "NoticeKind",
     "Phase": "Phase",
     "Reason": "StopReason",

@@ -23,6 +23,7 @@ WORDS = {
     "EngineState": "ENGINE_STATES",
     "ImageFormat": "IMAGE_FORMATS",
     "LeaseState": "LEASE_STATES",
+    "LoadingStage": "LOADING_STAGES",
     "NoticeKind": "NOTICES",
     "Phase": "PHASES",
     "Reason": "REASONS",

@@ -16,7 +16,7 @@ TYPES = MODULE / "Public" / "FrameshardTypes.h"
 SETTINGS = MODULE / "Public" / "FrameshardSettings.h"
 OPTIONS = MODULE / "Private" / "FrameshardOptions.h"
 
-ENUMS = ("LeaseState", "Decision", "NoticeKind", "Reason", "Phase", "ImageFormat", "SchedulingMode")
+ENUMS = ("LeaseState", "Decision", "NoticeKind", "Reason", "Phase", "LoadingStage", "ImageFormat", "SchedulingMode")
 # People set these in MiB.
 SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb", "kv_cache_bytes": "KvCacheMb"}
 PATHS = ("model", "mmproj", "draft_model")  # may begin in the project's Content folder

@@ -67,6 +67,7 @@ typedef struct fs_launch_options {
   double off_pause_s;
   double off_pause_max_s;
   uint64_t kv_cache_bytes;
+  const char *loading;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -205,11 +206,13 @@ fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answer *answ
 enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DONE = 4, FS_EVENT_FAILED = 5,
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
-  FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19 };
+  FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
+  FS_EVENT_LOADING = 20 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
 enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2, };
+enum { FS_LOADING_READ = 1, FS_LOADING_PROFILE = 2, FS_LOADING_FILL = 3, };
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2, };
 enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
   FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6, };
@@ -257,6 +260,7 @@ typedef struct fs_event {
   uint64_t seed;
   uint64_t n_reused;
   uint64_t sentence_end;
+  uint64_t stage;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -390,13 +394,15 @@ local function place_of(word, words, name)
 end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
-  "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress" }
+  "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
+  "loading" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
 local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
 local IMAGE_FORMATS = { "encoded", "rgb", "rgba" }
 local LEASE_STATES = { "active", "parked", "hibernated" }
+local LOADING_STAGES = { "read", "profile", "fill" }
 local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state" }
 local PHASES = { "encode", "prefill" }
 local REASONS = { "stop", "length" }
@@ -491,6 +497,9 @@ local OPTIONS = {
     -- Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
     -- several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. Default 512.
     kv_cache_mb = { "mebibytes", "kv_cache_bytes" },
+    -- `on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads only.
+    -- One of off, on. Default off.
+    loading = { "text" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -989,6 +998,8 @@ local function convert(self, raw)
   elseif kind == "notice" then
     event.kind, event.text = NOTICES[raw.notice] or "unknown", text
     event.budget_bytes, event.seconds = tonumber(raw.budget_bytes), raw.seconds
+  elseif kind == "loading" then
+    event.stage, event.done, event.total = LOADING_STAGES[tonumber(raw.stage)] or "unknown", raw.done, raw.total
   elseif kind == "caps" then
     event.device, event.detail = text, ffi.string(raw.detail, raw.detail_length)
     event.total_bytes, event.free_bytes = known_bytes(raw.total_bytes), known_bytes(raw.free_bytes)
@@ -1045,7 +1056,7 @@ end
 -- | "started" | `job`, `n_prompt`, `seed` |
 -- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `prefill_s`, `decode_s` |
--- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; only for jobs with images |
+-- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
 -- | "failed", "cancelled" | `job`, `error` |
 -- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |
 -- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds` |
@@ -1060,6 +1071,7 @@ end
 -- | "refused" | `request`, `error`, `floor_bytes` |
 -- | "notice" | `kind`, `budget_bytes`, `seconds`, `text` |
 -- | "engine" | `state`, `restarts`, `error` |
+-- | "loading" | `stage` ("read", "profile", "fill"), `done`, `total`; before "ready" with `loading = "on"` |
 -- | "closed" | `error`; the last event |
 --
 -- Events of a job also have its `timeline`. `detail` is a JSON object, or "". Sizes that the system does not report are

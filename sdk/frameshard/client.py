@@ -107,7 +107,7 @@ class Stream:
         self._client = client
         self._submit = submit
         self.progress: m.Progress | None = None
-        """How much of the images and the prompt is done; only for a job with images."""
+        """How much of the images and the prompt is done; only for a job with images or a long prompt."""
         self.on_progress: Callable[[m.Progress], None] | None = None
         """Called with each new :attr:`progress` while the stream is read."""
         self._images = images
@@ -284,6 +284,8 @@ class Client:
     def __init__(self, core: ClientConnection, socket: Socket, info: ConnectInfo, name: str) -> None:
         self.info = info
         """The sidecar's endpoint and keys, for :func:`connect`. Keep the keys secret."""
+        self.on_loading: OnLoading | None = None
+        """Called with the progress of a load, when an engine starts again."""
         self._core = core
         self._socket = socket
         self._answers: dict[int, trio.MemorySendChannel[m.Reply]] = {}
@@ -630,6 +632,9 @@ class Client:
             _tell(self._watchers, message)
         elif isinstance(message, m.Notice):
             _tell(self._listeners, message)
+        elif isinstance(message, m.Loading):
+            if self.on_loading is not None:
+                self.on_loading(message)
         elif isinstance(message, m.Welcome):
             self._welcomed.set()
         elif message.id in self._answers:
@@ -677,19 +682,30 @@ def _open_log(log: int | None) -> Iterator[int]:
         os.close(fd)
 
 
-async def _ready_line(sidecar: trio.Process, config: bytes) -> bytes:
-    """Sends the configuration and reads the sidecar's line; it is incomplete if the sidecar has ended."""
+OnLoading = Callable[[m.Loading], None]
+
+
+async def _ready_line(sidecar: trio.Process, config: bytes, on_loading: OnLoading | None) -> bytes:
+    """Sends the configuration and reads the sidecar's line; it is incomplete if the sidecar has ended. Lines with the
+    progress of the load, which may come before, go to `on_loading`."""
     assert sidecar.stdin is not None
     assert sidecar.stdout is not None
-    line = b""
+    said = b""
     with contextlib.suppress(trio.BrokenResourceError):
         await sidecar.stdin.send_all(config)
-        while not line.endswith(b"\n") and len(line) < MAX_READY_LINE:
+        while len(said) < MAX_READY_LINE:
+            while b"\n" in said:
+                line, _, said = said.partition(b"\n")
+                loading = wire_launch.parse_loading(line)
+                if loading is None:
+                    return line + b"\n"
+                if on_loading is not None:
+                    on_loading(loading)
             data = await sidecar.stdout.receive_some()
             if not data:
                 break
-            line += data
-    return line
+            said += data
+    return said
 
 
 async def _copy_words(sidecar: trio.Process, log: int, output: bytearray) -> None:
@@ -727,8 +743,16 @@ def _tell(listeners: list[trio.MemorySendChannel[T]], what: T) -> None:
 class ClientScope:
     """The result of :func:`launch` and :func:`connect`. ``async with`` gives the :class:`Client`."""
 
-    def __init__(self, name: str, info: ConnectInfo | None, config: ServeConfig | None, log: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        info: ConnectInfo | None,
+        config: ServeConfig | None,
+        log: int | None,
+        on_loading: OnLoading | None = None,
+    ) -> None:
         self._name = name
+        self.on_loading = on_loading
         self._info = info
         self._config = config
         self._log = log
@@ -824,7 +848,7 @@ class ClientScope:
             output = bytearray()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_copy_words, self._sidecar, log, output)
-                line = await _ready_line(self._sidecar, wire_launch.config_line(config))
+                line = await _ready_line(self._sidecar, wire_launch.config_line(config), self.on_loading)
                 status = None if line.endswith(b"\n") else await _status(self._sidecar)
                 if status is None:
                     nursery.cancel_scope.cancel()
@@ -854,6 +878,7 @@ class ClientScope:
             raise BadArgument(f"cannot connect to {info.endpoint}: {error}", field="endpoint") from None
         core = ClientConnection(self._name, epoch=info.epoch, notices=True)
         client = Client(core, Socket(dealer), info, self._name)
+        client.on_loading = self.on_loading
         client._flush()
         return client
 
@@ -864,6 +889,7 @@ def launch(
     vram_budget_mb: float = 0,
     name: str = "python",
     log: int | None = None,
+    on_loading: OnLoading | None = None,
     **options: Unpack[LaunchOptions],
 ) -> ClientScope:
     """Starts a sidecar with a model and connects to it: ``async with launch(...) as client``.
@@ -874,6 +900,8 @@ def launch(
     :param vram_budget_mb: the limit in MiB for everything that the sidecar holds in VRAM; 0 for no limit.
     :param name: name of this client in the sidecar's log.
     :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
+    :param on_loading: called with each :class:`frameshard.Loading` while the model is loaded, for a progress bar; also
+        when an engine starts again later.
     :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the first GPU, or the CPU if
         there is none), `n_ctx`, `n_parallel`, `mmproj`, ...
     :raises BadArgument: an option is unknown or has a wrong value.
@@ -889,8 +917,10 @@ def launch(
         fields["connect_file"] = os.fspath(fields["connect_file"])
     if "kv_cache_mb" in fields:
         fields["kv_cache_bytes"] = mebibytes(fields.pop("kv_cache_mb"), "kv_cache_mb")
+    if on_loading is not None:
+        fields["loading"] = "on"
     fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}
-    return ClientScope(name, None, wire_launch.make_config(fields), log)
+    return ClientScope(name, None, wire_launch.make_config(fields), log, on_loading)
 
 
 def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python") -> ClientScope:

@@ -87,6 +87,9 @@ class LaunchOptions(TypedDict, total=False):
     default 1.0."""
     off_pause_max_s: float
     """Maximum length of such a pause. By default 60.0."""
+    loading: Literal["off", "on"]
+    """`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads only. By
+    default off."""
 
 
 class JobOptions(TypedDict, total=False):

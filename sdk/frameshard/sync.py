@@ -277,6 +277,7 @@ Event = (
     | Loaded
     | m.Notice
     | m.Engine
+    | m.Loading
     | Closed
 )
 
@@ -292,6 +293,7 @@ class Sidecar:
         self.error: FrameshardError | None = None
         """Why the sidecar is gone."""
         self._scope = scope
+        scope.on_loading = self._put
         self._requests = 0
         self._events: deque[Event] = deque()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -321,6 +323,7 @@ class Sidecar:
         """Starts a sidecar; the arguments are those of :func:`frameshard.launch`.
 
         Returns before the model is loaded: :class:`Ready` or :class:`Closed` follows. What is asked before that waits.
+        With `loading="on"`, the event :class:`frameshard.Loading` says how far the load is.
 
         :raises BadArgument: an option is unknown or wrong.
         """

@@ -51,6 +51,7 @@ def fake_engine(
     sick: str | None = None,
     hang_at_token: int | None = None,
     nonsense_at_token: int | None = None,
+    loading: int | None = None,
 ) -> tuple[str, ...]:
     """The command of a fake engine, for the `engine` option of :func:`frameshard.launch`.
 
@@ -67,6 +68,7 @@ def fake_engine(
     :param sick: path of a file. While it exists, die by a signal while loading.
     :param hang_at_token: hang before the token with this number. The process stays alive.
     :param nonsense_at_token: send bytes that are not a message before the token with this number.
+    :param loading: report the load in so many steps.
     """
     options: dict[str, object] = {
         "delay": delay_s,
@@ -79,6 +81,7 @@ def fake_engine(
         "sick": sick,
         "hang-at-token": hang_at_token,
         "nonsense-at-token": nonsense_at_token,
+        "loading": loading,
     }
     flags = {"endless": endless, "crash-at-load": crash_at_load, "crash-when-idle": crash_when_idle}
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
@@ -162,6 +165,8 @@ class _FakeEngine:
         self._budget = config.vram_budget_bytes
         if 0 < self._budget < self._floor():
             self._fail(below_floor(self._budget, self._floor()))
+        for done in range(self._args.loading):
+            self._say(em.Loading("read", done + 1, self._args.loading))
         self._n_ctx = self._args.n_ctx or config.n_ctx
         model = m.ModelInfo(
             name=os.path.basename(config.model),
@@ -306,6 +311,7 @@ def _main() -> None:
     parser.add_argument("--n-ctx", type=int)
     for name in ("--crash-at-token", "--hang-at-token", "--nonsense-at-token"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--loading", type=int, default=0)
     for name in ("--endless", "--crash-at-load", "--crash-when-idle"):
         parser.add_argument(name, action="store_true")
     args = parser.parse_args()

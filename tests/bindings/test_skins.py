@@ -67,6 +67,7 @@ def test_csharp_lays_structs_out_as_the_header_does() -> None:
         ("FS_ENGINE_", "Types.cs", "EngineState"),
         ("FS_IMAGE_", "Types.cs", "ImageFormat"),
         ("FS_PHASE_", "Types.cs", "Phase"),
+        ("FS_LOADING_", "Types.cs", "LoadingStage"),
     ],
 )
 def test_csharp_numbers_things_as_the_header_does(prefix: str, file: str, name: str) -> None:

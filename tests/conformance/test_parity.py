@@ -146,7 +146,7 @@ def test_python_sets_every_field(client: Any) -> None:
 def test_python_hands_on_whole_messages() -> None:
     """Both clients return the messages of the protocol, so every field is there."""
     given = {frameshard.Delta, frameshard.Progress, frameshard.ModelInfo, frameshard.Engine, frameshard.Notice}
-    given |= {frameshard.Lease, frameshard.Released, frameshard.Observed}
+    given |= {frameshard.Lease, frameshard.Released, frameshard.Observed, frameshard.Loading}
     given |= {frameshard.Budget, frameshard.Caps, frameshard.Stats, frameshard.PlanRow}
     for event in typing.get_args(sync.Event):
         for hint in typing.get_type_hints(event).values():

@@ -209,6 +209,7 @@ class Play:
     def _event(self, step: dict[str, Any]) -> None:
         wanted = step["event"]
         keys = ["type", "job", "request"] + (["state", "kind"] if wanted["type"] in ("engine", "notice") else [])
+        keys += ["stage", "done"] if wanted["type"] == "loading" else []
         keys = [name for name in keys if name in wanted]
         event = self.find(lambda event: all(event.get(name) == wanted[name] for name in keys))
         assert _fits(event, wanted), event

@@ -40,6 +40,7 @@ COMMANDS: list[em.Command] = [
     em.Stop(),
 ]
 EVENTS: list[em.Event] = [
+    em.Loading("read", 12, 94),
     em.Ready(MODEL, 64 * MIB, 512, 4, 1.5),
     em.Fatal(WHY),
     em.Started(1, 12, 3, 2**32 - 1, ((8, 8, 1), (4, 8, 1))),

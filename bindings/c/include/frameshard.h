@@ -215,6 +215,9 @@ typedef struct fs_launch_options {
     /* Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
        several jobs begin with. The least recently used are dropped; 0: none are kept. Default 536870912. */
     uint64_t kv_cache_bytes;
+    /* `on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads
+       only. One of off, on; NULL: the default, off. */
+    const char *loading;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -629,8 +632,12 @@ enum {
     FS_EVENT_PLAN = 17,
     /* Answer to fs_get_frame_block. request, text: the path. */
     FS_EVENT_FRAME_BLOCK = 18,
-    /* Progress of a job with images, for a progress bar, before its first text. job, timeline, phase, done, total. */
-    FS_EVENT_PROGRESS = 19
+    /* Progress of a job with images or a long prompt, for a progress bar, before its first text. job, timeline, phase,
+       done, total. */
+    FS_EVENT_PROGRESS = 19,
+    /* How far the model is loaded, for a progress bar: before FS_EVENT_READY if the launch option `loading` is "on", and
+       when an engine starts again. stage, done, total. */
+    FS_EVENT_LOADING = 20
 };
 
 /* Why an answer is complete. */
@@ -650,12 +657,21 @@ enum {
     FS_ENGINE_HIBERNATED = 5, /* it has ended, as the lease asked */
     /* end of EngineState */
 };
-/* What a job with images does before its first token. */
+/* What a job with images or a long prompt does before its first token. */
 enum {
     /* generated: Phase */
     FS_PHASE_ENCODE = 1,  /* images are encoded */
     FS_PHASE_PREFILL = 2, /* the prompt is computed */
     /* end of Phase */
+};
+/* What is done while a model is loaded. */
+enum {
+    /* generated: LoadingStage */
+
+    FS_LOADING_READ = 1,
+    FS_LOADING_PROFILE = 2,
+    FS_LOADING_FILL = 3,
+    /* end of LoadingStage */
 };
 /* The decision about a lease. */
 enum {
@@ -769,9 +785,12 @@ typedef struct fs_event {
     /* `encode`: images are encoded. `prefill`: the prompt is computed. FS_PHASE_..., or 0 for a value that this
        library does not know. */
     uint32_t phase;
-    /* Number of images encoded, or of prompt tokens computed. */
+    /* FS_EVENT_PROGRESS: Number of images encoded, or of prompt tokens computed.
+       FS_EVENT_LOADING: What is done of `total`. */
     uint32_t done;
-    /* Number of images to encode (higher if the model cuts images into tiles), or of prompt tokens. */
+    /* FS_EVENT_PROGRESS: Number of images to encode (higher if the model cuts images into tiles), or of prompt
+       tokens.
+       FS_EVENT_LOADING: MiB of the model file, steps of the profile, or MiB of weights to copy. */
     uint32_t total;
     /* Always 0. */
     uint32_t reserved;
@@ -781,6 +800,9 @@ typedef struct fs_event {
     uint64_t n_reused;
     /* True if the text ends a sentence, which began after the last such delta. Only for jobs with `sentences`. */
     uint64_t sentence_end;
+    /* `read`: the model file is read. `profile`: the machine's profile is read or estimated. `fill`: weights are
+       copied to VRAM. FS_LOADING_..., or 0 for a value that this library does not know. */
+    uint64_t stage;
     /* end of fs_event */
 } fs_event;
 

@@ -45,7 +45,7 @@ struct Ending {
 /* Callbacks for one answer. Each may be empty. on_end is the last call. on_sentence gets whole sentences, as the sidecar
  * finds them, without white space around them. A sentence that was cut off is not passed on. */
 struct Listener {
-    std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, only for a job with images
+    std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, with images or a long prompt
     std::function<void(std::string_view)> on_text;
     std::function<void(std::string_view)> on_sentence;
     std::function<void(const Ending &)> on_end;

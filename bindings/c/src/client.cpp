@@ -279,10 +279,27 @@ void fs_client::connect(const json &info) {
     flush();
 }
 
+/* Whether a line of the process's output is a `loading` message that can be taken. */
+static bool is_loading(const json &said) {
+    if (!said.is_object() || !said.contains("loading") || !said["loading"].is_object()) {
+        return false;
+    }
+    const json &fields = said["loading"];
+    return fields.value("stage", json()).is_string() && fields.value("done", json()).is_number_unsigned() &&
+           fields.value("total", json()).is_number_unsigned();
+}
+
 /* Reads the process's output. When the ready line is complete, connects or ends the session. */
 void fs_client::load(double time) {
     bool more = process.read(&line);
     size_t end = line.find('\n');
+    json said;
+    while (end != std::string::npos &&
+           is_loading(said = json::parse(line.begin(), line.begin() + std::ptrdiff_t(end), nullptr, false))) {
+        session.loading(said["loading"]);
+        line.erase(0, end + 1);
+        end = line.find('\n');
+    }
     if (end == std::string::npos) {
         if (line.size() > kMaxLine) {
             loading = false;
@@ -294,7 +311,6 @@ void fs_client::load(double time) {
     }
     loading = false;
     process.stop_reading();
-    json said = json::parse(line.begin(), line.begin() + std::ptrdiff_t(end), nullptr, false);
     if (said.is_object() && said.contains("ready")) {
         fs_status status = guarded([&] { connect(said["ready"]); });
         if (status != FS_OK) {

@@ -354,6 +354,12 @@ const std::vector<Message> &messages() {
             {"seconds", Type::Number, 0, 1000000000},
             {"detail", Type::Text, 0, 200},
         }},
+        {"loading", {
+            {"epoch", Type::Int, 1, kMost},
+            {"stage", Type::Word},
+            {"done", Type::Int, 0, kMost},
+            {"total", Type::Int, 0, kMost},
+        }},
     };
     return all;
 }

@@ -109,6 +109,9 @@ json fields_of(const fs_launch_options &given) {
         check_range("kv_cache_bytes", double(given.kv_cache_bytes), 0, 9007199254740991);
         fields["kv_cache_bytes"] = given.kv_cache_bytes;
     }
+    if (given.loading != nullptr) {
+        fields["loading"] = word_of("loading", given.loading, {"off", "on"});
+    }
     return fields;
 }
 

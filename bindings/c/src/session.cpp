@@ -285,9 +285,18 @@ void Session::receive(const char *data, size_t size) {
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.seconds = message["seconds"];
         event.text = message["detail"];
+    } else if (name == "loading") {
+        loading(message);
     } else {
         answered_by(message);
     }
+}
+
+void Session::loading(const json &message) {
+    Event &event = put(FS_EVENT_LOADING);
+    event.fields.stage = place_of(message["stage"], {"read", "profile", "fill"});
+    event.fields.done = message["done"];
+    event.fields.total = message["total"];
 }
 
 void Session::welcomed(const json &message) {

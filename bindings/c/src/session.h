@@ -48,6 +48,8 @@ class Session {
     /* Ends the session: each open job fails and each open request is refused with `error`, then FS_EVENT_CLOSED
      * follows. Further calls do nothing. */
     void lose(Error error);
+    /* Takes a `loading` message: from the sidecar's output while it is launched, later from the socket. */
+    void loading(const json &message);
 
     bool has_event() const { return !events_.empty(); }
     /* Removes and returns the next event for the program, and gives the sidecar credit for it. */

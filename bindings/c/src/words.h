@@ -9,6 +9,7 @@ constexpr const char *kDecision[] = {"granted", "partial"};
 constexpr const char *kEngineState[] = {"loading", "ready", "restarting", "off", "hibernated"};
 constexpr const char *kImageFormat[] = {"encoded", "rgb", "rgba"};
 constexpr const char *kLeaseState[] = {"active", "parked", "hibernated"};
+constexpr const char *kLoadingStage[] = {"read", "profile", "fill"};
 constexpr const char *kNoticeKind[] = {"wants", "gives_back", "late", "pressure", "other_process", "state"};
 constexpr const char *kPhase[] = {"encode", "prefill"};
 constexpr const char *kReason[] = {"stop", "length"};

@@ -36,6 +36,7 @@ namespace Frameshard.Unity
         public event Action<ModelInfo> OnReady;
         public event Action<BudgetResult> OnBudgetChanged;
         public event Action<Notice> OnNotice;
+        public event Action<Loading> OnLoading;
         public event Action<FrameshardException> OnError;
 
         /// <summary>The session with the sidecar; null while disabled.</summary>
@@ -72,6 +73,7 @@ namespace Frameshard.Unity
             }
             Client.OnBudgetChanged += result => OnBudgetChanged?.Invoke(result);
             Client.OnNotice += notice => OnNotice?.Invoke(notice);
+            Client.OnLoading += loading => OnLoading?.Invoke(loading);
             Client.OnRefused += Report;
             Client.OnClosed += End;
             Greet(Client);

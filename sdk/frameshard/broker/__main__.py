@@ -2,8 +2,9 @@
 sidecar".
 
 The host writes one line of JSON to standard input and keeps it open. The program writes one line of JSON to standard
-output. The arguments have no keys and no path of a model, because every user of the machine can read them. The exit
-code is 0 after an orderly end, and 3 after an error, which the line names.
+output, and before it lines with the progress of the load if the host asks for them. The arguments have no keys and no
+path of a model, because every user of the machine can read them. The exit code is 0 after an orderly end, and 3 after
+an error, which the line names.
 
 With ``--log-fd N`` the log goes to that inherited descriptor. A host can then pass a pipe as standard error, to read
 why Python did not start or what it could not import. This program closes the pipe when it begins, so the host need not
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from frameshard.broker.process import serve
 from frameshard.errors import BadArgument, FrameshardError, internal
-from frameshard.wire import launch
+from frameshard.wire import launch, messages
 
 MAX_LINE = 1 << 16
 EXIT_ERROR = 3
@@ -50,11 +51,17 @@ def main() -> int:
                 os.close(out)
             out = -1
 
+    def loading(progress: messages.Loading) -> None:
+        if config.loading == "on" and out >= 0:
+            with contextlib.suppress(OSError):
+                os.write(out, launch.loading_line(progress))
+
     def ready(info: launch.ConnectInfo, _: Path) -> None:
         say(launch.ready_line(info))
 
     try:
-        serve(launch.parse_config(_read_line(0)), on_ready=ready, host_pipe=0)
+        config = launch.parse_config(_read_line(0))
+        serve(config, on_ready=ready, on_loading=loading, host_pipe=0)
     except FrameshardError as error:
         say(launch.error_line(error))
         return EXIT_ERROR

@@ -38,12 +38,14 @@ def serve(
     config: ServeConfig,
     *,
     on_ready: Callable[[ConnectInfo, Path], None] | None = None,
+    on_loading: Callable[[m.Loading], None] | None = None,
     host_pipe: int | None = None,
 ) -> int:
     """Runs a sidecar until it is stopped.
 
     :param on_ready: called once when the model is loaded, with the data for clients to connect and the path of the
         connect file.
+    :param on_loading: called with the progress of the first load.
     :param host_pipe: file descriptor whose end of file shows that the host has ended. None: only a signal or a client
         ends the sidecar.
     :returns: the number of the signal that ended it, else 0.
@@ -64,7 +66,7 @@ def serve(
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         epoch = new_number()
-        server = Server(config, epoch)
+        server = Server(config, epoch, on_loading=on_loading)
         listener = Listener(wanted, server_secret, client_public)
         info = ConnectInfo(
             protocol=m.VERSION,

@@ -41,8 +41,11 @@ class Server:
     :param epoch: the number of the launch.
     """
 
-    def __init__(self, config: ServeConfig, epoch: int) -> None:
+    def __init__(
+        self, config: ServeConfig, epoch: int, *, on_loading: Callable[[m.Loading], None] | None = None
+    ) -> None:
         self.error: FrameshardError | None = None
+        self._on_loading = on_loading
         self._config = config
         self._socket: Socket | None = None
         self._epoch = epoch
@@ -223,7 +226,9 @@ class Server:
             self._announce = None
 
     def engine_event(self, event: em.Event) -> bool:
-        if isinstance(event, em.BudgetEvent | em.Watch):
+        if isinstance(event, em.Loading):
+            self._tell_loading(m.Loading(self._epoch, event.stage, event.done, event.total))
+        elif isinstance(event, em.BudgetEvent | em.Watch):
             self._lease.engine_event(event, trio.current_time())
         elif isinstance(event, em.Stats | em.Plans):
             self._requests.engine_answered(event)
@@ -269,6 +274,13 @@ class Server:
         why = None if supervisor.error is None else m.ErrorInfo.of(supervisor.error)
         for session in self._sessions:
             session.connection.reply(m.Engine(self._epoch, supervisor.state.value, supervisor.restarts, why))
+
+    def _tell_loading(self, loading: m.Loading) -> None:
+        if self._announce is not None and self._on_loading is not None:
+            self._on_loading(loading)
+        for session in self._sessions:
+            if session.notices:
+                session.connection.notify(loading)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 

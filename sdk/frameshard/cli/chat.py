@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from frameshard.cli import common, interrupt
+from frameshard.cli import common, interrupt, progress
 from frameshard.errors import BadArgument, ConnectionLost, EngineDied, FrameshardError, JobCancelled
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         kv_type=args.kv_type,
         n_threads=args.threads,
         name="chat",
+        on_loading=progress.loading,
     )
 
     async def main() -> Chat:

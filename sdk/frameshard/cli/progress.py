@@ -18,6 +18,8 @@ from . import interrupt
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from frameshard import Loading
+
 logger = logging.getLogger("frameshard")
 
 
@@ -69,6 +71,15 @@ class _ToBar(logging.Handler):
             self._progress.update(self._task, description=text)
         else:
             self._progress.console.print(f"{record.name}: {text}", markup=False, highlight=False)
+
+
+def loading(progress: Loading) -> None:
+    """Shows how far a sidecar has loaded its model, in a line of the terminal that later output overwrites."""
+    if not sys.stderr.isatty():
+        return
+    unit = "" if progress.stage == "profile" else " MiB"
+    text = f"loading: {progress.stage} {progress.done} of {progress.total}{unit}"
+    print(f"\r{'' if progress.done == progress.total else text}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frameshard.cli import common, interrupt
+from frameshard.cli import common, interrupt, progress
 
 if TYPE_CHECKING:
     from frameshard.wire.launch import ConnectInfo
@@ -98,4 +98,4 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, "pid": info.pid})
 
-    return interrupt.STATUS if serve(config, on_ready=ready) == signal.SIGINT else 0
+    return interrupt.STATUS if serve(config, on_ready=ready, on_loading=progress.loading) == signal.SIGINT else 0

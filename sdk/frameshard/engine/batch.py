@@ -66,6 +66,8 @@ logger = logging.getLogger("frameshard.engine")
 
 MAX_QUEUED = 1024
 RATE_WINDOW_S = 2.0
+LONG_PROMPT = 1024
+"""The progress of a prompt is reported from so many tokens on."""
 
 
 class _NotFinite(Exception):
@@ -223,7 +225,7 @@ class Batcher:
             kept, _ = prefilling.shapes.popleft()
             self._keep(job_slot(prefilling), part, kept)
             self._prompt_tokens += kept
-            if prefilling.pictures:
+            if prefilling.pictures or len(prefilling.to_prefill) >= LONG_PROMPT:
                 events.append(
                     em.Progress(prefilling.id, "prefill", len(job_slot(prefilling).tokens), len(prefilling.to_prefill))
                 )

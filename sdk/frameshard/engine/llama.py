@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,14 @@ class Llama:
 
     :param model: the contents of the file's header.
     :param devices: handles of ggml devices, ``None`` at the end; ``(None,)`` uses only the CPU.
+    :param on_read: called with the share of the file that is read, from 0 to 1.
     :raises BadModel: llama.cpp refuses the file.
     :raises Unsupported: the model does not generate text.
     """
 
-    def __init__(self, model: Model, devices: ctypes.Array[ctypes.c_void_p]) -> None:
+    def __init__(
+        self, model: Model, devices: ctypes.Array[ctypes.c_void_p], on_read: Callable[[float], None] | None = None
+    ) -> None:
         self._context: Any = None
         self._devices = devices  # kept alive, because llama.cpp keeps the pointer
         params = llama_cpp.llama_model_default_params()
@@ -74,6 +77,8 @@ class Llama:
             params.use_extra_bufts = False
         params.n_gpu_layers = ALL_LAYERS if devices[0] else 0
         params.devices = ctypes.cast(devices, ctypes.c_void_p).value
+        if on_read is not None:
+            params.progress_callback = llama_cpp.llama_progress_callback(lambda share, _: on_read(share) is None)
         self._model: Any = llama_cpp.llama_model_load_from_file(os.fsencode(model.path), params)
         if not self._model:
             raise BadModel(f"llama.cpp refuses {model.path}: {llamalog.last_errors()}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from frameshard.engine.llama import KV_PAGE, Llama
@@ -24,13 +24,18 @@ from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile
 from frameshard.plan.ubatch import LEAST_UBATCH, choose_launch_ubatch, choose_ubatch
 from frameshard.plan.workload import Workload
+from frameshard.wire import messages as m
 from frameshard.wire.engine import EngineConfig
 
 logger = logging.getLogger("frameshard.engine")
 
+OnLoading = Callable[[m.LoadingStage, int, int], None]
+"""Is called with a stage of the load, and what of it is done: the fields of :class:`frameshard.wire.engine.Loading`."""
+
 _ROUTING_CHANGED = 0.08  # share of the routers' choices that must differ before a new plan is made
 REPLAN_SHARE = 16
 """A new plan is made when the size of the KV cache has changed by more than the budget divided by this number."""
+_FILL_STEPS = 20  # reports of progress while a load fills VRAM
 _LEAST_CTX_USED = 512  # plans assume at least so many tokens of context
 
 
@@ -42,6 +47,7 @@ class Placement:
     :param observer: what NVML counts for this process; ``None`` if NVML is not used.
     :param measure: measure at the load what the kept profile lacks. If false, the load plans from an estimate and
         leaves that to :attr:`measurements`.
+    :param on_loading: called with the progress of the profile and of :meth:`settle`.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Placement:
         observer: Observer | None,
         *,
         measure: bool = True,
+        on_loading: OnLoading = lambda stage, done, total: None,
     ) -> None:
         self.device = device
         self.overhead = DriverOverhead(device, observer)
@@ -70,7 +77,7 @@ class Placement:
         self._device_name, self._model, self._config, self._n_threads = device_name, model, config, n_threads
         self.measurements: Measurements | None = None
         """The measurements that the profile in use lacks; ``None`` if it is measured."""
-        self._measure = measure
+        self._measure, self._on_loading = measure, on_loading
         self._profile: Profile | None = None
         self._plan: Plan | None = None
         self._lengths: Sequence[int] = ()
@@ -83,6 +90,7 @@ class Placement:
     def profile(self) -> Profile:
         """[any thread] The machine's profile; loaded, measured or estimated at the first use."""
         if self._profile is None:
+            self._on_loading("profile", 0, 1)
             measurements = Measurements(
                 self.device,
                 self._model,
@@ -97,6 +105,7 @@ class Placement:
                 self._profile = measurements.estimate()
                 self.measurements = measurements
                 logger.info("plans are made from an estimate of this machine, until an idle moment to measure it")
+            self._on_loading("profile", 1, 1)
         return self._profile
 
     def adopt_profile(self, profile: Profile) -> None:
@@ -166,8 +175,18 @@ class Placement:
                 self.device.set_expert_uses(i, kept.get(shard.name, []))
         self.overhead.measure()
         self.replan()
-        while fill and self.fill():
-            pass
+        if fill:
+            self._fill_all()
+
+    def _fill_all(self) -> None:
+        """Makes as many weights resident as the budget allows."""
+        total = self.plan.tiers[0].resident_bytes
+        n_filled, total_mib = 0, -(-total >> 20)
+        self._on_loading("fill", 0, total_mib)
+        while filled := self.fill(max(total // _FILL_STEPS, 1 << 20)):
+            n_filled += filled
+            self._on_loading("fill", min(n_filled, total) >> 20, total_mib)
+        self._on_loading("fill", total_mib, total_mib)
 
     # --- plans ----------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ FILL_STEPS = 4
 """Between two decodes, weights are copied to VRAM for at most the time of this many decodes. Resident weights need not
 be streamed, so that soon saves time."""
 
+TELL_LOADING_S = 0.05
+
 LEARN_EVERY = 64
 """The plan is adapted to the experts that the router picks after every so many decodes."""
 
@@ -111,6 +113,7 @@ class Engine:
         self._progress = -1
         self._progress_at = 0.0
         self._n_decodes = 0
+        self._told_at = 0.0
 
     # --- main thread ----------------------------------------------------------------------------------------------
 
@@ -210,7 +213,9 @@ class Engine:
             self._idle.disturb()
         self._send_all(events)
         # The encoder of images has evicted weights to get room. They are copied back while the first tokens run.
-        self._filling = self._filling or any(isinstance(event, em.Progress) for event in events)
+        self._filling = self._filling or any(
+            isinstance(event, em.Progress) and event.phase == "encode" for event in events
+        )
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
 
     def _load(self, config: em.EngineConfig) -> None:
@@ -218,7 +223,7 @@ class Engine:
             raise BadMessage("load came twice")
         started = time.monotonic()
         self._loading = config.model
-        runtime = self._runtime = Runtime.load(config, measure=False)
+        runtime = self._runtime = Runtime.load(config, measure=False, on_loading=self._tell_loading)
         mmproj = runtime.config.mmproj
         if mmproj:
             self._loading = mmproj
@@ -233,6 +238,15 @@ class Engine:
         self._link.send(self._watcher.look(parked=False))
         self._loaded.set()
         self._link.send(report.ready(runtime, self._vision, time.monotonic() - started))
+
+    def _tell_loading(self, stage: m.LoadingStage, done: int, total: int) -> None:
+        """Reports the progress of the load, for a bar: the ends of each stage, and not too often in between."""
+        now = time.monotonic()
+        if 0 < done < total and now - self._told_at < TELL_LOADING_S:
+            return
+        self._told_at = now
+        with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
+            self._link.send(em.Loading(stage, done, total))
 
     def _make_draft(self, runtime: Runtime) -> DraftModel | None:
         if not runtime.config.draft_model:

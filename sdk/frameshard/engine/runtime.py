@@ -29,7 +29,7 @@ from frameshard.engine import llamalog
 from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Rows
 from frameshard.engine.nvml import Observer
-from frameshard.engine.placement import Placement
+from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, ContextOverflow
 from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
@@ -60,6 +60,7 @@ class Runtime:
         self._llama: Llama | None = None
         self._tokenizer: Tokenizer | None = None
         self._forms: Forms | None = None
+        self._on_loading: OnLoading = lambda stage, done, total: None
         self._abort = False
         self._nodes = 0
 
@@ -72,6 +73,7 @@ class Runtime:
         n_prompt: int = 0,
         fill: bool = True,
         measure: bool = True,
+        on_loading: OnLoading | None = None,
     ) -> Runtime:
         """Checks the file, loads the model, makes the context, takes the VRAM and decodes one token.
 
@@ -82,6 +84,7 @@ class Runtime:
         :param n_prompt: tokens of the prompt in each sequence for which ``n_ubatch`` is chosen.
         :param fill: make weights resident at once.
         :param measure: measure at once what the machine's profile lacks; if false, plan from an estimate.
+        :param on_loading: called with the progress of the load.
         :raises ModelNotFound: no such file.
         :raises BadModel: the file is not a GGUF that can be served.
         :raises Unsupported: the model cannot chat or complete (encoder, diffusion), or it cannot have a KV cache of
@@ -91,6 +94,7 @@ class Runtime:
         :raises OutOfMemory: the device or the host refuses the memory.
         """
         runtime = cls(config)
+        runtime._on_loading = on_loading or (lambda stage, done, total: None)
         try:
             runtime._load(budgets, n_prompt, fill, measure)
         except BaseException:
@@ -114,7 +118,10 @@ class Runtime:
 
         cpu.check()
         llama_cpp.llama_backend_init()
-        llama = self._llama = Llama(self.model_info, self._open_device(device, measure))
+        devices = self._open_device(device, measure)
+        llama = self._llama = Llama(
+            self.model_info, devices, lambda share: self._on_loading("read", int(share * size_mib), size_mib)
+        )
         tokenizer = self._tokenizer = Tokenizer(llama.model, self.model_info.chat_template)
         self._forms = Forms(tokenizer.grammar_tokens)
         self.n_vocab = tokenizer.n_vocab
@@ -149,7 +156,14 @@ class Runtime:
         config = self.config
         self.device = ShardDevice(device, vram_budget_bytes=config.vram_budget_bytes, n_threads=self.n_threads)
         self.placement = Placement(
-            self.device, device, self.model_info, config, self.n_threads, self.observer, measure=measure
+            self.device,
+            device,
+            self.model_info,
+            config,
+            self.n_threads,
+            self.observer,
+            measure=measure,
+            on_loading=self._on_loading,
         )
         devices: ctypes.Array[ctypes.c_void_p] = self.device.devices_array
         return devices

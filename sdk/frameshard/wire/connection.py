@@ -150,7 +150,7 @@ class ServerConnection:
             return
         self._answers.append(m.encode(answer))
 
-    def notify(self, notice: m.Notice) -> None:
+    def notify(self, notice: m.Notice | m.Loading) -> None:
         """Queues a notice like an answer. Drops it if many answers wait."""
         if len(self._answers) < MAX_NOTICES:
             self._answers.append(m.encode(notice))

@@ -172,6 +172,15 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How far the model is loaded; see :class:`frameshard.wire.messages.Loading`."""
+
+    stage: m.LoadingStage
+    done: Count
+    total: Count
+
+
+@dataclass(frozen=True)
 class Fatal:
     """The engine ends with this error."""
 
@@ -193,7 +202,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a job with images; see :class:`frameshard.wire.messages.Progress`."""
+    """The progress of a job with images or a long prompt; see :class:`frameshard.wire.messages.Progress`."""
 
     job: Id
     phase: m.Phase
@@ -342,7 +351,7 @@ class Pong:
 
 JobEvent = Started | Progress | Token | Done | Failed | Cancelled
 BudgetEvent = BudgetGranted | BudgetLate | BudgetReleased | BudgetObserved | BudgetRefused
-Event = Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Watch | Alive | Pong
+Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Watch | Alive | Pong
 Message = Command | Event
 
 COMMANDS: dict[str, type[Any]] = {
@@ -360,6 +369,7 @@ COMMANDS: dict[str, type[Any]] = {
 }
 
 EVENTS: dict[str, type[Any]] = {
+    "loading": Loading,
     "ready": Ready,
     "fatal": Fatal,
     "started": Started,

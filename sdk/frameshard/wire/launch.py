@@ -174,6 +174,11 @@ class ServeConfig(EngineOptions):
         "How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.",
     ] = 1.0
     off_pause_max_s: Annotated[Duration, "Maximum length of such a pause."] = 60.0
+    loading: Annotated[
+        Literal["off", "on"],
+        "`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads"
+        " only.",
+    ] = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,6 +242,20 @@ def info_line(info: ConnectInfo) -> bytes:
 def ready_line(info: ConnectInfo) -> bytes:
     """What the sidecar writes when it serves."""
     return _line({"ready": dataclasses.asdict(info)})
+
+
+def loading_line(loading: messages.Loading) -> bytes:
+    """What the sidecar writes while it loads, if the host wants to know."""
+    return _line({"loading": dataclasses.asdict(loading)})
+
+
+def parse_loading(line: bytes) -> messages.Loading | None:
+    """The progress in a line from :func:`loading_line`; None if it is another line.
+
+    :raises BadArgument: not a JSON object with the fields of :class:`frameshard.wire.messages.Loading`.
+    """
+    fields = _parse(line)
+    return _make(messages.Loading, fields["loading"], strict=False) if "loading" in fields else None
 
 
 def error_line(error: FrameshardError) -> bytes:

@@ -51,6 +51,7 @@ Mode = Literal["planned", "stream_only"]
 SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 ImageFormat = Literal["encoded", "rgb", "rgba"]
 Phase = Literal["encode", "prefill"]
+LoadingStage = Literal["read", "profile", "fill"]
 
 MAX_IMAGES = 8
 """Of one job."""
@@ -655,7 +656,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job with images has come, before its first token."""
+    """How far a job with images or a long prompt has come, before its first token."""
 
     job: Job
     seq: Seq
@@ -771,6 +772,22 @@ class Notice:
     detail: Annotated[str, checks.text(200), "Text for a log. For `state`: the new state."]
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How far the engine has loaded the model, at the launch and after each later start of an engine. Sessions get it
+    that asked for notices; before the first one, the process that launched the sidecar gets it as a line, if it set
+    the launch option `loading`."""
+
+    epoch: Epoch
+    stage: Annotated[
+        LoadingStage,
+        "`read`: the model file is read. `profile`: the machine's profile is read or estimated. `fill`: weights are"
+        " copied to VRAM.",
+    ]
+    done: Annotated[Count, "What is done of `total`."]
+    total: Annotated[Count, "MiB of the model file, steps of the profile, or MiB of weights to copy."]
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 Request = (
@@ -794,7 +811,7 @@ JobEvent = Started | Progress | Delta | Done | Failed | Cancelled | UnknownEvent
 Reply = (
     Welcome | Model | Ok | Error | Lease | Released | Observed | Budget | Caps | PlanAnswer | FrameBlock | Stats | Pong
 )
-Unasked = Engine | Notice
+Unasked = Engine | Notice | Loading
 Message = Request | Reply | JobEvent | Unasked
 
 REQUESTS: dict[str, type[Any]] = {
@@ -837,6 +854,7 @@ ANSWERS: dict[str, type[Any]] = {
     "cancelled": Cancelled,
     "engine": Engine,
     "notice": Notice,
+    "loading": Loading,
 }
 
 TERMINAL = (Done, Failed, Cancelled)

@@ -235,6 +235,10 @@ internal static class Runner
             { "kind", Word(notice.Kind) }, { "budget_bytes", notice.BudgetBytes }, { "seconds", notice.Seconds },
             { "text", notice.Text },
         });
+        sidecar.OnLoading += loading => Tell("loading", new JsonObject
+        {
+            { "stage", Word(loading.Stage) }, { "done", (long)loading.Done }, { "total", (long)loading.Total },
+        });
         sidecar.OnRefused += error => Tell("refused", Failure(error));
         sidecar.OnClosed += error => Tell("closed", Failure(error));
     }

@@ -20,7 +20,8 @@ static const char *const phases[] = {NULL, "encode", "prefill"};
 static const char *const types[] = {NULL,          "ready",           "started",         "text",   "done",  "failed",
                                     "cancelled",   "budget_released", "budget_observed", "budget", "stats", "refused",
                                     "engine",      "closed",          "lease",           "notice", "caps",  "plan",
-                                    "frame_block", "progress"};
+                                    "frame_block", "progress",        "loading"};
+static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
 
@@ -262,6 +263,8 @@ static cJSON *told(const fs_event *event) {
         add_text(object, "reason", reasons[event->reason]);
     if (event->phase)
         add_text(object, "phase", phases[event->phase]);
+    if (event->stage)
+        add_text(object, "stage", stages[event->stage]);
     if (event->decision)
         add_text(object, "decision", decisions[event->decision]);
     if (event->notice)

@@ -18,6 +18,7 @@ const std::vector<std::string> kModes = {"", "prioritize_graphics", "balance", "
 const std::vector<std::string> kReasons = {"", "stop", "length"};
 const std::vector<std::string> kEngines = {"", "loading", "ready", "restarting", "off", "hibernated"};
 const std::vector<std::string> kDecisions = {"", "granted", "partial"};
+const std::vector<std::string> kStages = {"unknown", "read", "profile", "fill"};
 const std::vector<std::string> kNotices = {"", "wants", "gives_back", "late", "pressure", "other_process", "state"};
 
 /* Returns the index of a word; -1, which the library refuses, for an unknown word. */
@@ -191,6 +192,8 @@ json told(const Event &event) {
                 {"budget_bytes", event.budget_bytes},
                 {"seconds", event.seconds},
                 {"text", event.text()}};
+    case FS_EVENT_LOADING:
+        return {{"type", "loading"}, {"stage", kStages.at(event.stage)}, {"done", event.done}, {"total", event.total}};
     case FS_EVENT_CLOSED:
         said = {{"type", "closed"}};
         said.update(why);

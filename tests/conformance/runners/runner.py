@@ -34,6 +34,8 @@ class Session:
         self._cancel = trio.CancelScope()
         self._over = trio.Event()
         self._numbers = 0
+        loads, self._loads = trio.open_memory_channel[frameshard.Loading](math.inf)
+        scope.on_loading = loads.send_nowait
         self._jobs: dict[int, trio.CancelScope | frameshard.Stream] = {}
         self._turns: dict[str, trio.Event] = {}
         nursery.start_soon(self._run)
@@ -58,6 +60,9 @@ class Session:
         """Runs until the client is lost, and each job and request has ended."""
         changes, notices = client.engine_changes(), client.notices()
         model = await client.model_info()
+        with contextlib.suppress(trio.WouldBlock):
+            while True:
+                await self._say_loading(self._loads.receive_nowait())
         await self._say(
             "ready", detail=dataclasses.asdict(model), floor_bytes=model.floor_bytes, full_bytes=model.full_bytes
         )
@@ -66,6 +71,7 @@ class Session:
             while self._waiting:
                 self._tasks.start_soon(self._waiting.pop(0))
             self._tasks.start_soon(self._hear_notices, notices)
+            self._tasks.start_soon(self._hear_loads)
             async for change in changes:
                 await self._say("engine", state=change.state, restarts=change.restarts)
 
@@ -84,6 +90,13 @@ class Session:
                 seconds=notice.seconds,
                 text=notice.detail,
             )
+
+    async def _hear_loads(self) -> None:
+        async for loading in self._loads:
+            await self._say_loading(loading)
+
+    async def _say_loading(self, loading: frameshard.Loading) -> None:
+        await self._say("loading", stage=loading.stage, done=loading.done, total=loading.total)
 
     async def _say(self, kind: str, /, **fields: Any) -> None:
         await self.send.send({"type": kind, **fields})

@@ -39,7 +39,7 @@ namespace Frameshard
         /// <see cref="OnToken"/> for its last part. Only for a job with <see cref="JobOptions.Sentences"/>.</summary>
         public event Action<string> OnSentence;
 
-        /// <summary>Raised for a job with images before its text, for a progress bar.</summary>
+        /// <summary>Raised for a job with images or a long prompt before its text, for a progress bar.</summary>
         public event Action<Progress> OnProgress;
 
         /// <summary>Ends the answer early. Does nothing if the job has ended. Any thread may call it.</summary>

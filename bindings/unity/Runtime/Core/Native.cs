@@ -53,7 +53,7 @@ namespace Frameshard
         {
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
-            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19,
+            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -93,6 +93,7 @@ namespace Frameshard
             internal double OffPauseS;
             internal double OffPauseMaxS;
             internal ulong KvCacheBytes;
+            internal IntPtr Loading;
             // end of fs_launch_options
         }
 
@@ -262,6 +263,7 @@ namespace Frameshard
             internal ulong Seed;
             internal ulong NReused;
             internal ulong SentenceEnd;
+            internal ulong Stage;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);

@@ -39,6 +39,7 @@ namespace Frameshard
             native.OffPauseS = options.OffPauseSeconds ?? native.OffPauseS;
             native.OffPauseMaxS = options.OffPauseMaxSeconds ?? native.OffPauseMaxS;
             native.KvCacheBytes = Sidecar.Bytes(options.KvCacheMb);
+            if (options.Loading != null) native.Loading = texts.Name(options.Loading);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)

@@ -68,6 +68,10 @@ namespace Frameshard
         /// <summary>Raised with news about VRAM and the lease. The game need not react.</summary>
         public event Action<Notice> OnNotice;
 
+        /// <summary>Raised with the progress of a load: before the sidecar is ready if <c>LaunchOptions.Loading</c> is
+        /// "on", and when an engine starts again.</summary>
+        public event Action<Loading> OnLoading;
+
         /// <summary>Raised when the sidecar refuses a request that has no task, such as
         /// <see cref="SetPacing"/>.</summary>
         public event Action<FrameshardException> OnRefused;
@@ -642,6 +646,12 @@ namespace Frameshard
                     {
                         Kind = (NoticeKind)native.Notice, BudgetBytes = native.BudgetBytes, Seconds = native.Seconds,
                         Text = text,
+                    });
+                    break;
+                case Native.EventType.Loading:
+                    OnLoading?.Invoke(new Loading
+                    {
+                        Stage = (LoadingStage)native.Stage, Done = native.Done, Total = native.Total,
                     });
                     break;
                 case Native.EventType.Engine:

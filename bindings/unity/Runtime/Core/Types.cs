@@ -149,6 +149,9 @@ namespace Frameshard
         /// texts that several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. Default
         /// 512.</summary>
         public double KvCacheMb = 512;
+        /// <summary>`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later
+        /// loads only. One of off, on. Default off.</summary>
+        public string Loading;
         // end of fs_launch_options
     }
 
@@ -262,7 +265,7 @@ namespace Frameshard
         // end of Phase
     }
 
-    /// <summary>Progress of a job with images. Done and Total count images (Encode) or prompt tokens
+    /// <summary>Progress of a job with images or a long prompt. Done and Total count images (Encode) or prompt tokens
     /// (Prefill).</summary>
     public struct Progress
     {
@@ -323,6 +326,16 @@ namespace Frameshard
         Granted = 1,
         Partial = 2,
         // end of LeaseDecision
+    }
+
+    /// <summary>What is done while a model is loaded.</summary>
+    public enum LoadingStage
+    {
+        // generated: LoadingStage
+        Read = 1,
+        Profile = 2,
+        Fill = 3,
+        // end of LoadingStage
     }
 
     public enum NoticeKind
@@ -443,6 +456,15 @@ namespace Frameshard
         public ulong UsedBytes { get; internal set; }
         /// <summary>VRAM that the sidecar would like to have.</summary>
         public ulong WantedBytes { get; internal set; }
+    }
+
+    /// <summary>How far the model is loaded, for a progress bar.</summary>
+    public sealed class Loading
+    {
+        public LoadingStage Stage { get; internal set; }
+        public uint Done { get; internal set; }
+        /// <summary>MiB of the model file, steps of the profile, or MiB of weights to copy.</summary>
+        public uint Total { get; internal set; }
     }
 
     /// <summary>News about VRAM and the lease; PROTOCOL.md ("The lease") describes the kinds.</summary>

@@ -87,6 +87,7 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.off_pause_s = static_cast<decltype(Made.off_pause_s)>(From.OffPauseSeconds);
 	Made.off_pause_max_s = static_cast<decltype(Made.off_pause_max_s)>(From.OffPauseMaxSeconds);
 	Made.kv_cache_bytes = FrameshardBytes(From.KvCacheMb);
+	Made.loading = Texts.Text(From.Loading);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)

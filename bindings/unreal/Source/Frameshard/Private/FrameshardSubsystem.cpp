@@ -100,6 +100,14 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 			Notice.Text = FrameshardText(std::string_view(Event.text, Event.text_length));
 			OnNotice.Broadcast(Notice);
 		}
+		else if (Event.type == FS_EVENT_LOADING)
+		{
+			FFrameshardLoading Loading;
+			Loading.Stage = static_cast<EFrameshardLoadingStage>(Event.stage);
+			Loading.Done = static_cast<int32>(Event.done);
+			Loading.Total = static_cast<int32>(Event.total);
+			OnLoading.Broadcast(Loading);
+		}
 		else if (Event.type == FS_EVENT_REFUSED) // only SetPacing has no callback of its own
 		{
 			OnError.Broadcast(FrameshardText(std::string_view(Event.text, Event.text_length)), Event.status);

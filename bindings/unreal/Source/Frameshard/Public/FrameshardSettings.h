@@ -144,6 +144,11 @@ public:
 	 * several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0"))
 	double KvCacheMb = 512;
+
+	/** `on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads
+	 * only. One of off, on. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString Loading = TEXT("off");
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

@@ -51,6 +51,11 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardNoticed OnNotice;
 
+	/** Called with the progress of a load: before OnReady if Loading is "on" in the project settings, and when an engine
+	 * starts again. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardLoaded OnLoading;
+
 	/** Starts a sidecar with the options of the project settings. Returns at once. OnReady or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Launch();

@@ -52,6 +52,15 @@ enum class EFrameshardPhase : uint8
 };
 
 UENUM(BlueprintType)
+enum class EFrameshardLoadingStage : uint8
+{
+	Unknown = 0 UMETA(Hidden),
+	Read = 1,
+	Profile = 2,
+	Fill = 3,
+};
+
+UENUM(BlueprintType)
 enum class EFrameshardImageFormat : uint8
 {
 	Unknown = 0 UMETA(Hidden),
@@ -273,7 +282,7 @@ struct FRAMESHARD_API FFrameshardAnswer
 	int64 Timeline = 0;
 };
 
-/** Progress of a question with images. Done and Total count images (Encode) or prompt tokens (Prefill). */
+/** Progress of a question with images or a long prompt. Done and Total count images (Encode) or prompt tokens (Prefill). */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardProgress
 {
@@ -367,6 +376,23 @@ struct FRAMESHARD_API FFrameshardBudget
 	double Seconds = 0;
 };
 
+/** How far the model is loaded, for a progress bar. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardLoading
+{
+	GENERATED_BODY()
+
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	EFrameshardLoadingStage Stage = EFrameshardLoadingStage::Unknown;
+
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 Done = 0;
+
+	/** MiB of the model file, steps of the profile, or MiB of weights to copy. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 Total = 0;
+};
+
 /** News about VRAM and the lease. PROTOCOL.md ("The lease") describes the kinds and their figures. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardNotice
@@ -396,4 +422,5 @@ DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardAnswered, const FFramesha
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardDecided, const FFrameshardDecision&, Decision);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardBudgetChanged, const FFrameshardBudget&, Budget);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardNoticed, const FFrameshardNotice&, Notice);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardLoaded, const FFrameshardLoading&, Loading);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE(FFrameshardHappened);
