@@ -414,7 +414,8 @@ local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute
 -- generated: options
 local OPTIONS = {
   fs_launch_options = {
-    -- Path of a GGUF file; the only option without a default.
+    -- Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a game's
+    -- pak file; the offset is a multiple of 32.
     model = { "text" },
     -- `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
     -- tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.
@@ -452,7 +453,7 @@ local OPTIONS = {
     client_name = { "text" },
     -- A JSON object with further launch options; they take precedence over the others. Default: none.
     extra_json = { "text" },
-    -- Path of the GGUF file with the model's vision tower; empty: none.
+    -- Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty: none.
     mmproj = { "text" },
     -- `planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget. One of
     -- planned, stream_only. Default planned.

@@ -6,7 +6,8 @@ A model is named in one of three ways:
   mirrors, proxies and certificates apply. A name of :data:`VISION` stands for two files on Hugging Face;
 - ``hf:OWNER/REPO/FILE.gguf`` is fetched from Hugging Face over https. ``HF_ENDPOINT`` replaces the server and
   ``HF_TOKEN`` opens gated repositories, as with Hugging Face's own tools;
-- anything else is a path.
+- anything else is a path. ``game.pak@4096+98362432`` is a part of a file: so many bytes from that offset on. A file
+  that exists under exactly that name is taken as it is.
 
 Files go to ``${XDG_CACHE_HOME:-~/.cache}/frameshard/models``. They appear there by an atomic rename after size and
 hash are checked, so a file with its final name is complete. A broken connection is resumed a few times within one
@@ -46,6 +47,7 @@ _TIMEOUT_S = 30.0  # longest time without a byte
 _RETRY_S = 0.25  # the pauses between attempts start with this and double; no pause after an attempt that made progress
 _BROKEN = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_PART = re.compile(r"(.+)@(\d+)\+(\d+)", re.DOTALL)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -120,6 +122,28 @@ class _HubFile:
     owner: str
     repo: str
     file: str
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """Where a GGUF is: in a file of its own, or in a part of a larger one, such as a game's pak file.
+
+    :param offset: the byte of the file at which it begins.
+    :param n_bytes: its length; None for all of the file.
+    """
+
+    path: Path
+    offset: int = 0
+    n_bytes: int | None = None
+
+
+def locate(path: str | os.PathLike[str]) -> ModelFile:
+    """Where the GGUF is that ``path`` names: a path, or ``PATH@OFFSET+SIZE`` for a part of a file. A file that exists
+    under exactly that name is taken as it is. Checks nothing else."""
+    part = _PART.fullmatch(os.fspath(path))
+    if part is None or os.path.exists(path):
+        return ModelFile(Path(path))
+    return ModelFile(Path(part[1]), int(part[2]), int(part[3]))
 
 
 def cache_dir() -> Path:
@@ -201,7 +225,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
             if not path_of(part).is_file():
                 _fetch_from_hub(part, path_of(part))
         return path
-    if path.is_file():
+    if locate(path).path.is_file():
         return path
     if name in KNOWN:
         return fetch(name)
@@ -245,7 +269,7 @@ def files_of(path: Path) -> list[Path]:
 
     :raises ModelNotFound: one of them is missing.
     """
-    files = [Path(part) for part in _parts(str(path))]
+    files = [locate(part).path for part in _parts(str(path))]
     for file in files:
         if not file.is_file():
             raise ModelNotFound(f"{path} is one of {len(files)} files, and {file} is missing", path=str(file))

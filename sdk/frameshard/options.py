@@ -17,7 +17,7 @@ class LaunchOptions(TypedDict, total=False):
     """How a sidecar is started; see :func:`frameshard.launch`."""
 
     mmproj: str | os.PathLike[str] | None
-    """Path of the GGUF file with the model's vision tower; empty: none."""
+    """Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty: none."""
     device: str
     """`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
     tests, `emulated:25` limits copies to 25e9 bytes/s. By default auto."""

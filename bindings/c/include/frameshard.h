@@ -126,7 +126,8 @@ typedef struct fs_launch_options {
     /* generated: fs_launch_options */
     /* Set by fs_launch_options_init. */
     uint32_t struct_size;
-    /* Path of a GGUF file; the only option without a default. 1..4096 bytes. */
+    /* Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a
+       game's pak file; the offset is a multiple of 32. 1..4096 bytes. */
     const char *model;
     /* `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`.
        For tests, `emulated:25` limits copies to 25e9 bytes/s. At most 256 bytes; NULL (default): auto. */
@@ -166,8 +167,8 @@ typedef struct fs_launch_options {
     const char *client_name;
     /* A JSON object with further launch options; they take precedence over the others. Default: none. */
     const char *extra_json;
-    /* Path of the GGUF file with the model's vision tower; empty: none. At most 4096 bytes; NULL (default): not
-       given. */
+    /* Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty: none. At most
+       4096 bytes; NULL (default): not given. */
     const char *mmproj;
     /* `planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget. One of
        planned, stream_only; NULL: the default, planned. */

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from frameshard import cpu
 from frameshard.engine import llamalog
 from frameshard.errors import BadArgument, BadModel, ContextOverflow, FrameshardError, OutOfMemory, Unsupported
+from frameshard.models import ModelFile, locate
 from frameshard.plan.model import Model
 from frameshard.wire.engine import EngineConfig
 
@@ -55,6 +57,27 @@ class Rows:
     logits: str = "last"
 
 
+def _load(file: ModelFile, params: Any) -> Any:
+    """Loads a model; returns None if llama.cpp refuses it.
+
+    :raises Unsupported: the model is a part of a file, and this is Windows: llama.cpp would need the C runtime's own
+        file, which Python cannot open there.
+    """
+    if file.n_bytes is None:
+        return llama_cpp.llama_model_load_from_file(os.fsencode(file.path), params)
+    if sys.platform == "win32":
+        raise Unsupported("on Windows a model must be a file of its own, not a part of one", path=str(file.path))
+    libc = ctypes.CDLL(None)
+    libc.fdopen.restype = ctypes.c_void_p
+    with open(file.path, "rb") as opened:
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(opened.fileno()), b"rb"))
+    try:
+        libc.fseeko(stream, ctypes.c_long(file.offset), os.SEEK_SET)
+        return llama_cpp.llama_model_load_from_file_ptr(stream, params)  # the memory map outlives the stream
+    finally:
+        libc.fclose(stream)
+
+
 class Llama:
     """A loaded model. Call :meth:`make_context` before anything else. Free it with :meth:`close`.
 
@@ -79,7 +102,7 @@ class Llama:
         params.devices = ctypes.cast(devices, ctypes.c_void_p).value
         if on_read is not None:
             params.progress_callback = llama_cpp.llama_progress_callback(lambda share, _: on_read(share) is None)
-        self._model: Any = llama_cpp.llama_model_load_from_file(os.fsencode(model.path), params)
+        self._model: Any = _load(locate(model.path), params)
         if not self._model:
             raise BadModel(f"llama.cpp refuses {model.path}: {llamalog.last_errors()}")
         if (

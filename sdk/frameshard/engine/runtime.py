@@ -23,7 +23,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from frameshard import cpu
+from frameshard import cpu, models
 from frameshard.cpu import default_threads
 from frameshard.engine import llamalog
 from frameshard.engine.forms import Forms
@@ -108,7 +108,7 @@ class Runtime:
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
         # The file must not change after the check. It stays open, and its size and time are compared before each job.
-        self._file = open(config.model, "rb")  # noqa: SIM115 - closed by close()
+        self._file = open(models.locate(config.model).path, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
         self.n_threads = config.n_threads or default_threads()
         device = resolve_device(config.device)

@@ -37,7 +37,8 @@ def try_files(model: str, mmproj: str = "") -> None:
     """
     read_model(model)
     files = [*models.files_of(Path(model)), *([Path(mmproj)] if mmproj else [])]
-    passed = models.verdict("scratch", files, LLAMA_CPP_PYTHON)
+    part = models.locate(model)
+    passed = models.verdict("scratch", files, LLAMA_CPP_PYTHON, part.offset, part.n_bytes)
     if passed.exists():
         return
     names = " with ".join(file.name for file in files[:1] + files[len(files) - bool(mmproj) :])

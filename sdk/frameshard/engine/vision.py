@@ -173,6 +173,8 @@ class Vision:
                 "images need libmtmd, which is not beside this llama-cpp-python: install one with it, or name the"
                 " library's folder in MTMD_CPP_LIB"
             )
+        if models.locate(mmproj).n_bytes is not None:  # libmtmd opens files by their path only
+            raise Unsupported("a vision tower must be a file of its own, not a part of one", path=mmproj)
         read_tower(mmproj)
         mtmd.mtmd_helper_log_set(_log_callback, None)
         _errors.clear()

@@ -17,6 +17,7 @@ from typing import BinaryIO, NoReturn
 import numpy as np
 
 from frameshard.errors import BadModel, ModelNotFound
+from frameshard.models import ModelFile, locate
 
 # Tensor types in ggml.h of the pinned version: number -> (name, weights in a block, bytes of a block).
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -61,6 +62,9 @@ GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS. Longer arrays cannot be values by layer, and are not kept."""
 
+OFFSET_ALIGNMENT = 32
+"""A GGUF in a larger file begins at a multiple of this many bytes: tensors of a memory map must be so aligned."""
+
 _VERSIONS = (2, 3)
 _MAX_HEADER = 1 << 30  # bytes; a vocabulary of a million tokens needs a tenth of it
 _SAMPLE_BYTES = 4096  # of each tensor, for the fingerprint
@@ -86,7 +90,7 @@ Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...]
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor: ``shape`` in ggml's order (contiguous dimension first), ``offset`` in bytes from the start of its
-    file."""
+    GGUF."""
 
     name: str
     ggml_type: int
@@ -127,7 +131,7 @@ class Header:
 
 
 class _Reader:
-    """Reads a file from its start, only as far as needed. Every length is checked against the size of the file."""
+    """Reads a file from its position, only as far as needed. Every length is checked against ``size``."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -194,16 +198,37 @@ class _Reader:
 
 
 def read_header(path: Path, part: int = 0) -> Header:
+    """Reads the header of a GGUF.
+
+    :param path: a path as :func:`frameshard.models.locate` takes it, so also a part of a larger file.
+    :param part: the index of the file, for a model split into several files.
+    :raises ModelNotFound: there is no such file.
+    :raises BadModel: it is not a GGUF, is truncated or contradicts itself; or the part does not lie in the file.
+    """
+    found = locate(path)
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
+        with open(found.path, "rb", opener=_open_without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ModelNotFound(f"{path} is not a file", path=str(path))
-            return _parse(_Reader(file, status.st_size), status.st_size, part)
+                raise ModelNotFound(f"{found.path} is not a file", path=str(path))
+            n_bytes = status.st_size if found.n_bytes is None else _check_part(found, status.st_size)
+            file.seek(found.offset)
+            return _parse(_Reader(file, n_bytes), n_bytes, part)
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {error.strerror}", path=str(path)) from error
     except Wrong as wrong:
         raise BadModel(f"{path.name}: {wrong}", path=str(path)) from None
+
+
+def _check_part(found: ModelFile, file_bytes: int) -> int:
+    """Checks that a part lies in its file; returns its length in bytes."""
+    assert found.n_bytes is not None
+    if found.offset + found.n_bytes > file_bytes:
+        end = found.offset + found.n_bytes
+        wrong(f"the part ends at byte {end}, and {found.path.name} has {file_bytes}: offset or size are wrong")
+    if found.offset % OFFSET_ALIGNMENT:
+        wrong(f"the offset {found.offset} is not a multiple of {OFFSET_ALIGNMENT}: align models when you pack them")
+    return found.n_bytes
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -55,8 +55,15 @@ Duration = Annotated[float, checks.number(0, 1e6, "s")]
 class EngineOptions:
     """The launch options that are passed on to the engine (:class:`frameshard.wire.engine.EngineConfig`)."""
 
-    model: Annotated[str, checks.path(least=1), "Path of a GGUF file; the only option without a default."]
-    mmproj: Annotated[Path, "Path of the GGUF file with the model's vision tower; empty: none."] = ""
+    model: Annotated[
+        str,
+        checks.path(least=1),
+        "Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a"
+        " game's pak file; the offset is a multiple of 32.",
+    ]
+    mmproj: Annotated[
+        Path, "Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty: none."
+    ] = ""
     device: Annotated[
         str,
         checks.text(256, least=1),

@@ -60,7 +60,8 @@ namespace Frameshard
     public sealed class LaunchOptions
     {
         // generated: fs_launch_options
-        /// <summary>Path of a GGUF file; the only option without a default.</summary>
+        /// <summary>Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file,
+        /// such as a game's pak file; the offset is a multiple of 32.</summary>
         public string Model;
         /// <summary>`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
         /// `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.</summary>
@@ -100,7 +101,8 @@ namespace Frameshard
         /// <summary>A JSON object with further launch options; they take precedence over the others. Default:
         /// none.</summary>
         public string ExtraJson;
-        /// <summary>Path of the GGUF file with the model's vision tower; empty: none.</summary>
+        /// <summary>Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty:
+        /// none.</summary>
         public string Mmproj;
         /// <summary>`planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every
         /// budget. One of planned, stream_only. Default planned.</summary>

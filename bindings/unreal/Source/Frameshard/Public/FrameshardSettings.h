@@ -16,7 +16,8 @@ class FRAMESHARD_API UFrameshardSettings : public UDeveloperSettings
 public:
 	// Model, Mmproj and DraftModel may be relative to the project's Content folder.
 	// generated: launch options
-	/** Path of a GGUF file; the only option without a default. */
+	/** Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a
+	 * game's pak file; the offset is a multiple of 32. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Model;
 
@@ -68,7 +69,7 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString ConnectFile;
 
-	/** Path of the GGUF file with the model's vision tower; empty: none. */
+	/** Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty: none. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Mmproj;
 

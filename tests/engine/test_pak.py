@@ -1,0 +1,100 @@
+"""Models that are parts of larger files, as a game packs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_driver import EngineProcess, engine, ids, user
+
+from frameshard import models
+from frameshard.errors import BadModel, ModelNotFound
+from frameshard.plan.model import read_model
+
+OFFSET = 3 * 4096 + 32  # not at the beginning of a page
+CASTLE = user("Who lives in the old castle?")
+
+
+@pytest.fixture(scope="module")
+def pak(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with other bytes before and behind the model."""
+    path = tmp_path_factory.mktemp("pak") / "game.pak"
+    path.write_bytes(b"\xa5" * OFFSET + model_path.read_bytes() + b"\x5a" * 5000)
+    return path
+
+
+def part(pak: Path, offset: int, n_bytes: int) -> Path:
+    return Path(f"{pak}@{offset}+{n_bytes}")
+
+
+@pytest.mark.parametrize("device", ["emulated", "cpu"])
+def test_answers_as_the_file_does(device: str, pak: Path, model_path: Path) -> None:
+    packed = part(pak, OFFSET, model_path.stat().st_size)
+    budget = 64 << 20 if device == "emulated" else 0  # weights are streamed and resident
+    fields = {"device": device, "mode": "stream_only", "vram_budget_bytes": budget, "n_parallel": 1}
+    answers = []
+    for path in (model_path, packed):
+        with engine(path, **fields) as child:
+            answers.append(ids(child.run(CASTLE)))
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 4
+
+
+def test_a_draft_model_may_be_packed_and_a_vision_tower_may_not(pak: Path, model_path: Path) -> None:
+    packed = str(part(pak, OFFSET, model_path.stat().st_size))
+    fields = {"device": "emulated", "n_ctx": 256, "n_parallel": 1, "n_threads": 1}
+    with engine(model_path, draft_model=packed, **fields) as child:
+        assert ids(child.run(CASTLE))
+    child = EngineProcess()
+    try:
+        refused = child.load(model_path, mmproj=packed, **fields)
+        assert refused["error"]["name"] == "unsupported"
+        assert "a file of its own" in refused["error"]["message"]
+    finally:
+        child.close()
+
+
+def test_what_is_wrong_with_a_part(pak: Path, model_path: Path) -> None:
+    n_bytes = model_path.stat().st_size
+    assert read_model(part(pak, OFFSET, n_bytes)).tensors == read_model(model_path).tensors
+    for offset, size, says in (
+        (OFFSET, n_bytes + 10_000, "the part ends at byte"),
+        (1 << 40, n_bytes, "the part ends at byte"),
+        (OFFSET, n_bytes - 100_000, "truncated: tensor"),
+        (OFFSET, 100, "cannot be in a file of 100 bytes"),
+        (OFFSET + 1, n_bytes, "not a multiple of 32"),
+        (OFFSET - 32, n_bytes, "not a GGUF file"),
+        (0, 0, "not a GGUF file"),
+    ):
+        with pytest.raises(BadModel, match=says):
+            read_model(part(pak, offset, size))
+    with pytest.raises(ModelNotFound, match="missing"):
+        read_model(part(pak.with_name("missing.pak"), 0, 100))
+
+
+def test_a_file_of_exactly_that_name_is_taken(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    named = tmp_path / "game.pak@64+128"
+    assert models.locate(named) == models.ModelFile(tmp_path / "game.pak", 64, 128)
+    named.write_bytes(tiny_model("llama").read_bytes())
+    assert models.locate(named) == models.ModelFile(named)
+    assert read_model(named).arch == "llama"
+
+
+def test_the_command_line_takes_one(pak: Path, model_path: Path) -> None:
+    packed = str(part(pak, OFFSET, model_path.stat().st_size))
+
+    def run(*args: str, said: str = "") -> dict[str, object]:
+        command = [sys.executable, "-m", "frameshard", args[0], "--json", "--model", packed, *args[1:]]
+        done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=300, check=True)
+        document: dict[str, object] = json.loads(done.stdout)
+        return document
+
+    profile = str(Path(__file__).parents[2] / "profiles" / "laptop-rtx-4060-8gb.json")
+    assert run("plan", "--vram-budget", "2GiB", "--profile", profile)["rows"]
+    answers = run("chat", "--device", "cpu", "--max-tokens", "4", "--ctx", "256", said="Hello?\n")["answers"]
+    assert isinstance(answers, list)
+    assert answers[0]["answer"]
