@@ -82,17 +82,20 @@ def test_a_stream_and_a_whole_answer_are_those_of_the_sidecar(http: Server, plac
 
 
 def test_stops_forms_and_the_end_of_the_context(http: Server) -> None:
-    stopped = http.chat("Count from 1 to 9.", temperature=0, stop=["\n", " "], max_tokens=64).json
+    stopped = http.chat("Count from 1 to 9.", temperature=0, stop=["\n", " "], max_tokens=32).json
     assert stopped["choices"][0]["finish_reason"] == "stop"
     assert " " not in stopped["choices"][0]["message"]["content"]
 
-    schema = {"type": "object", "properties": {"hp": {"type": "integer"}, "mood": {"enum": ["calm", "angry"]}}}
-    schema |= {"required": ["hp", "mood"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"armed": {"type": "boolean"}, "mood": {"enum": ["calm", "angry"]}}}
+    schema |= {"required": ["armed", "mood"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "npc", "strict": True, "schema": schema}}
     shaped = http.chat("A guard, as JSON.", response_format=form, seed=1, stream=True, max_tokens=80).events()
     jsonschema.validate(json.loads(text_of(shaped)), schema)
-    free = http.chat("A guard, as JSON.", response_format={"type": "json_object"}, temperature=0, max_tokens=40).json
+    free = http.chat("A guard, as JSON.", response_format={"type": "json_object"}, temperature=0, max_tokens=8).json
     assert free["choices"][0]["message"]["content"].startswith("{")
+
+    choice = http.chat("Is it night?", choices=["certainly", "hardly"]).json["choices"][0]
+    assert choice["message"]["content"] in ("certainly", "hardly")
 
     for stream in (False, True):
         refused = http.chat("word " * 900, stream=stream)

@@ -62,8 +62,8 @@ class Exchanges:
 
 
 class _Exchange:
-    def __init__(self, all_of_them: Exchanges, receive: Receive, send: Send, started: Callable[[int], None]) -> None:
-        self._all = all_of_them
+    def __init__(self, owner: Exchanges, receive: Receive, send: Send, started: Callable[[int], None]) -> None:
+        self._owner = owner
         self._receive = receive
         self._send = send
         self._started = started
@@ -113,7 +113,7 @@ class _Exchange:
     def drop(self) -> None:
         """Forgets the body."""
         self._wanted = False
-        self._all.held_bytes -= len(self._body)
+        self._owner.held_bytes -= len(self._body)
         self._body = bytearray()
 
     def _take(self, data: bytes) -> None:
@@ -121,11 +121,11 @@ class _Exchange:
             return
         if len(self._body) + len(data) > MAX_BODY_BYTES:
             self._refusal = Refusal(413, f"a body has at most {MAX_BODY_BYTES} bytes", "request_too_large")
-        elif self._all.held_bytes + len(data) > MAX_BODIES_BYTES:
+        elif self._owner.held_bytes + len(data) > MAX_BODIES_BYTES:
             self._refusal = Refusal(429, "too many large requests are open: try again later", "overloaded")
         if self._refusal is not None:
             self.drop()
             self._complete.set()
             return
         self._body += data
-        self._all.held_bytes += len(data)
+        self._owner.held_bytes += len(data)
