@@ -294,10 +294,18 @@ def test_random_requests_get_an_answer_or_a_refusal(http: Server) -> None:
         assert answered.status in (200, 400, 409), (body, answered)
         if answered.status != 200:
             assert answered.error["type"] == "invalid_request_error"
-    whole = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {http.key}\r\nContent-Length: 44\r\n\r\n"
-    whole += '{"messages":[{"role":"user","content":"a"}]}'
-    for _ in range(200):
-        data = bytearray(whole.encode())
+    assert http.ask("PUT", "/lease", {"vram_budget_mb": 0}).status == 200
+    assert http.chat().status == 200
+
+
+def test_random_bytes_get_refusals(http: Server) -> None:
+    random_ = random.Random(4)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {http.key}\r\n"
+    body = '{"messages":[{"role":"user","content":"a"}]}'
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
+    chunked = f"{head}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n"
+    for _ in range(300):
+        data = bytearray(random_.choice([whole, chunked]).encode())
         for _ in range(random_.randint(1, 4)):
             data[random_.randrange(len(data))] = random_.randrange(256)
         with socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S) as peer:
@@ -307,7 +315,6 @@ def test_random_requests_get_an_answer_or_a_refusal(http: Server) -> None:
                 answer = peer.recv(1 << 16)
                 assert not answer or answer.startswith(b"HTTP/1.1 "), data
                 assert b" 500 " not in answer.split(b"\r\n")[0], data
-    assert http.ask("PUT", "/lease", {"vram_budget_mb": 0}).status == 200
     assert http.chat().status == 200
 
 

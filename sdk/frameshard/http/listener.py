@@ -43,6 +43,7 @@ class Connection:
     def __init__(self, stream: trio.SocketStream) -> None:
         self.socket = stream.socket
         self._stream = stream
+        self._sending = trio.Lock()
         self.ended = trio.Event()
         """Set when the client has left, or the connection is closed."""
 
@@ -58,13 +59,16 @@ class Connection:
 
     async def send_all(self, data: bytes) -> None:
         with trio.move_on_after(SEND_S) as scope:
-            await self._stream.send_all(data)
+            async with self._sending:
+                await self._stream.send_all(data)
         if scope.cancelled_caught:
             self.abort()
             raise trio.BrokenResourceError("the client does not read")
 
     async def send_eof(self) -> None:
-        await self._stream.send_eof()
+        # Hypercorn does this also while another task sends, which trio refuses.
+        async with self._sending:
+            await self._stream.send_eof()
 
     async def aclose(self) -> None:
         """Closes the connection when the client has closed its side, or after :data:`LINGER_S`."""
