@@ -61,6 +61,7 @@ EVENTS = {
     "FRAME_BLOCK": "frame_block",
     "PROGRESS": "progress",
     "LOADING": "loading",
+    "ADAPTERS": "adapters",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and
@@ -82,6 +83,7 @@ MEMBERS = {
     "STATS.engine": "detail",
     "FRAME_BLOCK.path": "text",
     "READY.name": "text",
+    "ADAPTERS.adapters": "detail",
 }
 INNER = ("epoch", "seq")  # for the library, not for the program
 

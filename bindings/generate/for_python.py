@@ -20,7 +20,7 @@ Written by `make generate` from bindings/generated-manifest.json; do not edit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from frameshard.images import Pixels
@@ -71,6 +71,8 @@ def _member(field: dict[str, Any]) -> Iterator[str]:
 def _kind(field: dict[str, Any]) -> str:
     if field["name"] == "images":
         return "Sequence[bytes | Pixels]"
+    if field["name"] == "adapters":  # of a job with scales, of a launch with paths
+        return f"Mapping[str, {'float' if 'record' in field['items'] else 'str | os.PathLike[str]'}]"
     if field.get("path"):
         return "str | os.PathLike[str] | None"
     if field["type"] == "word":

@@ -68,6 +68,8 @@ typedef struct fs_launch_options {
   double off_pause_max_s;
   uint64_t kv_cache_bytes;
   const char *loading;
+  uint64_t n_adapters;
+  const char *const *adapters;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -128,6 +130,10 @@ typedef struct fs_image {
   const void *data;
   uint64_t size;
 } fs_image;
+typedef struct fs_adapter {
+  const char *name;
+  double scale;
+} fs_adapter;
 typedef struct fs_job_options {
   uint32_t struct_size;
   uint32_t window;
@@ -140,6 +146,8 @@ typedef struct fs_job_options {
   uint32_t priority;
   uint64_t sentences;
   uint64_t warm_up;
+  const fs_adapter *adapters;
+  uint64_t n_adapters;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -179,6 +187,8 @@ void fs_lease_init(fs_lease *lease, uint32_t struct_size);
 fs_status fs_set_lease(fs_client *client, const fs_lease *lease, uint64_t *request);
 fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double timeout_s, uint64_t *request);
 fs_status fs_get_budget(fs_client *client, uint64_t *request);
+fs_status fs_load_adapter(fs_client *client, const char *name, const char *path, uint64_t *request);
+fs_status fs_unload_adapter(fs_client *client, const char *name, uint64_t *request);
 fs_status fs_get_stats(fs_client *client, uint64_t *request);
 fs_status fs_get_caps(fs_client *client, uint64_t *request);
 fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
@@ -207,7 +217,7 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
-  FS_EVENT_LOADING = 20 };
+  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
@@ -395,7 +405,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading" }
+  "loading", "adapters" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -501,6 +511,8 @@ local OPTIONS = {
     -- `on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads only.
     -- One of off, on. Default off.
     loading = { "text" },
+    -- LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every budget.
+    adapters = { "texts" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -566,8 +578,8 @@ local KNOWN = {
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
-    images = true, sentences = true, warm_up = true, response_updated = true, response_finished = true,
-    response_failed = true },
+    images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
+    response_finished = true, response_failed = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
 }
 
@@ -639,6 +651,20 @@ local function images_of(images, keep)
   return made, #images
 end
 
+local function adapters_of(adapters, keep)
+  local names = {}
+  for name in pairs(adapters) do
+    names[#names + 1] = name_of(name, "adapters")
+  end
+  table.sort(names)
+  local made = ffi.new("fs_adapter[?]", #names + 1)
+  for index, name in ipairs(names) do
+    made[index - 1].name, made[index - 1].scale = name, number_of(adapters[name], "adapters", -4, 4)
+  end
+  keep[#keep + 1] = made
+  return made, #names
+end
+
 local function job_options_of(options, keep)
   known(options, "job")
   local made = ffi.new("fs_job_options")
@@ -668,6 +694,9 @@ local function job_options_of(options, keep)
   end
   if options.priority ~= nil then
     made.priority = integer_of(options.priority, "priority", 0, 2)
+  end
+  if options.adapters ~= nil then
+    made.adapters, made.n_adapters = adapters_of(options.adapters, keep)
   end
   if options.images ~= nil then
     made.images, made.n_images = images_of(options.images, keep)
@@ -906,6 +935,20 @@ function Sidecar:get_budget()
   return tonumber(self._number[0])
 end
 
+--- Loads the LoRA adapter (GGUF) at `path`, which jobs may then use: `adapters = { [name] = 0.8 }`. Returns the request
+-- number of the event "adapters", or "refused" if nothing has changed.
+function Sidecar:load_adapter(name, path)
+  check(lib.fs_load_adapter(client_of(self), name_of(name, "name"), name_of(path, "path"), self._number))
+  return tonumber(self._number[0])
+end
+
+--- Unloads a LoRA adapter. Refused while a job that has not ended uses it. Returns the request number of the event
+-- "adapters" or "refused".
+function Sidecar:unload_adapter(name)
+  check(lib.fs_unload_adapter(client_of(self), name_of(name, "name"), self._number))
+  return tonumber(self._number[0])
+end
+
 --- Asks for the current figures of the sidecar. Returns the request number of the event "stats".
 function Sidecar:get_stats()
   check(lib.fs_get_stats(client_of(self), self._number))
@@ -1014,6 +1057,8 @@ local function convert(self, raw)
     event.path = text
   elseif kind == "refused" then
     event.floor_bytes = raw.floor_bytes > 0 and tonumber(raw.floor_bytes) or nil
+  elseif kind == "adapters" then
+    event.detail, event.floor_bytes = ffi.string(raw.detail, raw.detail_length), tonumber(raw.floor_bytes)
   elseif kind == "stats" then
     event.detail = ffi.string(raw.detail, raw.detail_length)
   elseif kind == "engine" then
@@ -1065,6 +1110,7 @@ end
 -- | "budget" | `request`, `state`, `version`, `budget_bytes`, `floor_bytes`, `full_bytes`, `used_bytes`,
 --   `wanted_bytes` |
 -- | "stats" | `request`, `detail` |
+-- | "adapters" | `request`, `detail` (JSON: all that are loaded), `floor_bytes` |
 -- | "caps" | `request`, `device`, `total_bytes`, `free_bytes`, `floor_bytes`, `full_bytes`, `detail` |
 -- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
 --   `cpu_bytes` |

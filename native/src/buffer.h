@@ -14,6 +14,7 @@ struct Buffer {
     bool weights = false; // a window on the model file: no inner buffer, base is the mapping
     bool pinned = false;
     bool parked = false;         // its bytes wait in the reserved range for a new inner buffer
+    bool lasting = false;        // outlives graphs: an adapter, or the KV cache of a context that was made after commit
     std::unique_ptr<KvCache> kv; // has storage of its own instead of `inner`
     ggml_backend_buffer_t inner = nullptr;
     char *inner_base = nullptr;

@@ -88,7 +88,7 @@ fsd_status Device::commit(std::string &why) {
             asked.push_back(b->size);
         }
     }
-    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked);
+    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked) + graph_reserve();
     const KvNeed need = kv.need();
     ledger.set_limits(floor_bytes(layout, fixed, need), full_bytes(layout, fixed, need));
     if (ledger.floor() > ledger.budget()) {
@@ -108,7 +108,7 @@ fsd_status Device::commit(std::string &why) {
         return FSD_OUT_OF_MEMORY;
     }
     kv.fetch_blocks();
-    const Residency r = residency_at(ledger.fixed());
+    const Residency r = residency_at(ledger.fixed() + graph_reserve());
     if (!r.fits || !ring.resize(r.ring)) {
         why = "the device refused memory for the ring";
         return FSD_OUT_OF_MEMORY;
@@ -166,7 +166,8 @@ bool Device::materialise(Buffer *b) {
     if (b->inner || b->weights || b->kv || b->size == 0) {
         return true;
     }
-    if (committed && ledger.floor() + weights.layout.granular(b->size) > ledger.budget()) {
+    const uint64_t size = weights.layout.granular(b->size);
+    if (committed && ledger.floor() + size - std::min(size, graph_reserve()) > ledger.budget()) {
         return false; // room for the smallest ring stays, even while everything is resident and there is no ring
     }
     InnerBuffer inner_buffer = ledger.allocate(Use::buffers, b->size);
@@ -193,9 +194,32 @@ Residency Device::residency_at(uint64_t fixed) const {
 }
 
 void Device::update_floor() {
-    const uint64_t fixed = ledger.fixed() - ledger.used(Use::kv);
+    const uint64_t fixed = ledger.fixed() + graph_reserve() - ledger.used(Use::kv);
     const KvNeed need = kv.need();
     ledger.set_limits(floor_bytes(weights.layout, fixed, need), full_bytes(weights.layout, fixed, need));
+}
+
+uint64_t Device::graph_bytes() const {
+    uint64_t bytes = 0;
+    for (const Buffer *b : buffers) {
+        if (!b->weights && !b->kv && !b->lasting) {
+            bytes += weights.layout.granular(b->size);
+        }
+    }
+    return bytes;
+}
+
+void Device::note_graph_bytes() { most_graph_bytes = std::max(most_graph_bytes, graph_bytes()); }
+
+void Device::forget_graph_bytes() {
+    if (std::none_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->lasting; })) {
+        most_graph_bytes = 0;
+    }
+}
+
+uint64_t Device::graph_reserve() const {
+    const uint64_t now = graph_bytes();
+    return most_graph_bytes > now ? most_graph_bytes - now : 0;
 }
 
 bool Device::apply_requested_budget() {
@@ -221,7 +245,7 @@ void Device::apply_budget(uint64_t bytes) {
         return;
     }
     kv.spill_surplus();
-    const Residency r = residency_at(ledger.fixed() + kv.window_lacks());
+    const Residency r = residency_at(ledger.fixed() + graph_reserve() + kv.window_lacks());
     while (arena.slabs.size() > r.slabs) {
         arena.evict();
     }
@@ -262,7 +286,7 @@ size_t Device::fill(size_t max_bytes) {
     arena.start_round();
     kv.settle(true);
     size_t done = kv.fetch_blocks();
-    const Residency want = residency_at(ledger.fixed());
+    const Residency want = residency_at(ledger.fixed() + graph_reserve());
     if (want.fits && want.ring == 0 && ring.capacity() > 0) {
         inner.synchronize();
         ring.resize(0); // everything is going to be resident

@@ -78,6 +78,11 @@ struct Device {
     size_t fill(size_t max_bytes);
     Residency residency_at(uint64_t fixed) const;
     void update_floor();
+    // llama.cpp allocates its compute buffers again whenever other adapters are used, and their size depends on the
+    // adapters. While there are adapters the room for the largest size so far stays reserved, so that the change always fits.
+    void note_graph_bytes();   // before a buffer is freed
+    void forget_graph_bytes(); // if no adapter is left
+    uint64_t graph_reserve() const;
     void update_placements();
     void count(const Ring::Copied &copied);
 
@@ -85,6 +90,9 @@ struct Device {
 
   private:
     bool take_scratch();
+    uint64_t graph_bytes() const; // of compute buffers
+
+    uint64_t most_graph_bytes = 0; // so far
 };
 
 Device &device();

@@ -23,6 +23,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Buffer *c = ctx(b);
     d.inner.synchronize();
     d.programs.clear(); // their shadow nodes may point into the buffer
+    d.note_graph_bytes();
     if (c->weights && d.inner.copy) {
         d.ring.reset();
         ggml_backend_synchronize(d.inner.copy); // copies ahead of the next graph may still read the model file
@@ -41,6 +42,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
         release_addresses(c->base, std::max<size_t>(c->size, 1));
     }
     d.buffers.erase(std::remove(d.buffers.begin(), d.buffers.end(), c), d.buffers.end());
+    d.forget_graph_bytes();
     if (d.committed) {
         d.update_floor();
     }
@@ -58,7 +60,10 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (c->weights) {
         d.weights.add(t);
-    } else if (!c->inner) { // a KV cache. One of a context that is made after commit has its VRAM already.
+    } else if (c->inner) { // made after commit: it has its VRAM already
+        c->lasting = true;
+        d.update_floor();
+    } else {
         if (!c->kv) {
             c->kv = std::make_unique<KvCache>();
             d.kv.add(*c->kv);
@@ -173,11 +178,11 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
         release_addresses(c->base, std::max<size_t>(size, 1));
         return nullptr;
     }
+    d.buffers.push_back(c.get());
     if (d.committed) {
         d.update_floor();
         d.update_placements(); // slabs may have been evicted
     }
-    d.buffers.push_back(c.get());
     return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
 }
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from frameshard.images import Pixels
     from frameshard.wire.launch import ConnectInfo, ServeConfig
     from frameshard.wire.messages import (
+        AdapterInfo,
+        Adapters,
         BrokerStats,
         Budget,
         Caps,
@@ -40,6 +42,8 @@ _HOMES = {
     "images": ("Pixels",),
     "wire.launch": ("ConnectInfo", "ServeConfig"),
     "wire.messages": (
+        "AdapterInfo",
+        "Adapters",
         "BrokerStats",
         "Budget",
         "Caps",
@@ -61,6 +65,8 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AdapterInfo",
+    "Adapters",
     "BrokerStats",
     "Budget",
     "BudgetChange",

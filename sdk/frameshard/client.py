@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,9 @@ MIB = 1 << 20
 RETRY_S = 0.01
 ANSWER_S = 10.0
 """Seconds to wait for an answer that needs no work of the engine. The end of the sidecar is noticed sooner."""
+
+ADAPTER_S = 120.0
+"""Seconds to wait for a change of the adapters. Its file is read, and it waits for the running decode."""
 
 PARTIAL_S = 60.0
 """Seconds to wait for the release after a change of the budget was granted in part."""
@@ -317,8 +320,9 @@ class Client:
         :param system: the system message of the conversation from now on.
         :param options: see :class:`frameshard.options.JobOptions`: `conversation`, `sampling`, `images` (bytes of PNG
             or JPEG files, or :class:`Pixels`), `timeline`, `window`, `sentences` (deltas say where sentences end),
-            `priority` (0 to 2; 2 is urgent). `timeline` is a number that comes back in each event: a game that loads a
-            saved state can recognise answers to questions from before.
+            `priority` (0 to 2; 2 is urgent), `adapters` (scales of loaded LoRA adapters by name). `timeline` is a
+            number that comes back in each event: a game that loads a saved state can recognise answers to questions
+            from before.
         """
         turn = Turn(self._conversations, options.get("conversation"), system, text)
         return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
@@ -350,6 +354,8 @@ class Client:
     ) -> Stream:
         fields: dict[str, Any] = {**options}
         images = fields.pop("images", ())
+        if "adapters" in fields:
+            fields["adapters"] = tuple(m.Adapter(name, scale) for name, scale in _by_name(fields["adapters"]))
 
         def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
             return self._core.submit(kind, **content(), **fields, images=shared)
@@ -485,6 +491,26 @@ class Client:
         answer = self._asked(self._core.frame_block, m.FrameBlock)
         return _then(answer, lambda found: FrameBlock(found.path, target_frame_ms=target_frame_ms))
 
+    def adapter_load(self, name: str, path: str | os.PathLike[str]) -> Awaitable[m.Adapters]:
+        """Loads a LoRA adapter, which jobs may then use: ``ask(..., adapters={name: 0.8})``. Jobs go on meanwhile. The
+        adapters stay loaded if the engine restarts.
+
+        :raises ModelNotFound: there is no such file.
+        :raises BadModel: the file is damaged, is not a LoRA adapter, or is for another model.
+        :raises Unsupported: this kind of adapter cannot be applied.
+        :raises BudgetBelowFloor: the VRAM budget has no room for it; nothing changes.
+        :raises BadArgument: another file is loaded under this name, or too many adapters are loaded.
+        """
+        absolute = os.path.abspath(path)
+        return self._asked(lambda: self._core.adapter_load(name, absolute), m.Adapters, ADAPTER_S)
+
+    def adapter_unload(self, name: str) -> Awaitable[m.Adapters]:
+        """Unloads a LoRA adapter and frees its VRAM. If none of this name is loaded, nothing changes.
+
+        :raises BadArgument: a job that has not ended uses it.
+        """
+        return self._asked(lambda: self._core.adapter_unload(name), m.Adapters, ADAPTER_S)
+
     def model_info(self) -> Awaitable[m.ModelInfo]:
         """The loaded model and how it was loaded."""
         return _then(self._asked(self._core.model_info, m.Model), lambda answer: answer.model)
@@ -542,12 +568,12 @@ class Client:
         self._flush()
         return request_id
 
-    def _asked(self, request: Callable[[], int], kind: type[T]) -> Awaitable[T]:
+    def _asked(self, request: Callable[[], int], kind: type[T], timeout_s: float = ANSWER_S) -> Awaitable[T]:
         """Sends a request at once. Await the result for its answer."""
         request_id = self._ask(request)
 
         async def answer() -> T:
-            found = await self._answer(request_id)
+            found = await self._answer(request_id, timeout_s)
             assert isinstance(found, kind)
             return found
 
@@ -913,6 +939,8 @@ def launch(
     for path in ("mmproj", "draft_model"):
         given = fields.pop(path, None)
         fields |= {path: os.path.abspath(given)} if given else {}
+    if "adapters" in fields:
+        fields["adapters"] = [f"{name}={os.path.abspath(path)}" for name, path in _by_name(fields["adapters"])]
     if isinstance(fields.get("connect_file"), os.PathLike):
         fields["connect_file"] = os.fspath(fields["connect_file"])
     if "kv_cache_mb" in fields:
@@ -921,6 +949,12 @@ def launch(
         fields["loading"] = "on"
     fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}
     return ClientScope(name, None, wire_launch.make_config(fields), log, on_loading)
+
+
+def _by_name(adapters: Mapping[str, T]) -> Iterable[tuple[str, T]]:
+    if not isinstance(adapters, Mapping):
+        raise BadArgument("adapters: must be a map by name, such as {'pirate': 0.8}", field="adapters")
+    return adapters.items()
 
 
 def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python") -> ClientScope:

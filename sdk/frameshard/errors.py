@@ -8,7 +8,7 @@ message; only :func:`from_wire` and :meth:`FrameshardError.to_wire` convert them
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
@@ -197,4 +197,12 @@ def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
         f"a VRAM budget of {budget} is below the floor of {-(-floor_bytes >> 20)} MiB",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
+    )
+
+
+def unknown_adapter(name: str, loaded: Iterable[str]) -> BadArgument:
+    """Returns the error for an adapter that is not loaded."""
+    names = sorted(loaded)
+    return BadArgument(
+        f"no adapter {name!r} is loaded; loaded are: {', '.join(names) or 'none'}", field="adapters", loaded=names
     )

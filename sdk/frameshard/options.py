@@ -6,7 +6,7 @@ Written by `make generate` from bindings/generated-manifest.json; do not edit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from frameshard.images import Pixels
@@ -47,6 +47,9 @@ class LaunchOptions(TypedDict, total=False):
     """Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`, at some loss
     of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32. On NVIDIA GPUs
     the floor stays the same, because a prompt also needs one layer's whole context in 16 bits. By default f16."""
+    adapters: Mapping[str, str | os.PathLike[str]]
+    """LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every
+    budget."""
     kv_cache_mb: float
     """Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
     several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. By default 512."""
@@ -114,6 +117,8 @@ class JobOptions(TypedDict, total=False):
     warm_up: bool
     """The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go
     first. The job ends with `done` and has no text. By default False."""
+    adapters: Mapping[str, float]
+    """LoRA adapters, for the whole job. Jobs with equal adapters are computed together, others in turns."""
 
 
 class LeaseTerms(TypedDict, total=False):

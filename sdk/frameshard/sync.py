@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
+    "AdaptersArrived",
     "BudgetArrived",
     "BudgetGranted",
     "BudgetObserved",
@@ -208,6 +209,16 @@ class StatsArrived:
 
 
 @dataclass(frozen=True)
+class AdaptersArrived:
+    """Answer to :meth:`Sidecar.adapter_load` and :meth:`Sidecar.adapter_unload`: the adapters that are loaded now; an
+    `error` instead if nothing has changed."""
+
+    request: int
+    adapters: m.Adapters | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
 class FrameBlockArrived:
     """Answer to :meth:`Sidecar.frame_block`: the mapped frame block; an `error` instead when there was none."""
 
@@ -270,6 +281,7 @@ Event = (
     | CapsArrived
     | PlanArrived
     | StatsArrived
+    | AdaptersArrived
     | FrameBlockArrived
     | PacingArrived
     | HistoryArrived
@@ -465,6 +477,14 @@ class Sidecar:
     def stats(self) -> int:
         """See :meth:`frameshard.Client.stats`; :class:`StatsArrived` follows."""
         return self._query(lambda client: client.stats(), StatsArrived)
+
+    def adapter_load(self, name: str, path: str | os.PathLike[str]) -> int:
+        """See :meth:`frameshard.Client.adapter_load`; :class:`AdaptersArrived` follows."""
+        return self._query(lambda client: client.adapter_load(name, path), AdaptersArrived)
+
+    def adapter_unload(self, name: str) -> int:
+        """See :meth:`frameshard.Client.adapter_unload`; :class:`AdaptersArrived` follows."""
+        return self._query(lambda client: client.adapter_unload(name), AdaptersArrived)
 
     def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> int:
         """See :meth:`frameshard.Client.frame_block`; :class:`FrameBlockArrived` follows."""

@@ -6,8 +6,9 @@ It is a real process with the messages of :mod:`frameshard.wire.engine`. The rea
         assert (await client.ask("one two").completed()).text == "one two"
 
 It answers a chat with the words of the last message, and a completion with the words of the prompt. With `endless` it
-repeats them up to ``max_tokens``. A token is a word with the space before it, so a resumed stream can be compared. The
-other arguments cause faults.
+repeats them up to ``max_tokens``. A token is a word with the space before it, so a resumed stream can be compared. Any
+file serves as an adapter; a job with adapters gets their names and scales before its words. The other arguments cause
+faults.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from frameshard import program
-from frameshard.errors import BY_NAME, BadArgument, ContextOverflow, FrameshardError, below_floor
+from frameshard.errors import BY_NAME, BadArgument, ContextOverflow, FrameshardError, ModelNotFound, below_floor
 from frameshard.wire import channel
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
+from frameshard.wire.launch import adapter_of
 
 __all__ = ["fake_engine"]
 
@@ -109,6 +111,7 @@ class _FakeEngine:
         self._parked = False
         self._n_ctx = 0
         self._settings: dict[str, Any] = {}
+        self._adapters: dict[str, int] = {}  # their sizes by name
 
     def run(self) -> None:
         due = 0.0
@@ -142,6 +145,11 @@ class _FakeEngine:
                 self._say(em.Cancelled(command.job))
         elif isinstance(command, em.SetBudget):
             self._set_budget(command)
+        elif isinstance(command, em.LoadAdapter):
+            self._load_adapter(command)
+        elif isinstance(command, em.UnloadAdapter):
+            self._adapters.pop(command.name, None)
+            self._say_adapters(command.seq)
         elif isinstance(command, em.MakePlans):
             self._plan(command)
         elif isinstance(command, em.GetStats):
@@ -168,6 +176,11 @@ class _FakeEngine:
         for done in range(self._args.loading):
             self._say(em.Loading("read", done + 1, self._args.loading))
         self._n_ctx = self._args.n_ctx or config.n_ctx
+        for named in config.adapters:
+            name, path = adapter_of(named)
+            if not os.path.isfile(path):
+                self._fail(ModelNotFound(f"cannot read {path}", path=path, adapter=name))
+            self._adapters[name] = os.path.getsize(path)
         model = m.ModelInfo(
             name=os.path.basename(config.model),
             arch="echo",
@@ -192,9 +205,23 @@ class _FakeEngine:
         self._say(em.Fatal(m.ErrorInfo.of(error)))
         sys.exit(3)
 
+    def _load_adapter(self, command: em.LoadAdapter) -> None:
+        if not os.path.isfile(command.path):
+            error = ModelNotFound(f"cannot read {command.path}", path=command.path)
+            self._say(em.Adapters(command.seq, error=m.ErrorInfo.of(error)))
+            return
+        self._adapters[command.name] = os.path.getsize(command.path)
+        self._say_adapters(command.seq)
+
+    def _say_adapters(self, seq: int) -> None:
+        loaded = tuple(m.AdapterInfo(name, size) for name, size in sorted(self._adapters.items()))
+        self._say(em.Adapters(seq, loaded, self._floor()))
+
     def _submit(self, request: em.Submit) -> None:
         contents = [message.content for message in request.messages] or [request.prompt]
-        words = [word if at == 0 else f" {word}" for at, word in enumerate(contents[-1].split())] or [""]
+        adapted = [f"{adapter.name}={adapter.scale:g}" for adapter in request.adapters]
+        said = [*adapted, *contents[-1].split()]
+        words = [word if at == 0 else f" {word}" for at, word in enumerate(said)] or [""]
         most = 0 if request.warm_up else request.sampling.max_tokens
         job = _Job(
             number=request.job,
@@ -280,7 +307,7 @@ class _FakeEngine:
         self._say(em.Plans(question.seq, tuple(rows)))
 
     def _floor(self) -> int:
-        return int(self._args.floor * MIB)
+        return int(self._args.floor * MIB) + sum(self._adapters.values())
 
     def _used(self) -> int:
         full = int(self._args.full * MIB)

@@ -46,6 +46,21 @@ class FString {
     std::u16string Text_;
 };
 
+template <class K, class V> struct TPair {
+    K Key;
+    V Value;
+};
+
+template <class K, class V> class TMap {
+  public:
+    V &Add(const K &Key, const V &Value) { return Items.emplace_back(TPair<K, V>{Key, Value}).Value; }
+    auto begin() const { return Items.begin(); }
+    auto end() const { return Items.end(); }
+
+  private:
+    std::vector<TPair<K, V>> Items;
+};
+
 template <class T> class TArray {
   public:
     int32 Num() const { return static_cast<int32>(Items.size()); }

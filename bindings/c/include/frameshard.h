@@ -219,6 +219,11 @@ typedef struct fs_launch_options {
     /* `on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads
        only. One of off, on; NULL: the default, off. */
     const char *loading;
+    /* Number of strings in `adapters`, at most 16. */
+    uint64_t n_adapters;
+    /* LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every
+       budget. Each has 1..4161 bytes and a NUL at the end. */
+    const char *const *adapters;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -368,6 +373,12 @@ typedef struct fs_image {
     uint64_t size;    /* bytes at `data`, at most 67108864 */
 } fs_image;
 
+/* A LoRA adapter of a job. Set both members. */
+typedef struct fs_adapter {
+    const char *name; /* of an adapter that is loaded */
+    double scale;     /* how strongly it changes the model, -4..4; 1: as it was trained, 0: not at all */
+} fs_adapter;
+
 /* Options of a job. */
 typedef struct fs_job_options {
     uint32_t struct_size;        /* set by fs_job_options_init */
@@ -386,6 +397,9 @@ typedef struct fs_job_options {
                                     speech. Default 0 */
     uint64_t warm_up;            /* 1: the prompt is only read, so that later jobs whose prompt begins with it need not
                                     read it. All other jobs go first. There is no text. Default 0 */
+    const fs_adapter *adapters;  /* LoRA adapters, for the whole job. Jobs with equal adapters are computed together,
+                                    others in turns. NULL (default): none */
+    uint64_t n_adapters;         /* number of `adapters`, at most 2 */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
@@ -508,6 +522,14 @@ FS_API fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, do
 
 /* Asks for the lease in force, the floor and the VRAM in use. FS_EVENT_BUDGET follows. [client] */
 FS_API fs_status fs_get_budget(fs_client *client, uint64_t *request);
+
+/* Loads the LoRA adapter (GGUF) at `path`, which jobs may then use by `name`. It stays loaded if the engine restarts.
+ * FS_EVENT_ADAPTERS or FS_EVENT_REFUSED follows; if it is refused, nothing has changed. [client] */
+FS_API fs_status fs_load_adapter(fs_client *client, const char *name, const char *path, uint64_t *request);
+
+/* Unloads a LoRA adapter and frees its VRAM. Refused while a job that has not ended uses it. FS_EVENT_ADAPTERS or
+ * FS_EVENT_REFUSED follows. [client] */
+FS_API fs_status fs_unload_adapter(fs_client *client, const char *name, uint64_t *request);
 
 /* Asks for the current figures of the sidecar. FS_EVENT_STATS follows. [client] */
 FS_API fs_status fs_get_stats(fs_client *client, uint64_t *request);
@@ -638,7 +660,10 @@ enum {
     FS_EVENT_PROGRESS = 19,
     /* How far the model is loaded, for a progress bar: before FS_EVENT_READY if the launch option `loading` is "on", and
        when an engine starts again. stage, done, total. */
-    FS_EVENT_LOADING = 20
+    FS_EVENT_LOADING = 20,
+    /* Answer to fs_load_adapter and fs_unload_adapter: the change is in force. request, floor_bytes, detail:
+       {"adapters": [AdapterInfo, ...]}, all that are loaded now. */
+    FS_EVENT_ADAPTERS = 21
 };
 
 /* Why an answer is complete. */
@@ -739,7 +764,8 @@ typedef struct fs_event {
     uint64_t budget_bytes;
     /* VRAM that the sidecar uses, by its own exact count. */
     uint64_t used_bytes;
-    /* The smallest VRAM budget that the model can run in. */
+    /* FS_EVENT_READY, FS_EVENT_BUDGET, FS_EVENT_CAPS: The smallest VRAM budget that the model can run in.
+       FS_EVENT_ADAPTERS: The smallest VRAM budget that the model can run in with these adapters. */
     uint64_t floor_bytes;
     /* With this VRAM budget all weights are resident. */
     uint64_t full_bytes;

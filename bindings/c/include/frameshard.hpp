@@ -171,6 +171,12 @@ class Client {
     uint64_t get_budget() {
         return requested([&](uint64_t *number) { return fs_get_budget(client_, number); });
     }
+    uint64_t load_adapter(const char *name, const char *path) {
+        return requested([&](uint64_t *number) { return fs_load_adapter(client_, name, path, number); });
+    }
+    uint64_t unload_adapter(const char *name) {
+        return requested([&](uint64_t *number) { return fs_unload_adapter(client_, name, number); });
+    }
     uint64_t get_stats() {
         return requested([&](uint64_t *number) { return fs_get_stats(client_, number); });
     }

@@ -203,6 +203,15 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     if (options.priority != 1) { // older sidecars do not know it
         fields["priority"] = options.priority;
     }
+    check_range("n_adapters", double(options.n_adapters), 0, 2);
+    for (uint64_t i = 0; i < options.n_adapters; ++i) {
+        if (options.adapters == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "adapters is NULL");
+        }
+        const fs_adapter &adapter = options.adapters[i];
+        check_range("scale", adapter.scale, -4, 4);
+        fields["adapters"].push_back({{"name", text_of("name", adapter.name, 1, 64)}, {"scale", adapter.scale}});
+    }
     if (options.sampling != nullptr) {
         fs_sampling sampling;
         fs_sampling_init(&sampling, sizeof sampling);
@@ -735,6 +744,22 @@ fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, double ti
 
 fs_status fs_get_budget(fs_client *client, uint64_t *request) {
     return guarded([&] { ask_for(open_client(client), {{"t", "budget_get"}}, request); });
+}
+
+fs_status fs_load_adapter(fs_client *client, const char *name, const char *path, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        ask_for(
+            open,
+            {{"t", "adapter_load"}, {"name", text_of("name", name, 1, 64)}, {"path", text_of("path", path, 1, 4096)}},
+            request);
+    });
+}
+
+fs_status fs_unload_adapter(fs_client *client, const char *name, uint64_t *request) {
+    return guarded([&] {
+        ask_for(open_client(client), {{"t", "adapter_unload"}, {"name", text_of("name", name, 1, 64)}}, request);
+    });
 }
 
 fs_status fs_get_stats(fs_client *client, uint64_t *request) {

@@ -148,6 +148,10 @@ constexpr size_t kMaxWord = 256; // bytes
 
 // generated: answers
 // clang-format off
+const Table kAdapterInfo = {
+    {"name", Type::Text, 1, 64},
+    {"size_bytes", Type::Int, 0, kMost},
+};
 const Table kErrorInfo = {
     {"code", Type::Int, 0, kMost},
     {"name", Type::Text, 0, 64},
@@ -273,6 +277,12 @@ const std::vector<Message> &messages() {
             {"id", Type::Int, 1, kMost},
             {"epoch", Type::Int, 1, kMost},
             {"rows", Type::Records, 0, 32, &kPlanRow},
+        }},
+        {"adapters", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"adapters", Type::Records, 0, 16, &kAdapterInfo},
+            {"floor_bytes", Type::Int, 0, kMost},
         }},
         {"frame_block", {
             {"id", Type::Int, 1, kMost},

@@ -112,6 +112,9 @@ json fields_of(const fs_launch_options &given) {
     if (given.loading != nullptr) {
         fields["loading"] = word_of("loading", given.loading, {"off", "on"});
     }
+    if (given.n_adapters != 0) {
+        fields["adapters"] = texts_of("adapters", given.adapters, given.n_adapters, 16, 1, 4161);
+    }
     return fields;
 }
 

@@ -444,6 +444,11 @@ void Session::answered_by(const json &message) {
         Event &event = put(FS_EVENT_FRAME_BLOCK);
         event.fields.request = id;
         event.text = message["path"];
+    } else if (name == "adapters") {
+        Event &event = put(FS_EVENT_ADAPTERS);
+        event.fields.request = id;
+        event.fields.floor_bytes = message["floor_bytes"];
+        event.detail = to_text({{"adapters", message["adapters"]}});
     } else if (name == "stats") {
         Event &event = put(FS_EVENT_STATS);
         event.fields.request = id;

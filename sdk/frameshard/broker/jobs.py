@@ -105,6 +105,7 @@ class Job:
             sentences=self.request.sentences,
             priority=self.rank,
             warm_up=self.request.warm_up,
+            adapters=self.request.adapters,
         )
 
 
@@ -144,6 +145,10 @@ class Jobs:
     def running(self) -> int:
         """How many jobs are in the engine, including those that are over for their client."""
         return sum(job.at_engine for job in self._jobs.values()) + len(self._leaving)
+
+    def use_adapter(self, name: str) -> bool:
+        """Whether a job that has not ended uses the adapter."""
+        return any(adapter.name == name for job in self._jobs.values() for adapter in job.request.adapters)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,15 +14,21 @@ from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
 from frameshard.broker.supervisor import Supervisor
-from frameshard.errors import EngineDied, Overloaded
+from frameshard.errors import BadArgument, EngineDied, FrameshardError, Overloaded, unknown_adapter
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
-from frameshard.wire.launch import ServeConfig
+from frameshard.wire.launch import ServeConfig, adapter_of
+
+logger = logging.getLogger("frameshard.broker")
 
 MAX_ASKED = 64
-"""The most requests for statistics and plans that may wait for the engine."""
+"""The most requests that may wait for the engine."""
+
+
+_Asked = m.StatsGet | m.PlanGet | m.AdapterLoad | m.AdapterUnload
+"""Requests that the engine answers."""
 
 
 class Requests:
@@ -45,6 +52,8 @@ class Requests:
     ) -> None:
         self.model: m.ModelInfo | None = None
         """None until the first load is complete."""
+        self.adapters = dict(map(adapter_of, config.adapters))
+        """The paths of the adapters, by name. Each new engine loads them."""
         self._config = config
         self._epoch = epoch
         self._jobs = jobs
@@ -52,7 +61,7 @@ class Requests:
         self._supervisor = supervisor
         self._n_sessions = n_sessions
         self._end_engine_if_asked = end_engine_if_asked
-        self._asked: dict[int, tuple[ServerConnection, m.StatsGet | m.PlanGet]] = {}
+        self._asked: dict[int, tuple[ServerConnection, _Asked]] = {}
         self._numbers = 0
         self._frame_block = FrameBlockMemory()
         self._settings: dict[type, em.Command] = {}  # these are sent to each new engine when it is ready
@@ -65,6 +74,11 @@ class Requests:
         """
         if isinstance(request, m.Submit):
             self._demand_engine()
+            for adapter in request.adapters:
+                if adapter.name not in self.adapters:
+                    raise unknown_adapter(adapter.name, self.adapters)
+            if len({adapter.name for adapter in request.adapters}) < len(request.adapters):
+                raise BadArgument("an adapter is there twice", field="adapters")
             self._jobs.submit(connection, request)
             connection.ok(request.id)
             self._lease.tick(trio.current_time(), self._jobs.open)
@@ -83,6 +97,17 @@ class Requests:
             connection.reply(self._caps(request.id))
         elif isinstance(request, m.PlanGet):
             self._ask(connection, request, lambda seq: em.MakePlans(seq, request.budgets, request.prompt_tokens))
+        elif isinstance(request, m.AdapterLoad):
+            if "=" in request.name:
+                raise BadArgument("the name of an adapter has no '='", field="name")
+            self._ask(connection, request, lambda seq: em.LoadAdapter(seq, request.name, request.path))
+        elif isinstance(request, m.AdapterUnload):
+            if self._jobs.use_adapter(request.name):
+                raise BadArgument(
+                    f"jobs use the adapter {request.name!r}: it can be unloaded when they have ended", field="name"
+                )
+            self._ask(connection, request, lambda seq: em.UnloadAdapter(seq, request.name))
+            self.adapters.pop(request.name, None)
         elif isinstance(request, m.FrameBlockGet):
             path = self._frame_block.path()
             if em.OpenFrameBlock not in self._settings:  # an engine maps it again with each such command
@@ -107,33 +132,36 @@ class Requests:
             self._supervisor.wake()
             raise self._supervisor.off()
 
-    def _ask(
-        self, connection: ServerConnection, request: m.StatsGet | m.PlanGet, command: Callable[[int], em.Command]
-    ) -> None:
+    def _ask(self, connection: ServerConnection, request: _Asked, command: Callable[[int], em.Command]) -> None:
         if self._supervisor.state is not states.Engine.READY:
             self._answer(connection, request, None)
         elif len(self._asked) >= MAX_ASKED:
-            raise Overloaded("too many requests for figures wait")
+            raise Overloaded("too many requests wait for the engine")
         else:
             self._numbers += 1
             self._asked[self._numbers] = connection, request
             self._supervisor.send(command(self._numbers))
 
     def _answer(
-        self, connection: ServerConnection, request: m.StatsGet | m.PlanGet, event: em.Stats | em.Plans | None
+        self, connection: ServerConnection, request: _Asked, event: em.Stats | em.Plans | em.Adapters | None
     ) -> None:
-        """Answers a request for statistics or plans.
+        """Answers a request that the engine was asked.
 
         :param event: the engine's answer; None if no engine is running.
         """
         if isinstance(request, m.StatsGet):
             self._answer_stats(connection, request.id, event.stats if isinstance(event, em.Stats) else None)
-        elif not isinstance(event, em.Plans):
+        elif not isinstance(event, em.Plans | em.Adapters):
             off = self._supervisor.state is states.Engine.OFF
-            why = self._supervisor.off() if off else EngineDied("no engine runs now that could make a plan")
+            why = self._supervisor.off() if off else EngineDied("no engine runs now that could do this")
             connection.refuse(request.id, why)
         elif event.error is not None:
             connection.refuse(request.id, event.error.exception())
+        elif isinstance(event, em.Adapters):
+            if isinstance(request, m.AdapterLoad):
+                self.adapters[request.name] = request.path
+            self._lease.floor_bytes = event.floor_bytes
+            connection.reply(m.Adapters(request.id, self._epoch, event.adapters, event.floor_bytes))
         else:
             connection.reply(m.PlanAnswer(request.id, self._epoch, event.rows))
 
@@ -172,12 +200,18 @@ class Requests:
         for command in self._settings.values():
             self._supervisor.send(command)
 
-    def engine_answered(self, event: em.Stats | em.Plans) -> None:
+    def engine_answered(self, event: em.Stats | em.Plans | em.Adapters) -> None:
         asked = self._asked.pop(event.seq, None)
         if asked is not None:
             self._answer(*asked, event)
 
-    def engine_lost(self) -> None:
+    def engine_lost(self, death: FrameshardError | None) -> None:
+        """Called when the engine has ended. If it could not load an adapter, the next engine goes on without it, and
+        jobs that use it fail."""
+        culprit = None if death is None else death.detail.get("adapter")
+        if culprit in self.adapters:
+            del self.adapters[culprit]
+            logger.warning("the next engine does without the adapter %s: %s", culprit, death)
         waiting, self._asked = self._asked, {}
         for connection, request in waiting.values():
             self._answer(connection, request, None)

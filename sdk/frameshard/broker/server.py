@@ -230,7 +230,7 @@ class Server:
             self._tell_loading(m.Loading(self._epoch, event.stage, event.done, event.total))
         elif isinstance(event, em.BudgetEvent | em.Watch):
             self._lease.engine_event(event, trio.current_time())
-        elif isinstance(event, em.Stats | em.Plans):
+        elif isinstance(event, em.Stats | em.Plans | em.Adapters):
             self._requests.engine_answered(event)
         elif isinstance(event, em.JobEvent):
             return self._jobs.engine_event(event)
@@ -239,7 +239,7 @@ class Server:
     def engine_lost(self, death: FrameshardError | None) -> None:
         self._jobs.engine_lost(death)
         self._lease.engine_lost(trio.current_time())
-        self._requests.engine_lost()
+        self._requests.engine_lost(death)
         if self._supervisor.state is not states.Engine.HIBERNATED:
             self._tell_all()
 
@@ -266,7 +266,8 @@ class Server:
 
     def _engine_config(self) -> em.EngineConfig:
         options = {field.name: getattr(self._config, field.name) for field in fields(EngineOptions)}
-        options.update(vram_budget_bytes=self._lease.engine_load_bytes(), n_ubatch=self._n_ubatch)
+        adapters = tuple(f"{name}={path}" for name, path in self._requests.adapters.items())
+        options.update(vram_budget_bytes=self._lease.engine_load_bytes(), n_ubatch=self._n_ubatch, adapters=adapters)
         return em.EngineConfig(**options)
 
     def _tell_all(self) -> None:

@@ -66,13 +66,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="PATH|NAME",
         help="a small model with the same vocabulary that drafts tokens on the CPU (none)",
     )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a LoRA adapter that jobs may use; may be given more than once (none)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import models
     from frameshard.broker import serve
-    from frameshard.wire.launch import ServeConfig
+    from frameshard.wire.launch import ServeConfig, adapter_of
 
     mmproj = args.mmproj or models.mmproj_of(args.model)
     config = ServeConfig(
@@ -89,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         mode=args.mode,
         speculate=args.speculate,
         draft_model=str(models.resolve(args.draft_model).absolute()) if args.draft_model else "",
+        adapters=tuple(f"{name}={Path(path).absolute()}" for name, path in map(adapter_of, args.adapter)),
         endpoint=args.endpoint,
         connect_file=args.connect_file and str(Path(args.connect_file).absolute()),
     )

@@ -25,6 +25,10 @@ the same drafts, because drafts depend only on the text. This takes as long as t
 chunks was rejected, because whether that gives the same bits depends on the kernels for each type, shape and length of
 context. On the CPU it did with Q4_1 weights in all shapes that were tried, and it did not with F16.
 
+LoRA adapters: llama.cpp applies one set of adapters to a whole graph, so only jobs with equal sets are decoded
+together. The sets take turns. To change the set costs time (:mod:`frameshard.engine.adapters`), so a set keeps its turn
+for some decodes.
+
 Nothing here waits or does I/O: :meth:`Batcher.step` runs one decode and returns events for the broker.
 :mod:`frameshard.engine.request` reads requests, so each job that comes here already has its tokens.
 """
@@ -38,6 +42,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.engine.draft import DraftModel, DraftState
 from frameshard.engine.job import Job, Slot, job_slot
 from frameshard.engine.kvstore import KvStore
@@ -65,6 +70,9 @@ from frameshard.wire import messages as m
 logger = logging.getLogger("frameshard.engine")
 
 MAX_QUEUED = 1024
+TURN_DECODES = 8
+"""If jobs with different sets of adapters generate, one set is decoded so many times before the next one."""
+
 RATE_WINDOW_S = 2.0
 LONG_PROMPT = 1024
 """The progress of a prompt is reported from so many tokens on."""
@@ -87,6 +95,8 @@ class Batcher:
         self._queued: collections.deque[Job] = collections.deque()
         self._turns = 0
         self._read_last = False
+        self._set_in_turn: AdapterSet = NO_ADAPTERS
+        self._set_turns = self._decodes_left = 0
         self._rate: collections.deque[tuple[float, int]] = collections.deque()
         self._lock = threading.Lock()
         self._interrupted: set[int] = set()
@@ -133,14 +143,19 @@ class Batcher:
     def add(self, job: Job) -> None:
         """Takes a job.
 
-        :raises BadArgument: the job number is in use.
+        :raises BadArgument: the job number is in use, or an adapter of the job is not loaded.
         :raises Overloaded: too many jobs wait.
         """
         if any(job.id == other.id for other in self._jobs()):
             raise BadArgument(f"job {job.id} exists", field="job")
         if len(self._queued) >= MAX_QUEUED:
             raise Overloaded(f"{MAX_QUEUED} jobs wait already")
+        job.adapters = self._runtime.adapters.resolve(job.wanted)
         self._queued.append(job)
+
+    def uses(self, adapter: str) -> bool:
+        """Whether a job that has not ended uses the adapter."""
+        return any(each.name == adapter for job in self._jobs() for each in job.wanted)
 
     def cancel(self, job_id: int, *, keep: bool = False) -> list[em.JobEvent]:
         """Ends the job. Its conversation keeps the decoded tokens.
@@ -179,6 +194,7 @@ class Batcher:
         jobs = self._choose()
         if not jobs:
             return events
+        self._runtime.adapters.use(jobs[0].adapters)
         prefilling, at = jobs[0], len(job_slot(jobs[0]).tokens)
         picture = prefilling.pictures.get(at) if prefilling.prefilling else None
         with self._lock:
@@ -257,8 +273,12 @@ class Batcher:
         for job in failed:
             slot = job_slot(job)
             slot.conversation = None  # its KV cache may hold NaN too
-            error = BadModel("the model computes NaN or infinity for this prompt: some of its weights are damaged")
+            error = BadModel(
+                "the model computes NaN or infinity for this prompt: some of its weights, or those of its adapters, are"
+                " damaged"
+            )
             events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(error))))
+            self._runtime.adapters.use(NO_ADAPTERS)
             with contextlib.suppress(DecodeAborted):
                 if not self._runtime.computes(slot.seq):
                     raise FrameshardError("the device computes NaN or infinity where it computed numbers before")
@@ -298,7 +318,8 @@ class Batcher:
 
     def _choose(self) -> list[Job]:
         """The jobs to decode next: one that prefills, or all that generate, in ascending order of their sequences. Jobs
-        of lower priority wait while a job prefills. A warm-up waits while any job generates."""
+        of lower priority wait while a job prefills. A warm-up waits while any job generates. Jobs with
+        different sets of adapters generate in turns."""
         running = self._running()
         generating = [job for job in running if not job.prefilling]
         first = min(
@@ -313,7 +334,23 @@ class Batcher:
             self._costs.last = None
             return [first]
         self._read_last = False
-        return generating
+        return self._in_turn(generating)
+
+    def _in_turn(self, generating: list[Job]) -> list[Job]:
+        """The jobs with the set of adapters whose turn it is."""
+        groups: dict[AdapterSet, list[Job]] = {}
+        for job in generating:
+            groups.setdefault(job.adapters, []).append(job)
+        if len(groups) < 2:
+            return generating
+        if not self._decodes_left or self._set_in_turn not in groups:
+            self._set_in_turn = min(groups, key=lambda each: max(job.last_turn for job in groups[each]))
+            self._set_turns += 1
+            self._decodes_left = TURN_DECODES
+        self._decodes_left -= 1
+        for job in groups[self._set_in_turn]:
+            job.last_turn = self._set_turns
+        return groups[self._set_in_turn]
 
     def _part(self, prefilling: Job) -> list[int]:
         """The next tokens of a prompt."""

@@ -114,7 +114,7 @@ class Budgets:
             if command.parked or self.parked:
                 self._set_parked(runtime, command)
             elif runtime.device is not None:
-                self._change(runtime.device, command, patience_s)
+                self._change(runtime, runtime.device, command, patience_s)
         except BrokerGone:
             raise
         except Exception as error:
@@ -151,7 +151,7 @@ class Budgets:
         self._send(em.BudgetGranted(command.seq, reached, seconds))
         return timeout_s if reached == wanted else max(timeout_s, PARTIAL_S)
 
-    def _change(self, device: ShardDevice, command: em.SetBudget, patience_s: float) -> None:
+    def _change(self, runtime: Runtime, device: ShardDevice, command: em.SetBudget, patience_s: float) -> None:
         """Sets the budget and waits at most ``patience_s`` seconds for the release. After half of ``timeout_s``, warns
         the broker if the deadline will be missed.
 
@@ -173,7 +173,8 @@ class Budgets:
         if 0 < wanted < before and patience_s <= timeout_s:  # if it is longer, the grant said that it will be late
             warning.start()
         try:
-            device.set_budget(wanted, patience_s)
+            with runtime.floor_lock:
+                device.set_budget(wanted, patience_s)
         finally:
             warning.cancel()
             self._replan()
@@ -203,14 +204,16 @@ class Budgets:
         if runtime.device is not None:
             # Weights are evicted at once. The VRAM of the context can be freed only after the running decode.
             evicts_first = park and not self.parked
-            runtime.device.set_budget(runtime.device.stats().floor_bytes if evicts_first else wanted, timeout_s)
+            with runtime.floor_lock:
+                runtime.device.set_budget(runtime.device.stats().floor_bytes if evicts_first else wanted, timeout_s)
         self._on_main(change)
         if not done.wait(timeout_s):
             raise DeadlineMissed("a decode is still running; it stays in force")
         if failure:
             raise failure[0]
         if park and runtime.device is not None:
-            runtime.device.set_budget(wanted, timeout_s)  # limits the memory that unparking takes again
+            with runtime.floor_lock:
+                runtime.device.set_budget(wanted, timeout_s)  # limits the memory that unparking takes again
 
     def _await_observed(self, runtime: Runtime, within_bytes: int, deadline: float) -> int | None:
         """Polls the VRAM that the driver counts, until it is within the budget, ``deadline`` has passed, or the next

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
+from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.engine.draft import DraftState
 from frameshard.engine.forms import Grammar
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.sampling import Sampler
 from frameshard.engine.sentences import Splitter
-from frameshard.engine.sequences import Adapters, Cells, Shape
+from frameshard.engine.sequences import Cells, Shape
 from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture
 from frameshard.wire import messages as m
@@ -41,8 +42,13 @@ class Job:
     priority: int = 1
     warm_up: bool = False
     """The job ends when its prompt is read. What was read is put into the KV store."""
-    adapters: Adapters = ()
-    """The adapters that it is decoded with. Only cells that were decoded with the same ones are reused."""
+    wanted: tuple[m.Adapter, ...] = ()
+    """The adapters that the request asks for."""
+    adapters: AdapterSet = NO_ADAPTERS
+    """The adapters that it is decoded with, from :meth:`Batcher.add` to the end. Only cells that were decoded with the
+    same ones are reused."""
+    last_turn: int = 0
+    """The number of the last turn in which it generated."""
     slot: Slot | None = None
     sampler: Sampler | None = None
     shapes: collections.deque[Shape] = field(default_factory=collections.deque)

@@ -274,6 +274,34 @@ class Llama:
         self.remove(seq, 0)
         return False
 
+    def load_adapter(self, path: str) -> Any:
+        """Loads a LoRA adapter whose header was checked (:mod:`frameshard.plan.adapter`).
+
+        :returns: llama.cpp's adapter. It is freed with the model, or by :meth:`free_adapter`.
+        :raises BadModel: llama.cpp refuses the file, or there is no memory for it.
+        """
+        llamalog.install()
+        adapter = llama_cpp.llama_adapter_lora_init(self._model, os.fsencode(path))
+        if not adapter:
+            raise BadModel(f"llama.cpp refuses the adapter {path}: {llamalog.last_errors()}", path=path)
+        return adapter
+
+    def free_adapter(self, adapter: Any) -> None:
+        """Frees an adapter, which must not be in use."""
+        llama_cpp.llama_adapter_lora_free(adapter)
+
+    def set_adapters(self, adapters: Sequence[tuple[Any, float]]) -> None:
+        """Sets the adapters and their scales for the next decodes. The next decode then allocates the compute buffers
+        again, and ends the process if there is no room for them.
+
+        llama.cpp keeps them in a hash map. With up to two, it adds them up in an order that depends on this call
+        alone, so results are the same bits in each process.
+        """
+        n = len(adapters)
+        handles = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*(handle for handle, _ in adapters))
+        scales = (ctypes.c_float * n)(*(scale for _, scale in adapters))
+        llama_cpp.llama_set_adapters_lora(self._context, handles, n, scales)
+
     def close(self) -> None:
         """Frees the context, then the model. Safe to call twice."""
         if self._context:

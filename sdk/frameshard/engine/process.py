@@ -11,6 +11,7 @@ reader   receives commands and never waits for the GPU. It interrupts jobs and a
          passes all other commands to other threads.
 prepare  two threads that make requests ready to run (:mod:`frameshard.engine.prepare`).
 budget   changes the budget, and waits until the device has released memory (:mod:`frameshard.engine.budgets`).
+adapter  checks and reads the file of a LoRA adapter, one thread for each load.
 plan     answers what-if questions (:mod:`frameshard.engine.whatif`).
 watch    reports the device's memory to the broker (:mod:`frameshard.engine.watch`).
 
@@ -48,8 +49,9 @@ from frameshard.engine.runtime import Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.engine.whatif import WhatIf
-from frameshard.errors import BadMessage, BadModel, BudgetBelowFloor, EngineDied, FrameshardError, internal
+from frameshard.errors import BadArgument, BadMessage, BadModel, BudgetBelowFloor, EngineDied, FrameshardError, internal
 from frameshard.native import on_abort
+from frameshard.plan.adapter import AdapterFile, read_adapter
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 
@@ -257,6 +259,47 @@ class Engine:
         self._loading = runtime.config.draft_model
         return DraftModel(runtime, runtime.config.draft_model)
 
+    def _read_adapter(self, command: em.LoadAdapter) -> None:
+        """[a thread of its own] Checks an adapter's file and reads it into the page cache, so that the main thread
+        loads it fast."""
+        assert self._runtime is not None
+        try:
+            file = read_adapter(command.path, self._runtime.model_info)
+            with open(command.path, "rb") as content:
+                while content.read(1 << 20):
+                    pass
+        except Exception as error:
+            why = m.ErrorInfo.of(internal(logger, f"the load of the adapter {command.name}", error))
+            self._commands.put(lambda: self._link.send(em.Adapters(command.seq, error=why)))
+            return
+        self._commands.put(partial(self._change_adapters, command.seq, partial(self._load_adapter, command.name, file)))
+
+    def _load_adapter(self, name: str, file: AdapterFile) -> None:
+        assert self._runtime is not None
+        if self._budgets.parked:
+            raise BadArgument("the sidecar is parked: set its VRAM budget to active first")
+        self._runtime.load_adapter(name, file)
+
+    def _unload_adapter(self, name: str) -> None:
+        assert self._runtime is not None
+        assert self._batcher is not None
+        if self._batcher.uses(name):
+            raise BadArgument(f"jobs use the adapter {name!r}: it can be unloaded when they have ended")
+        self._runtime.adapters.unload(name)
+
+    def _change_adapters(self, seq: int, change: Callable[[], None]) -> None:
+        """Changes the loaded adapters between two decodes, and answers."""
+        assert self._runtime is not None
+        try:
+            change()
+        except FrameshardError as error:
+            self._link.send(em.Adapters(seq, error=m.ErrorInfo.of(error)))
+            return
+        self._want_plan()
+        device = self._runtime.device
+        floor_bytes = device.stats().floor_bytes if device is not None else 0
+        self._link.send(em.Adapters(seq, self._runtime.adapters.describe(), floor_bytes))
+
     def _prepared(self, number: int, outcome: Job | FrameshardError) -> None:
         """[any thread] Passes a request that is ready to run, or its error, to the main thread."""
         if self._idle is not None:
@@ -341,6 +384,11 @@ class Engine:
             if self._runtime is not None and self._runtime.device is not None:
                 self._runtime.device.set_scheduling_mode(command.scheduling_mode)
             self._commands.put(partial(self._pace.set_target, command.target_tokens_per_second))
+        elif isinstance(command, em.LoadAdapter):
+            threading.Thread(target=self._read_adapter, args=(command,), daemon=True, name="adapter").start()
+        elif isinstance(command, em.UnloadAdapter):
+            change = partial(self._unload_adapter, command.name)
+            self._commands.put(partial(self._change_adapters, command.seq, change))
         elif isinstance(command, em.MakePlans):
             self._what_if.ask(command)
         elif isinstance(command, em.GetStats):

@@ -51,6 +51,7 @@ def _template_fingerprint(template: str | None) -> str:
 def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> dict[str, object]:
     """[any thread] Returns the engine's part of the protocol's ``stats`` answer."""
     stats: dict[str, object] = batcher.statistics()
+    stats["adapters"] = {each.name: each.size_bytes for each in runtime.adapters.describe()}
     stats["nvml"] = runtime.observer is not None and runtime.observer.available
     if runtime.device is not None and runtime.placement is not None:
         stats.update(dataclasses.asdict(runtime.device.stats()))

@@ -67,6 +67,7 @@ class RequestReader:
             grammar=grammar,
             priority=request.priority,
             warm_up=request.warm_up,
+            wanted=request.adapters,
             pictures=pictures,
             lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,
         )

@@ -12,9 +12,11 @@ buffers, and in the floor the KV window for one layer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -26,17 +28,20 @@ import numpy.typing as npt
 from frameshard import cpu, models
 from frameshard.cpu import default_threads
 from frameshard.engine import llamalog
+from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Rows
 from frameshard.engine.nvml import Observer
 from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.tokenizer import Tokenizer
-from frameshard.errors import BadModel, ContextOverflow
+from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, Overloaded
 from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
+from frameshard.plan.adapter import AdapterFile, read_adapter
 from frameshard.plan.memory import check_kv_type, logits_rows
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.ubatch import PLAIN_UBATCH
 from frameshard.wire.engine import EngineConfig
+from frameshard.wire.launch import adapter_of
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -55,9 +60,12 @@ class Runtime:
         self.placement: Placement | None = None
         """The placement of each shard; ``None`` without a shard device."""
         self.device_name = ""
+        self.floor_lock = threading.Lock()
+        """[any thread] Held while the floor may rise, and while the budget is changed."""
         self.observer: Observer | None = None
         """What NVML counts for this process; ``None`` without a real GPU."""
         self._llama: Llama | None = None
+        self._adapters: Adapters | None = None
         self._tokenizer: Tokenizer | None = None
         self._forms: Forms | None = None
         self._on_loading: OnLoading = lambda stage, done, total: None
@@ -90,7 +98,8 @@ class Runtime:
         :raises Unsupported: the model cannot chat or complete (encoder, diffusion), or it cannot have a KV cache of
             type ``config.kv_type``.
         :raises UnknownDevice: no such device.
-        :raises BudgetBelowFloor: the budget is too small for this model and context; the error names the floor.
+        :raises BudgetBelowFloor: the budget is too small for this model, context and adapters; the error names the
+            floor.
         :raises OutOfMemory: the device or the host refuses the memory.
         """
         runtime = cls(config)
@@ -122,6 +131,7 @@ class Runtime:
         llama = self._llama = Llama(
             self.model_info, devices, lambda share: self._on_loading("read", int(share * size_mib), size_mib)
         )
+        self._adapters = Adapters(llama)
         tokenizer = self._tokenizer = Tokenizer(llama.model, self.model_info.chat_template)
         self._forms = Forms(tokenizer.grammar_tokens)
         self.n_vocab = tokenizer.n_vocab
@@ -138,6 +148,13 @@ class Runtime:
         if self.placement is not None:
             self.placement.start(llama, self._lengths)
         self._warm_up()
+        for adapter in config.adapters:
+            name, path = adapter_of(adapter)
+            try:
+                self.load_adapter(name, read_adapter(path, self.model_info), spare=False)
+            except FrameshardError as error:
+                error.detail["adapter"] = name  # for the broker, which goes on without it
+                raise
         if self.placement is not None:
             self.placement.settle(fill=fill)
 
@@ -215,6 +232,12 @@ class Runtime:
         return self._llama
 
     @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters that are loaded."""
+        assert self._adapters is not None
+        return self._adapters
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """[any thread] Text to tokens and back."""
         assert self._tokenizer is not None
@@ -249,6 +272,78 @@ class Runtime:
         """
         if _state(os.fstat(self._file.fileno())) != self._file_state:
             raise BadModel(f"{self.config.model} was changed while it was in use")
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, file: AdapterFile, *, spare: bool = True) -> None:
+        """Loads a LoRA adapter and decodes one token with it, so that damaged weights are found here and not in a job.
+        If the same file is loaded under this name already, nothing changes.
+
+        :param spare: demand some room beyond what is expected to be needed. A new engine must fit the budget in which
+            the last one ran, so it does not demand this.
+        :raises BadArgument: the name is in use, or too many adapters are loaded.
+        :raises BadModel: llama.cpp refuses the file, or it computes NaN or infinity.
+        :raises BudgetBelowFloor: the budget has no room for it; nothing has changed.
+        :raises Overloaded: all sequences are in use, and the model's state does not allow to try it in one of them.
+        """
+        if self.adapters.has(name, file):
+            return
+        # One token is appended and removed again, preferably in an empty sequence.
+        room = [seq for seq, n in enumerate(self._lengths) if n == 0 or (self.llama.can_trim and n < self.n_ctx_seq)]
+        if not room:
+            raise Overloaded("all places are taken, and one is needed to try the adapter: load it when a job has ended")
+        with self.floor_lock:
+            self._demand_room(file, spare=spare)
+            adapter = self.adapters.add(name, file)
+            try:
+                self._try_adapter(adapter, min(room, key=self._lengths.__getitem__))
+            except FrameshardError:
+                self.adapters.unload(name)
+                raise
+
+    def _demand_room(self, file: AdapterFile, *, spare: bool) -> None:
+        if self.device is None:
+            return
+        stats = self.device.stats()
+        largest = max(each.token_bytes for each in (file, *(other.file for other in self.adapters)))
+        # The compute buffers may grow, although they seldom do. Their allocator may leave gaps, so twice the bytes that
+        # are in use at once are spare.
+        spare_bytes = 2 * self.n_ubatch * largest if spare else 0
+        floor_bytes = stats.floor_bytes + file.n_bytes + spare_bytes
+        if floor_bytes > stats.budget_bytes:
+            raise BudgetBelowFloor(
+                f"with the adapter the floor is up to {-(-floor_bytes >> 20)} MiB, and the VRAM budget is"
+                f" {stats.budget_bytes >> 20} MiB: raise the budget, or unload other adapters",
+                budget_bytes=stats.budget_bytes,
+                floor_bytes=floor_bytes,
+            )
+
+    def _try_adapter(self, adapter: Adapter, seq: int) -> None:
+        """Decodes a token with the adapter, and removes it again. Then lets llama.cpp allocate the compute buffers for
+        each set of two, in a decode that is aborted.
+
+        :param seq: a sequence with room.
+        :raises BadModel: the logits are not finite.
+        """
+        before, token = self._lengths[seq], Rows(seq, [self.tokenizer.first_token])
+        self.adapters.use(((adapter, 1.0),))
+        with contextlib.suppress(DecodeAborted):  # a stop command came meanwhile
+            (row,) = self.decode([token])
+            finite = self.is_finite(row)
+            self.trim(seq, before)
+            if not finite:
+                path = str(adapter.file.path)
+                raise BadModel(
+                    f"{path} computes NaN or infinity: its weights are damaged", path=path, adapter=adapter.name
+                )
+        for other in self.adapters if self.device is not None else ():
+            if other is not adapter:
+                self.adapters.use(((adapter, 1.0), (other, 1.0)))
+                self.abort()
+                with contextlib.suppress(DecodeAborted):
+                    self.decode([token])
+                    self.trim(seq, before)
+                self.resume()
 
     # --- sequences ------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.errors import BadArgument
 from frameshard.wire.engine import Shapes
 
 Shape = tuple[int, int]
 """One decode of one sequence: the number of tokens that the sequence kept, and the number that was decoded."""
-
-Adapters = tuple[tuple[str, float], ...]
-"""The adapters that a text is decoded with: names and strengths, in order."""
 
 
 @dataclass(eq=False)
@@ -30,7 +28,7 @@ class Cells:
 
     tokens: list[int] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
-    adapters: Adapters = ()
+    adapters: AdapterSet = NO_ADAPTERS
     conversation: str | None = None
     least: int = 0
 

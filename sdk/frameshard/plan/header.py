@@ -128,6 +128,8 @@ class Header:
     fingerprint: bytes
     """SHA-256 of the file's size, its header and the first 4 KiB of each tensor. It tells models apart within
     milliseconds; a file that was made to have another's fingerprint is not recognised."""
+    kinds: dict[str, int]
+    """GGUF's number for the type of each key."""
 
 
 class _Reader:
@@ -248,13 +250,14 @@ def _parse(reader: _Reader, file_bytes: int, part: int) -> Header:
 
     metadata: dict[str, Value] = {}
     array_lengths: dict[str, int] = {}
+    kinds: dict[str, int] = {}
     tokens: list[bytes] | None = None
     token_types: np.ndarray | None = None
     for _ in range(n_keys):
         key = _text(reader.string(), "key")
         if key in metadata or key in array_lengths:
             wrong(f"key {key} is there twice")
-        kind = reader.number("<I")
+        kinds[key] = kind = reader.number("<I")
         if kind == _STRING:
             metadata[key] = reader.string().decode("utf-8", "replace")
         elif kind != _ARRAY:
@@ -289,7 +292,8 @@ def _parse(reader: _Reader, file_bytes: int, part: int) -> Header:
             wrong(f"truncated: tensor {info.name} ends at byte {end}, the file has {file_bytes}")
         tensors.append(Tensor(info.name, info.ggml_type, info.shape, info.n_bytes, start + offset, part))
         offset += -(-info.n_bytes // alignment) * alignment
-    return Header(metadata, tokens, token_types, array_lengths, tensors, file_bytes, reader.fingerprint(tensors))
+    fingerprint = reader.fingerprint(tensors)
+    return Header(metadata, tokens, token_types, array_lengths, tensors, file_bytes, fingerprint, kinds)
 
 
 def _dtype(key: str, kind: int) -> str:

@@ -346,6 +346,12 @@ class ClientConnection:
     def caps_and_requirements(self) -> int:
         return self._request(m.CapsGet)
 
+    def adapter_load(self, name: str, path: str) -> int:
+        return self._request(m.AdapterLoad, name=name, path=path)
+
+    def adapter_unload(self, name: str) -> int:
+        return self._request(m.AdapterUnload, name=name)
+
     def plan(self, budgets: tuple[int, ...], prompt_tokens: int) -> int:
         return self._request(m.PlanGet, budgets=budgets, prompt_tokens=prompt_tokens)
 

@@ -66,6 +66,7 @@ class Submit:
     """Each :class:`Token` marks the ends of sentences in its text."""
     priority: Annotated[int, checks.integer(IDLE_PRIORITY, m.MAX_PRIORITY)] = 1
     warm_up: bool = False
+    adapters: Annotated[tuple[m.Adapter, ...], m.MAX_JOB_ADAPTERS] = ()
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:
@@ -106,6 +107,23 @@ class SetPacing:
     scheduling_mode: m.SchedulingMode
     target_tokens_per_second: Annotated[float, checks.number(0, 1e9)]
     """The limit for all jobs together; 0: no limit."""
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Loads a LoRA adapter. The answer is :class:`Adapters`."""
+
+    seq: Count
+    name: m.AdapterName
+    path: Annotated[str, checks.path(least=1)]
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Unloads a LoRA adapter that no job uses. The answer is :class:`Adapters`."""
+
+    seq: Count
+    name: m.AdapterName
 
 
 @dataclass(frozen=True)
@@ -150,6 +168,8 @@ Command = (
     | SetBudget
     | OpenFrameBlock
     | SetPacing
+    | LoadAdapter
+    | UnloadAdapter
     | MakePlans
     | GetStats
     | AskAlive
@@ -322,6 +342,17 @@ class Plans:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """The answer to :class:`LoadAdapter` and :class:`UnloadAdapter`: the adapters that are loaded now and the floor
+    with them, or the error."""
+
+    seq: Count
+    adapters: Annotated[tuple[m.AdapterInfo, ...], m.MAX_ADAPTERS] = ()
+    floor_bytes: Bytes = 0
+    error: m.ErrorInfo | None = None
+
+
+@dataclass(frozen=True)
 class Watch:
     """The state of the device's memory. `total_bytes` and `free_bytes` are None if the driver does not give them."""
 
@@ -351,7 +382,7 @@ class Pong:
 
 JobEvent = Started | Progress | Token | Done | Failed | Cancelled
 BudgetEvent = BudgetGranted | BudgetLate | BudgetReleased | BudgetObserved | BudgetRefused
-Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Watch | Alive | Pong
+Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Adapters | Watch | Alive | Pong
 Message = Command | Event
 
 COMMANDS: dict[str, type[Any]] = {
@@ -361,6 +392,8 @@ COMMANDS: dict[str, type[Any]] = {
     "budget": SetBudget,
     "frame_block": OpenFrameBlock,
     "pacing": SetPacing,
+    "load_adapter": LoadAdapter,
+    "unload_adapter": UnloadAdapter,
     "plan": MakePlans,
     "stats": GetStats,
     "alive": AskAlive,
@@ -385,6 +418,7 @@ EVENTS: dict[str, type[Any]] = {
     "refused": BudgetRefused,
     "stats": Stats,
     "plan": Plans,
+    "adapters": Adapters,
     "watch": Watch,
     "alive": Alive,
     "pong": Pong,
@@ -450,6 +484,8 @@ def refusal(fields: Mapping[str, Any], error: BadMessage) -> Event | None:
         return Failed(number, why)
     if name == "budget":
         return BudgetRefused(number, why)
+    if name in ("load_adapter", "unload_adapter"):
+        return Adapters(number, error=why)
     return Plans(number, error=why) if name == "plan" else None
 
 

@@ -49,6 +49,18 @@ def check_endpoint(endpoint: str, *, bind: bool) -> None:
 
 Path = Annotated[str, checks.path()]
 Duration = Annotated[float, checks.number(0, 1e6, "s")]
+NamedPath = Annotated[str, checks.text(4161, least=1)]
+
+
+def adapter_of(named: str) -> tuple[str, str]:
+    """Name and path of an adapter of the launch options.
+
+    :raises BadArgument: it is not ``NAME=PATH``.
+    """
+    name, _, path = named.partition("=")
+    if not 0 < len(name.encode(errors="replace")) <= 64 or not path:
+        raise BadArgument("adapters: must be NAME=PATH, with a name of 1 to 64 bytes", field="adapters")
+    return name, path
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,12 @@ class EngineOptions:
         " loss of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32."
         " On NVIDIA GPUs the floor stays the same, because a prompt also needs one layer's whole context in 16 bits.",
     ] = "f16"
+    adapters: Annotated[
+        tuple[NamedPath, ...],
+        messages.MAX_ADAPTERS,
+        "LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every"
+        " budget.",
+    ] = ()
 
     kv_cache_bytes: Annotated[
         Bytes,
@@ -119,6 +137,9 @@ class EngineOptions:
         checks.verify(self)
         if 0 < self.n_ubatch < self.n_parallel:
             raise BadArgument("n_ubatch: must be at least n_parallel", field="n_ubatch")
+        names = [adapter_of(adapter)[0] for adapter in self.adapters]
+        if len(set(names)) < len(names):
+            raise BadArgument("adapters: two of them have the same name", field="adapters")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ StopString = Annotated[str, checks.text(256, least=1)]
 MAX_PRIORITY = 2
 Priority = Annotated[int, checks.integer(0, MAX_PRIORITY)]
 Choice = Annotated[str, checks.text(4096, least=1)]
+AdapterName = Annotated[str, checks.text(64, least=1), "Name of the adapter."]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
@@ -55,6 +56,12 @@ LoadingStage = Literal["read", "profile", "fill"]
 
 MAX_IMAGES = 8
 """Of one job."""
+
+MAX_ADAPTERS = 16
+"""That are loaded."""
+
+MAX_JOB_ADAPTERS = 2
+"""Of one job. With more, the order in which llama.cpp adds them up, and so the last bits, would depend on addresses."""
 
 MAX_INLINE_BYTES = 900_000
 """Of an image inside a message; larger ones are read from shared memory."""
@@ -96,6 +103,24 @@ class Image:
         checks.integer(0, 1 << 24, "bytes"),
         "Bytes from the start of one row to the start of the next; 0: there is no gap between rows.",
     ] = 0
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter of a job."""
+
+    name: AdapterName
+    scale: Annotated[
+        float, checks.number(-4, 4), "How strongly the adapter changes the model; 1: as it was trained, 0: not at all."
+    ] = 1.0
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """A LoRA adapter that is loaded."""
+
+    name: AdapterName
+    size_bytes: Annotated[Bytes, "Size of its weights. They are in VRAM at every budget."]
 
 
 @dataclass(frozen=True)
@@ -306,6 +331,11 @@ class Submit:
         "The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go"
         " first. The job ends with `done` and has no text.",
     ] = False
+    adapters: Annotated[
+        tuple[Adapter, ...],
+        MAX_JOB_ADAPTERS,
+        "LoRA adapters, for the whole job. Jobs with equal adapters are computed together, others in turns.",
+    ] = ()
 
     def __post_init__(self) -> None:
         if self.warm_up and self.images:
@@ -362,6 +392,26 @@ class BudgetSet:
         " refused for its version.",
     ] = 0
     reason: Annotated[str, checks.text(64), "Text for the sidecar's log."] = ""
+
+
+@dataclass(frozen=True)
+class AdapterLoad:
+    """Loads a LoRA adapter. If the same file is loaded under this name already, nothing changes."""
+
+    id: RequestId
+    epoch: Epoch
+    name: AdapterName
+    path: Annotated[str, checks.path(least=1), "Path of the adapter's GGUF file."]
+
+
+@dataclass(frozen=True)
+class AdapterUnload:
+    """Unloads a LoRA adapter. It is refused while a job that has not ended uses the adapter. If no adapter of this name
+    is loaded, nothing changes."""
+
+    id: RequestId
+    epoch: Epoch
+    name: AdapterName
 
 
 @dataclass(frozen=True)
@@ -588,6 +638,16 @@ class PlanAnswer:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Answer to adapter_load and adapter_unload: the change is in force."""
+
+    id: RequestId
+    epoch: Epoch
+    adapters: Annotated[tuple[AdapterInfo, ...], MAX_ADAPTERS, "All adapters that are loaded now."]
+    floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in with these adapters."]
+
+
+@dataclass(frozen=True)
 class FrameBlock:
     """Answer to frame_block."""
 
@@ -799,6 +859,8 @@ Request = (
     | BudgetGet
     | CapsGet
     | PlanGet
+    | AdapterLoad
+    | AdapterUnload
     | FrameBlockGet
     | Pacing
     | ModelInfoGet
@@ -809,7 +871,20 @@ Request = (
 )
 JobEvent = Started | Progress | Delta | Done | Failed | Cancelled | UnknownEvent
 Reply = (
-    Welcome | Model | Ok | Error | Lease | Released | Observed | Budget | Caps | PlanAnswer | FrameBlock | Stats | Pong
+    Welcome
+    | Model
+    | Ok
+    | Error
+    | Lease
+    | Released
+    | Observed
+    | Budget
+    | Caps
+    | PlanAnswer
+    | Adapters
+    | FrameBlock
+    | Stats
+    | Pong
 )
 Unasked = Engine | Notice | Loading
 Message = Request | Reply | JobEvent | Unasked
@@ -823,6 +898,8 @@ REQUESTS: dict[str, type[Any]] = {
     "budget_get": BudgetGet,
     "caps_and_requirements": CapsGet,
     "plan": PlanGet,
+    "adapter_load": AdapterLoad,
+    "adapter_unload": AdapterUnload,
     "frame_block": FrameBlockGet,
     "pacing": Pacing,
     "model_info": ModelInfoGet,
@@ -843,6 +920,7 @@ ANSWERS: dict[str, type[Any]] = {
     "budget": Budget,
     "caps_and_requirements": Caps,
     "plan": PlanAnswer,
+    "adapters": Adapters,
     "frame_block": FrameBlock,
     "stats": Stats,
     "pong": Pong,

@@ -102,6 +102,11 @@ internal static class Runner
                     { "full_bytes", budget.FullBytes }, { "used_bytes", budget.UsedBytes },
                     { "wanted_bytes", budget.WantedBytes },
                 });
+            case "load_adapter":
+                return Watch("adapters", Client.LoadAdapterAsync((string)command["name"], (string)command["path"]),
+                    Told);
+            case "unload_adapter":
+                return Watch("adapters", Client.UnloadAdapterAsync((string)command["name"]), Told);
             case "get_stats":
                 return Watch("stats", Client.GetStatsAsync(), detail => new JsonObject
                 {
@@ -169,6 +174,14 @@ internal static class Runner
     private static Sidecar Client =>
         _sidecar ?? throw new FrameshardException(ErrorCode.ConnectionLost, "there is no client");
 
+    private static JsonObject Told(LoadedAdapters adapters)
+    {
+        return new JsonObject
+        {
+            { "detail", JsonValue.Parse(adapters.DetailJson) }, { "floor_bytes", adapters.FloorBytes },
+        };
+    }
+
     private static JobOptions Options(JsonObject command)
     {
         if (!command.ContainsKey("options")) return null;
@@ -181,6 +194,8 @@ internal static class Runner
         if (given.ContainsKey("sentences")) options.Sentences = (bool)given["sentences"];
         if (given.ContainsKey("warm_up")) options.WarmUp = (bool)given["warm_up"];
         if (given.ContainsKey("priority")) options.Priority = (uint)given["priority"];
+        if (given.ContainsKey("adapters"))
+            options.Adapters = ((JsonObject)given["adapters"]).ToDictionary(each => each.Key, each => (double)each.Value);
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];
         var sampling = options.Sampling = new Sampling();

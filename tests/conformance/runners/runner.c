@@ -17,10 +17,10 @@ static const char *const decisions[] = {NULL, "granted", "partial"};
 static const char *const notices[] = {NULL, "wants", "gives_back", "late", "pressure", "other_process", "state"};
 static const char *const formats[] = {NULL, "encoded", "rgb", "rgba"};
 static const char *const phases[] = {NULL, "encode", "prefill"};
-static const char *const types[] = {NULL,          "ready",           "started",         "text",   "done",  "failed",
-                                    "cancelled",   "budget_released", "budget_observed", "budget", "stats", "refused",
-                                    "engine",      "closed",          "lease",           "notice", "caps",  "plan",
-                                    "frame_block", "progress",        "loading"};
+static const char *const types[] = {NULL,          "ready",           "started",         "text",    "done",  "failed",
+                                    "cancelled",   "budget_released", "budget_observed", "budget",  "stats", "refused",
+                                    "engine",      "closed",          "lease",           "notice",  "caps",  "plan",
+                                    "frame_block", "progress",        "loading",         "adapters"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
@@ -74,9 +74,9 @@ static void *content(const char *path, uint64_t *size) {
     return bytes;
 }
 
-/* Makes the job's options. They point into `sampling`, `stop` and `images`. The caller frees the images' bytes. */
-static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
-                                  fs_image images[8]) {
+/* Makes the job's options. They point into the other arguments. The caller frees the images' bytes. */
+static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16], fs_image images[8],
+                                  fs_adapter adapters[8]) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
@@ -101,6 +101,11 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
         sampling->stop = stop;
         options.sampling = sampling;
     }
+    options.adapters = adapters;
+    cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "adapters")) if (options.n_adapters < 8) {
+        adapters[options.n_adapters].name = wanted->string;
+        adapters[options.n_adapters++].scale = wanted->valuedouble;
+    }
     options.images = images;
     cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "images")) if (options.n_images < 8) {
         fs_image *image = &images[options.n_images++];
@@ -117,7 +122,8 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     fs_sampling sampling;
     const char *stop[16];
     fs_image images[8];
-    fs_job_options options = job_options(command, &sampling, stop, images);
+    fs_adapter adapters[8];
+    fs_job_options options = job_options(command, &sampling, stop, images, adapters);
     fs_status status = FS_OK;
     if (strcmp(what, "ask") == 0) {
         status = fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);
@@ -326,6 +332,10 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
         status = set_lease(command, &request);
     else if (strcmp(what, "get_budget") == 0)
         status = fs_get_budget(client, &request);
+    else if (strcmp(what, "load_adapter") == 0)
+        status = fs_load_adapter(client, text(command, "name", ""), text(command, "path", ""), &request);
+    else if (strcmp(what, "unload_adapter") == 0)
+        status = fs_unload_adapter(client, text(command, "name", ""), &request);
     else if (strcmp(what, "get_stats") == 0)
         status = fs_get_stats(client, &request);
     else if (strcmp(what, "get_caps") == 0)

@@ -48,6 +48,13 @@ struct Options {
         options.sentences = kept.value("sentences", false);
         options.warm_up = kept.value("warm_up", false);
         options.priority = kept.value("priority", options.priority);
+        if (kept.contains("adapters")) {
+            for (const auto &[name, scale] : kept["adapters"].items()) {
+                adapters.push_back({name.c_str(), scale});
+            }
+        }
+        options.adapters = adapters.data();
+        options.n_adapters = adapters.size();
         auto wanted = kept.find("sampling");
         if (wanted == kept.end()) {
             return;
@@ -70,6 +77,7 @@ struct Options {
     }
 
     json kept;
+    std::vector<fs_adapter> adapters;
     std::vector<const char *> stop;
     frameshard::Sampling sampling;
     frameshard::JobOptions options;
@@ -149,6 +157,10 @@ json told(const Event &event) {
                 {"full_bytes", event.full_bytes},
                 {"used_bytes", event.used_bytes},
                 {"wanted_bytes", event.wanted_bytes}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_ADAPTERS:
+        said = {{"type", "adapters"}, {"detail", detail}, {"floor_bytes", event.floor_bytes}};
         said.update(of_request);
         break;
     case FS_EVENT_STATS:
@@ -280,6 +292,10 @@ class Runner {
             return {{"request", client_->set_lease(lease)}};
         } else if (what == "get_budget") {
             return {{"request", client_->get_budget()}};
+        } else if (what == "load_adapter") {
+            return {{"request", client_->load_adapter(text(command, "name"), text(command, "path"))}};
+        } else if (what == "unload_adapter") {
+            return {{"request", client_->unload_adapter(text(command, "name"))}};
         } else if (what == "get_stats") {
             return {{"request", client_->get_stats()}};
         } else if (what == "get_caps") {

@@ -114,6 +114,14 @@ function commands.set_lease(command)
   return { request = client():set_lease(lease) }
 end
 
+function commands.load_adapter(command)
+  return { request = client():load_adapter(command.name, command.path) }
+end
+
+function commands.unload_adapter(command)
+  return { request = client():unload_adapter(command.name) }
+end
+
 for _, name in ipairs({ "get_budget", "get_stats", "get_caps", "get_frame_block" }) do
   commands[name] = function()
     return { request = client()[name](client()) }

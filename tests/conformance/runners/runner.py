@@ -123,7 +123,7 @@ class Session:
         sampling["stop"] = tuple(sampling.get("stop", ()))
         given = {
             name: options[name]
-            for name in ("conversation", "system", "timeline", "window", "priority", "sentences", "warm_up")
+            for name in ("conversation", "system", "timeline", "window", "priority", "sentences", "warm_up", "adapters")
             if name in options
         }
         given["sampling"] = frameshard.Sampling(**sampling)
@@ -313,6 +313,23 @@ class Runner:
     async def do_get_budget(self) -> Event:
         async def ask(client: frameshard.Client, number: int) -> Event:
             return {"type": "budget", **_budget(await client.budget())}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_load_adapter(self, name: str, path: str) -> Event:
+        return self._adapters(lambda client: client.adapter_load(name, path))
+
+    async def do_unload_adapter(self, name: str) -> Event:
+        return self._adapters(lambda client: client.adapter_unload(name))
+
+    def _adapters(self, change: Callable[[frameshard.Client], Awaitable[frameshard.Adapters]]) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            answer = dataclasses.asdict(await change(client))
+            return {
+                "type": "adapters",
+                "detail": {"adapters": answer["adapters"]},
+                "floor_bytes": answer["floor_bytes"],
+            }
 
         return {"request": self.session.request(ask)}
 

@@ -53,7 +53,7 @@ namespace Frameshard
         {
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
-            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20,
+            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -94,6 +94,8 @@ namespace Frameshard
             internal double OffPauseMaxS;
             internal ulong KvCacheBytes;
             internal IntPtr Loading;
+            internal ulong NAdapters;
+            internal IntPtr Adapters;
             // end of fs_launch_options
         }
 
@@ -169,6 +171,15 @@ namespace Frameshard
             internal uint Priority;
             internal ulong Sentences;
             internal ulong WarmUp;
+            internal IntPtr Adapters;
+            internal ulong NAdapters;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Adapter
+        {
+            internal IntPtr Name;
+            internal double Scale;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -300,6 +311,10 @@ namespace Frameshard
         [DllImport(Library)]
         internal static extern int fs_set_lease(ClientHandle client, ref Lease lease, out ulong request);
         [DllImport(Library)] internal static extern int fs_get_budget(ClientHandle client, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_load_adapter(ClientHandle client, IntPtr name, IntPtr path, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_unload_adapter(ClientHandle client, IntPtr name, out ulong request);
         [DllImport(Library)] internal static extern int fs_get_stats(ClientHandle client, out ulong request);
         [DllImport(Library)] internal static extern int fs_get_caps(ClientHandle client, out ulong request);
         [DllImport(Library)]

@@ -40,6 +40,8 @@ namespace Frameshard
             native.OffPauseMaxS = options.OffPauseMaxSeconds ?? native.OffPauseMaxS;
             native.KvCacheBytes = Sidecar.Bytes(options.KvCacheMb);
             if (options.Loading != null) native.Loading = texts.Name(options.Loading);
+            if (options.Adapters != null) native.Adapters = texts.Names(options.Adapters);
+            native.NAdapters = (ulong)(options.Adapters?.Length ?? 0);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)

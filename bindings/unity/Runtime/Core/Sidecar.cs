@@ -331,6 +331,37 @@ namespace Frameshard
                 });
         }
 
+        /// <summary>Loads the LoRA adapter (GGUF) at <paramref name="path"/>, which jobs may then use by
+        /// <paramref name="name"/>. It stays loaded if the engine restarts.</summary>
+        public Task<LoadedAdapters> LoadAdapterAsync(string name, string path,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                IntPtr called = texts.Name(name), at = texts.Name(path);
+                return Ask(cancellation, (out ulong id) => Native.fs_load_adapter(_client, called, at, out id),
+                    ReadAdapters);
+            }
+        }
+
+        /// <summary>Unloads a LoRA adapter and frees its VRAM. Refused while a job that has not ended uses
+        /// it.</summary>
+        public Task<LoadedAdapters> UnloadAdapterAsync(string name,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var called = texts.Name(name);
+                return Ask(cancellation, (out ulong id) => Native.fs_unload_adapter(_client, called, out id),
+                    ReadAdapters);
+            }
+        }
+
+        private static LoadedAdapters ReadAdapters(Native.Event answer, string text, string detail)
+        {
+            return new LoadedAdapters { FloorBytes = answer.FloorBytes, DetailJson = detail };
+        }
+
         /// <summary>Sets how the GPU is shared with the frames in the <see cref="FrameBlock"/>.</summary>
         /// <param name="mode">Who may use GPU time first.</param>
         /// <param name="targetTokensPerSecond">Limit for all jobs together, 0.1 to 10,000; 0: no limit.</param>
@@ -459,6 +490,11 @@ namespace Frameshard
                 native.NImages = (uint)options.Images.Length;
                 native.Images = Pin(texts, options.Images);
             }
+            if (options.Adapters != null)
+            {
+                native.NAdapters = (ulong)options.Adapters.Count;
+                native.Adapters = Pin(texts, options.Adapters);
+            }
             var job = new Job(this, options.Timeline, onToken);
             lock (_gate)
             {
@@ -477,6 +513,19 @@ namespace Frameshard
             Options.Fill(ref native, sampling, texts);
             var block = texts.Block(Marshal.SizeOf(typeof(Native.Sampling)));
             Marshal.StructureToPtr(native, block, false);
+            return block;
+        }
+
+        private static IntPtr Pin(Utf8 texts, IReadOnlyDictionary<string, double> adapters)
+        {
+            var size = Marshal.SizeOf(typeof(Native.Adapter));
+            var block = texts.Block(adapters.Count * size);
+            var index = 0;
+            foreach (var adapter in adapters)
+            {
+                var native = new Native.Adapter { Name = texts.Name(adapter.Key), Scale = adapter.Value };
+                Marshal.StructureToPtr(native, block + index++ * size, false);
+            }
             return block;
         }
 
@@ -634,6 +683,7 @@ namespace Frameshard
                 case Native.EventType.Caps:
                 case Native.EventType.Plan:
                 case Native.EventType.FrameBlock:
+                case Native.EventType.Adapters:
                     Answered(native.Request, true)?.Answer(native, text, detail);
                     break;
                 case Native.EventType.Refused:

@@ -154,6 +154,9 @@ namespace Frameshard
         /// <summary>`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later
         /// loads only. One of off, on. Default off.</summary>
         public string Loading;
+        /// <summary>LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at
+        /// every budget.</summary>
+        public string[] Adapters;
         // end of fs_launch_options
     }
 
@@ -231,6 +234,9 @@ namespace Frameshard
         /// <summary>The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other
         /// jobs go first. The answer is empty.</summary>
         public bool WarmUp;
+        /// <summary>Scales of LoRA adapters by name, at most 2, for the whole job; from -4 to 4. Jobs with equal
+        /// adapters are computed together, others in turns. Null: none.</summary>
+        public IReadOnlyDictionary<string, double> Adapters;
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
@@ -489,6 +495,15 @@ namespace Frameshard
         public ulong FloorBytes { get; internal set; }
         public ulong FullBytes { get; internal set; }
         /// <summary>The whole answer, a JSON object.</summary>
+        public string DetailJson { get; internal set; }
+    }
+
+    /// <summary>The LoRA adapters that are loaded.</summary>
+    public sealed class LoadedAdapters
+    {
+        /// <summary>The smallest VRAM budget with these adapters.</summary>
+        public ulong FloorBytes { get; internal set; }
+        /// <summary>A JSON object: {"adapters": [{"name": ..., "size_bytes": ...}, ...]}.</summary>
         public string DetailJson { get; internal set; }
     }
 

@@ -88,6 +88,8 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.off_pause_max_s = static_cast<decltype(Made.off_pause_max_s)>(From.OffPauseMaxSeconds);
 	Made.kv_cache_bytes = FrameshardBytes(From.KvCacheMb);
 	Made.loading = Texts.Text(From.Loading);
+	Made.n_adapters = static_cast<decltype(Made.n_adapters)>(From.Adapters.Num());
+	Made.adapters = Texts.List(From.Adapters);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)

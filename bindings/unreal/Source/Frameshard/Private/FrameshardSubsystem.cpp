@@ -108,7 +108,12 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 			Loading.Total = static_cast<int32>(Event.total);
 			OnLoading.Broadcast(Loading);
 		}
-		else if (Event.type == FS_EVENT_REFUSED) // only SetPacing has no callback of its own
+		else if (Event.type == FS_EVENT_ADAPTERS)
+		{
+			OnAdaptersChanged.Broadcast(FrameshardText(std::string_view(Event.detail, Event.detail_length)),
+				FrameshardMegabytes(Event.floor_bytes));
+		}
+		else if (Event.type == FS_EVENT_REFUSED) // for requests that have no callback of their own
 		{
 			OnError.Broadcast(FrameshardText(std::string_view(Event.text, Event.text_length)), Event.status);
 		}
@@ -272,6 +277,23 @@ TArray<FFrameshardMessage> UFrameshardSubsystem::History(const FString& Conversa
 	return Messages;
 }
 
+void UFrameshardSubsystem::LoadAdapter(const FString& Adapter, const FString& File)
+{
+	if (Game && Game->client())
+	{
+		FFrameshardTexts Texts;
+		Report(fs_load_adapter(Game->client(), Texts.Text(Adapter), Texts.Path(File), nullptr));
+	}
+}
+
+void UFrameshardSubsystem::UnloadAdapter(const FString& Adapter)
+{
+	if (Game && Game->client())
+	{
+		Report(fs_unload_adapter(Game->client(), FrameshardUtf8(Adapter).c_str(), nullptr));
+	}
+}
+
 void UFrameshardSubsystem::Forget(const FString& Conversation)
 {
 	if (Game && Game->client())
@@ -337,6 +359,13 @@ int32 UFrameshardSubsystem::Ask(
 	Options.window = static_cast<uint32_t>(Params.Window);
 	Options.priority = static_cast<uint32_t>(Params.Priority);
 	Options.warm_up = Params.bWarmUp ? 1 : 0;
+	std::vector<fs_adapter> Adapters;
+	for (const auto& Adapter : Params.Adapters)
+	{
+		Adapters.push_back({Texts.Text(Adapter.Key), Adapter.Value});
+	}
+	Options.adapters = Adapters.data();
+	Options.n_adapters = static_cast<uint64_t>(Adapters.size());
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;

@@ -150,6 +150,11 @@ public:
 	 * only. One of off, on. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Loading = TEXT("off");
+
+	/** LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every
+	 * budget. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	TArray<FString> Adapters;
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

@@ -47,6 +47,10 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardBudgetChanged OnBudgetChanged;
 
+	/** Called when a LoRA adapter was loaded or unloaded. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardAdaptersChanged OnAdaptersChanged;
+
 	/** Called with news about VRAM and the lease. The game need not react. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardNoticed OnNotice;
@@ -91,6 +95,15 @@ public:
 	/** What was said in a conversation, oldest first. An open answer is in it as far as it came. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	TArray<FFrameshardMessage> History(const FString& Conversation);
+
+	/** Loads a LoRA adapter from a GGUF file, whose path may be relative to the project's Content folder. Questions may
+	 * then use it. OnAdaptersChanged or OnError follows. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void LoadAdapter(const FString& Adapter, const FString& File);
+
+	/** Unloads a LoRA adapter. Refused while a question uses it. OnAdaptersChanged or OnError follows. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void UnloadAdapter(const FString& Adapter);
 
 	/** Clears the history of a conversation, once the questions asked before this call are answered. Its persona
 	 * stays. */

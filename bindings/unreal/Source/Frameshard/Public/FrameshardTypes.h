@@ -172,6 +172,11 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	bool bWarmUp = false;
 
+	/** Scales of LoRA adapters by name, at most 2, from -4 to 4. Questions with equal adapters are computed together,
+	 * others in turns. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	TMap<FString, double> Adapters;
+
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "1048576"))
@@ -421,6 +426,8 @@ DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardProgressed, const FFrames
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardAnswered, const FFrameshardAnswer&, Answer);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardDecided, const FFrameshardDecision&, Decision);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardBudgetChanged, const FFrameshardBudget&, Budget);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(
+	FFrameshardAdaptersChanged, const FString&, AdaptersJson, double, FloorMb);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardNoticed, const FFrameshardNotice&, Notice);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardLoaded, const FFrameshardLoading&, Loading);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE(FFrameshardHappened);

@@ -1,0 +1,160 @@
+"""LoRA adapters, on tiny models with synthetic adapters: results, VRAM, jobs with different sets, and damaged files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import frameshard
+import mutants
+from frameshard import errors
+from make_adapter import make_adapter
+from sidecars import in_trio
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def adapters(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[[str], dict[str, Path]]:
+    def make(arch: str) -> dict[str, Path]:
+        for name, rank, seed in (("a", 8, 1), ("b", 4, 2)):
+            make_adapter(tiny_model(arch), tmp_path / f"{name}.gguf", rank=rank, seed=seed)
+        return {name: tmp_path / f"{name}.gguf" for name in "ab"}
+
+    return make
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
+def test_streamed_at_the_floor_the_bits_are_those_of_llama_cpp(
+    arch: str, tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]]
+) -> None:
+    driver = Path(__file__).with_name("adapter_driver.py")
+    command = [sys.executable, str(driver), str(tiny_model(arch)), *map(str, adapters(arch).values())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def text(n: int = 24, **options: Any) -> dict[str, Any]:
+    return {"sampling": frameshard.Sampling(max_tokens=n, temperature=0.0), **options}
+
+
+async def alone(client: frameshard.Client, prompt: str, **options: Any) -> str:
+    return (await client.complete(prompt, **text(**options)).completed()).text
+
+
+@in_trio
+async def test_jobs_keep_their_adapters(
+    tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]], tmp_path: Path
+) -> None:
+    """Together, through a shrink to the floor and an engine's death, each job has the text that it has alone."""
+    files = adapters("llama")
+    sets: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"b": -0.5, "a": 0.7}]
+    options: dict[str, Any] = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_ubatch": 32}
+    launch = frameshard.launch(
+        tiny_model("llama"), adapters={"a": files["a"]}, log=subprocess.DEVNULL, n_threads=1, **options
+    )
+    async with launch as client:
+        assert [each.name for each in (await client.adapter_load("b", files["b"])).adapters] == ["a", "b"]
+        loaded = await client.adapter_load("b", files["b"])  # again: nothing changes
+        expected = [await alone(client, "Once upon", adapters=adapters) for adapters in sets]
+        assert len(set(expected)) == len(sets)
+
+        texts: dict[int, str] = {}
+
+        async def run(number: int) -> None:
+            async with client.complete("Once upon", **text(adapters=sets[number])) as stream:
+                async for _ in stream:
+                    texts[number] = stream.text
+
+        async with trio.open_nursery() as nursery:
+            for number in range(len(sets)):
+                nursery.start_soon(run, number)
+            while len(texts) < len(sets):
+                await trio.sleep(0.005)
+            released = await client.set_budget(loaded.floor_bytes / MIB)
+            assert released.used_bytes <= loaded.floor_bytes
+            pid = (await client.stats()).broker.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        assert [texts[number] for number in range(len(sets))] == expected
+
+        # Cells of a conversation are not used with other adapters.
+        conversation = text(conversation="inn")
+        await client.complete("Once upon a time", **conversation).completed()
+        other = await client.complete("Once upon a time", **conversation, adapters={"a": 1.0}).completed()
+        same = await client.complete("Once upon a time", **conversation, adapters={"a": 1.0}).completed()
+        assert other.n_reused == 0 < same.n_reused
+        assert other.text == same.text == await alone(client, "Once upon a time", adapters={"a": 1.0})
+
+        with pytest.raises(errors.BadArgument) as unknown:
+            await alone(client, "Once", adapters={"c": 1.0})
+        assert unknown.value.detail["loaded"] == ["a", "b"]
+        async with client.complete("Once", **text(400, adapters={"b": 1.0})):
+            with pytest.raises(errors.BadArgument, match="jobs use the adapter"):
+                await client.adapter_unload("b")
+        with pytest.raises(errors.BudgetBelowFloor) as small:
+            await client.adapter_load("c", files["a"])
+        assert small.value.detail["floor_bytes"] > loaded.floor_bytes
+
+        await client.set_budget(0)
+        (tmp_path / "cut.gguf").write_bytes(files["a"].read_bytes()[:-1000])
+        make_adapter(tiny_model("gemma3"), tmp_path / "other.gguf")
+        make_adapter(tiny_model("llama"), tmp_path / "nan.gguf", gain=float("nan"))
+        wrong = {tiny_model("llama"): "adapter", tmp_path / "cut.gguf": "truncated", tmp_path / "other.gguf": "arch"}
+        wrong[tmp_path / "nan.gguf"] = "NaN"
+        for path, why in wrong.items():
+            with pytest.raises(errors.BadModel, match=why):
+                await client.adapter_load("c", path)
+        with pytest.raises(errors.ModelNotFound):
+            await client.adapter_load("c", tmp_path / "none.gguf")
+        left = await client.adapter_unload("b")
+        assert [each.name for each in left.adapters] == ["a"]
+        assert left.floor_bytes < loaded.floor_bytes
+        assert (await client.stats()).broker.engine_restarts == 1
+
+
+TRY = """
+import sys
+from frameshard.engine.runtime import Runtime
+from frameshard.plan.adapter import read_adapter
+from frameshard.wire.engine import EngineConfig
+from frameshard.errors import FrameshardError
+
+config = EngineConfig(sys.argv[1], device="emulated", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1)
+with Runtime.load(config) as runtime:
+    for path in sys.argv[2:]:
+        try:
+            runtime.load_adapter("a", read_adapter(path, runtime.model_info))
+            runtime.decode_tokens(0, [20, 21, 22])
+            print("loaded", flush=True)
+        except FrameshardError as error:
+            print("refused", flush=True)
+        runtime.adapters.unload("a")
+        runtime.clear(0)
+"""
+
+
+def test_a_damaged_adapter_is_refused_or_used(
+    tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]], tmp_path: Path
+) -> None:
+    sound = mutants.Gguf(adapters("qwen3moe")["a"])
+    made, paths = [], []
+    for seed in range(8000, 8060):
+        rng, file = random.Random(seed), copy.deepcopy(sound)
+        made.append(f"seed {seed}: {'; '.join(mutants.mutate(file, rng))}")
+        paths.append(file.write(tmp_path / f"{seed}.gguf"))
+    command = [sys.executable, "-c", TRY, str(tiny_model("qwen3moe")), *map(str, paths)]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    outcomes = tried.stdout.split()
+    assert len(outcomes) == len(paths), f"{made[len(outcomes)]}: {tried.stderr[-2000:]}"
+    assert set(outcomes) == {"loaded", "refused"}
