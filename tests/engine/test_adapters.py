@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import signal
@@ -42,6 +43,21 @@ def test_streamed_at_the_floor_the_bits_are_those_of_llama_cpp(
     command = [sys.executable, str(driver), str(tiny_model(arch)), *map(str, adapters(arch).values())]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_a_plan_counts_adapters(tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]]) -> None:
+    files = adapters("llama")
+    options = [word for name, path in files.items() for word in ("--adapter", f"{name}={path}")]
+    floors = []
+    for more in ([], options):
+        command = [sys.executable, "-m", "frameshard", "plan", "--model", str(tiny_model("llama")), "--json", *more]
+        command += ["--vram-budget", "floor", "--profile", "laptop-rtx-4060-8gb"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        floors.append(json.loads(ended.stdout)["floor_bytes"])
+    grown = floors[1] - floors[0]
+    size = sum(path.stat().st_size for path in files.values())
+    assert size / 2 < grown < size + (4 << 20)  # and what compute buffers may grow by
 
 
 def text(n: int = 24, **options: Any) -> dict[str, Any]:

@@ -182,6 +182,17 @@ def add_context_args(parser: argparse.ArgumentParser) -> None:
     add_kv_type_arg(parser)
 
 
+def add_adapter_arg(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--adapter``."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a LoRA adapter that jobs may use; may be given more than once (none)",
+    )
+
+
 def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
     """Adds ``--ubatch``; its value is 0 for ``auto``."""
     parser.add_argument(

@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
+    common.add_adapter_arg(parser)
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of prompt (512)")
     parser.add_argument(
         "--plot",
@@ -106,7 +107,9 @@ class _Forecast:
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
         from frameshard.plan import memory, plans, routing, ubatch
+        from frameshard.plan.adapter import read_adapter, vram_bytes
         from frameshard.plan.workload import Workload
+        from frameshard.wire.launch import adapter_of
 
         memory.check_kv_type(model, args.kv_type)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
@@ -115,15 +118,16 @@ class _Forecast:
         if profile.sources and not profile.products:
             self.where += ", by its spec sheet (not measured)"
         overhead = 0 if self.device == native.EMULATED else memory.DRIVER_BYTES
+        files = [read_adapter(path, model) for _, path in map(adapter_of, args.adapter)]
         shares = routing.recall(model)
         workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, kv_type=args.kv_type)
-        choose = partial(
-            ubatch.choose_ubatch, model, profile, workload=workload, overhead_bytes=overhead, routing=shares
-        )
+        held = overhead + sum(file.n_bytes for file in files)
+        choose = partial(ubatch.choose_ubatch, model, profile, workload=workload, overhead_bytes=held, routing=shares)
         self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
         self.n_used = min(args.prompt, args.ctx)
         workload = replace(workload, n_prompt=self.n_used, n_ubatch=self.n_ubatch)
         self.fixed = memory.estimate_fixed(model, self.device, workload, overhead)
+        self.fixed += vram_bytes(files, self.n_ubatch)
         self.context = memory.estimate_context(model, self.device, workload)
         self._plan = partial(
             plans.make_plan,

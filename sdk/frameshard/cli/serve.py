@@ -66,13 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="PATH|NAME",
         help="a small model with the same vocabulary that drafts tokens on the CPU (none)",
     )
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="a LoRA adapter that jobs may use; may be given more than once (none)",
-    )
+    common.add_adapter_arg(parser)
     parser.set_defaults(run=run)
 
 

@@ -123,11 +123,12 @@ class Placement:
         """[any thread] The budget in force, in bytes; 0 for no limit."""
         return _limit(self.device.stats().budget_bytes)
 
-    def choose_ubatch(self, budgets: Sequence[int], n_prompt: int) -> int:
+    def choose_ubatch(self, budgets: Sequence[int], n_prompt: int, held_bytes: int = 0) -> int:
         """Chooses ``n_ubatch``.
 
         :param budgets: the budgets in bytes to choose it for; if empty, the configured budget and half of it.
         :param n_prompt: tokens of the prompt in each sequence.
+        :param held_bytes: VRAM of adapters.
         """
         config = self._config
         try:
@@ -135,7 +136,7 @@ class Placement:
             self.overhead.measure()
             # The driver loads some of its libraries with the first graph, so the measured overhead may still be small.
             least = 0 if self.device.inner == EMULATED else DRIVER_BYTES
-            overhead_bytes = max(least, self.device.stats().overhead_bytes)
+            overhead_bytes = max(least, self.device.stats().overhead_bytes) + held_bytes
             workload = Workload(config.n_ctx, n_prompt, n_parallel=config.n_parallel, kv_type=config.kv_type)
             estimated: dict[str, Any] = {"overhead_bytes": overhead_bytes, "routing": routing.recall(self._model)}
             if not budgets:

@@ -17,7 +17,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -36,7 +36,7 @@ from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, Overloaded
 from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
-from frameshard.plan.adapter import AdapterFile, read_adapter
+from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
 from frameshard.plan.memory import check_kv_type, logits_rows
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.ubatch import PLAIN_UBATCH
@@ -116,6 +116,7 @@ class Runtime:
         llamalog.install()
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
+        files = self._adapter_files()
         # The file must not change after the check. It stays open, and its size and time are compared before each job.
         self._file = open(models.locate(config.model).path, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
@@ -136,7 +137,8 @@ class Runtime:
         self._forms = Forms(tokenizer.grammar_tokens)
         self.n_vocab = tokenizer.n_vocab
         if not config.n_ubatch:
-            chosen = self.placement.choose_ubatch(budgets, n_prompt) if self.placement else PLAIN_UBATCH
+            held = sum(file.n_bytes for file in files.values())
+            chosen = self.placement.choose_ubatch(budgets, n_prompt, held) if self.placement else PLAIN_UBATCH
             config = self.config = replace(config, n_ubatch=max(chosen, config.n_parallel))
         rows = logits_rows(config.n_parallel, config.n_ubatch, can_speculate=self.can_speculate)
         # On the CPU, progress of a long decode is the count of its nodes. Counting takes 2 % of the time of a token
@@ -148,15 +150,19 @@ class Runtime:
         if self.placement is not None:
             self.placement.start(llama, self._lengths)
         self._warm_up()
-        for adapter in config.adapters:
-            name, path = adapter_of(adapter)
-            try:
-                self.load_adapter(name, read_adapter(path, self.model_info), spare=False)
-            except FrameshardError as error:
-                error.detail["adapter"] = name  # for the broker, which goes on without it
-                raise
+        for name, file in files.items():
+            with _blaming(name):
+                self.load_adapter(name, file, spare=False)
         if self.placement is not None:
             self.placement.settle(fill=fill)
+
+    def _adapter_files(self) -> dict[str, AdapterFile]:
+        """The checked files of the adapters in the options, by name."""
+        files = {}
+        for name, path in map(adapter_of, self.config.adapters):
+            with _blaming(name):
+                files[name] = read_adapter(path, self.model_info)
+        return files
 
     def _open_device(self, device: str, measure: bool) -> ctypes.Array[ctypes.c_void_p]:
         """Makes the shard device, if the model uses one.
@@ -305,11 +311,7 @@ class Runtime:
         if self.device is None:
             return
         stats = self.device.stats()
-        largest = max(each.token_bytes for each in (file, *(other.file for other in self.adapters)))
-        # The compute buffers may grow, although they seldom do. Their allocator may leave gaps, so twice the bytes that
-        # are in use at once are spare.
-        spare_bytes = 2 * self.n_ubatch * largest if spare else 0
-        floor_bytes = stats.floor_bytes + file.n_bytes + spare_bytes
+        floor_bytes = stats.floor_bytes + (vram_bytes([file], self.n_ubatch) if spare else file.n_bytes)
         if floor_bytes > stats.budget_bytes:
             raise BudgetBelowFloor(
                 f"with the adapter the floor is up to {-(-floor_bytes >> 20)} MiB, and the VRAM budget is"
@@ -510,6 +512,16 @@ class Runtime:
         """
         self._nodes += 1
         return self._abort
+
+
+@contextlib.contextmanager
+def _blaming(adapter: str) -> Iterator[None]:
+    """Adds the name of an adapter to errors, for the broker, which goes on without this adapter."""
+    try:
+        yield
+    except FrameshardError as error:
+        error.detail["adapter"] = adapter
+        raise
 
 
 def resolve_device(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,13 @@ class AdapterFile:
     path: Path
     n_bytes: int
     token_bytes: int
+
+
+def vram_bytes(adapters: Sequence[AdapterFile], n_ubatch: int) -> int:
+    """What adapters add to the floor, at most: their matrices, and what compute buffers grow by. These seldom grow.
+    Their allocator may leave gaps, so twice the bytes are counted that are in use at once."""
+    growth = max((each.token_bytes for each in adapters), default=0)
+    return sum(each.n_bytes for each in adapters) + 2 * n_ubatch * growth
 
 
 def read_adapter(path: str | os.PathLike[str], model: Model) -> AdapterFile:
