@@ -84,6 +84,22 @@ int main(int argc, char **argv) {
     check("is ready", ready == 1 && sidecar.IsReady());
     check("answers", answers == 1 && !answer.IsEmpty() && answer == token && sentences > 0 && !npc->IsSpeaking());
 
+    const FString mira = TEXT("Mira");
+    const TArray<uint8> saved = sidecar.Save(mira);
+    sidecar.Forget(mira);
+    check("forgets", sidecar.History(mira).Num() == 1); // the persona stays
+    FFrameshardLoadResult loaded;
+    check("loads a save", sidecar.Load(saved, mira, loaded) && loaded.bSameModel && loaded.bSameTemplate);
+    const TArray<FFrameshardMessage> told = sidecar.History(mira);
+    check("knows what was said",
+          told.Num() == 3 && told.GetData()[1].Content == TEXT("Who are you?") && told.GetData()[2].Content == answer);
+    int bad = 0;
+    sidecar.OnError.Listeners.push_back([&](const FString &, int32 code) { bad += code == FS_BAD_SAVE; });
+    TArray<uint8> damaged;
+    damaged.Append(saved.GetData(), saved.Num() - 1);
+    check("refuses a damaged save", !sidecar.Load(damaged, mira, loaded) && bad == 1);
+    lost = 0;
+
     UFrameshardSetLeaseAsync *budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), 1);
     int refused = 0, changed = 0, released = 0;
     budget->OnFailed.Listeners.push_back([&](const FString &, int32 code) { refused = code; });
