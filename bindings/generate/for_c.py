@@ -62,6 +62,7 @@ EVENTS = {
     "PROGRESS": "progress",
     "LOADING": "loading",
     "ADAPTERS": "adapters",
+    "KV": "kv",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and
@@ -82,6 +83,7 @@ MEMBERS = {
     "STATS.broker": "detail",
     "STATS.engine": "detail",
     "FRAME_BLOCK.path": "text",
+    "KV.detail": "text",
     "READY.name": "text",
     "ADAPTERS.adapters": "detail",
 }

@@ -173,6 +173,8 @@ typedef struct fs_load_result {
   int32_t reserved;
 } fs_load_result;
 fs_status fs_load(fs_client *client, const void *data, uint64_t size, const char *conversation, fs_load_result *result);
+fs_status fs_save_kv(fs_client *client, const char *conversation, const char *path, uint64_t *request);
+fs_status fs_load_kv(fs_client *client, const char *path, const char *conversation, uint64_t *request);
 enum { FS_LEASE_ACTIVE = 1, FS_LEASE_PARKED = 2, FS_LEASE_HIBERNATED = 3, };
 typedef struct fs_lease {
   uint32_t struct_size;
@@ -217,7 +219,7 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
-  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21 };
+  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
@@ -271,6 +273,8 @@ typedef struct fs_event {
   uint64_t n_reused;
   uint64_t sentence_end;
   uint64_t stage;
+  uint64_t n_tokens;
+  uint64_t file_bytes;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -405,7 +409,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading", "adapters" }
+  "loading", "adapters", "kv" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -913,6 +917,21 @@ function Sidecar:load(data, conversation)
   return { same_model = result.same_model ~= 0, same_template = result.same_template ~= 0 }
 end
 
+--- Has the sidecar write the KV cache of a conversation to a file, so that after `load` and `load_kv` its next question
+-- need not read the whole text again. Returns the request number of the event "kv".
+function Sidecar:save_kv(conversation, path)
+  check(lib.fs_save_kv(client_of(self), name_of(conversation, "conversation"), name_of(path, "path"), self._number))
+  return tonumber(self._number[0])
+end
+
+--- Has the sidecar read a file of `save_kv`. Returns the request number of the event "kv"; ask the conversation's next
+-- question after that. A file that is damaged, or of another model, device, mode, `kv_type` or version, is not used; then
+-- `n_tokens` of the event is 0 and the text is read anew.
+function Sidecar:load_kv(path, conversation)
+  check(lib.fs_load_kv(client_of(self), name_of(path, "path"), name_of(conversation, "conversation"), self._number))
+  return tonumber(self._number[0])
+end
+
 --- Proposes a lease, which limits all VRAM that the sidecar uses. Answers continue. The events "lease",
 -- "budget_released" and "budget_observed" follow, or "refused". Returns the number that these have as `request`.
 -- @param lease the fields of the table OPTIONS above, under `fs_lease`; all are optional.
@@ -1053,6 +1072,8 @@ local function convert(self, raw)
     event.ttft_s, event.tokens_per_second = raw.ttft_s, raw.tokens_per_second
     event.resident_bytes, event.streamed_bytes = tonumber(raw.resident_bytes), tonumber(raw.streamed_bytes)
     event.cpu_bytes = tonumber(raw.cpu_bytes)
+  elseif kind == "kv" then
+    event.n_tokens, event.file_bytes, event.detail = tonumber(raw.n_tokens), tonumber(raw.file_bytes), text
   elseif kind == "frame_block" then
     event.path = text
   elseif kind == "refused" then
@@ -1115,6 +1136,7 @@ end
 -- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
 --   `cpu_bytes` |
 -- | "frame_block" | `request`, `path` |
+-- | "kv" | `request`, `n_tokens`, `file_bytes`, `detail` (here a sentence: why `n_tokens` is 0) |
 -- | "refused" | `request`, `error`, `floor_bytes` |
 -- | "notice" | `kind`, `budget_bytes`, `seconds`, `text` |
 -- | "engine" | `state`, `restarts`, `error` |

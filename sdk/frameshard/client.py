@@ -59,6 +59,9 @@ ANSWER_S = 10.0
 ADAPTER_S = 120.0
 """Seconds to wait for a change of the adapters. Its file is read, and it waits for the running decode."""
 
+KV_S = 60.0
+"""Seconds to wait until a file with a KV cache is written or read."""
+
 PARTIAL_S = 60.0
 """Seconds to wait for the release after a change of the budget was granted in part."""
 
@@ -362,7 +365,7 @@ class Client:
 
         return Stream(self, submit, turn, images)
 
-    # ---- conversations: these calls need no sidecar, and work after its end ------------------------------------------
+    # ---- conversations: what was said is kept here, so it can be read and saved after the end of the sidecar ---------
 
     def history(self, conversation: str) -> tuple[m.ChatMessage, ...]:
         """The system text, questions and answers of a conversation of :meth:`ask`, oldest first. An open answer is
@@ -389,6 +392,28 @@ class Client:
         :raises BadArgument: an answer of the conversation is still open; nothing changes.
         """
         return self._conversations.load(data, conversation, self._model)
+
+    def save_kv(self, conversation: str, path: str | os.PathLike[str]) -> Awaitable[m.Kv]:
+        """Has the sidecar write the KV cache of a conversation to a file, so that after :meth:`load` and
+        :meth:`load_kv` its next question need not read the whole text again. The file has kilobytes for each token.
+
+        `n_tokens` of the answer is 0 if there is nothing to write; `detail` says why.
+
+        :raises EngineDied: no engine is running.
+        """
+        absolute = os.path.abspath(path)
+        return self._asked(lambda: self._core.kv_save(conversation, absolute), m.Kv, KV_S)
+
+    def load_kv(self, path: str | os.PathLike[str], *, conversation: str) -> Awaitable[m.Kv]:
+        """Has the sidecar read a file of :meth:`save_kv`. Await it before the next question of the conversation.
+
+        `n_tokens` of the answer is 0 if the file is damaged, or of another model, device, mode, `kv_type` or version;
+        `detail` says why. Then the text is read anew.
+
+        :raises EngineDied: no engine is running.
+        """
+        absolute = os.path.abspath(path)
+        return self._asked(lambda: self._core.kv_load(conversation, absolute), m.Kv, KV_S)
 
     @property
     def _model(self) -> m.ModelInfo:

@@ -27,7 +27,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-_INTERFACE_VERSION = 2
+INTERFACE_VERSION = 2
 _LIBRARY = {"win32": "frameshard_device.dll", "darwin": "libframeshard_device.dylib"}.get(
     sys.platform, "libframeshard_device.so"
 )
@@ -333,9 +333,9 @@ def _library() -> ctypes.CDLL:
     path = _library_path()
     lib = ctypes.CDLL(str(path))
     lib.fsd_last_error.restype = ctypes.c_char_p
-    if lib.fsd_interface_version() != _INTERFACE_VERSION:
+    if lib.fsd_interface_version() != INTERFACE_VERSION:
         raise errors.VersionMismatch(
-            f"{path.name} speaks interface {lib.fsd_interface_version()}, this package {_INTERFACE_VERSION}: "
+            f"{path.name} speaks interface {lib.fsd_interface_version()}, this package {INTERFACE_VERSION}: "
             "reinstall frameshard"
         )
     return lib

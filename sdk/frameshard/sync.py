@@ -56,6 +56,7 @@ __all__ = [
     "FrameBlockArrived",
     "HistoryArrived",
     "Job",
+    "KvArrived",
     "Loaded",
     "PacingArrived",
     "PlanArrived",
@@ -261,6 +262,15 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class KvArrived:
+    """Answer to :meth:`Sidecar.save_kv` and :meth:`Sidecar.load_kv`; an `error` instead when there was none."""
+
+    request: int
+    kv: m.Kv | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
 class Closed:
     """The last event of all: the sidecar is gone, by an `error` or because :meth:`Sidecar.close` was called."""
 
@@ -287,6 +297,7 @@ Event = (
     | HistoryArrived
     | Saved
     | Loaded
+    | KvArrived
     | m.Notice
     | m.Engine
     | m.Loading
@@ -429,6 +440,14 @@ class Sidecar:
 
         self._in_turn(conversation, load)
         return number
+
+    def save_kv(self, conversation: str, path: str | os.PathLike[str]) -> int:
+        """See :meth:`frameshard.Client.save_kv`; :class:`KvArrived` follows."""
+        return self._query(lambda client: client.save_kv(conversation, path), KvArrived)
+
+    def load_kv(self, path: str | os.PathLike[str], *, conversation: str) -> int:
+        """See :meth:`frameshard.Client.load_kv`; :class:`KvArrived` follows. Ask when it has come."""
+        return self._query(lambda client: client.load_kv(path, conversation=conversation), KvArrived)
 
     def forget(self, conversation: str) -> None:
         """See :meth:`frameshard.Client.forget`; waits for the answers to what was asked in the conversation before."""

@@ -156,6 +156,8 @@ class _FakeEngine:
             self._say(em.Stats(command.seq, self._stats()))
         elif isinstance(command, em.OpenFrameBlock | em.SetPacing):
             self._settings[em.NAMES[type(command)]] = asdict(command)
+        elif isinstance(command, em.SaveKv | em.LoadKv):
+            self._say(em.Kv(command.seq, detail="there is no model"))
         elif isinstance(command, em.Ping):
             self._say(em.Pong(command.seq))
         elif isinstance(command, em.AskAlive):

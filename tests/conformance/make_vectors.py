@@ -106,6 +106,8 @@ VALID: dict[str, m.Message] = {
     "model_info": m.ModelInfoGet(7, EPOCH),
     "adapter_load": m.AdapterLoad(8, EPOCH, "pirate", "/game/adapters/pirate.gguf"),
     "adapter_unload": m.AdapterUnload(8, EPOCH, "pirate"),
+    "kv_save": m.KvSave(17, EPOCH, "innkeeper", "/saves/innkeeper.kv"),
+    "kv_load": m.KvLoad(18, EPOCH, "innkeeper", "/saves/innkeeper.kv"),
     "stats": m.StatsGet(8, EPOCH),
     "ping": m.Ping(9, EPOCH),
     "bye": m.Bye(10, EPOCH),
@@ -153,6 +155,8 @@ VALID: dict[str, m.Message] = {
     "answer-frame_block": m.FrameBlock(6, EPOCH, "/proc/4000/fd/9"),
     "answer-adapters": m.Adapters(8, EPOCH, (m.AdapterInfo("pirate", 20971520),), 536870912),
     "answer-adapters-none": m.Adapters(8, EPOCH, (), 0),
+    "answer-kv": m.Kv(17, EPOCH, 577, 13_631_488, ""),
+    "answer-kv-none": m.Kv(18, EPOCH, 0, 0, "the file is not used: it is damaged"),
     "answer-stats": m.Stats(
         8, EPOCH, m.BrokerStats(4000, 4001, "ready", 1, 2, 0, 3, 12.5), {"used_bytes": 1, "tokens_per_second": 40.5}
     ),

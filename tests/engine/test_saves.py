@@ -1,15 +1,18 @@
-"""Saved conversations with a real model: the sidecar is killed, and another one goes on."""
+"""Saved conversations and KV caches with a real model: the sidecar is killed, and another one goes on."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 import trio
 
 import frameshard
+from frameshard.errors import BadArgument
 from frameshard.wire import messages as m
 from sidecars import gone_after, in_trio, until_lost
 
@@ -22,27 +25,67 @@ def launch(model: Path, **options: object) -> frameshard.ClientScope:
     return frameshard.launch(model, log=subprocess.DEVNULL, **options)  # type: ignore[arg-type]
 
 
-async def ask(client: frameshard.Client, question: str) -> str:
-    text = (await client.ask(question, conversation="inn", system="You keep an inn.", sampling=GREEDY).completed()).text
-    assert len(text) > 20
-    return text
+async def ask(client: frameshard.Client, question: str, sampling: m.Sampling = GREEDY) -> frameshard.Completion:
+    stream = client.ask(question, conversation="inn", system="You keep an inn.", sampling=sampling)
+    done = await stream.completed()
+    assert len(done.text) > 20
+    return done
+
+
+async def kill(client: frameshard.Client) -> None:
+    broker = (await client.stats()).broker
+    assert broker.engine_pid is not None
+    for pid in (broker.engine_pid, broker.pid):
+        os.kill(pid, signal.SIGKILL)
+    await until_lost(client)
+    await trio.to_thread.run_sync(gone_after, [broker.pid, broker.engine_pid])
 
 
 @in_trio
 async def test_a_conversation_goes_on_after_the_sidecar_was_killed(model_path: Path) -> None:
     """At another budget, too. The text is that of an undisturbed run."""
     async with launch(model_path, vram_budget_mb=120) as client:
-        undisturbed = [await ask(client, question) for question in QUESTIONS]
+        undisturbed = [(await ask(client, question)).text for question in QUESTIONS]
     async with launch(model_path, vram_budget_mb=120) as client:
-        texts = [await ask(client, question) for question in QUESTIONS[:2]]
+        texts = [(await ask(client, question)).text for question in QUESTIONS[:2]]
         save = client.save("inn")
-        broker = (await client.stats()).broker
-        assert broker.engine_pid is not None
-        for pid in (broker.engine_pid, broker.pid):
-            os.kill(pid, signal.SIGKILL)
-        await until_lost(client)
-    await trio.to_thread.run_sync(gone_after, [broker.pid, broker.engine_pid])
+        await kill(client)
     async with launch(model_path, vram_budget_mb=90) as client:
         assert client.load(save, conversation="inn") == frameshard.LoadResult(same_model=True, same_template=True)
-        texts.append(await ask(client, QUESTIONS[2]))
+        texts.append((await ask(client, QUESTIONS[2])).text)
     assert texts == undisturbed
+
+
+@in_trio
+async def test_a_kv_cache_goes_on_after_the_sidecar_was_killed(model_path: Path, tmp_path: Path) -> None:
+    """At another budget, and with random choices, which the smallest difference of the logits would change. Damaged
+    files, and a file of another type of KV cache, are not used: the text is read anew."""
+    path, random_choices = tmp_path / "inn.kv", m.Sampling(max_tokens=48, temperature=2.0, top_k=0, top_p=1, seed=7)
+    async with launch(model_path, vram_budget_mb=120) as client:
+        for question in QUESTIONS[:2]:
+            await ask(client, question)
+        save, written = client.save("inn"), await client.save_kv("inn", path)
+        assert (written.file_bytes, written.detail) == (path.stat().st_size, "")
+        undisturbed = await ask(client, QUESTIONS[2], random_choices)
+        await kill(client)
+    async with launch(model_path, vram_budget_mb=90) as client:
+        client.load(save, conversation="inn")
+        read = await client.load_kv(path, conversation="inn")
+        assert (read.n_tokens, read.file_bytes) == (written.n_tokens, written.file_bytes)
+        again = await ask(client, QUESTIONS[2], random_choices)
+        assert (again.text, again.n_reused) == (undisturbed.text, undisturbed.n_reused)
+        whole, dice = path.read_bytes(), random.Random(19)
+        for _ in range(20):
+            at = dice.randrange(len(whole))
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+            answer = await client.load_kv(path, conversation="inn")
+            assert answer.n_tokens == 0
+            assert answer.detail
+        path.write_bytes(whole)
+    async with launch(model_path, kv_type="q8_0") as client:
+        client.load(save, conversation="inn")
+        answer = await client.load_kv(path, conversation="inn")
+        assert (answer.n_tokens, "kv_type" in answer.detail) == (0, True)
+        assert (await ask(client, QUESTIONS[2])).n_reused == 0
+        with pytest.raises(BadArgument):
+            await client.load_kv(path, conversation="")

@@ -37,6 +37,8 @@ COMMANDS: list[em.Command] = [
     em.MakePlans(5, (0, 64 * MIB), 512),
     em.LoadAdapter(6, "pirate", "pirate.gguf"),
     em.UnloadAdapter(6, "pirate"),
+    em.SaveKv(6, "4711/mira", "/saves/mira.kv"),
+    em.LoadKv(7, "4711/mira", "/saves/mira.kv"),
     em.GetStats(6),
     em.AskAlive(),
     em.Ping(0),
@@ -60,6 +62,8 @@ EVENTS: list[em.Event] = [
     em.BudgetRefused(4, WHY),
     em.Stats(6, {"jobs_running": 1, "placement": [[0, 1]]}),
     em.Plans(5, (ROW,)),
+    em.Kv(6, 577, 13 * MIB),
+    em.Kv(7, detail="the file is not used"),
     em.Plans(5, error=WHY),
     em.Adapters(6, (m.AdapterInfo("pirate", MIB),), 2 * MIB),
     em.Adapters(6, error=WHY),
@@ -144,6 +148,7 @@ def test_a_wrong_command_that_has_an_answer_is_answered() -> None:
     assert isinstance(em.refusal({"op": "load"}, why), em.Fatal)
     assert isinstance(em.refusal({"op": "budget", "seq": 3}, why), em.BudgetRefused)
     assert isinstance(em.refusal({"op": "plan", "seq": 3}, why), em.Plans)
+    assert isinstance(em.refusal({"op": "kv_load", "seq": 3}, why), em.Kv)
     for fields in ({"op": "submit"}, {"op": "submit", "job": "x"}, {"op": "cancel", "job": 1}, {}):
         assert em.refusal(fields, why) is None
 

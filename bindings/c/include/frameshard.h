@@ -472,6 +472,17 @@ typedef struct fs_load_result {
 FS_API fs_status fs_load(fs_client *client, const void *data, uint64_t size, const char *conversation,
                          fs_load_result *result);
 
+/* Has the sidecar write the KV cache of a conversation to the file at `path` (UTF-8, NUL at the end), so that after
+ * fs_load and fs_load_kv its next question need not read the whole text again. The file has kilobytes for each token;
+ * only this user can read it. It replaces an earlier file when it is whole. FS_EVENT_KV or FS_EVENT_REFUSED follows.
+ * [client] */
+FS_API fs_status fs_save_kv(fs_client *client, const char *conversation, const char *path, uint64_t *request);
+
+/* Has the sidecar read a file of fs_save_kv. FS_EVENT_KV or FS_EVENT_REFUSED follows; ask the next question after that.
+ * n_tokens of the event is 0 if the file is damaged, or of another model, device, mode, kv_type or version. Then the text
+ * is read anew. [client] */
+FS_API fs_status fs_load_kv(fs_client *client, const char *path, const char *conversation, uint64_t *request);
+
 /* ---- VRAM and figures ------------------------------------------------------------------------------------------ */
 
 /* State of a lease. */
@@ -663,7 +674,9 @@ enum {
     FS_EVENT_LOADING = 20,
     /* Answer to fs_load_adapter and fs_unload_adapter: the change is in force. request, floor_bytes, detail:
        {"adapters": [AdapterInfo, ...]}, all that are loaded now. */
-    FS_EVENT_ADAPTERS = 21
+    FS_EVENT_ADAPTERS = 21,
+    /* Answer to fs_save_kv and fs_load_kv. request, n_tokens, file_bytes, text: why n_tokens is 0. */
+    FS_EVENT_KV = 22
 };
 
 /* Why an answer is complete. */
@@ -830,6 +843,10 @@ typedef struct fs_event {
     /* `read`: the model file is read. `profile`: the machine's profile is read or estimated. `fill`: weights are
        copied to VRAM. FS_LOADING_..., or 0 for a value that this library does not know. */
     uint64_t stage;
+    /* Number of tokens of the KV cache that was written or read; 0: none. Without it the text is read anew. */
+    uint64_t n_tokens;
+    /* Size of the file that was written or read; 0: none. */
+    uint64_t file_bytes;
     /* end of fs_event */
 } fs_event;
 

@@ -161,6 +161,14 @@ class Client {
     }
 
     /* Each of these returns the number of the request; its events have the same number. */
+    uint64_t save_kv(const std::string &conversation, const std::string &path) {
+        return requested(
+            [&](uint64_t *number) { return fs_save_kv(client_, conversation.c_str(), path.c_str(), number); });
+    }
+    uint64_t load_kv(const std::string &path, const std::string &conversation) {
+        return requested(
+            [&](uint64_t *number) { return fs_load_kv(client_, path.c_str(), conversation.c_str(), number); });
+    }
     uint64_t set_lease(const Lease &lease) {
         return requested([&](uint64_t *number) { return fs_set_lease(client_, &lease, number); });
     }

@@ -246,6 +246,11 @@ void check_bytes(const char *what, uint64_t bytes) {
     check_range(what, double(bytes), 0, double(frameshard_core::kMaxInteger));
 }
 
+/* The sidecar has another working directory. */
+std::string absolute(const char *path) {
+    return std::filesystem::absolute(std::filesystem::u8path(text_of("path", path, 1, 4096))).u8string();
+}
+
 void ask_for(fs_client &client, json fields, uint64_t *request) {
     give(request, client.session.request(std::move(fields)));
     client.flush();
@@ -715,6 +720,22 @@ fs_status fs_load(fs_client *client, const void *data, uint64_t size, const char
             found.struct_size = result->struct_size;
             fill(result, result->struct_size, found);
         }
+    });
+}
+
+fs_status fs_save_kv(fs_client *client, const char *conversation, const char *path, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        std::string name = text_of("conversation", conversation, 1, kMaxName);
+        ask_for(open, {{"t", "kv_save"}, {"conversation", std::move(name)}, {"path", absolute(path)}}, request);
+    });
+}
+
+fs_status fs_load_kv(fs_client *client, const char *path, const char *conversation, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        std::string name = text_of("conversation", conversation, 1, kMaxName);
+        ask_for(open, {{"t", "kv_load"}, {"conversation", std::move(name)}, {"path", absolute(path)}}, request);
     });
 }
 

@@ -284,6 +284,13 @@ const std::vector<Message> &messages() {
             {"adapters", Type::Records, 0, 16, &kAdapterInfo},
             {"floor_bytes", Type::Int, 0, kMost},
         }},
+        {"kv", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"n_tokens", Type::Int, 0, kMost},
+            {"file_bytes", Type::Int, 0, kMost},
+            {"detail", Type::Text, 0, 400},
+        }},
         {"frame_block", {
             {"id", Type::Int, 1, kMost},
             {"epoch", Type::Int, 1, kMost},

@@ -440,6 +440,12 @@ void Session::answered_by(const json &message) {
             event.fields.streamed_bytes = row["streamed_bytes"];
             event.fields.cpu_bytes = row["cpu_bytes"];
         }
+    } else if (name == "kv") {
+        Event &event = put(FS_EVENT_KV);
+        event.fields.request = id;
+        event.fields.n_tokens = message["n_tokens"];
+        event.fields.file_bytes = message["file_bytes"];
+        event.text = message["detail"];
     } else if (name == "frame_block") {
         Event &event = put(FS_EVENT_FRAME_BLOCK);
         event.fields.request = id;

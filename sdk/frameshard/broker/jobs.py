@@ -37,6 +37,12 @@ OVERTAKEN_PER_RANK = 8
 _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
 
+def conversation_key(connection: ServerConnection, name: str) -> str:
+    """The engine's name for a conversation. It includes the session, because clients do not share conversations of the
+    same name."""
+    return f"{connection.session}/{name}"
+
+
 @dataclass(eq=False)
 class Job:
     """One job.
@@ -77,10 +83,9 @@ class Job:
 
     @property
     def conversation(self) -> str | None:
-        """The engine's name for its conversation. It includes the session, because clients do not share conversations
-        of the same name."""
+        """The engine's name for its conversation."""
         name = self.request.conversation
-        return None if name is None else f"{self.connection.session}/{name}"
+        return None if name is None else conversation_key(self.connection, name)
 
     @property
     def priority(self) -> int:

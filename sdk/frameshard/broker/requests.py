@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from frameshard.broker.frameblock import FrameBlockMemory
-from frameshard.broker.jobs import Jobs
+from frameshard.broker.jobs import Jobs, conversation_key
 from frameshard.broker.leases import Lease
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import BadArgument, EngineDied, FrameshardError, Overloaded, unknown_adapter
@@ -27,8 +27,10 @@ MAX_ASKED = 64
 """The most requests that may wait for the engine."""
 
 
-_Asked = m.StatsGet | m.PlanGet | m.AdapterLoad | m.AdapterUnload
+_Asked = m.StatsGet | m.PlanGet | m.AdapterLoad | m.AdapterUnload | m.KvSave | m.KvLoad
 """Requests that the engine answers."""
+
+_Answer = em.Stats | em.Plans | em.Adapters | em.Kv
 
 
 class Requests:
@@ -108,6 +110,12 @@ class Requests:
                 )
             self._ask(connection, request, lambda seq: em.UnloadAdapter(seq, request.name))
             self.adapters.pop(request.name, None)
+        elif isinstance(request, m.KvSave | m.KvLoad):
+            if not os.path.isabs(request.path):
+                raise BadArgument("path must be absolute", field="path")
+            command = em.SaveKv if isinstance(request, m.KvSave) else em.LoadKv
+            key = conversation_key(connection, request.conversation)
+            self._ask(connection, request, lambda seq: command(seq, key, request.path))
         elif isinstance(request, m.FrameBlockGet):
             path = self._frame_block.path()
             if em.OpenFrameBlock not in self._settings:  # an engine maps it again with each such command
@@ -142,19 +150,19 @@ class Requests:
             self._asked[self._numbers] = connection, request
             self._supervisor.send(command(self._numbers))
 
-    def _answer(
-        self, connection: ServerConnection, request: _Asked, event: em.Stats | em.Plans | em.Adapters | None
-    ) -> None:
+    def _answer(self, connection: ServerConnection, request: _Asked, event: _Answer | None) -> None:
         """Answers a request that the engine was asked.
 
         :param event: the engine's answer; None if no engine is running.
         """
         if isinstance(request, m.StatsGet):
             self._answer_stats(connection, request.id, event.stats if isinstance(event, em.Stats) else None)
-        elif not isinstance(event, em.Plans | em.Adapters):
+        elif event is None or isinstance(event, em.Stats):
             off = self._supervisor.state is states.Engine.OFF
             why = self._supervisor.off() if off else EngineDied("no engine runs now that could do this")
             connection.refuse(request.id, why)
+        elif isinstance(event, em.Kv):
+            connection.reply(m.Kv(request.id, self._epoch, event.n_tokens, event.file_bytes, event.detail))
         elif event.error is not None:
             connection.refuse(request.id, event.error.exception())
         elif isinstance(event, em.Adapters):
@@ -200,7 +208,7 @@ class Requests:
         for command in self._settings.values():
             self._supervisor.send(command)
 
-    def engine_answered(self, event: em.Stats | em.Plans | em.Adapters) -> None:
+    def engine_answered(self, event: _Answer) -> None:
         asked = self._asked.pop(event.seq, None)
         if asked is not None:
             self._answer(*asked, event)

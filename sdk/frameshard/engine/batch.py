@@ -91,7 +91,8 @@ class Batcher:
         self._draft = draft
         self._slots = [Slot(seq=seq) for seq in range(runtime.config.n_parallel)]
         self._store = KvStore(runtime.config.kv_cache_bytes)
-        self._reuse = Reuse(runtime, self._slots, self._store)
+        self.reuse = Reuse(runtime, self._slots, self._store)
+        """Which KV cells are where."""
         self._queued: collections.deque[Job] = collections.deque()
         self._turns = 0
         self._read_last = False
@@ -170,7 +171,7 @@ class Batcher:
                 if job.slot is None:
                     self._queued.remove(job)
                 elif keep:
-                    self._reuse.pause(job, job.slot)
+                    self.reuse.pause(job, job.slot)
                 return [self._end(job, em.Cancelled(job.id))]
         return []
 
@@ -460,10 +461,10 @@ class Batcher:
         # A draft model cannot read images.
         drafts = self._draft is not None and job.lookup is not None and not job.pictures
         text = job.prompt + job.resume[:-1]
-        answering = exact and bool(job.resume) and not drafts and self._reuse.paused(job, slot, text)
+        answering = exact and bool(job.resume) and not drafts and self.reuse.paused(job, slot, text)
         if not answering:
             shapes = self._required_shapes(job) if exact else []
-            self._reuse.begin(job, slot, job.to_prefill, shapes)
+            self.reuse.begin(job, slot, job.to_prefill, shapes)
             job.shapes.extend(shapes[len(slot.shapes) :] if shapes else self._chunks(job, len(slot.tokens)))
         n_reused = min(len(slot.tokens), len(job.prompt))
         self._runtime.expect(slot.seq, len(job.prompt) + len(job.resume))
@@ -554,7 +555,7 @@ class Batcher:
         if not self._runtime.is_finite(row):
             raise _NotFinite
         try:
-            self._reuse.finish_warm_up(job_slot(job))
+            self.reuse.finish_warm_up(job_slot(job))
         except BadArgument as error:  # it is too large for the KV store
             return self._end(job, em.Failed(job.id, m.ErrorInfo.of(error)))
         return self._done(job, "length", now)

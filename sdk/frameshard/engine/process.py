@@ -40,6 +40,7 @@ from frameshard.engine.budgets import Budgets
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.idle import IdleProfile
 from frameshard.engine.job import Job
+from frameshard.engine.kvfile import KvFiles
 from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
@@ -101,6 +102,7 @@ class Engine:
         self._runtime: Runtime | None = None
         self._batcher: Batcher | None = None
         self._preparation: Preparation | None = None
+        self._kv_files: KvFiles | None = None
         self._vision: Vision | None = None
         self._idle: IdleProfile | None = None
         self._loading = ""
@@ -235,6 +237,7 @@ class Engine:
             self._filling = True  # the encoder of images has evicted weights to get room
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
+        self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
         self._idle = IdleProfile(runtime, self._want_plan)
         self._watcher = Watcher(runtime)
         self._link.send(self._watcher.look(parked=False))
@@ -322,6 +325,10 @@ class Engine:
             keep = command.pause and not self._budgets.parked
             self._send_all(self._batcher.cancel(command.job, keep=keep))
 
+    def _save_kv(self, command: em.SaveKv) -> None:
+        assert self._kv_files is not None
+        self._kv_files.save(command, parked=self._budgets.parked)
+
     def _send_all(self, events: Sequence[em.JobEvent]) -> None:
         for event in events:
             self._link.send(event)
@@ -391,6 +398,12 @@ class Engine:
             self._commands.put(partial(self._change_adapters, command.seq, change))
         elif isinstance(command, em.MakePlans):
             self._what_if.ask(command)
+        elif isinstance(command, em.SaveKv):
+            self._commands.put(partial(self._save_kv, command))
+        elif isinstance(command, em.LoadKv):
+            if self._kv_files is None:
+                raise BadMessage("kv_load came before the engine was ready")
+            self._kv_files.load(command)
         elif isinstance(command, em.GetStats):
             self._link.send(em.Stats(command.seq, self._statistics()))
         elif isinstance(command, em.AskAlive):

@@ -116,6 +116,24 @@ class Reuse:
                 field="warm_up",
             )
 
+    def copy_of(self, conversation: str) -> Blob | None:
+        """Returns a copy of the cells of a conversation; ``None`` if there are none that could be reused elsewhere."""
+        slot = next((slot for slot in self._slots if slot.conversation == conversation), None)
+        if slot is None:
+            return next((blob for blob in self._store if blob.conversation == conversation), None)
+        if not self._copies or not slot.tokens or slot.pictures:
+            return None
+        data = self._runtime.save(slot.seq)
+        return None if data is None else self._blob(slot, data)
+
+    def add(self, blob: Blob, conversation: str) -> bool:
+        """Puts a blob that was read from a file into the store.
+
+        :returns: false if there is no store, or the blob is too large for it.
+        """
+        blob.conversation = conversation
+        return self._copies and self._store.put(blob)
+
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _shared(self, cells: Cells, job: Job, text: Sequence[int], history: Sequence[Shape]) -> int:

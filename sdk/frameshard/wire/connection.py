@@ -363,6 +363,12 @@ class ClientConnection:
             m.Pacing, scheduling_mode=scheduling_mode, target_tokens_per_second=target_tokens_per_second
         )
 
+    def kv_save(self, conversation: str, path: str) -> int:
+        return self._request(m.KvSave, conversation=conversation, path=path)
+
+    def kv_load(self, conversation: str, path: str) -> int:
+        return self._request(m.KvLoad, conversation=conversation, path=path)
+
     def model_info(self) -> int:
         return self._request(m.ModelInfoGet)
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from frameshard.errors import BadArgument, BadMessage
 from frameshard.wire import channel, checks, codec
 from frameshard.wire import messages as m
-from frameshard.wire.checks import Bytes, Count, Id, Seconds, Text
+from frameshard.wire.checks import Bytes, Count, Id, Seconds, Text, Tokens
 from frameshard.wire.launch import EngineOptions
 
 Shapes = Annotated[tuple[tuple[Count, Count, Count], ...], codec.ENGINE.array]
@@ -136,6 +136,24 @@ class MakePlans:
 
 
 @dataclass(frozen=True)
+class SaveKv:
+    """Asks to write the KV cache of a conversation to a file. The answer is :class:`Kv`."""
+
+    seq: Count
+    conversation: Text
+    path: Text
+
+
+@dataclass(frozen=True)
+class LoadKv:
+    """Asks to read the KV cache of a conversation from a file. The answer is :class:`Kv`."""
+
+    seq: Count
+    conversation: Text
+    path: Text
+
+
+@dataclass(frozen=True)
 class GetStats:
     """Asks for statistics. The answer is :class:`Stats`."""
 
@@ -171,6 +189,8 @@ Command = (
     | LoadAdapter
     | UnloadAdapter
     | MakePlans
+    | SaveKv
+    | LoadKv
     | GetStats
     | AskAlive
     | Ping
@@ -353,6 +373,19 @@ class Adapters:
 
 
 @dataclass(frozen=True)
+class Kv:
+    """The answer to :class:`SaveKv` and :class:`LoadKv`.
+
+    :param n_tokens: of the KV cache that was written or read; 0: none, and `detail` says why.
+    """
+
+    seq: Count
+    n_tokens: Tokens = 0
+    file_bytes: Bytes = 0
+    detail: Annotated[str, checks.text(m.MAX_KV_DETAIL)] = ""
+
+
+@dataclass(frozen=True)
 class Watch:
     """The state of the device's memory. `total_bytes` and `free_bytes` are None if the driver does not give them."""
 
@@ -382,7 +415,7 @@ class Pong:
 
 JobEvent = Started | Progress | Token | Done | Failed | Cancelled
 BudgetEvent = BudgetGranted | BudgetLate | BudgetReleased | BudgetObserved | BudgetRefused
-Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Adapters | Watch | Alive | Pong
+Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Adapters | Kv | Watch | Alive | Pong
 Message = Command | Event
 
 COMMANDS: dict[str, type[Any]] = {
@@ -395,6 +428,8 @@ COMMANDS: dict[str, type[Any]] = {
     "load_adapter": LoadAdapter,
     "unload_adapter": UnloadAdapter,
     "plan": MakePlans,
+    "kv_save": SaveKv,
+    "kv_load": LoadKv,
     "stats": GetStats,
     "alive": AskAlive,
     "ping": Ping,
@@ -419,6 +454,7 @@ EVENTS: dict[str, type[Any]] = {
     "stats": Stats,
     "plan": Plans,
     "adapters": Adapters,
+    "kv": Kv,
     "watch": Watch,
     "alive": Alive,
     "pong": Pong,
@@ -486,6 +522,8 @@ def refusal(fields: Mapping[str, Any], error: BadMessage) -> Event | None:
         return BudgetRefused(number, why)
     if name in ("load_adapter", "unload_adapter"):
         return Adapters(number, error=why)
+    if name in ("kv_save", "kv_load"):
+        return Kv(number, detail=why.message[: m.MAX_KV_DETAIL])
     return Plans(number, error=why) if name == "plan" else None
 
 

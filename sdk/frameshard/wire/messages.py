@@ -32,6 +32,8 @@ Epoch = Annotated[Id, "Number of the sidecar's launch."]
 Job = Annotated[Id, "Number of the job."]
 Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]
 Timeline = Annotated[Count, "The `timeline` that the job was submitted with."]
+ConversationName = Annotated[str, checks.text(128, least=1)]
+FilePath = Annotated[str, checks.text(4096, least=1)]
 Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
@@ -53,6 +55,9 @@ SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 ImageFormat = Literal["encoded", "rgb", "rgba"]
 Phase = Literal["encode", "prefill"]
 LoadingStage = Literal["read", "profile", "fill"]
+
+MAX_KV_DETAIL = 400
+"""Bytes of the text that says why there is no KV cache."""
 
 MAX_IMAGES = 8
 """Of one job."""
@@ -469,6 +474,27 @@ class PlanGet:
 
 
 @dataclass(frozen=True)
+class KvSave:
+    """Asks the sidecar to write the KV cache of a conversation to a file, so that `kv_load` need not compute it again.
+    Only this user can read the file. It replaces an earlier one when it is whole."""
+
+    id: RequestId
+    epoch: Epoch
+    conversation: Annotated[ConversationName, "Name of the conversation."]
+    path: Annotated[FilePath, "Absolute path of the file. An existing file is replaced, a link is not followed."]
+
+
+@dataclass(frozen=True)
+class KvLoad:
+    """Asks the sidecar to read the KV cache of a conversation from a file of `kv_save`."""
+
+    id: RequestId
+    epoch: Epoch
+    conversation: Annotated[ConversationName, "Name of the conversation that will continue from it."]
+    path: Annotated[FilePath, "Absolute path of the file. A link is not followed."]
+
+
+@dataclass(frozen=True)
 class ModelInfoGet:
     """Asks for a description of the loaded model."""
 
@@ -645,6 +671,20 @@ class Adapters:
     epoch: Epoch
     adapters: Annotated[tuple[AdapterInfo, ...], MAX_ADAPTERS, "All adapters that are loaded now."]
     floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in with these adapters."]
+
+
+@dataclass(frozen=True)
+class Kv:
+    """Answer to kv_save and kv_load."""
+
+    id: RequestId
+    epoch: Epoch
+    n_tokens: Annotated[
+        Tokens,
+        "Number of tokens of the KV cache that was written or read; 0: none. Without it the text is read anew.",
+    ]
+    file_bytes: Annotated[Bytes, "Size of the file that was written or read; 0: none."]
+    detail: Annotated[str, checks.text(MAX_KV_DETAIL), "Why `n_tokens` is 0; else empty."]
 
 
 @dataclass(frozen=True)
@@ -863,6 +903,8 @@ Request = (
     | AdapterUnload
     | FrameBlockGet
     | Pacing
+    | KvSave
+    | KvLoad
     | ModelInfoGet
     | StatsGet
     | Ping
@@ -882,6 +924,7 @@ Reply = (
     | Caps
     | PlanAnswer
     | Adapters
+    | Kv
     | FrameBlock
     | Stats
     | Pong
@@ -902,6 +945,8 @@ REQUESTS: dict[str, type[Any]] = {
     "adapter_unload": AdapterUnload,
     "frame_block": FrameBlockGet,
     "pacing": Pacing,
+    "kv_save": KvSave,
+    "kv_load": KvLoad,
     "model_info": ModelInfoGet,
     "stats": StatsGet,
     "ping": Ping,
@@ -921,6 +966,7 @@ ANSWERS: dict[str, type[Any]] = {
     "caps_and_requirements": Caps,
     "plan": PlanAnswer,
     "adapters": Adapters,
+    "kv": Kv,
     "frame_block": FrameBlock,
     "stats": Stats,
     "pong": Pong,

@@ -92,6 +92,12 @@ internal static class Runner
                 {
                     { "same_model", loaded.SameModel }, { "same_template", loaded.SameTemplate },
                 };
+            case "save_kv":
+                var written = Client.SaveKvAsync((string)command["conversation"], (string)command["path"]);
+                return Watch("kv", written, KvOf);
+            case "load_kv":
+                var read = Client.LoadKvAsync((string)command["path"], (string)command["conversation"]);
+                return Watch("kv", read, KvOf);
             case "set_lease":
                 return Watch(Client.SetLease(LeaseOf((JsonObject)command["lease"])));
             case "get_budget":
@@ -310,6 +316,11 @@ internal static class Runner
             else done(ended.Result);
         }, TaskContinuationOptions.ExecuteSynchronously);
     }
+
+    private static JsonObject KvOf(KvResult kv) => new JsonObject
+    {
+        { "n_tokens", kv.NTokens }, { "file_bytes", kv.FileBytes }, { "text", kv.Detail },
+    };
 
     private static JsonObject Failure(FrameshardException error)
     {

@@ -17,10 +17,10 @@ static const char *const decisions[] = {NULL, "granted", "partial"};
 static const char *const notices[] = {NULL, "wants", "gives_back", "late", "pressure", "other_process", "state"};
 static const char *const formats[] = {NULL, "encoded", "rgb", "rgba"};
 static const char *const phases[] = {NULL, "encode", "prefill"};
-static const char *const types[] = {NULL,          "ready",           "started",         "text",    "done",  "failed",
-                                    "cancelled",   "budget_released", "budget_observed", "budget",  "stats", "refused",
-                                    "engine",      "closed",          "lease",           "notice",  "caps",  "plan",
-                                    "frame_block", "progress",        "loading",         "adapters"};
+static const char *const types[] = {NULL,          "ready",           "started",         "text",     "done",  "failed",
+                                    "cancelled",   "budget_released", "budget_observed", "budget",   "stats", "refused",
+                                    "engine",      "closed",          "lease",           "notice",   "caps",  "plan",
+                                    "frame_block", "progress",        "loading",         "adapters", "kv"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
@@ -239,6 +239,8 @@ static cJSON *told(const fs_event *event) {
     add_text(object, "text", event->text);
     cJSON_AddItemToObject(object, "detail", event->detail_length ? cJSON_Parse(event->detail) : cJSON_CreateObject());
     add(object, "tokens", event->tokens);
+    add(object, "n_tokens", (double)event->n_tokens);
+    add(object, "file_bytes", (double)event->file_bytes);
     cJSON_AddBoolToObject(object, "sentence_end", event->sentence_end != 0);
     add(object, "n_prompt", event->n_prompt);
     add(object, "n_generated", event->n_generated);
@@ -326,6 +328,10 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
         status = save(command, answer);
     else if (strcmp(what, "load") == 0)
         status = load(command, answer);
+    else if (strcmp(what, "save_kv") == 0)
+        status = fs_save_kv(client, text(command, "conversation", NULL), text(command, "path", NULL), &request);
+    else if (strcmp(what, "load_kv") == 0)
+        status = fs_load_kv(client, text(command, "path", NULL), text(command, "conversation", NULL), &request);
     else if (strcmp(what, "forget") == 0)
         status = fs_forget(client, text(command, "conversation", NULL));
     else if (strcmp(what, "set_lease") == 0)

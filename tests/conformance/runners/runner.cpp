@@ -187,6 +187,10 @@ json told(const Event &event) {
                 {"cpu_bytes", event.cpu_bytes}};
         said.update(of_request);
         break;
+    case FS_EVENT_KV:
+        said = {{"type", "kv"}, {"n_tokens", event.n_tokens}, {"file_bytes", event.file_bytes}, {"text", event.text()}};
+        said.update(of_request);
+        break;
     case FS_EVENT_FRAME_BLOCK:
         said = {{"type", "frame_block"}, {"path", event.text()}};
         said.update(of_request);
@@ -280,6 +284,10 @@ class Runner {
             }
             fs_load_result result = client_->load(data, command["conversation"]);
             return {{"same_model", result.same_model != 0}, {"same_template", result.same_template != 0}};
+        } else if (what == "save_kv") {
+            return {{"request", client_->save_kv(command["conversation"], command["path"])}};
+        } else if (what == "load_kv") {
+            return {{"request", client_->load_kv(command["path"], command["conversation"])}};
         } else if (what == "set_lease") {
             const json &given = command["lease"];
             frameshard::Lease lease;

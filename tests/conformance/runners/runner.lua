@@ -45,6 +45,8 @@ local function told(event)
   made.detail = nil
   if event.type == "budget_observed" then
     made.observed_bytes = event.observed_bytes or json.null
+  elseif event.type == "kv" then
+    made.text, detail = event.detail, nil
   elseif event.type == "caps" then
     made.total_bytes, made.free_bytes = event.total_bytes or json.null, event.free_bytes or json.null
   end
@@ -105,6 +107,14 @@ end
 function commands.load(command)
   local data = command.data:gsub("..", function(hex) return string.char(tonumber(hex, 16)) end)
   return client():load(data, command.conversation)
+end
+
+function commands.save_kv(command)
+  return { request = client():save_kv(command.conversation, command.path) }
+end
+
+function commands.load_kv(command)
+  return { request = client():load_kv(command.path, command.conversation) }
 end
 
 function commands.set_lease(command)

@@ -238,6 +238,11 @@ def _budget(answer: Any) -> Event:
     return {**dataclasses.asdict(answer), "budget_bytes": answer.vram_budget_bytes}
 
 
+async def _kv(answer: Awaitable[frameshard.Kv]) -> Event:
+    kv = await answer
+    return {"type": "kv", "n_tokens": kv.n_tokens, "file_bytes": kv.file_bytes, "text": kv.detail}
+
+
 def _check(lease: dict[str, Any]) -> None:
     if not 0.001 <= lease.get("timeout_s", 5) <= 60:
         raise errors.BadArgument("timeout_s must be from 0.001 to 60")
@@ -305,6 +310,14 @@ class Runner:
 
     async def do_load(self, data: str, conversation: str) -> Event:
         return dataclasses.asdict(self.session.client().load(bytes.fromhex(data), conversation=conversation))
+
+    async def do_save_kv(self, conversation: str, path: str) -> Event:
+        return {"request": self.session.request(lambda client, number: _kv(client.save_kv(conversation, path)))}
+
+    async def do_load_kv(self, path: str, conversation: str) -> Event:
+        return {
+            "request": self.session.request(lambda client, number: _kv(client.load_kv(path, conversation=conversation)))
+        }
 
     async def do_set_lease(self, lease: dict[str, Any]) -> Event:
         _check(lease)

@@ -53,7 +53,7 @@ namespace Frameshard
         {
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
-            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21,
+            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -275,6 +275,8 @@ namespace Frameshard
             internal ulong NReused;
             internal ulong SentenceEnd;
             internal ulong Stage;
+            internal ulong NTokens;
+            internal ulong FileBytes;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
@@ -307,6 +309,12 @@ namespace Frameshard
         [DllImport(Library)]
         internal static extern int fs_load(
             ClientHandle client, [In] byte[] data, ulong size, IntPtr conversation, ref LoadResult result);
+        [DllImport(Library)]
+        internal static extern int fs_save_kv(
+            ClientHandle client, IntPtr conversation, IntPtr path, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_load_kv(
+            ClientHandle client, IntPtr path, IntPtr conversation, out ulong request);
         [DllImport(Library)] internal static extern void fs_lease_init(out Lease lease, uint size);
         [DllImport(Library)]
         internal static extern int fs_set_lease(ClientHandle client, ref Lease lease, out ulong request);

@@ -263,6 +263,36 @@ namespace Frameshard
             }
         }
 
+        /// <summary>Has the sidecar write the KV cache of a conversation to a file, so that after <see cref="Load"/> and
+        /// <see cref="LoadKvAsync"/> its next question need not read the whole text again.</summary>
+        public Task<KvResult> SaveKvAsync(string conversation, string path,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                IntPtr name = texts.Name(conversation), file = texts.Name(path);
+                return Ask(cancellation, (out ulong id) => Native.fs_save_kv(_client, name, file, out id), Kv);
+            }
+        }
+
+        /// <summary>Has the sidecar read a file of <see cref="SaveKvAsync"/>. Ask the conversation's next question when
+        /// the task has ended. A file that is damaged, or of another model, device, mode, KvType or version, is not
+        /// used; then the text is read anew.</summary>
+        public Task<KvResult> LoadKvAsync(string path, string conversation,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                IntPtr name = texts.Name(conversation), file = texts.Name(path);
+                return Ask(cancellation, (out ulong id) => Native.fs_load_kv(_client, file, name, out id), Kv);
+            }
+        }
+
+        private static KvResult Kv(Native.Event answer, string text, string detail)
+        {
+            return new KvResult { NTokens = answer.NTokens, FileBytes = answer.FileBytes, Detail = text };
+        }
+
         /// <summary>Proposes a lease, which limits all VRAM that the sidecar uses. Jobs continue, at the rate that
         /// the lease allows.</summary>
         public LeaseChange SetLease(Lease lease)
@@ -684,6 +714,7 @@ namespace Frameshard
                 case Native.EventType.Plan:
                 case Native.EventType.FrameBlock:
                 case Native.EventType.Adapters:
+                case Native.EventType.Kv:
                     Answered(native.Request, true)?.Answer(native, text, detail);
                     break;
                 case Native.EventType.Refused:

@@ -543,6 +543,17 @@ namespace Frameshard
         public string TemplateFingerprint { get; internal set; }
     }
 
+    /// <summary>What <see cref="Sidecar.SaveKvAsync"/> has written or <see cref="Sidecar.LoadKvAsync"/> has
+    /// read.</summary>
+    public sealed class KvResult
+    {
+        /// <summary>Tokens of the KV cache; 0: none, and the text is read anew.</summary>
+        public ulong NTokens { get; internal set; }
+        public ulong FileBytes { get; internal set; }
+        /// <summary>Why NTokens is 0; else empty.</summary>
+        public string Detail { get; internal set; }
+    }
+
     /// <summary>What <see cref="Sidecar.Load"/> has found. The texts of the save are loaded in any case.</summary>
     public sealed class LoadResult
     {

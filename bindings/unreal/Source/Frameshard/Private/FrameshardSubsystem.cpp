@@ -113,8 +113,19 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 			OnAdaptersChanged.Broadcast(FrameshardText(std::string_view(Event.detail, Event.detail_length)),
 				FrameshardMegabytes(Event.floor_bytes));
 		}
+		else if (Event.type == FS_EVENT_KV)
+		{
+			FFrameshardKv Kv;
+			Kv.File = KvFiles[Event.request];
+			Kv.NTokens = static_cast<int32>(Event.n_tokens);
+			Kv.FileBytes = static_cast<int64>(Event.file_bytes);
+			Kv.WhyNone = FrameshardText(std::string_view(Event.text, Event.text_length));
+			KvFiles.erase(Event.request);
+			OnKv.Broadcast(Kv);
+		}
 		else if (Event.type == FS_EVENT_REFUSED) // for requests that have no callback of their own
 		{
+			KvFiles.erase(Event.request);
 			OnError.Broadcast(FrameshardText(std::string_view(Event.text, Event.text_length)), Event.status);
 		}
 	};
@@ -334,6 +345,28 @@ bool UFrameshardSubsystem::Load(const TArray<uint8>& Data, const FString& Conver
 	Result.bSameModel = Found.same_model != 0;
 	Result.bSameTemplate = Found.same_template != 0;
 	return Status == FS_OK;
+}
+
+void UFrameshardSubsystem::SaveKv(const FString& Conversation, const FString& File)
+{
+	uint64_t Request = 0;
+	if (Game && Game->client())
+	{
+		Report(fs_save_kv(
+			Game->client(), FrameshardUtf8(Conversation).c_str(), FrameshardUtf8(File).c_str(), &Request));
+		KvFiles[Request] = File;
+	}
+}
+
+void UFrameshardSubsystem::LoadKv(const FString& File, const FString& Conversation)
+{
+	uint64_t Request = 0;
+	if (Game && Game->client())
+	{
+		Report(fs_load_kv(
+			Game->client(), FrameshardUtf8(File).c_str(), FrameshardUtf8(Conversation).c_str(), &Request));
+		KvFiles[Request] = File;
+	}
 }
 
 int32 UFrameshardSubsystem::Ask(

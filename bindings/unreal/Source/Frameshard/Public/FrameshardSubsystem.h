@@ -7,6 +7,7 @@
 #include "FrameshardTypes.h"
 
 #include <functional>
+#include <map>
 #include <memory>
 
 #include "FrameshardSubsystem.generated.h"
@@ -59,6 +60,10 @@ public:
 	 * starts again. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardLoaded OnLoading;
+
+	/** Called when SaveKv has written a file or LoadKv has read one. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardKvDone OnKv;
 
 	/** Starts a sidecar with the options of the project settings. Returns at once. OnReady or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
@@ -121,6 +126,16 @@ public:
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	bool Load(const TArray<uint8>& Data, const FString& Conversation, FFrameshardLoadResult& Result);
 
+	/** Has the sidecar write the KV cache of a conversation to a file, so that after Load and LoadKv its next question
+	 * need not read the whole text again. OnKv or OnError follows. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void SaveKv(const FString& Conversation, const FString& File);
+
+	/** Has the sidecar read a file of SaveKv. OnKv or OnError follows; ask the conversation's next question after that.
+	 * A file that is damaged, or of another model, device, mode or version, is not used. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void LoadKv(const FString& File, const FString& Conversation);
+
 	/** For C++. Returns 0 and sets Job to the number of the job. On failure it returns the protocol's error code, sets
 	 * Error to the reason and never calls Listener. */
 	int32 Ask(
@@ -146,6 +161,9 @@ public:
 
 private:
 	void Report(int32 Status);
+
+	/** The files of SaveKv and LoadKv, by request. */
+	std::map<uint64_t, FString> KvFiles;
 
 	/** A shared_ptr, because unique_ptr would need the complete type in this header. */
 	std::shared_ptr<frameshard::Game> Game;

@@ -120,6 +120,28 @@ struct FRAMESHARD_API FFrameshardMessage
 	FString Content;
 };
 
+/** What the subsystem's SaveKv has written or LoadKv has read. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardKv
+{
+	GENERATED_BODY()
+
+	/** Its path. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	FString File;
+
+	/** Tokens of the KV cache; 0: none, and the text is read anew. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 NTokens = 0;
+
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int64 FileBytes = 0;
+
+	/** Why NTokens is 0; else empty. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	FString WhyNone;
+};
+
 /** What the subsystem's Load has found. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardLoadResult
@@ -430,4 +452,5 @@ DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(
 	FFrameshardAdaptersChanged, const FString&, AdaptersJson, double, FloorMb);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardNoticed, const FFrameshardNotice&, Notice);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardLoaded, const FFrameshardLoading&, Loading);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardKvDone, const FFrameshardKv&, Kv);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE(FFrameshardHappened);

@@ -1,0 +1,263 @@
+"""The KV cache of a conversation in a file, so that a game which loads a save need not read the text again.
+
+llama.cpp trusts the cells that it is given: wrong lengths would make it read beyond their end. So a file is used only
+if each value of its header is that of the running engine, its sizes are those of the file, and its checksum over all
+bytes is right. The checksum finds damage, not forgery: a program that may write the file is trusted.
+
+    magic, format, bytes of the header | header | tokens, int32 | shapes, 3 x int32 | cells | SHA-256 of all before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, BinaryIO
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from frameshard.engine.kvstore import Blob
+from frameshard.engine.link import BrokerGone
+from frameshard.engine.reuse import Reuse
+from frameshard.engine.runtime import Runtime
+from frameshard.engine.sequences import pack_shapes
+from frameshard.errors import BadMessage, internal
+from frameshard.native import INTERFACE_VERSION
+from frameshard.wire import checks, codec
+from frameshard.wire import engine as em
+from frameshard.wire import messages as m
+from frameshard.wire.checks import Bytes, Count, Tokens
+
+logger = logging.getLogger("frameshard.engine")
+
+_START = struct.Struct("<4sII")
+_MAGIC, _FORMAT = b"FSKV", 1
+_MAX_HEADER = 4096
+_SHA_BYTES = 32
+_READ_BYTES = 1 << 20
+
+
+class Unusable(Exception):
+    """The file cannot be used. ``str()`` says why."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """:param engine: what must be equal, so that the cells are those that this engine would compute."""
+
+    engine: Mapping[str, str]
+    n_tokens: Tokens
+    n_shapes: Count
+    least: Annotated[int, checks.integer()]
+    cell_bytes: Bytes
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the tokens, the shapes and the cells."""
+        return 4 * self.n_tokens, 12 * self.n_shapes, self.cell_bytes
+
+
+def identity(runtime: Runtime) -> dict[str, str]:
+    """Returns what the cells of a file depend on besides the text."""
+    return {
+        "model": runtime.model_info.fingerprint,
+        "kv_type": runtime.config.kv_type,
+        "device": runtime.device_name,
+        "mode": runtime.mode,
+        "llama_cpp": llama_cpp.__version__,
+        "frameshard": str(INTERFACE_VERSION),
+    }
+
+
+def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
+    """Writes a blob to a file that only this user can read. The file appears when it is whole, in the place of an
+    earlier one.
+
+    :returns: the bytes of the file.
+    :raises OSError: it cannot be written. Nothing is left.
+    """
+    tokens = np.array(blob.tokens, "<i4")
+    shapes = np.array(pack_shapes(blob.shapes), "<i4").reshape(-1, 3)
+    header = codec.encode(
+        {
+            "engine": dict(engine),
+            "n_tokens": len(tokens),
+            "n_shapes": len(shapes),
+            "least": blob.least,
+            "cell_bytes": blob.data.nbytes,
+        }
+    )
+    part = f"{path}.{secrets.token_hex(8)}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    with open(os.open(part, flags, 0o600), "wb") as file:
+        try:
+            checksum, n_bytes = hashlib.sha256(), 0
+            start = _START.pack(_MAGIC, _FORMAT, len(header)) + header
+            for piece in (start, tokens.tobytes(), shapes.tobytes(), blob.data.data):
+                file.write(piece)
+                checksum.update(piece)
+                n_bytes += len(piece)
+            file.write(checksum.digest())
+            file.close()
+            os.replace(part, path)
+        except BaseException:
+            os.unlink(part)
+            raise
+    return n_bytes + _SHA_BYTES
+
+
+def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int) -> Blob:
+    """Reads a file that :func:`write` has written. The file may hold any bytes.
+
+    :param most_tokens: the context of a sequence.
+    :param most_bytes: the limit of the KV store.
+    :returns: a blob that belongs to no conversation.
+    :raises Unusable: it cannot be read, is damaged or too large, or is of another engine.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        with open(os.open(path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Unusable("it is no file")
+            return _read(file, status.st_size, engine, most_tokens, most_bytes)
+    except OSError as error:
+        raise Unusable(f"it cannot be read: {error.strerror}") from None
+    except MemoryError:
+        raise Unusable("there is no host memory for it") from None
+
+
+def _read(file: BinaryIO, n_bytes: int, engine: Mapping[str, str], most_tokens: int, most_bytes: int) -> Blob:
+    checksum = hashlib.sha256()
+    header = _read_header(file, checksum)
+    if n_bytes != file.tell() + sum(header.sizes) + _SHA_BYTES:
+        raise Unusable("it is damaged: its size is wrong")
+    if header.n_shapes > header.n_tokens:
+        raise Unusable("it is damaged: its numbers are wrong")
+    for name, value in engine.items():
+        if header.engine.get(name) != value:
+            raise Unusable(f"it is of another engine: {name} is {header.engine.get(name)}, not {value}")
+    if header.n_tokens > most_tokens:
+        raise Unusable(f"it has {header.n_tokens} tokens, more than the context of {most_tokens}")
+    if header.cell_bytes > most_bytes:
+        raise Unusable(f"it has {header.cell_bytes} bytes, more than the KV store of {most_bytes}")
+    tokens, shapes, data = (_read_array(file, size, checksum) for size in header.sizes)
+    if file.read(_SHA_BYTES) != checksum.digest():
+        raise Unusable("it is damaged: its checksum is wrong")
+    packed = shapes.view("<i4").reshape(-1, 3).tolist()
+    return Blob(
+        tokens=tokens.view("<i4").tolist(),
+        shapes=[(kept, decoded) for kept, decoded, count in packed for _ in range(count)],
+        least=header.least,
+        data=data,
+    )
+
+
+def _read_header(file: BinaryIO, checksum: hashlib._Hash) -> _Header:
+    start = file.read(_START.size)
+    if len(start) < _START.size or not start.startswith(_MAGIC):
+        raise Unusable("it holds no KV cache")
+    _, number, n_bytes = _START.unpack(start)
+    if number != _FORMAT:
+        raise Unusable(f"its format is {number}, not {_FORMAT}")
+    if n_bytes > _MAX_HEADER:
+        raise Unusable("it is damaged: its header is too large")
+    body = file.read(n_bytes)
+    checksum.update(start + body)
+    try:
+        return checks.convert(_Header, codec.decode(body))
+    except (BadMessage, checks.Refused) as error:
+        raise Unusable(f"it is damaged: {error}") from None
+
+
+def _read_array(file: BinaryIO, n_bytes: int, checksum: hashlib._Hash) -> npt.NDArray[np.uint8]:
+    """Reads so many bytes; the file is known to have them, unless it is changed meanwhile."""
+    array = np.empty(n_bytes, np.uint8)
+    view = array.data
+    for at in range(0, n_bytes, _READ_BYTES):
+        piece = view[at : at + _READ_BYTES]
+        if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+            raise Unusable("it was changed while it was read")
+        checksum.update(piece)
+    return array
+
+
+class KvFiles:
+    """Carries out the broker's commands about files. A thread of its own writes and reads them, so that jobs go on.
+
+    :param reuse: where the cells are.
+    :param send: sends an answer; any thread may call it.
+    :param post: has the main thread call a function.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        reuse: Reuse,
+        send: Callable[[em.Event], None],
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._runtime = runtime
+        self._reuse = reuse
+        self._send = send
+        self._post = post
+        self._engine = identity(runtime)
+        self._thread = ThreadPoolExecutor(1, "kv files")
+
+    def save(self, command: em.SaveKv, *, parked: bool) -> None:
+        """[main thread] Copies the cells, and has them written."""
+        blob = None if parked else self._reuse.copy_of(command.conversation)
+        if blob is not None and not blob.adapters:
+            self._thread.submit(self._write, command, blob)
+        elif parked:
+            self._refuse(command, "the sidecar is parked")
+        elif blob is None:
+            self._refuse(command, "there is none of this conversation that could be copied")
+        else:
+            self._refuse(command, "adapters were used, and which ones these are is not known later")
+
+    def load(self, command: em.LoadKv) -> None:
+        """[any thread] Has the file read, and then puts its cells into the store."""
+        self._thread.submit(self._read, command)
+
+    def _write(self, command: em.SaveKv, blob: Blob) -> None:
+        try:
+            n_bytes = write(command.path, self._engine, blob)
+            self._answer(em.Kv(command.seq, len(blob.tokens), n_bytes))
+        except OSError as error:
+            self._refuse(command, f"the file cannot be written: {error.strerror}")
+        except Exception as error:
+            self._refuse(command, internal(logger, "writing a KV cache", error).message)
+
+    def _read(self, command: em.LoadKv) -> None:
+        try:
+            limits = {"most_tokens": self._runtime.n_ctx_seq, "most_bytes": self._runtime.config.kv_cache_bytes}
+            blob, n_bytes = read(command.path, self._engine, **limits), os.stat(command.path).st_size
+            self._post(lambda: self._add(command, blob, n_bytes))
+        except Unusable as why:
+            self._refuse(command, f"the file is not used: {why}")
+        except Exception as error:
+            self._refuse(command, internal(logger, "reading a KV cache", error).message)
+
+    def _add(self, command: em.LoadKv, blob: Blob, n_bytes: int) -> None:
+        if self._reuse.add(blob, command.conversation):
+            self._answer(em.Kv(command.seq, len(blob.tokens), n_bytes))
+        else:
+            self._refuse(command, "this sidecar has no KV store: kv_cache_mb is 0, or the model is recurrent")
+
+    def _refuse(self, command: em.SaveKv | em.LoadKv, why: str) -> None:
+        logger.info("the KV cache of a conversation was not saved or loaded: %s", why)
+        self._answer(em.Kv(command.seq, detail=why.encode()[: m.MAX_KV_DETAIL].decode(errors="ignore")))
+
+    def _answer(self, answer: em.Kv) -> None:
+        with contextlib.suppress(BrokerGone):  # the reader thread ends the process
+            self._send(answer)
