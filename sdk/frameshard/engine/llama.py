@@ -254,11 +254,15 @@ class Llama:
         that."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, start if start > 0 else -1, -1))
 
+    def saved_bytes(self, seq: int) -> int:
+        """The size of what :meth:`save` returns for sequence ``seq``."""
+        return int(llama_cpp.llama_state_seq_get_size(self._context, seq))
+
     def save(self, seq: int) -> npt.NDArray[np.uint8] | None:
         """Copies the cells of sequence ``seq`` to host memory, in llama.cpp's format, shape [bytes]. Cells that have
         left the sliding window are not copied. Returns ``None`` if there is no memory for the copy."""
         try:
-            data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, seq), np.uint8)
+            data = np.empty(self.saved_bytes(seq), np.uint8)
         except MemoryError:
             return None
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

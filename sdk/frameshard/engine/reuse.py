@@ -1,8 +1,9 @@
 """Which KV cells a job starts from: those of its sequence, a copy of another sequence's, or a blob of the KV store.
 
 A job starts from the longest prefix of its text that any of these has. A copy is made only if it saves at least
-:data:`WORTH_TOKENS` tokens. Cells of another text are cut to the common prefix. If that loses much, the prefix is put
-into the store as a blob of its own: a prefix that two texts share is likely to be that of a third.
+:data:`WORTH_TOKENS` tokens, and an eighth of those that are copied. Cells of another text are cut to the common prefix.
+If that loses much, the prefix is put into the store as a blob of its own: a prefix that two texts share is likely to be
+that of a third.
 
 Cells are put into the store when a conversation loses its sequence, when a job is paused, and after a warm-up.
 
@@ -37,6 +38,10 @@ logger = logging.getLogger("frameshard.engine")
 WORTH_TOKENS = 32
 """A prompt of fewer tokens is read about as fast as it is copied."""
 
+WORTH_SHARE = 8
+"""Reading a token takes about as long as copying this many to host memory and back: on a fast GPU with all weights in
+VRAM. Where weights are streamed, reading takes longer."""
+
 
 class Reuse:
     """Brings the cells that a job can reuse into its sequence.
@@ -61,7 +66,7 @@ class Reuse:
         if not own:
             self._keep(slot)
         n_reused = self._shared(slot, job, text, history) if own or not (slot.pictures or job.pictures) else 0
-        source = None if job.pictures else self._longer(job, slot, text, history, n_reused + WORTH_TOKENS)
+        source = None if job.pictures else self._longer(job, slot, text, history, n_reused)
         if source is None or not self._copy(source, slot):
             self._cut(slot, n_reused)
         else:
@@ -107,9 +112,9 @@ class Reuse:
         """
         if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) for blob in self._store):
             return
-        data = self._runtime.save(slot.seq)
+        data = self._runtime.save(slot.seq) if self._fits(slot) else None
         if data is None or not self._store.put(self._blob(slot, data)):
-            size_mb = 0 if data is None else -(-data.nbytes >> 20)
+            size_mb = -(-self._runtime.llama.saved_bytes(slot.seq) >> 20)
             raise BadArgument(
                 f"the KV cache of these messages has {size_mb} MiB, more than the KV store may hold: launch with a"
                 " larger kv_cache_mb",
@@ -148,22 +153,30 @@ class Reuse:
             n = cells.whole(n)
         return n if n >= cells.least else 0
 
-    def _longer(
-        self, job: Job, slot: Slot, text: Sequence[int], history: Sequence[Shape], n_least: int
-    ) -> Cells | None:
-        """The cells with the longest common prefix, at least ``n_least`` tokens; of equal ones, those that are copied
-        fastest: blobs before sequences, short ones before long ones."""
-        if not self._copies or len(text) <= n_least:
+    def _longer(self, job: Job, slot: Slot, text: Sequence[int], history: Sequence[Shape], n_own: int) -> Cells | None:
+        """The cells with the longest common prefix that are worth a copy, compared with ``n_own`` tokens of ``slot``.
+        Of equal ones, those that are copied fastest: blobs before sequences, short ones before long ones."""
+        if not self._copies or len(text) <= n_own + WORTH_TOKENS:
             return None
         others = (other for other in self._slots if other is not slot and not other.pictures)
         found = [(self._shared(cells, job, text, history), cells) for cells in (*self._store, *others)]
-        found = [(n, cells) for n, cells in found if n >= self._least(cells)]
-        n, cells = max(
+        found = [
+            (n, cells)
+            for n, cells in found
+            if n - n_own >= max(WORTH_TOKENS, len(cells.tokens) // WORTH_SHARE)
+            and n >= self._least(cells)
+            and (isinstance(cells, Blob) or self._fits(cells))
+        ]
+        _, best = max(
             found,
             key=lambda each: (each[0], isinstance(each[1], Blob), -len(each[1].tokens)),
             default=(0, None),
         )
-        return cells if n >= n_least else None
+        return best
+
+    def _fits(self, slot: Slot) -> bool:
+        """Whether a copy of the sequence is within the limit of the store."""
+        return self._runtime.llama.saved_bytes(slot.seq) <= self._store.limit_bytes
 
     def _copy(self, source: Cells, slot: Slot) -> bool:
         """Copies cells into ``slot``.
@@ -196,7 +209,7 @@ class Reuse:
         :param job: the job that will continue from it; 0: a conversation may.
         """
         worth = len(slot.tokens) >= WORTH_TOKENS and not slot.pictures
-        if not self._copies or not worth or not (job or slot.conversation):
+        if not self._copies or not worth or not (job or slot.conversation) or not self._fits(slot):
             return
         for blob in self._store:
             if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters):
