@@ -28,6 +28,7 @@ from frameshard.sync import (
     FrameBlockArrived,
     HistoryArrived,
     Job,
+    KvArrived,
     Loaded,
     PacingArrived,
     Ready,
@@ -106,6 +107,11 @@ def test_a_conversation_is_saved_and_loaded_in_its_turn() -> None:
         assert (refused.request, refused.result) == (wrong, None)
         assert isinstance(refused.error, errors.BadSave)
         assert result == Loaded(loaded, frameshard.LoadResult(same_model=True, same_template=True), None)
+        asked = [sidecar.save_kv("inn", "inn.kv"), sidecar.load_kv("inn.kv", conversation="inn")]
+        events = []
+        events += play(sidecar, lambda: events.extend(sidecar.poll()) or len(of(events, KvArrived)) == 2)
+        assert [event.request for event in of(events, KvArrived)] == asked
+        assert {event.kv and event.kv.detail for event in of(events, KvArrived)} == {"there is no model"}
         sidecar.forget("inn")
         number = sidecar.history("inn")
         events = []

@@ -115,12 +115,12 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
     return n_bytes + _SHA_BYTES
 
 
-def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int) -> Blob:
+def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int) -> tuple[Blob, int]:
     """Reads a file that :func:`write` has written. The file may hold any bytes.
 
     :param most_tokens: the context of a sequence.
     :param most_bytes: the limit of the KV store.
-    :returns: a blob that belongs to no conversation.
+    :returns: a blob that belongs to no conversation, and the bytes of the file.
     :raises Unusable: it cannot be read, is damaged or too large, or is of another engine.
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -129,7 +129,7 @@ def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: 
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Unusable("it is no file")
-            return _read(file, status.st_size, engine, most_tokens, most_bytes)
+            return _read(file, status.st_size, engine, most_tokens, most_bytes), status.st_size
     except OSError as error:
         raise Unusable(f"it cannot be read: {error.strerror}") from None
     except MemoryError:
@@ -241,7 +241,7 @@ class KvFiles:
     def _read(self, command: em.LoadKv) -> None:
         try:
             limits = {"most_tokens": self._runtime.n_ctx_seq, "most_bytes": self._runtime.config.kv_cache_bytes}
-            blob, n_bytes = read(command.path, self._engine, **limits), os.stat(command.path).st_size
+            blob, n_bytes = read(command.path, self._engine, **limits)
             self._post(lambda: self._add(command, blob, n_bytes))
         except Unusable as why:
             self._refuse(command, f"the file is not used: {why}")
