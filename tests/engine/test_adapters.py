@@ -104,6 +104,15 @@ async def test_jobs_keep_their_adapters(
             os.kill(pid, signal.SIGKILL)
         assert [texts[number] for number in range(len(sets))] == expected
 
+        await client.set_budget(loaded.floor_bytes / MIB, state="parked")
+        with pytest.raises(errors.BadArgument, match="parked"):
+            await client.adapter_load("c", files["a"])
+        await client.set_budget(loaded.floor_bytes / MIB)
+        assert await alone(client, "Once upon", adapters=sets[3]) == expected[3]
+        await client.set_budget(loaded.floor_bytes / MIB, state="hibernated")
+        await client.set_budget(loaded.floor_bytes / MIB)
+        assert await alone(client, "Once upon", adapters=sets[3]) == expected[3]
+
         # Cells of a conversation are not used with other adapters.
         conversation = text(conversation="inn")
         await client.complete("Once upon a time", **conversation).completed()

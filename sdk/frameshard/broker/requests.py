@@ -109,7 +109,8 @@ class Requests:
                     f"jobs use the adapter {request.name!r}: it can be unloaded when they have ended", field="name"
                 )
             self._ask(connection, request, lambda seq: em.UnloadAdapter(seq, request.name))
-            self.adapters.pop(request.name, None)
+            if self._supervisor.state is states.Engine.READY:  # otherwise it was refused
+                self.adapters.pop(request.name, None)
         elif isinstance(request, m.KvSave | m.KvLoad):
             if not os.path.isabs(request.path):
                 raise BadArgument("path must be absolute", field="path")
