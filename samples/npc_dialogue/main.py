@@ -1,8 +1,10 @@
-"""A scene in a tavern: Mira, the innkeeper, answers a traveller while the game takes VRAM back and returns it.
+"""A village of twelve characters, who talk among themselves and to a traveller while the game takes VRAM back.
 
-    python samples/npc_dialogue/main.py                 you are the traveller
-    python samples/npc_dialogue/main.py --unattended    three lines are asked for you
+    python samples/npc_dialogue/main.py                 you are the traveller: "Bram, can you mend my sword?"
+    python samples/npc_dialogue/main.py --unattended    the lines below are said for you
 
+The lore that all share is read once, before anybody speaks. Remarks of the villagers are computed in the background
+(priority 0), and the player's question goes first (priority 2). "save" and "load" keep and restore all conversations.
 During each answer the "game" enters a heavy area, needs VRAM for its textures, and leaves the area again later. Only
 frameshard's public client is used. Without a GPU the scene runs on the emulated device. The exit status of an
 unattended run is 1 if an answer is missing or if the budget did not change in both directions during an answer.
@@ -11,47 +13,56 @@ unattended run is 1 if an answer is missing or if the budget did not change in b
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import trio
 from rich.console import Console
 from stage import Gauge, LiveStage, PlainStage, Stage
+from village import LORE, TOPICS, VILLAGERS, about, addressed
 
 import frameshard
 from frameshard.errors import FrameshardError
 from frameshard.models import resolve
 
 MIB = 2**20
-TITLE = "The Gilded Tankard"
-NPC = "Mira"
-PERSONA = (
-    "You are Mira, the innkeeper of the Gilded Tankard, a warm tavern in a mountain village. You speak to a traveller. "
-    "You always answer in character, in the first person, in four or five friendly sentences."
-)
+TITLE = "Hollowmere"
 LINES = (
-    "Good evening! I have walked all day. What is for supper?",
-    "Have you heard any stories about the old ruins on the hill?",
-    "Then I will need a room for the night. What can you offer me?",
+    "Mira, good evening! I have walked all day. What is for supper?",
+    "save",
+    "Bram, a blind goat could make better swords than you!",
+    "load",
+    "Mira, have you heard any stories about the ruin on the hill?",
 )
+QUESTIONS = [line for line in LINES if addressed(line)]
 TOWN, RUINS = "in the village", "in the Sunken Hall"
-ENTER_AT, LEAVE_AT = 16, 48
+ENTER_AT, LEAVE_AT = 12, 36
 """Tokens of an answer after which the game enters and leaves the heavy area."""
 
-SAMPLING = frameshard.Sampling(max_tokens=100, temperature=0.6, top_p=0.9, repeat_penalty=1.1, seed=2)
+OVERHEARD = 3
+"""Remarks of villagers that the traveller hears on arrival and after each answer."""
+
+BACKGROUND, URGENT = 0, 2
+ANSWER = frameshard.Sampling(max_tokens=64, temperature=0.6, top_p=0.9, repeat_penalty=1.1, seed=2)
+REMARK = frameshard.Sampling(max_tokens=20, temperature=0.6, top_p=0.9, repeat_penalty=1.1, seed=2, stop=("\n",))
 
 
 @dataclass
 class Tally:
-    """Counts of the scene. `rates` has tokens and seconds of decode by place."""
+    """Counts of the scene."""
 
-    answers: int = 0
-    shrinks: int = 0
-    grows: int = 0
+    moves: Counter[str] = field(default_factory=Counter)
+    """How often an answer went on in another place than before, by that place."""
     rates: dict[str, tuple[int, float]] = field(default_factory=lambda: {TOWN: (0, 0.0), RUINS: (0, 0.0)})
+    """Tokens and seconds of decode by place."""
+    first_words_s: list[float] = field(default_factory=list)
+    """Time to the first token of each answer."""
+    n_read: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that were read for the latest remark of each villager. Those of the lore were reused."""
 
     def spoke(self, place: str, tokens: int, seconds: float) -> None:
         before = self.rates[place]
@@ -61,9 +72,18 @@ class Tally:
         tokens, seconds = self.rates[place]
         return tokens / seconds if seconds else 0.0
 
+    def summary(self) -> str:
+        read, first = self.n_read.values(), self.first_words_s
+        return (
+            f"{len(first)} answers; {self.moves[RUINS]} shrinks and {self.moves[TOWN]} grows during them; "
+            f"{self.rate(TOWN):.0f} tokens/s {TOWN}, {self.rate(RUINS):.0f} {RUINS}\n"
+            f"first words after {min(first, default=0):.2f} to {max(first, default=0):.2f} s, while remarks waited; "
+            f"{len(read)} villagers made remarks and read {min(read, default=0)} to {max(read, default=0)} tokens each"
+        )
+
 
 class Game:
-    """The host's side: it moves between two places and sets the sidecar's budget for each."""
+    """The host's side: it asks for remarks and answers, and sets the sidecar's budget for each of two places."""
 
     def __init__(self, sidecar: frameshard.Client, stage: Stage, budget: frameshard.Budget) -> None:
         self.place = TOWN
@@ -76,21 +96,44 @@ class Game:
         }
         self._full = budget.full_bytes
         self._recent: deque[tuple[int, float]] = deque(maxlen=8)  # tokens and seconds of the latest deltas
+        self._partner = next(iter(VILLAGERS))
+        self._speakers = itertools.cycle(VILLAGERS)
+        self._topics = itertools.cycle(TOPICS)
+        self._remarks: deque[tuple[str, frameshard.Stream]] = deque()
+        self._saved: dict[str, bytes] = {}
 
-    async def move(self, place: str) -> None:
-        """Set the place's budget. Counted if an answer is still being computed when the change is done."""
-        before, after = self._budgets[self.place], self._budgets[place]
-        changed = await self._sidecar.set_budget(after / MIB, observe=False)
-        stats = await self._sidecar.stats()
-        self.place = place
-        if stats.broker.jobs_running:
-            self.tally.shrinks += after < before
-            self.tally.grows += after > before
-        moved = f"{abs(after - before) / MIB:.0f} MiB {'taken back' if after < before else 'given'}"
-        self._stage.world(
-            f"{place}: {moved} in {changed.seconds * 1e3:.1f} ms, "
-            f"the model holds {changed.used_bytes / MIB:.0f} of {changed.vram_budget_bytes / MIB:.0f} MiB"
-        )
+    async def wake(self) -> None:
+        """Read the lore, and let all villagers begin to talk."""
+        since = time.monotonic()
+        n_tokens = await self._sidecar.warm_up([frameshard.ChatMessage("system", LORE)])
+        self._stage.world(f"the lore that all share has {n_tokens} tokens, read in {time.monotonic() - since:.1f} s")
+        self.save()
+        self._stage.world(f"here live {', '.join(VILLAGERS)}")
+        for _ in VILLAGERS:
+            self._remark()
+        await self._overhear()
+
+    async def act(self, line: str) -> None:
+        """Do what the player has typed: save, load, or ask the villager who is named first, or the last one again."""
+        if line == "save":
+            self.save()
+        elif line == "load":
+            self.load()
+        else:
+            self._partner = addressed(line) or self._partner
+            await self._answer(self._partner, line)
+            await self._overhear()
+
+    def save(self) -> None:
+        """Keep all conversations. A game would write these bytes to its own file."""
+        self._saved = {name: self._sidecar.save(name) for name in VILLAGERS}
+        self._stage.world(f"saved: {self._said()} in {sum(map(len, self._saved.values()))} bytes")
+
+    def load(self) -> None:
+        before = self._said()
+        for name, data in self._saved.items():
+            self._sidecar.load(data, conversation=name)
+        self._stage.world(f"loaded: {self._said()}, no longer {before}")
 
     async def draw(self) -> None:
         """Show the current figures."""
@@ -100,31 +143,73 @@ class Game:
         rate = tokens / seconds if seconds else 0.0
         self._stage.gauge(Gauge(**figures, full=self._full, tokens_per_s=rate, place=self.place))
 
-    async def answer(self, line: str) -> None:
-        """Show one answer, and change places during it."""
-        self._stage.npc(NPC)
-        tokens, since, drawn = 0, time.monotonic(), 0.0
-        async with self._sidecar.ask(line, conversation=NPC, system=PERSONA, sampling=SAMPLING) as stream:
+    def _said(self) -> str:
+        return f"{sum(len(self._sidecar.history(name)) for name in VILLAGERS)} messages"
+
+    def _remark(self) -> None:
+        """Begin a remark of the next villager. It is computed while nobody asks anything."""
+        name = next(self._speakers)
+        question = f"A neighbour walks by. Say one short sentence to them about {next(self._topics)}."
+        stream = self._sidecar.ask(
+            question, conversation=f"{name}, nearby", system=about(name), sampling=REMARK, priority=BACKGROUND
+        )
+        stream.begin()
+        self._remarks.append((name, stream))
+
+    async def _overhear(self) -> None:
+        """Show the oldest remarks. Mostly they are there already, because they were computed in the background."""
+        for _ in range(OVERHEARD):
+            name, stream = self._remarks.popleft()
+            async with stream:
+                remark = await stream.completed()
+            self.tally.n_read[name] = remark.n_prompt - remark.n_reused
+            self._stage.remark(name, remark.text.strip(), reused(remark))
+            self._remark()
+
+    async def _move(self, place: str) -> None:
+        before, after = self._budgets[self.place], self._budgets[place]
+        changed = await self._sidecar.set_budget(after / MIB, observe=False)
+        self.place = place
+        moved = f"{abs(after - before) / MIB:.0f} MiB {'taken back' if after < before else 'given'}"
+        self._stage.world(
+            f"{place}: {moved} in {changed.seconds * 1e3:.1f} ms, "
+            f"the model holds {changed.used_bytes / MIB:.0f} of {changed.vram_budget_bytes / MIB:.0f} MiB"
+        )
+
+    async def _answer(self, name: str, line: str) -> None:
+        """Show an answer, and change places during it."""
+        self._stage.npc(name)
+        tokens, since, drawn, place = 0, time.monotonic(), 0.0, self.place
+        ask = self._sidecar.ask(line, conversation=name, system=about(name), sampling=ANSWER, priority=URGENT)
+        async with ask as stream:
             async for delta in stream:
                 now = time.monotonic()
-                if tokens:  # the time to the first token is prefill
+                if tokens:
                     self.tally.spoke(self.place, delta.tokens, now - since)
                     self._recent.append((delta.tokens, now - since))
-                tokens, since = tokens + delta.tokens, now
+                else:
+                    self.tally.first_words_s.append(now - since)
+                self.tally.moves[self.place] += self.place != place
+                tokens, since, place = tokens + delta.tokens, now, self.place
                 if delta.text.startswith(" "):
                     if ENTER_AT <= tokens < LEAVE_AT and self.place == TOWN:
-                        await self.move(RUINS)
+                        await self._move(RUINS)
                     elif tokens >= LEAVE_AT and self.place == RUINS:
-                        await self.move(TOWN)
+                        await self._move(TOWN)
                 self._stage.says(delta.text)
                 if now - drawn > 0.2:
                     await self.draw()
                     drawn = now
         self._stage.falls_silent()
-        self.tally.answers += 1
+        assert stream.result is not None
+        self._stage.world(f"first word after {self.tally.first_words_s[-1]:.2f} s; {reused(stream.result)}")
         if self.place == RUINS:  # a short answer
-            await self.move(TOWN)
+            await self._move(TOWN)
         await self.draw()
+
+
+def reused(answer: frameshard.Completion) -> str:
+    return f"{answer.n_reused} of {answer.n_prompt} tokens reused"
 
 
 async def player_line(stage: Stage) -> str:
@@ -147,17 +232,18 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
         # One thread, because the emulated device computes on the same cores that its copies use.
         options = {"mode": "stream_only", "n_threads": 1}
     log = subprocess.DEVNULL if isinstance(stage, LiveStage) else None
-    async with frameshard.launch(model, device=device, n_ctx=2048, n_parallel=1, log=log, **options) as sidecar:
+    async with frameshard.launch(model, device=device, n_ctx=2048, n_parallel=2, log=log, **options) as sidecar:
         info = await sidecar.model_info()
         budget = await sidecar.budget()
         game = Game(sidecar, stage, budget)
         changed = await sidecar.set_budget(budget.full_bytes / MIB)
         stage.world(f"{info.name} on {info.device}, which gives it {changed.vram_budget_bytes / MIB:.0f} MiB")
         await game.draw()
+        await game.wake()
         said = iter(LINES)
         while line := next(said, "") if args.unattended else await player_line(stage):
             stage.player(line)
-            await game.answer(line)
+            await game.act(line)
     return game.tally
 
 
@@ -165,7 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF file or a known name (smollm2-135m)")
     parser.add_argument("--device", default="auto", help="auto: the first GPU, else emulated:2 (GB/s)")
-    parser.add_argument("--unattended", action="store_true", help="ask three lines and leave")
+    parser.add_argument("--unattended", action="store_true", help="say a few lines and leave")
     args = parser.parse_args()
     if not sys.stdin.isatty():
         args.unattended = True
@@ -181,11 +267,8 @@ def main() -> int:
         stage.close()
         return 130
     stage.close()
-    print(
-        f"{tally.answers} answers; {tally.shrinks} shrinks and {tally.grows} grows while she spoke; "
-        f"{tally.rate(TOWN):.0f} tokens/s {TOWN}, {tally.rate(RUINS):.0f} {RUINS}"
-    )
-    complete = tally.answers >= len(LINES) and tally.shrinks and tally.grows
+    print(tally.summary())
+    complete = len(tally.first_words_s) >= len(QUESTIONS) and tally.moves[RUINS] and tally.moves[TOWN]
     return 0 if complete or not args.unattended else 1
 
 

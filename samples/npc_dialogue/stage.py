@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 MIB = 2**20
+ASKING = "You (begin with a name; save and load keep and restore the talks; an empty line leaves)"
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -35,6 +36,7 @@ class Stage(Protocol):
     def npc(self, name: str) -> None: ...
     def says(self, delta: str) -> None: ...
     def falls_silent(self) -> None: ...
+    def remark(self, name: str, text: str, note: str) -> None: ...
     def world(self, text: str) -> None: ...
     def gauge(self, gauge: Gauge) -> None: ...
     def ask_player(self) -> str: ...
@@ -69,6 +71,9 @@ class PlainStage:
         print(flush=True)
         self._speaking = False
 
+    def remark(self, name: str, text: str, note: str) -> None:
+        print(f"  {name}, nearby: {text} ({note})", flush=True)
+
     def world(self, text: str) -> None:
         if self._speaking:
             print(f" ...\n  [game] {text}\n  ...", end="", flush=True)
@@ -79,7 +84,7 @@ class PlainStage:
         pass  # the game's lines have the figures
 
     def ask_player(self) -> str:
-        return prompt("\nYou (an empty line leaves): ")
+        return prompt(f"\n{ASKING}: ")
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -115,6 +120,10 @@ class LiveStage:
         self._speaking = False
         self._show()
 
+    def remark(self, name: str, text: str, note: str) -> None:
+        self._lines.append(Text.assemble((f"{name}, nearby  ", "yellow"), text, (f"  {note}", "bright_black")))
+        self._show()
+
     def world(self, text: str) -> None:
         self._news.append(text)
         if self._speaking:
@@ -131,7 +140,7 @@ class LiveStage:
         self._live.stop()
         try:
             self._console.print(self.page())
-            return prompt("You (an empty line leaves)  ")
+            return prompt(f"{ASKING}  ")
         finally:
             self._live.start()
 
