@@ -74,7 +74,7 @@ struct Products {
         }
         memory = ledger ? ledger->ledger.allocate(Use::scratch, size)
                         : InnerBuffer(ggml_backend_buft_alloc_buffer(buft, size));
-        if (!memory) {
+        if (!memory || stopped()) {
             return;
         }
         ggml_tallocr place = ggml_tallocr_new(memory.get());
@@ -103,7 +103,9 @@ struct Products {
             memcpy(bytes.data() + done, bytes.data(), std::min(random, each - done));
         }
         for (ggml_tensor *w : weights) {
-            set(w, bytes.data());
+            if (!stopped()) {
+                set(w, bytes.data());
+            }
         }
     }
     ~Products() {
@@ -135,7 +137,7 @@ struct HostMemory {
 
     explicit HostMemory(uint32_t n_threads) : blocks(n_threads) {
         for (auto &b : blocks) {
-            b.assign(kEach / 8, 1);
+            b.assign(stopped() ? 0 : kEach / 8, 1);
         }
     }
     double rate(uint32_t n_threads, double budget_s) {
