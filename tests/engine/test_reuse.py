@@ -160,18 +160,18 @@ def test_an_answer_that_began_with_another_ones_lore_survives_a_kill(model_path:
 
     async def main() -> None:
         options: dict[str, Any] = {"mode": "stream_only", "device": "emulated", "vram_budget_mb": 100}
-        sampling = frameshard.Sampling(max_tokens=24, temperature=0.9, seed=4)
-        question = [frameshard.ChatMessage(**message) for message in npc(2)]
+        sampling = frameshard.Sampling(max_tokens=40, temperature=0.9, seed=4)
+        tale = f"{LORE} In the year 11"
         async with frameshard.launch(model_path, n_parallel=2, n_ctx=512, n_threads=1, **options) as client:
-            alone = await client.chat(question, sampling=sampling).completed()
-            first = [frameshard.ChatMessage(**message) for message in npc(1)]
-            await client.chat(first, conversation="one", sampling=frameshard.Sampling(max_tokens=4)).completed()
+            alone = await client.complete(tale, sampling=sampling).completed()
+            few = frameshard.Sampling(max_tokens=4)
+            await client.complete(f"{LORE} Ten years later,", conversation="one", sampling=few).completed()
             # Without a conversation the text does not depend on what was read before.
-            assert (await client.chat(question, sampling=sampling).completed()).text == alone.text
-            whole = await client.chat(question, conversation="two", sampling=sampling).completed()
+            assert (await client.complete(tale, sampling=sampling).completed()).text == alone.text
+            whole = await client.complete(tale, conversation="two", sampling=sampling).completed()
             assert whole.n_prompt - whole.n_reused < 40
-            async with client.chat(question, conversation="three", sampling=sampling) as answer:
-                for _ in range(6):
+            async with client.complete(tale, conversation="three", sampling=sampling) as answer:
+                for _ in range(2):
                     await answer.__anext__()
                 pid = (await client.stats()).broker.engine_pid
                 assert pid is not None
