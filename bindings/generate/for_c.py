@@ -24,6 +24,7 @@ OPTIONS_H = BINDINGS / "c" / "src" / "options.h"
 WORDS_H = BINDINGS / "c" / "src" / "words.h"
 CODEC = BINDINGS / "c" / "src" / "codec.cpp"
 WIDTH = 118
+LINE = 120  # clang-format breaks longer ones
 
 
 # Words that C has numbers for, and how those are called.
@@ -39,6 +40,9 @@ ENUMS = {
     "SchedulingMode": "FS_",
 }
 
+
+# Records in arrays of options, and what C calls their structs. These are written by hand, with a function `fields_of`.
+STRUCTS = {"LogitBias": "fs_logit_bias"}
 
 # What each FS_EVENT_... brings: a message, or a record that comes one at a time.
 EVENTS = {
@@ -265,8 +269,10 @@ def _expected(struct: Struct) -> Iterator[Member]:
     for field in struct.fields:
         name, text = field["name"], c_text(field)
         if field["type"] == "array":
-            yield Member("uint64_t", f"n_{name}", f"Number of strings in `{name}`, at most {field['max']}.")
-            yield Member("const char *const *", name, text, field)
+            record = field["items"].get("record")
+            things, kind = ("structs", f"const {STRUCTS[record]} *") if record else ("strings", "const char *const *")
+            yield Member("uint64_t", f"n_{name}", f"Number of {things} in `{name}`, at most {field['max']}.")
+            yield Member(kind, name, text, field)
         else:
             yield Member(_kind(field), name, text, field)
     yield from struct.own
@@ -280,7 +286,7 @@ def _kind(field: dict[str, Any]) -> str:
         return "const char *"
     if field["type"] == "number":
         return "double"
-    return "int64_t" if field.get("nullable") else "uint64_t"
+    return "int64_t" if field.get("nullable") or field.get("min", 0) < 0 else "uint64_t"
 
 
 def _is_number(field: dict[str, Any]) -> bool:
@@ -309,7 +315,7 @@ def c_text(field: dict[str, Any]) -> str:
         parts.append(f"{prefix}... Default {prefix}{str(field['default']).upper()}")
     elif field["type"] == "word":
         parts.append(f"One of {', '.join(field['words'])}; NULL: the default, {_or_none(field)}")
-    elif field["type"] == "array":
+    elif field["type"] == "array" and "record" not in field["items"]:
         parts.append(f"Each has {field['items']['min']}..{field['items']['max']} bytes and a NUL at the end")
     return ". ".join(parts) + "."
 
@@ -453,11 +459,17 @@ def _read(member: Member) -> list[str]:
             "    }",
         ]
     item = field["items"]
-    return [
-        f"    if (given.n_{name} != 0) {{",
-        f'        {key} = texts_of("{name}", {given}, given.n_{name}, {field["max"]}, {item["min"]}, {item["max"]});',
-        "    }",
-    ]
+    if "record" in item:
+        return [
+            f"    if (given.n_{name} != 0) {{",
+            f'        {key} = records_of("{name}", {given}, given.n_{name}, {field["max"]});',
+            "    }",
+        ]
+    bounds = f"{field['max']}, {item['min']}, {item['max']}"
+    read = f'        {key} = texts_of("{name}", {given}, given.n_{name}, {bounds});'
+    if len(read) > LINE:
+        read = read.replace(" = ", " =\n            ", 1)
+    return [f"    if (given.n_{name} != 0) {{", read, "    }"]
 
 
 def _checked(name: str, field: dict[str, Any]) -> str:

@@ -96,7 +96,7 @@ def _kind(member: for_c.Member) -> str:
     if field["name"] in SIZES:
         return "double"
     if field["type"] == "array":
-        return "string[]"
+        return f"{field['items'].get('record', 'string')}[]"
     if field.get("nullable") and field["max"] < 2**32:
         return "uint?"
     required = field["name"] == "version"  # 0 is what it means when it is left out
@@ -112,9 +112,10 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
         target, given = f"native.{pascal(member.name)}", f"options.{_name(member)}"
         if kind == "string":
             yield f"            if ({given} != null) {target} = texts.Name({given});"
-        elif kind == "string[]":
+        elif kind.endswith("[]"):
             (count,) = (each for each in for_c.members(struct) if each.name == f"n_{member.name}")
-            yield f"            if ({given} != null) {target} = texts.Names({given});"
+            made = f"texts.Names({given})" if kind == "string[]" else f"Records({given}, texts)"
+            yield f"            if ({given} != null) {target} = {made};"
             yield f"            native.{pascal(count.name)} = ({KINDS[count.kind]})({given}?.Length ?? 0);"
         elif field is not None and field["name"] in SIZES:
             yield f"            {target} = Sidecar.Bytes({given});"

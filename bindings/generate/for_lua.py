@@ -85,7 +85,7 @@ def _kind(member: for_c.Member) -> str:
     if field["type"] == "word":
         return f'"word", {WORDS[field["name_of_words"]]}'
     if field["type"] == "array":
-        return '"texts"'
+        return '"biases"' if "record" in field["items"] else '"texts"'
     kind = "integer" if field["type"] == "int" else "number"
     return f'"{kind}", {for_c.figure(0 if field.get("or_zero") else field["min"])}, {for_c.figure(field["max"])}'
 

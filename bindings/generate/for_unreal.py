@@ -102,7 +102,8 @@ def _kind(field: dict[str, Any]) -> str:
     if field["type"] == "int":
         return "int32" if field["max"] < 2**31 and not field.get("nullable") else "int64"
     if field["type"] == "array":
-        return "TArray<FString>"
+        record = field["items"].get("record")
+        return f"TArray<FFrameshard{record}>" if record else "TArray<FString>"
     return _enumeration(field) or "FString"
 
 
@@ -140,7 +141,7 @@ def _fill(struct: for_c.Struct, source: str) -> str:
             value = f"Texts.Path({given})"
         elif field["type"] == "array":
             lines.append(f"\tMade.n_{field['name']} = static_cast<decltype(Made.n_{field['name']})>({given}.Num());")
-            value = f"Texts.List({given})"
+            value = f"Texts.{'Records' if 'record' in field['items'] else 'List'}({given})"
         elif field["type"] in ("text", "word") and not _enumeration(field):
             value = f"Texts.Text({given})"
         elif field.get("nullable"):

@@ -98,6 +98,11 @@ typedef struct fs_model {
   const char *template_fingerprint;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
+typedef struct fs_logit_bias {
+  const char *text;
+  int64_t token;
+  double bias;
+} fs_logit_bias;
 typedef struct fs_sampling {
   uint32_t struct_size;
   int32_t max_tokens;
@@ -119,6 +124,14 @@ typedef struct fs_sampling {
   const char *const *choices;
   const char *regex;
   const char *lark;
+  uint64_t n_logit_bias;
+  const fs_logit_bias *logit_bias;
+  double dry_multiplier;
+  double dry_base;
+  uint64_t dry_allowed_length;
+  int64_t dry_penalty_last_n;
+  uint64_t n_dry_sequence_breakers;
+  const char *const *dry_sequence_breakers;
 } fs_sampling;
 void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 enum { FS_IMAGE_ENCODED = 1, FS_IMAGE_RGB = 2, FS_IMAGE_RGBA = 3, };
@@ -556,6 +569,21 @@ local OPTIONS = {
     regex = { "text" },
     -- The answer matches this grammar in llguidance's variant of Lark; empty: off.
     lark = { "text" },
+    -- Tokens that are more or less likely than the model finds them. Several biases of one token add up. An answer with
+    -- a form still has it.
+    logit_bias = { "biases" },
+    -- DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`, loses
+    -- `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off.
+    dry_multiplier = { "number", 0, 100 },
+    -- DRY sampling: growth of the penalty with each token. Default 1.75.
+    dry_base = { "number", 1, 10 },
+    -- DRY sampling: shortest repeated sequence whose next token is penalised. Default 2.
+    dry_allowed_length = { "integer", 1, 1024 },
+    -- DRY sampling: how many of the last tokens are searched for repeats; 0: off, -1: the whole context. Default -1.
+    dry_penalty_last_n = { "integer", -1, 1048576 },
+    -- DRY sampling: no sequence goes beyond one of these strings; empty: line break, colon, quotation mark and
+    -- asterisk.
+    dry_sequence_breakers = { "texts" },
   },
   fs_lease = {
     -- `parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is used. One
@@ -584,6 +612,7 @@ local KNOWN = {
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
     images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
     response_finished = true, response_failed = true },
+  logit_bias = { bias = true, token = true, text = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
 }
 
@@ -623,6 +652,23 @@ local SET = {
     end
     made[member], made["n_" .. member] = texts, #value
     keep[#keep + 1] = texts
+  end,
+  biases = function(made, member, value, _, keep)
+    local biases = ffi.new("fs_logit_bias[?]", #value + 1)
+    for index, bias in ipairs(value) do
+      known(bias, "logit_bias")
+      local one = biases[index - 1]
+      one.bias = number_of(bias.bias, "bias", -100, 100)
+      if (bias.token == nil) == (bias.text == nil) then
+        wrong("a logit_bias has either a token or a text")
+      elseif bias.text ~= nil then
+        one.text = name_of(bias.text, "text")
+      else
+        one.token = integer_of(bias.token, "token", 0, 2 ^ 31 - 1)
+      end
+    end
+    made[member], made["n_" .. member] = biases, #value
+    keep[#keep + 1] = biases
   end,
 }
 

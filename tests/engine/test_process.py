@@ -113,6 +113,38 @@ def test_typical_p_draws_from_fewer_tokens(cpu: EngineProcess) -> None:
     assert drawn(0.05) < drawn(1.0)
 
 
+def test_a_bias_bans_and_forces_tokens(cpu: EngineProcess) -> None:
+    params = {"max_tokens": 3, "logit_bias": []}
+    (first, *_) = ids(cpu.run(CASTLE, params=params))
+    assert first not in ids(cpu.run(CASTLE, params={**params, "logit_bias": [{"token": first, "bias": -100}]}))
+    forced = cpu.run(CASTLE, params={**params, "temperature": 1.0, "logit_bias": [{"text": " the", "bias": 100}]})
+    assert text(forced) == " the the the"
+    both = [{"text": " the", "bias": 60}, {"text": " gold", "bias": 80}, {"text": " the", "bias": 40}]
+    assert text(cpu.run(CASTLE, params={**params, "logit_bias": both})) == " the the the"  # biases add up
+
+
+@pytest.mark.parametrize("choice", ["yes", "no"])
+def test_a_biased_answer_has_its_form(cpu: EngineProcess, choice: str) -> None:
+    bias = [{"text": choice, "bias": 40}, {"text": " the", "bias": 100}]
+    params = {"temperature": 1.0, "choices": ["yes", "no"], "logit_bias": bias}
+    assert text(cpu.run(CASTLE, params=params)) == choice
+
+
+def test_dry_stops_repeats_up_to_a_breaker(cpu: EngineProcess) -> None:
+    song = " one two three four," * 6
+
+    def sung(**params: object) -> str:
+        return text(cpu.run(song, params={"max_tokens": 12, **params}))
+
+    plain = sung()
+    assert plain.startswith(" one two three four,")
+    assert not sung(dry_multiplier=5.0).startswith(" one two three four")
+    assert sung(dry_multiplier=5.0, dry_penalty_last_n=0) == plain
+    assert sung(dry_multiplier=5.0, dry_penalty_last_n=3) == plain  # too few tokens to repeat
+    assert sung(dry_multiplier=5.0, dry_allowed_length=100) == plain
+    assert sung(dry_multiplier=5.0, dry_sequence_breakers=["one", "two", "three", "four", ","]) == plain
+
+
 def test_without_a_seed_the_started_event_names_one_that_repeats(cpu: EngineProcess) -> None:
     warm = {"temperature": 1.0, "max_tokens": 20}
     first = cpu.run(CASTLE, params=warm)
@@ -238,6 +270,16 @@ def test_reading_again_can_be_cancelled_and_lets_others_talk(model_path: Path) -
         ({"temperature": 0.9, "seed": 11, "repeat_penalty": 1.1, "max_tokens": 20}, 4),
         ({"temperature": 0.9, "seed": 12, "frequency_penalty": 0.5, "presence_penalty": 0.2, "max_tokens": 20}, 7),
         ({"temperature": 1.2, "seed": 13, "xtc_probability": 0.5, "typical_p": 0.9, "max_tokens": 20}, 7),
+        (
+            {
+                "temperature": 0.9,
+                "seed": 14,
+                "dry_multiplier": 2.0,
+                "logit_bias": [{"text": " dinner dinner", "bias": 8.0}],
+                "max_tokens": 20,
+            },
+            7,
+        ),
     ],
 )
 def test_resume_at_any_token(exact: EngineProcess, params: dict[str, object], stride: int) -> None:
@@ -373,6 +415,7 @@ def test_cancels_at_once_after_submit_are_never_lost(cpu: EngineProcess) -> None
         ({"sampling": {"temperature": -1}}, "bad_argument"),
         ({"sampling": {"top_p": "all"}}, "bad_argument"),
         ({"sampling": {"magic": 1}}, "bad_argument"),
+        ({"sampling": {"logit_bias": [{"token": 10**6, "bias": 1}]}}, "bad_argument"),
         ({"resume": [-1]}, "bad_argument"),
         ({"resume": [10**9]}, "bad_argument"),
         ({"resume": [1] * 30}, "bad_argument"),

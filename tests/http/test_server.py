@@ -65,6 +65,8 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"max_completion_tokens": 0}, 400, "invalid_value", "max_completion_tokens"),
     ({"seed": -1}, 400, "invalid_value", "seed"),
     ({"stop": ["a"] * 17}, 400, "invalid_value", "stop"),
+    ({"logit_bias": {"gold": 1}}, 400, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"5": 101}}, 400, "invalid_value", "logit_bias"),
     ({"stream": 1}, 400, "invalid_value", "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
@@ -75,7 +77,7 @@ HARMLESS = {
     "n": 1,
     "tools": [],
     "tool_choice": "none",
-    "logit_bias": {},
+    "logit_bias": {"5": -100},
     "store": False,
     "seed": None,
 }

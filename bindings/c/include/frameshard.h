@@ -293,6 +293,15 @@ FS_API fs_status fs_get_model(const fs_client *client, fs_model *model);
 
 /* ---- jobs ------------------------------------------------------------------------------------------------------ */
 
+/* Makes a token, or each token of a text, more or less likely. */
+typedef struct fs_logit_bias {
+    const char
+        *text;     /* at most 256 bytes, with a NUL at the end; NULL: `token` counts. Most words have one token with a
+                         space before it and another one without it */
+    int64_t token; /* id of a token */
+    double bias;   /* added to the logits, -100..100. -100 in effect bans a token, 100 in effect forces it */
+} fs_logit_bias;
+
 /* How tokens are chosen. In mode stream_only the same values, prompt and seed give the same text. In mode planned the
  * plan, speculative decoding and a restart of the engine may change the text where two tokens are almost equally
  * likely. */
@@ -348,6 +357,26 @@ typedef struct fs_sampling {
     /* The answer matches this grammar in llguidance's variant of Lark; empty: off. At most 65536 bytes; NULL
        (default): not given. */
     const char *lark;
+    /* Number of structs in `logit_bias`, at most 256. */
+    uint64_t n_logit_bias;
+    /* Tokens that are more or less likely than the model finds them. Several biases of one token add up. An answer
+       with a form still has it. */
+    const fs_logit_bias *logit_bias;
+    /* DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`, loses
+       `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off. Range 0..100. Default 0. */
+    double dry_multiplier;
+    /* DRY sampling: growth of the penalty with each token. Range 1..10. Default 1.75. */
+    double dry_base;
+    /* DRY sampling: shortest repeated sequence whose next token is penalised. Range 1..1024 tokens. Default 2. */
+    uint64_t dry_allowed_length;
+    /* DRY sampling: how many of the last tokens are searched for repeats; 0: off, -1: the whole context. Range
+       -1..1048576 tokens. Default -1. */
+    int64_t dry_penalty_last_n;
+    /* Number of strings in `dry_sequence_breakers`, at most 16. */
+    uint64_t n_dry_sequence_breakers;
+    /* DRY sampling: no sequence goes beyond one of these strings; empty: line break, colon, quotation mark and
+       asterisk. Each has 1..40 bytes and a NUL at the end. */
+    const char *const *dry_sequence_breakers;
     /* end of fs_sampling */
 } fs_sampling;
 

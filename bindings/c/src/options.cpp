@@ -183,6 +183,29 @@ json fields_of(const fs_sampling &given) {
     if (given.lark != nullptr) {
         fields["lark"] = text_of("lark", given.lark, 0, 65536);
     }
+    if (given.n_logit_bias != 0) {
+        fields["logit_bias"] = records_of("logit_bias", given.logit_bias, given.n_logit_bias, 256);
+    }
+    if (given.dry_multiplier != 0) {
+        check_range("dry_multiplier", double(given.dry_multiplier), 0, 100);
+        fields["dry_multiplier"] = given.dry_multiplier;
+    }
+    if (given.dry_base != 1.75) {
+        check_range("dry_base", double(given.dry_base), 1, 10);
+        fields["dry_base"] = given.dry_base;
+    }
+    if (given.dry_allowed_length != 2) {
+        check_range("dry_allowed_length", double(given.dry_allowed_length), 1, 1024);
+        fields["dry_allowed_length"] = given.dry_allowed_length;
+    }
+    if (given.dry_penalty_last_n != -1) {
+        check_range("dry_penalty_last_n", double(given.dry_penalty_last_n), -1, 1048576);
+        fields["dry_penalty_last_n"] = given.dry_penalty_last_n;
+    }
+    if (given.n_dry_sequence_breakers != 0) {
+        fields["dry_sequence_breakers"] =
+            texts_of("dry_sequence_breakers", given.dry_sequence_breakers, given.n_dry_sequence_breakers, 16, 1, 40);
+    }
     return fields;
 }
 
@@ -247,6 +270,9 @@ void fs_sampling_init(fs_sampling *options, uint32_t struct_size) {
     defaults.seed = -1;
     defaults.typical_p = 1;
     defaults.xtc_threshold = 0.1;
+    defaults.dry_base = 1.75;
+    defaults.dry_allowed_length = 2;
+    defaults.dry_penalty_last_n = -1;
     frameshard_core::fill(options, struct_size, defaults);
 }
 

@@ -95,6 +95,23 @@ json texts_of(const char *what, const char *const *texts, uint64_t count, uint32
     return found;
 }
 
+json records_of(const char *what, const fs_logit_bias *biases, uint64_t count, uint32_t limit) {
+    check_range((std::string("n_") + what).c_str(), double(count), 0, biases == nullptr ? 0 : limit);
+    json found = json::array();
+    for (uint64_t i = 0; i < count; ++i) {
+        const fs_logit_bias &given = biases[i];
+        check_range("bias", given.bias, -100, 100);
+        json &made = found.emplace_back(json{{"bias", given.bias}});
+        if (given.text != nullptr) {
+            made["text"] = text_of("text", given.text, 1, 256);
+        } else {
+            check_range("token", double(given.token), 0, INT32_MAX);
+            made["token"] = given.token;
+        }
+    }
+    return found;
+}
+
 std::string word_of(const char *what, const char *word, std::initializer_list<const char *> words) {
     std::string known;
     for (const char *other : words) {

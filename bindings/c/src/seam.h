@@ -52,6 +52,9 @@ std::string text_of(const char *what, const char *text, size_t least, size_t mos
 /* Returns an array of such texts. Throws Refused if there are more than `limit`. */
 json texts_of(const char *what, const char *const *texts, uint64_t count, uint32_t limit, size_t least, size_t most);
 
+/* Returns an array of records. Throws Refused if there are more than `limit`, or if one has a wrong value. */
+json records_of(const char *what, const fs_logit_bias *biases, uint64_t count, uint32_t limit);
+
 /* Returns `word`. Throws Refused unless it is one of `words`. */
 std::string word_of(const char *what, const char *word, std::initializer_list<const char *> words);
 

@@ -9,7 +9,7 @@ from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.engine.draft import DraftState
 from frameshard.engine.forms import Grammar
 from frameshard.engine.lookup import Lookup
-from frameshard.engine.sampling import Sampler
+from frameshard.engine.sampling import Dry, Sampler
 from frameshard.engine.sentences import Splitter
 from frameshard.engine.sequences import Cells, Shape
 from frameshard.engine.text import TextStream
@@ -39,6 +39,10 @@ class Job:
     sentences: Splitter | None = None
     """Finds where sentences end in the text; ``None`` if the job does not ask."""
     grammar: Grammar | None = None
+    biases: list[tuple[int, float]] = field(default_factory=list)
+    """Pairs of a token and what is added to its logit."""
+    dry: Dry | None = None
+    """The DRY sampler after the prompt; ``None``: off."""
     priority: int = 1
     warm_up: bool = False
     """The job ends when its prompt is read. What was read is put into the KV store."""

@@ -7,13 +7,16 @@ here changes the runtime or the vision tower.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
+import threading
 
 from frameshard.engine import speculation
 from frameshard.engine.forms import form_of
 from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
+from frameshard.engine.sampling import Dry
 from frameshard.engine.sentences import Splitter
 from frameshard.engine.sequences import common_prefix, unpack_shapes
 from frameshard.engine.text import TextStream
@@ -22,6 +25,8 @@ from frameshard.errors import BadArgument, ContextOverflow, Unsupported
 from frameshard.wire import messages as m
 from frameshard.wire.engine import Submit
 
+_REMEMBERED = 16  # DRY samplers
+
 
 class RequestReader:
     """[any thread] Reads requests for one runtime and, if there is one, its vision tower."""
@@ -29,12 +34,16 @@ class RequestReader:
     def __init__(self, runtime: Runtime, vision: Vision | None = None) -> None:
         self._runtime = runtime
         self._vision = vision
+        self._making_dry = threading.Lock()
+        self._make_dry = functools.lru_cache(_REMEMBERED)(
+            lambda params: Dry.make(runtime.tokenizer.vocab, params, runtime.n_ctx_seq)
+        )
 
     def read(self, request: Submit) -> Job:
         """Makes the job of a request.
 
-        :raises BadArgument: the prompt is empty, the chat template refuses it, or ``resume`` or ``history`` do not fit
-            the job.
+        :raises BadArgument: the prompt is empty, the chat template refuses it, ``resume`` or ``history`` do not fit the
+            job, or a biased token is not in the vocabulary.
         :raises ContextOverflow: prompt and answer together are longer than a sequence.
         :raises Unsupported: it is a chat and the model has no chat template; it has images and there is no vision
             tower; it asks for a form and the model has no token that ends an answer; or it is a warm-up and the model
@@ -65,6 +74,8 @@ class RequestReader:
             text=TextStream(sampling.stop),
             sentences=Splitter() if request.sentences else None,
             grammar=grammar,
+            biases=self._biases(sampling),
+            dry=self._dry(sampling, prompt),
             priority=request.priority,
             warm_up=request.warm_up,
             wanted=request.adapters,
@@ -77,6 +88,29 @@ class RequestReader:
             raise Unsupported("a model with a recurrent state cannot be warmed up", arch=self._runtime.model_info.arch)
         if not self._runtime.config.kv_cache_bytes:
             raise BadArgument("a warm-up needs the KV store: launch with kv_cache_mb above 0", field="warm_up")
+
+    def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:
+        """Pairs of a token and its bias. A text stands for each of its tokens, as in llama.cpp's server."""
+        biases: list[tuple[int, float]] = []
+        for entry in sampling.logit_bias:
+            if entry.token is not None and entry.token >= self._runtime.n_vocab:
+                raise BadArgument(
+                    f"logit_bias: there is no token {entry.token}, the vocabulary has {self._runtime.n_vocab}",
+                    field="logit_bias",
+                )
+            text_tokens = self._runtime.tokenizer.tokenize(entry.text, add_special=False)
+            biases += [(token, entry.bias) for token in (text_tokens if entry.token is None else [entry.token])]
+        return biases
+
+    def _dry(self, sampling: m.Sampling, prompt: list[int]) -> Dry | None:
+        if not (sampling.dry_multiplier and sampling.dry_penalty_last_n):
+            return None
+        params = m.Sampling(
+            **{name: getattr(sampling, name) for name in vars(m.DEFAULT_SAMPLING) if name.startswith("dry_")}
+        )
+        with self._making_dry:
+            dry = self._make_dry(params)
+        return dry.after([token for token in prompt if token >= 0])
 
     def _prompt(self, request: Submit) -> tuple[list[int], dict[int, Picture]]:
         images = [Image.read(image) for image in request.images]

@@ -7,6 +7,7 @@ same text without a saved generator state: the logits and the tokens before are 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ PENALTY_WINDOW = 64
 
 NO_PENALTIES = (1.0, 0.0, 0.0)
 """The penalties for repetition, frequency and presence that change nothing."""
+
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's breakers, for a request that names none."""
 
 GREEDY_BELOW = 0.001  # with a lower temperature, the divided logits may exceed the range of a float
 
@@ -37,13 +41,50 @@ def token_seed(seed: int, index: int) -> int:
     return folded if folded != llama_cpp.LLAMA_DEFAULT_SEED else 0  # the default seed would mean "random"
 
 
+class Dry:
+    """llama.cpp's DRY sampler, which penalises the continuation of repeated sequences.
+
+    :param sampler: llama.cpp's sampler, which this object frees.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        weakref.finalize(self, llama_cpp.llama_sampler_free, sampler)
+
+    @classmethod
+    def make(cls, vocab: Any, params: Sampling, n_ctx: int) -> Dry:
+        """Makes the sampler. This searches the vocabulary for each breaker, 10 to 100 ms.
+
+        :param vocab: llama.cpp's vocabulary.
+        :param n_ctx: the tokens of a whole context.
+        """
+        breakers = [text.encode("utf-8", "replace") for text in params.dry_sequence_breakers or DRY_BREAKERS]
+        last_n = n_ctx if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
+        weights = params.dry_multiplier, params.dry_base, params.dry_allowed_length, last_n
+        array = (ctypes.c_char_p * len(breakers))(*breakers)
+        return cls(llama_cpp.llama_sampler_init_dry(vocab, *weights, array, len(breakers)))
+
+    def copy(self) -> Any:
+        """Returns a copy of llama.cpp's sampler, which the caller frees."""
+        return llama_cpp.llama_sampler_clone(self._sampler)
+
+    def after(self, tokens: Sequence[int]) -> Dry:
+        """Returns a copy that has seen ``tokens``."""
+        copy = self.copy()
+        for token in tokens:
+            llama_cpp.llama_sampler_accept(copy, token)
+        return Dry(copy)
+
+
 class Sampler:
-    """The sampler chain of one job: penalties, top-k, typical-p, top-p, min-p, XTC, temperature, then the random draw.
-    Free it with :meth:`close`.
+    """The sampler chain of one job: logit bias, penalties, DRY, top-k, typical-p, top-p, min-p, XTC, temperature, then
+    the random draw. Free it with :meth:`close`.
 
     :param seed: the job's seed.
     :param context_tokens: the prompt's tokens, which the penalties apply to as well.
     :param matcher: for an answer with a form: the chain gets only the tokens that it allows.
+    :param biases: pairs of a token and its bias.
+    :param dry: the DRY sampler after the prompt; ``None``: off.
     """
 
     def __init__(
@@ -53,6 +94,9 @@ class Sampler:
         n_vocab: int,
         context_tokens: Sequence[int],
         matcher: Matcher | None = None,
+        *,
+        biases: Sequence[tuple[int, float]] = (),
+        dry: Dry | None = None,
     ) -> None:
         self._params = params
         self._seed = seed
@@ -61,12 +105,17 @@ class Sampler:
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         steps: list[Any] = []
+        if biases:
+            array = (llama_cpp.llama_logit_bias * len(biases))(*biases)
+            steps.append(llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
         weights = params.repeat_penalty, params.frequency_penalty, params.presence_penalty
         if weights != NO_PENALTIES:
             penalties = llama_cpp.llama_sampler_init_penalties(n_vocab, PENALTY_WINDOW, *weights)
             for token in context_tokens[-PENALTY_WINDOW:]:
                 llama_cpp.llama_sampler_accept(penalties, token)
             steps.append(penalties)
+        if dry is not None:
+            steps.append(dry.copy())
         if self._draws:
             if params.top_k > 0:
                 steps.append(llama_cpp.llama_sampler_init_top_k(params.top_k))

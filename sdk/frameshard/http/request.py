@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -31,7 +32,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
     "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
@@ -46,7 +46,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Fields of things that are not built, with the values that do not ask for them."""
 
-NOT_SAMPLING = frozenset({"json_schema", "max_tokens", "stop"})
+NOT_SAMPLING = frozenset({"json_schema", "logit_bias", "max_tokens", "stop"})
 """Fields of :class:`frameshard.Sampling` that OpenAI has in another form."""
 
 SAMPLING = frozenset(checks.fields_of(m.Sampling)) - NOT_SAMPLING
@@ -54,7 +54,9 @@ SAMPLING = frozenset(checks.fields_of(m.Sampling)) - NOT_SAMPLING
 
 MESSAGE_FIELDS = frozenset({"role", "content"})
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-COMMON = frozenset({"max_tokens", "stop", "stream", "stream_options", "user", *SAMPLING, *IGNORED, *NEUTRAL})
+COMMON = frozenset(
+    {"logit_bias", "max_tokens", "stop", "stream", "stream_options", "user", *SAMPLING, *IGNORED, *NEUTRAL}
+)
 CHAT = COMMON | {"messages", "max_completion_tokens", "response_format"}
 COMPLETION = COMMON | {"prompt"}
 
@@ -138,13 +140,22 @@ def _sampling(document: Document, n_ctx: int) -> m.Sampling:
     fields["max_tokens"] = document.get(limit, max(1, n_ctx // 4))
     stop = document.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else stop
+    fields["logit_bias"] = _biases(document.get("logit_bias", {}))
     if "response_format" in document:
         fields["json_schema"] = _schema(document["response_format"])
     try:
         return checks.convert(m.Sampling, fields)
     except checks.Refused as refused:
-        name = {"max_tokens": limit, "json_schema": "response_format"}.get(refused.field, refused.field)
+        names = {"max_tokens": limit, "json_schema": "response_format", "bias": "logit_bias", "token": "logit_bias"}
+        name = names.get(refused.field, refused.field)
         raise bad(str(refused), name) from None
+
+
+def _biases(given: object) -> list[Document]:
+    """OpenAI has a map from ids of tokens to biases."""
+    if not isinstance(given, dict) or not all(re.fullmatch("[0-9]{1,10}", token) for token in given):
+        raise bad("logit_bias must be an object whose names are ids of tokens", "logit_bias")
+    return [{"token": int(token), "bias": bias} for token, bias in given.items()]
 
 
 def _schema(form: object) -> str:

@@ -44,6 +44,7 @@ MAX_PRIORITY = 2
 Priority = Annotated[int, checks.integer(0, MAX_PRIORITY)]
 Choice = Annotated[str, checks.text(4096, least=1)]
 AdapterName = Annotated[str, checks.text(64, least=1), "Name of the adapter."]
+Breaker = Annotated[str, checks.text(40, least=1)]
 Kind = Literal["chat", "completion"]
 Reason = Literal["stop", "length"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
@@ -129,6 +130,24 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
+class LogitBias:
+    """Makes a token, or each token of a text, more or less likely. Exactly one of `token` and `text` is set."""
+
+    bias: Annotated[
+        float, checks.number(-100, 100), "Added to the logits. -100 in effect bans a token, 100 in effect forces it."
+    ]
+    token: Annotated[
+        Annotated[int, checks.integer(0, (1 << 31) - 1)] | None, "Id of a token; without it, the tokens of `text`."
+    ] = None
+    text: Annotated[
+        str,
+        checks.text(256),
+        "The bias holds for each token of this text. Most words have one token with a space before it and another one"
+        " without it.",
+    ] = ""
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen.
 
@@ -196,6 +215,35 @@ class Sampling:
         Text, "The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty: off."
     ] = ""
     lark: Annotated[Text, "The answer matches this grammar in llguidance's variant of Lark; empty: off."] = ""
+    logit_bias: Annotated[
+        tuple[LogitBias, ...],
+        256,
+        "Tokens that are more or less likely than the model finds them. Several biases of one token add up. An answer"
+        " with a form still has it.",
+    ] = ()
+    dry_multiplier: Annotated[
+        float,
+        checks.number(0, 100),
+        "DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`, loses"
+        " `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off.",
+    ] = 0.0
+    dry_base: Annotated[float, checks.number(1, 10), "DRY sampling: growth of the penalty with each token."] = 1.75
+    dry_allowed_length: Annotated[
+        int,
+        checks.integer(1, 1024, "tokens"),
+        "DRY sampling: shortest repeated sequence whose next token is penalised.",
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        checks.integer(-1, 1 << 20, "tokens"),
+        "DRY sampling: how many of the last tokens are searched for repeats; 0: off, -1: the whole context.",
+    ] = -1
+    dry_sequence_breakers: Annotated[
+        tuple[Breaker, ...],
+        16,
+        "DRY sampling: no sequence goes beyond one of these strings; empty: line break, colon, quotation mark and"
+        " asterisk.",
+    ] = ()
 
 
 DEFAULT_SAMPLING = Sampling()
@@ -349,6 +397,8 @@ class Submit:
             raise checks.Refused("messages: a chat has messages and no prompt")
         if self.kind == "completion" and (self.messages or not self.prompt):
             raise checks.Refused("prompt: a completion has a prompt and no messages")
+        if any((bias.token is None) != bool(bias.text) for bias in self.sampling.logit_bias):
+            raise checks.Refused("sampling: each logit_bias has either a token or a text")
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,12 @@ internal static class Runner
         if (wanted.ContainsKey("seed")) sampling.Seed = (uint)wanted["seed"];
         if (wanted.ContainsKey("stop"))
             sampling.Stop = wanted["stop"].Cast<JsonValue>().Select(text => (string)text).ToArray();
+        if (wanted.ContainsKey("logit_bias"))
+            sampling.LogitBias = wanted["logit_bias"].Cast<JsonValue>().Select(bias => new LogitBias
+            {
+                Bias = (double)bias["bias"], Text = bias.ContainsKey("text") ? (string)bias["text"] : null,
+                Token = bias.ContainsKey("token") ? (int?)(int)bias["token"] : null,
+            }).ToArray();
         return options;
     }
 

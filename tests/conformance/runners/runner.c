@@ -75,8 +75,8 @@ static void *content(const char *path, uint64_t *size) {
 }
 
 /* Makes the job's options. They point into the other arguments. The caller frees the images' bytes. */
-static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16], fs_image images[8],
-                                  fs_adapter adapters[8]) {
+static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
+                                  fs_logit_bias biases[16], fs_image images[8], fs_adapter adapters[8]) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
@@ -99,6 +99,11 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
         cJSON_ArrayForEach(word, cJSON_GetObjectItemCaseSensitive(wanted, "stop")) if (sampling->n_stop < 16)
             stop[sampling->n_stop++] = word->valuestring;
         sampling->stop = stop;
+        cJSON_ArrayForEach(word,
+                           cJSON_GetObjectItemCaseSensitive(wanted, "logit_bias")) if (sampling->n_logit_bias < 16)
+            biases[sampling->n_logit_bias++] =
+                (fs_logit_bias){text(word, "text", NULL), (int64_t)number(word, "token", 0), number(word, "bias", 0)};
+        sampling->logit_bias = biases;
         options.sampling = sampling;
     }
     options.adapters = adapters;
@@ -121,9 +126,10 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
 static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     fs_sampling sampling;
     const char *stop[16];
+    fs_logit_bias biases[16];
     fs_image images[8];
     fs_adapter adapters[8];
-    fs_job_options options = job_options(command, &sampling, stop, images, adapters);
+    fs_job_options options = job_options(command, &sampling, stop, biases, images, adapters);
     fs_status status = FS_OK;
     if (strcmp(what, "ask") == 0) {
         status = fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);

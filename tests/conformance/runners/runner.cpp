@@ -73,12 +73,20 @@ struct Options {
         }
         sampling.n_stop = uint32_t(stop.size());
         sampling.stop = stop.data();
+        if (wanted->contains("logit_bias")) {
+            for (const json &bias : (*wanted)["logit_bias"]) {
+                biases.push_back({text(bias, "text"), bias.value("token", int64_t(0)), bias["bias"]});
+            }
+        }
+        sampling.n_logit_bias = biases.size();
+        sampling.logit_bias = biases.data();
         options.sampling = &sampling;
     }
 
     json kept;
     std::vector<fs_adapter> adapters;
     std::vector<const char *> stop;
+    std::vector<fs_logit_bias> biases;
     frameshard::Sampling sampling;
     frameshard::JobOptions options;
 };

@@ -121,6 +121,7 @@ class Session:
     def job(self, options: dict[str, Any], turn: str | None, begin: Callable[..., frameshard.Stream]) -> int:
         sampling = dict(options.get("sampling", {}))
         sampling["stop"] = tuple(sampling.get("stop", ()))
+        sampling["logit_bias"] = tuple(frameshard.LogitBias(**bias) for bias in sampling.get("logit_bias", ()))
         given = {
             name: options[name]
             for name in ("conversation", "system", "timeline", "window", "priority", "sentences", "warm_up", "adapters")

@@ -131,6 +131,14 @@ namespace Frameshard
         }
 
         [StructLayout(LayoutKind.Sequential)]
+        internal struct LogitBias
+        {
+            internal IntPtr Text;
+            internal long Token;
+            internal double Bias;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
         internal struct Sampling
         {
             // generated: fs_sampling
@@ -154,6 +162,14 @@ namespace Frameshard
             internal IntPtr Choices;
             internal IntPtr Regex;
             internal IntPtr Lark;
+            internal ulong NLogitBias;
+            internal IntPtr LogitBias;
+            internal double DryMultiplier;
+            internal double DryBase;
+            internal ulong DryAllowedLength;
+            internal long DryPenaltyLastN;
+            internal ulong NDrySequenceBreakers;
+            internal IntPtr DrySequenceBreakers;
             // end of fs_sampling
         }
 

@@ -1,3 +1,6 @@
+using System;
+using System.Runtime.InteropServices;
+
 namespace Frameshard
 {
     /// <summary>Fills the structs of frameshard.h. A null option leaves the default that the struct already
@@ -65,6 +68,14 @@ namespace Frameshard
             native.NChoices = (ulong)(options.Choices?.Length ?? 0);
             if (options.Regex != null) native.Regex = texts.Name(options.Regex);
             if (options.Lark != null) native.Lark = texts.Name(options.Lark);
+            if (options.LogitBias != null) native.LogitBias = Records(options.LogitBias, texts);
+            native.NLogitBias = (ulong)(options.LogitBias?.Length ?? 0);
+            native.DryMultiplier = options.DryMultiplier ?? native.DryMultiplier;
+            native.DryBase = options.DryBase ?? native.DryBase;
+            native.DryAllowedLength = options.DryAllowedLength ?? native.DryAllowedLength;
+            native.DryPenaltyLastN = options.DryPenaltyLastN ?? native.DryPenaltyLastN;
+            if (options.DrySequenceBreakers != null) native.DrySequenceBreakers = texts.Names(options.DrySequenceBreakers);
+            native.NDrySequenceBreakers = (ulong)(options.DrySequenceBreakers?.Length ?? 0);
         }
 
         internal static void Fill(ref Native.Lease native, Lease options, Utf8 texts)
@@ -77,5 +88,21 @@ namespace Frameshard
             if (options.Reason != null) native.Reason = texts.Name(options.Reason);
         }
         // end of options
+
+        private static IntPtr Records(LogitBias[] biases, Utf8 texts)
+        {
+            var size = Marshal.SizeOf(typeof(Native.LogitBias));
+            var block = texts.Block(biases.Length * size);
+            for (var index = 0; index < biases.Length; index++)
+            {
+                var bias = biases[index];
+                var native = new Native.LogitBias { Bias = bias.Bias, Token = bias.Token ?? 0 };
+                if ((bias.Token == null) == (bias.Text == null))
+                    throw new FrameshardException(ErrorCode.BadArgument, "a LogitBias has either a Token or a Text");
+                if (bias.Text != null) native.Text = texts.Name(bias.Text);
+                Marshal.StructureToPtr(native, block + index * size, false);
+            }
+            return block;
+        }
     }
 }

@@ -160,6 +160,16 @@ namespace Frameshard
         // end of fs_launch_options
     }
 
+    /// <summary>Makes a token, or each token of a text, more or less likely. Set exactly one of Token and Text. Most
+    /// words have one token with a space before it and another one without it.</summary>
+    public sealed class LogitBias
+    {
+        public int? Token;
+        public string Text;
+        /// <summary>Added to the logits, -100 to 100. -100 in effect bans a token, 100 in effect forces it.</summary>
+        public double Bias;
+    }
+
     /// <summary>How tokens are chosen. Null means the default. In mode "stream_only" the same values, prompt and seed
     /// give the same text.</summary>
     public sealed class Sampling
@@ -207,6 +217,22 @@ namespace Frameshard
         public string Regex;
         /// <summary>The answer matches this grammar in llguidance's variant of Lark; empty: off.</summary>
         public string Lark;
+        /// <summary>Tokens that are more or less likely than the model finds them. Several biases of one token add up.
+        /// An answer with a form still has it.</summary>
+        public LogitBias[] LogitBias;
+        /// <summary>DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`,
+        /// loses `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off.</summary>
+        public double? DryMultiplier;
+        /// <summary>DRY sampling: growth of the penalty with each token. Default 1.75.</summary>
+        public double? DryBase;
+        /// <summary>DRY sampling: shortest repeated sequence whose next token is penalised. Default 2.</summary>
+        public ulong? DryAllowedLength;
+        /// <summary>DRY sampling: how many of the last tokens are searched for repeats; 0: off, -1: the whole context.
+        /// Default -1.</summary>
+        public long? DryPenaltyLastN;
+        /// <summary>DRY sampling: no sequence goes beyond one of these strings; empty: line break, colon, quotation
+        /// mark and asterisk.</summary>
+        public string[] DrySequenceBreakers;
         // end of fs_sampling
     }
 

@@ -38,9 +38,20 @@ public:
 		return List.data();
 	}
 
+	const fs_logit_bias* Records(const TArray<FFrameshardLogitBias>& Values)
+	{
+		std::vector<fs_logit_bias>& List = Biases.emplace_back();
+		for (const FFrameshardLogitBias& Value : Values)
+		{
+			List.push_back({Text(Value.Text), Value.Token, Value.Bias});
+		}
+		return List.data();
+	}
+
 private:
 	std::deque<std::string> Kept;
 	std::deque<std::vector<const char*>> Lists;
+	std::deque<std::vector<fs_logit_bias>> Biases;
 };
 
 constexpr double FrameshardBytesPerMb = 1024.0 * 1024.0;
@@ -113,6 +124,14 @@ inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, 
 	Made.choices = Texts.List(From.Choices);
 	Made.regex = Texts.Text(From.Regex);
 	Made.lark = Texts.Text(From.Lark);
+	Made.n_logit_bias = static_cast<decltype(Made.n_logit_bias)>(From.LogitBias.Num());
+	Made.logit_bias = Texts.Records(From.LogitBias);
+	Made.dry_multiplier = static_cast<decltype(Made.dry_multiplier)>(From.DryMultiplier);
+	Made.dry_base = static_cast<decltype(Made.dry_base)>(From.DryBase);
+	Made.dry_allowed_length = static_cast<decltype(Made.dry_allowed_length)>(From.DryAllowedLength);
+	Made.dry_penalty_last_n = static_cast<decltype(Made.dry_penalty_last_n)>(From.DryPenaltyLastN);
+	Made.n_dry_sequence_breakers = static_cast<decltype(Made.n_dry_sequence_breakers)>(From.DrySequenceBreakers.Num());
+	Made.dry_sequence_breakers = Texts.List(From.DrySequenceBreakers);
 }
 
 inline void FrameshardFill(fs_lease& Made, const FFrameshardLease& From, FFrameshardTexts& Texts)

@@ -157,6 +157,25 @@ struct FRAMESHARD_API FFrameshardLoadResult
 	bool bSameTemplate = false;
 };
 
+/** Makes a token, or each token of a text, more or less likely. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardLogitBias
+{
+	GENERATED_BODY()
+
+	/** Most words have one token with a space before it and another one without it. Empty: Token counts. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString Text;
+
+	/** Id of a token, if Text is empty. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
+	int32 Token = 0;
+
+	/** Added to the logits. -100 in effect bans a token, 100 in effect forces it. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-100", ClampMax = "100"))
+	double Bias = 0;
+};
+
 /** Options of a question. In mode stream_only the same seed, prompt and values give the same text. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardAskParams
@@ -270,6 +289,33 @@ struct FRAMESHARD_API FFrameshardAskParams
 	/** The answer matches this grammar in llguidance's variant of Lark; empty: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Lark;
+
+	/** Tokens that are more or less likely than the model finds them. Several biases of one token add up. An answer
+	 * with a form still has it. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	TArray<FFrameshardLogitBias> LogitBias;
+
+	/** DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`, loses
+	 * `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "100"))
+	double DryMultiplier = 0;
+
+	/** DRY sampling: growth of the penalty with each token. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "10"))
+	double DryBase = 1.75;
+
+	/** DRY sampling: shortest repeated sequence whose next token is penalised. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "1024"))
+	int32 DryAllowedLength = 2;
+
+	/** DRY sampling: how many of the last tokens are searched for repeats; 0: off, -1: the whole context. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "-1", ClampMax = "1048576"))
+	int32 DryPenaltyLastN = -1;
+
+	/** DRY sampling: no sequence goes beyond one of these strings; empty: line break, colon, quotation mark and
+	 * asterisk. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	TArray<FString> DrySequenceBreakers;
 	// end of sampling
 };
 
