@@ -67,6 +67,8 @@ EVENTS = {
     "LOADING": "loading",
     "ADAPTERS": "adapters",
     "KV": "kv",
+    "PAUSED": "paused",
+    "RESUMED": "resumed",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and

@@ -232,7 +232,7 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
-  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22 };
+  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22, FS_EVENT_PAUSED = 23, FS_EVENT_RESUMED = 24 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
@@ -422,7 +422,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading", "adapters", "kv" }
+  "loading", "adapters", "kv", "paused", "resumed" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -756,7 +756,8 @@ end
 
 -- ---- jobs -----------------------------------------------------------------------------------------------------------
 
---- A job. `text` is the answer so far. `ended` is true when the job has ended; then `result` (the event "done") or
+--- A job. `text` is the answer so far. `paused` is true while a job of higher priority has its place; it continues on
+-- its own. `ended` is true when the job has ended; then `result` (the event "done") or
 -- `error` is set. Fields change only inside `poll`.
 local Job = {}
 Job.__index = Job
@@ -865,6 +866,7 @@ local function begin(self, options, submit)
     sidecar = self,
     number = tonumber(self._number[0]),
     text = "",
+    paused = false,
     ended = false,
     _updated = options.response_updated,
     _finished = options.response_finished,
@@ -1147,13 +1149,15 @@ local function deliver(self, event)
     if job._updated then
       job._updated(event.text, job, event.sentence_end)
     end
+  elseif kind == "paused" or kind == "resumed" then
+    job.paused = kind == "paused"
   elseif kind == "done" then
     self._jobs[job.number], job.ended, job.result = nil, true, event
     if job._finished then
       job._finished(job.text, job)
     end
   elseif kind == "failed" or kind == "cancelled" then
-    self._jobs[job.number], job.ended, job.error = nil, true, event.error
+    self._jobs[job.number], job.ended, job.paused, job.error = nil, true, false, event.error
     if job._failed then
       job._failed(event.error, job)
     end
@@ -1170,6 +1174,7 @@ end
 -- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `prefill_s`, `decode_s` |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
+-- | "paused" (a job of higher priority has its place), "resumed" | `job` |
 -- | "failed", "cancelled" | `job`, `error` |
 -- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |
 -- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds` |

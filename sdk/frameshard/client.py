@@ -116,6 +116,10 @@ class Stream:
         """How much of the images and the prompt is done; only for a job with images or a long prompt."""
         self.on_progress: Callable[[m.Progress], None] | None = None
         """Called with each new :attr:`progress` while the stream is read."""
+        self.paused = False
+        """True while a job of higher priority has this job's place. It continues on its own."""
+        self.on_paused: Callable[[bool], None] | None = None
+        """Called with :attr:`paused` when it has changed, while the stream is read."""
         self._images = images
         self._shared: SharedImages | None = None
         self._turn = conversation
@@ -169,6 +173,11 @@ class Stream:
                     self._turn.answer = self.text
                 return event
             if isinstance(event, (m.Started, m.UnknownEvent)):
+                continue
+            if isinstance(event, (m.Paused, m.Resumed)):
+                self.paused = isinstance(event, m.Paused)
+                if self.on_paused is not None:
+                    self.on_paused(self.paused)
                 continue
             if isinstance(event, m.Progress):
                 self.progress = event
@@ -240,7 +249,7 @@ class Stream:
 
     def _end(self) -> None:
         if not self._ended:
-            self._ended = True
+            self._ended, self.paused = True, False
             if self._shared is not None:
                 self._shared.close()
             if self._turn is not None:

@@ -59,9 +59,11 @@ __all__ = [
     "KvArrived",
     "Loaded",
     "PacingArrived",
+    "Paused",
     "PlanArrived",
     "Progressed",
     "Ready",
+    "Resumed",
     "Saved",
     "Sidecar",
     "StatsArrived",
@@ -81,6 +83,8 @@ class Job:
 
     def __init__(self) -> None:
         self.text = ""
+        self.paused = False
+        """True while a job of higher priority has its place. It continues on its own."""
         self.result: Completion | None = None
         self.error: FrameshardError | None = None
         """Why there is no result; :class:`JobCancelled` after :meth:`Sidecar.cancel`."""
@@ -122,6 +126,20 @@ class Progressed:
 
     job: Job
     progress: m.Progress
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A job of higher priority has taken a job's place. The job continues on its own; :class:`Resumed` follows."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A paused job continues."""
+
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -281,6 +299,8 @@ Event = (
     Ready
     | TextAdded
     | Progressed
+    | Paused
+    | Resumed
     | Finished
     | Failed
     | BudgetGranted
@@ -381,10 +401,12 @@ class Sidecar:
                 break
             if isinstance(event, TextAdded):
                 event.job.text += event.text
+            elif isinstance(event, (Paused, Resumed)):
+                event.job.paused = isinstance(event, Paused)
             elif isinstance(event, Finished):
                 event.job.result = event.completion
             elif isinstance(event, Failed):
-                event.job.error = event.error
+                event.job.error, event.job.paused = event.error, False
             events.append(event)
         if events and self._room is not None:
             self._soon(self._make_room)
@@ -745,6 +767,7 @@ class Sidecar:
                 self._put(Progressed(job, progress))
 
         stream.on_progress = progressed
+        stream.on_paused = lambda paused: self._put(Paused(job) if paused else Resumed(job))
         async with stream:
             async for delta in stream:
                 while len(self._events) >= MAX_EVENTS:

@@ -88,6 +88,36 @@ async def test_no_job_waits_for_ever() -> None:
 
 
 @in_trio
+async def test_a_job_is_told_that_it_is_paused_and_that_it_continues() -> None:
+    """A client that does not read gets no pile of these events."""
+    sampling = frameshard.Sampling(max_tokens=100_000, temperature=0.0)
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
+
+        async def urgent() -> None:
+            brief = frameshard.Sampling(max_tokens=2)
+            await client.complete("li", sampling=brief, priority=2).completed()
+
+        async def read(stream: frameshard.Stream) -> None:
+            with suppress(errors.JobCancelled):
+                await stream.completed()
+
+        for window, least, most in ((2, 0, 6), (256, 2, 12)):
+            told: list[bool] = []
+            async with client.complete("la", sampling=sampling, priority=0, window=window) as background:
+                background.on_paused = told.append
+                await background.__anext__()
+                async with trio.open_nursery() as nursery:
+                    if least:
+                        nursery.start_soon(read, background)
+                    for _ in range(6):  # more of them would raise the background job
+                        await urgent()
+                    await background.cancel()
+                await read(background)
+            assert told == [number % 2 == 0 for number in range(len(told))]
+            assert least <= len(told) <= most
+
+
+@in_trio
 async def test_a_job_can_be_cancelled_while_it_is_paused() -> None:
     async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
         endless = frameshard.Sampling(max_tokens=100_000)

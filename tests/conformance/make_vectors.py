@@ -181,6 +181,8 @@ VALID: dict[str, m.Message] = {
     "progress": m.Progress(**{**PLACE, "seq": 1}, phase="encode", done=1, total=2),
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
     "delta-sentence_end": m.Delta(**{**PLACE, "seq": 2}, text="走。", tokens=0, sentence_end=True),
+    "paused": m.Paused(**{**PLACE, "seq": 2}),
+    "resumed": m.Resumed(**{**PLACE, "seq": 3}),
     "done": m.Done(
         **{**PLACE, "seq": 2}, reason="stop", n_prompt=21, n_generated=9, prefill_s=0.25, decode_s=1.5, n_reused=12
     ),

@@ -421,7 +421,8 @@ typedef struct fs_job_options {
                                     vision tower (fs_model.vision). NULL (default): none */
     uint32_t n_images;           /* number of `images`, at most 8 */
     uint32_t priority;           /* 0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower
-                                    priority if all places are taken; the paused job continues later */
+                                    priority if all places are taken; the paused job gets FS_EVENT_PAUSED, and
+                                    FS_EVENT_RESUMED when it continues */
     uint64_t sentences;          /* 1: sentence_end of FS_EVENT_TEXT says where sentences end, for text to
                                     speech. Default 0 */
     uint64_t warm_up;            /* 1: the prompt is only read, so that later jobs whose prompt begins with it need not
@@ -447,7 +448,7 @@ typedef struct fs_message {
  * conversation are answered one after the other. When the context is full, its oldest questions and answers are
  * dropped. Sets *job to the number of the job. `options` and `job` may be NULL.
  * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
- * FS_EVENT_FAILED and FS_EVENT_CANCELLED. A job that ends early may have no FS_EVENT_STARTED.
+ * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_PAUSED and FS_EVENT_RESUMED may come in between. A job that ends early may have no FS_EVENT_STARTED.
  * Returns FS_BAD_ARGUMENT if an argument is invalid. [client] */
 FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
                         uint64_t *job);
@@ -705,7 +706,12 @@ enum {
        {"adapters": [AdapterInfo, ...]}, all that are loaded now. */
     FS_EVENT_ADAPTERS = 21,
     /* Answer to fs_save_kv and fs_load_kv. request, n_tokens, file_bytes, text: why n_tokens is 0. */
-    FS_EVENT_KV = 22
+    FS_EVENT_KV = 22,
+    /* A job of higher priority has taken the job's place. It continues on its own; FS_EVENT_RESUMED follows, unless the
+       job ends. job, timeline. */
+    FS_EVENT_PAUSED = 23,
+    /* A paused job continues. job, timeline. */
+    FS_EVENT_RESUMED = 24
 };
 
 /* Why an answer is complete. */

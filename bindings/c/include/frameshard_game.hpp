@@ -46,6 +46,7 @@ struct Ending {
  * finds them, without white space around them. A sentence that was cut off is not passed on. */
 struct Listener {
     std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, with images or a long prompt
+    std::function<void(bool)> on_paused; // true: a job of higher priority has its place. false: it continues
     std::function<void(std::string_view)> on_text;
     std::function<void(std::string_view)> on_sentence;
     std::function<void(const Ending &)> on_end;
@@ -277,6 +278,12 @@ class Game {
         case FS_EVENT_PROGRESS:
             if (answer->listener.on_progress) {
                 answer->listener.on_progress(event);
+            }
+            return;
+        case FS_EVENT_PAUSED:
+        case FS_EVENT_RESUMED:
+            if (answer->listener.on_paused) {
+                answer->listener.on_paused(event.type == FS_EVENT_PAUSED);
             }
             return;
         case FS_EVENT_TEXT: {

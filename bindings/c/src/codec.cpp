@@ -333,6 +333,18 @@ const std::vector<Message> &messages() {
             {"tokens", Type::Int, 0, kMost},
             {"sentence_end", Type::Bool, 0, 0, nullptr, false, "false"},
         }},
+        {"paused", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+        }},
+        {"resumed", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+        }},
         {"done", {
             {"job", Type::Int, 1, kMost},
             {"seq", Type::Int, 0, kMost},

@@ -510,6 +510,8 @@ void Session::job_event(const json &message) {
     Event &event = put(name == "started"    ? FS_EVENT_STARTED
                        : name == "delta"    ? FS_EVENT_TEXT
                        : name == "progress" ? FS_EVENT_PROGRESS
+                       : name == "paused"   ? FS_EVENT_PAUSED
+                       : name == "resumed"  ? FS_EVENT_RESUMED
                        : name == "done"     ? FS_EVENT_DONE
                        : name == "failed"   ? FS_EVENT_FAILED
                                             : FS_EVENT_CANCELLED);
@@ -532,7 +534,7 @@ void Session::job_event(const json &message) {
         if (job.turn) {
             job.answer += event.text;
         }
-    } else {
+    } else if (name != "paused" && name != "resumed") {
         job.ended = true;
         if (name == "done") {
             event.fields.reason = place_of(message["reason"], {"stop", "length"});

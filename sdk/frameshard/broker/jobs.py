@@ -79,6 +79,8 @@ class Job:
     """Its priority when it was given to the engine."""
     pausing: bool = False
     """True while it leaves the engine to make room for a job of higher priority. It continues later."""
+    paused: bool = False
+    """True after its client was told that it is paused, until it runs again."""
     images: HeldImages = NO_IMAGES
 
     @property
@@ -257,6 +259,9 @@ class Jobs:
                 job.n_prompt = event.n_prompt
                 job.n_reused = event.n_reused
                 connection.started(job_id, job.n_prompt, job.seed)
+            elif job.paused:
+                job.paused = False
+                connection.unpaused(job_id)
             job.history = job.history or event.history
             job.state = states.JOB[job.state]["started"]
         elif isinstance(event, em.Progress):
@@ -278,6 +283,9 @@ class Jobs:
             self._fail(job, event.error.exception())
         elif job.pausing and not job.cancelling:
             job.at_engine = job.pausing = False
+            if job.state is states.Job.RUNNING and not job.paused:
+                job.paused = True
+                connection.paused(job_id)
             self._fill_slots()
         else:
             self._cancelled(job)

@@ -62,7 +62,8 @@ class _Outbox:
         self.numbered = 0  # the number of the next event
         self.kept: deque[bytes] = deque()  # the frames of the events from `taken` to `numbered`
         self.waiting: deque[tuple[type[Any], dict[str, Any]]] = deque()
-        """Events that do not fit into the window yet. Deltas are joined, up to the end of a sentence."""
+        """Events that do not fit into the window yet. Deltas are joined, up to the end of a sentence. A `paused` and
+        the `resumed` after it, or the other way round, cancel each other out, so few of them wait."""
         self.held_bytes = 0  # bytes of the text in `waiting`
         self.ended = False
 
@@ -72,6 +73,8 @@ class _Outbox:
             held["text"] += fields["text"]
             held["tokens"] += fields["tokens"]
             held["sentence_end"] = fields["sentence_end"]
+        elif {kind, last} == {m.Paused, m.Resumed}:
+            self.waiting.pop()
         else:
             self.waiting.append((kind, fields))
         self.held_bytes += len(fields.get("text", "").encode())
@@ -197,6 +200,12 @@ class ServerConnection:
         if stream.waiting and stream.held_bytes + len(text.encode()) > self._held_bytes:
             raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
         stream.add(m.Delta, {"text": text, "tokens": tokens, "sentence_end": sentence_end}, self.epoch)
+
+    def paused(self, job: int) -> None:
+        self._streams[job].add(m.Paused, {}, self.epoch)
+
+    def unpaused(self, job: int) -> None:
+        self._streams[job].add(m.Resumed, {}, self.epoch)
 
     def done(
         self,

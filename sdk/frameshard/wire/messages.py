@@ -844,6 +844,26 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Paused:
+    """A job of higher priority has taken this job's place. The job continues on its own: `resumed` follows."""
+
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The job continues after `paused`."""
+
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
 class Done:
     """Last event: the answer is complete."""
 
@@ -961,7 +981,7 @@ Request = (
     | Bye
     | Shutdown
 )
-JobEvent = Started | Progress | Delta | Done | Failed | Cancelled | UnknownEvent
+JobEvent = Started | Progress | Delta | Paused | Resumed | Done | Failed | Cancelled | UnknownEvent
 Reply = (
     Welcome
     | Model
@@ -1023,6 +1043,8 @@ ANSWERS: dict[str, type[Any]] = {
     "started": Started,
     "progress": Progress,
     "delta": Delta,
+    "paused": Paused,
+    "resumed": Resumed,
     "done": Done,
     "failed": Failed,
     "cancelled": Cancelled,

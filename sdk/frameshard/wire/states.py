@@ -20,6 +20,8 @@ class Job(Enum):
 #   get the "started" of the next engine.
 # - A job has exactly one last event: the states after it allow no events.
 # - The broker cancels a queued job without the engine.
+# - A job stays running while it is paused: its client gets "paused" when it has left the engine, and "resumed" when the
+#   engine has started it again.
 JOB: dict[Job, dict[str, Job]] = {
     Job.QUEUED: {"started": Job.RUNNING, "failed": Job.FAILED, "cancelled": Job.CANCELLED},
     Job.RUNNING: {

@@ -277,6 +277,8 @@ internal static class Runner
         job.OnToken += text =>
             TellOf(job, "text", last = new JsonObject { { "text", text }, { "sentence_end", false } });
         job.OnSentence += sentence => last["sentence_end"] = true; // raised behind the token that ends it
+        job.OnPaused += () => TellOf(job, "paused", new JsonObject());
+        job.OnResumed += () => TellOf(job, "resumed", new JsonObject());
         After(job.Completion, done => TellOf(job, "done", new JsonObject
         {
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },

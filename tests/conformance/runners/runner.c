@@ -20,7 +20,8 @@ static const char *const phases[] = {NULL, "encode", "prefill"};
 static const char *const types[] = {NULL,          "ready",           "started",         "text",     "done",  "failed",
                                     "cancelled",   "budget_released", "budget_observed", "budget",   "stats", "refused",
                                     "engine",      "closed",          "lease",           "notice",   "caps",  "plan",
-                                    "frame_block", "progress",        "loading",         "adapters", "kv"};
+                                    "frame_block", "progress",        "loading",         "adapters", "kv",    "paused",
+                                    "resumed"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */

@@ -117,6 +117,11 @@ json told(const Event &event) {
                 {"sentence_end", event.sentence_end != 0}};
         said.update(of_job);
         break;
+    case FS_EVENT_PAUSED:
+    case FS_EVENT_RESUMED:
+        said = {{"type", event.type == FS_EVENT_PAUSED ? "paused" : "resumed"}};
+        said.update(of_job);
+        break;
     case FS_EVENT_DONE:
         said = {{"type", "done"},
                 {"reason", kReasons.at(event.reason)},

@@ -143,7 +143,11 @@ class Session:
                         await before.wait()
                     async with begin(self.client(), **given) as stream:
                         self._jobs[number] = stream
+                        said: list[str] = []
+                        stream.on_paused = lambda paused: said.append("paused" if paused else "resumed")
                         async for delta in stream:
+                            while said:
+                                await self._say(said.pop(0), **about)
                             marked = {"text": delta.text, "tokens": delta.tokens, "sentence_end": delta.sentence_end}
                             await self._say("text", **marked, **about)
                     assert stream.result is not None

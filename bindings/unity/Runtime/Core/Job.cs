@@ -42,6 +42,15 @@ namespace Frameshard
         /// <summary>Raised for a job with images or a long prompt before its text, for a progress bar.</summary>
         public event Action<Progress> OnProgress;
 
+        /// <summary>True while a job of higher priority has this job's place. It continues on its own.</summary>
+        public bool IsPaused { get; private set; }
+
+        /// <summary>Raised when a job of higher priority has taken this job's place.</summary>
+        public event Action OnPaused;
+
+        /// <summary>Raised when the paused job continues.</summary>
+        public event Action OnResumed;
+
         /// <summary>Ends the answer early. Does nothing if the job has ended. Any thread may call it.</summary>
         public void Cancel() => Sidecar.Cancel(this);
 
@@ -56,6 +65,12 @@ namespace Frameshard
         }
 
         internal void Tell(Progress progress) => OnProgress?.Invoke(progress);
+
+        internal void Pause(bool paused)
+        {
+            IsPaused = paused;
+            (paused ? OnPaused : OnResumed)?.Invoke();
+        }
 
         internal void Finish(Completion completion)
         {

@@ -53,7 +53,8 @@ namespace Frameshard
         {
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
-            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22,
+            Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22, Paused = 23,
+            Resumed = 24,
         }
 
         [StructLayout(LayoutKind.Sequential)]

@@ -689,6 +689,10 @@ namespace Frameshard
                         Phase = (Phase)native.Phase, Done = native.Done, Total = native.Total,
                     });
                     break;
+                case Native.EventType.Paused:
+                case Native.EventType.Resumed:
+                    Find(native.Job, false)?.Pause(native.Type == Native.EventType.Paused);
+                    break;
                 case Native.EventType.Done:
                     Find(native.Job, true)?.Finish(new Completion
                     {

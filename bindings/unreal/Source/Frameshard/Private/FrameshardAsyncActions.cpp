@@ -56,6 +56,13 @@ void UFrameshardAskAsync::Activate()
 			Self->OnProgress.Broadcast(Progress);
 		}
 	};
+	Listener.OnPaused = [Weak](bool bPaused)
+	{
+		if (UFrameshardAskAsync* Self = Weak.Get())
+		{
+			Self->OnPaused.Broadcast(bPaused);
+		}
+	};
 	Listener.OnEnd = [Weak](const FFrameshardAnswer& Answer, int32 Code, const FString& Message)
 	{
 		if (UFrameshardAskAsync* Self = Weak.Get())

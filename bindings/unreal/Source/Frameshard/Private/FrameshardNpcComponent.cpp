@@ -62,6 +62,13 @@ void UFrameshardNpcComponent::Ask(const FString& Text)
 			Self->OnProgress.Broadcast(Progress);
 		}
 	};
+	Listener.OnPaused = [Listening](bool bPaused)
+	{
+		if (UFrameshardNpcComponent* Self = Listening())
+		{
+			Self->OnPaused.Broadcast(bPaused);
+		}
+	};
 	Listener.OnEnd = [Listening](const FFrameshardAnswer& Answer, int32 Code, const FString& Message)
 	{
 		if (UFrameshardNpcComponent* Self = Listening())

@@ -60,6 +60,7 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 			OnProgress(Progress);
 		};
 	}
+	Inner.on_paused = std::move(Listener.OnPaused);
 	if (Listener.OnEnd)
 	{
 		Inner.on_end = [OnEnd = std::move(Listener.OnEnd), Timeline](const frameshard::Ending& Ending)

@@ -26,6 +26,11 @@ public:
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardProgressed OnProgress;
 
+	/** Called with true when a question of higher priority has taken the place of this one, and with false when it
+	 * continues. */
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardPaused OnPaused;
+
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardAnswered OnCompleted;
 

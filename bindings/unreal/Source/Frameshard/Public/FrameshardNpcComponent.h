@@ -30,6 +30,11 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardProgressed OnProgress;
 
+	/** Called with true when a question of higher priority has taken the place of this one, and with false when it
+	 * continues. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardPaused OnPaused;
+
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardAnswered OnResponseGenerated;
 

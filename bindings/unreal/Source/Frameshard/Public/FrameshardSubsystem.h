@@ -24,6 +24,8 @@ struct FFrameshardListener
 	std::function<void(const FString& Sentence)> OnSentence;
 	/** Only for a question with images. */
 	std::function<void(const FFrameshardProgress& Progress)> OnProgress;
+	/** True: a question of higher priority has its place. False: it continues. */
+	std::function<void(bool bPaused)> OnPaused;
 	/** Code 0: the answer is complete. Otherwise Code is the protocol's error code and Message a sentence about it. */
 	std::function<void(const FFrameshardAnswer& Answer, int32 Code, const FString& Message)> OnEnd;
 };

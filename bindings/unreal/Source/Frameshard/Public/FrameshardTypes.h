@@ -491,6 +491,7 @@ struct FRAMESHARD_API FFrameshardNotice
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardError, const FString&, Message, int32, Code);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardText, const FString&, Text);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardProgressed, const FFrameshardProgress&, Progress);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardPaused, bool, bPaused);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardAnswered, const FFrameshardAnswer&, Answer);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardDecided, const FFrameshardDecision&, Decision);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardBudgetChanged, const FFrameshardBudget&, Budget);
