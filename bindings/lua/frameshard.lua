@@ -176,6 +176,7 @@ fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_mess
 fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
   uint64_t *job);
 fs_status fs_cancel(fs_client *client, uint64_t job);
+fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t priority);
 fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages);
 fs_status fs_forget(fs_client *client, const char *conversation);
 fs_status fs_save(fs_client *client, const char *conversation, const void **data, uint64_t *size);
@@ -766,6 +767,18 @@ Job.__index = Job
 function Job:stop_generation()
   if not self.ended and self.sidecar._client then
     local status = lib.fs_cancel(self.sidecar._client, self.number)
+    if status ~= lib.FS_UNKNOWN_JOB and status ~= lib.FS_CONNECTION_LOST then
+      check(status)
+    end
+  end
+end
+
+--- Changes the priority of the job: 0 for background, 1 for normal, 2 for urgent. Takes effect at once: it may pause
+-- another job, or this one.
+function Job:set_priority(priority)
+  local wanted = integer_of(priority, "priority", 0, 2)
+  if not self.ended and self.sidecar._client then
+    local status = lib.fs_set_priority(self.sidecar._client, self.number, wanted)
     if status ~= lib.FS_UNKNOWN_JOB and status ~= lib.FS_CONNECTION_LOST then
       check(status)
     end

@@ -105,13 +105,15 @@ class Stream:
         client: Client,
         submit: Callable[[tuple[m.Image, ...]], tuple[int, int]],
         conversation: Turn | None,
-        images: Sequence[bytes | Pixels] = (),
+        images: Sequence[bytes | Pixels],
+        fields: dict[str, Any],
     ) -> None:
         self.result: Completion | None = None
         self.text = ""
         """The text of the answer so far."""
         self._client = client
         self._submit = submit
+        self._fields = fields
         self.progress: m.Progress | None = None
         """How much of the images and the prompt is done; only for a job with images or a long prompt."""
         self.on_progress: Callable[[m.Progress], None] | None = None
@@ -218,6 +220,18 @@ class Stream:
         another end that came first."""
         if self._job is not None and not self._ended:
             self._client._cancel(self._job)
+
+    def set_priority(self, priority: int) -> None:
+        """Changes the priority of the job, from 0 to 2. This takes effect at once: it may pause another job, or this
+        one. Does nothing if the job has ended.
+
+        :raises BadArgument: there is no such priority.
+        """
+        if priority not in range(m.MAX_PRIORITY + 1):
+            raise BadArgument(f"priority must be an integer from 0 to {m.MAX_PRIORITY}", field="priority")
+        self._fields["priority"] = priority
+        if self._job is not None and not self._ended:
+            self._client._set_priority(self._job, priority)
 
     def begin(self) -> None:
         """Sends the request, unless it was sent already. Entering the stream does this too.
@@ -372,7 +386,7 @@ class Client:
         def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
             return self._core.submit(kind, **content(), **fields, images=shared)
 
-        return Stream(self, submit, turn, images)
+        return Stream(self, submit, turn, images, fields)
 
     # ---- conversations: what was said is kept here, so it can be read and saved after the end of the sidecar ---------
 
@@ -583,6 +597,11 @@ class Client:
     def _cancel(self, job: int) -> None:
         if self._core.error is None:
             self._core.cancel(job)
+            self._flush()
+
+    def _set_priority(self, job: int, priority: int) -> None:
+        if self._core.error is None:
+            self._core.set_priority(job, priority)
             self._flush()
 
     def _leave(self, job: int) -> None:

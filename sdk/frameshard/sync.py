@@ -32,7 +32,7 @@ import trio
 from frameshard import client as asynchronous
 from frameshard.client import Client, ClientScope, Completion, Stream
 from frameshard.conversation import LoadResult
-from frameshard.errors import ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
+from frameshard.errors import BadArgument, ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.wire import messages as m
@@ -89,6 +89,7 @@ class Job:
         self.error: FrameshardError | None = None
         """Why there is no result; :class:`JobCancelled` after :meth:`Sidecar.cancel`."""
         self._scope = trio.CancelScope()
+        self._stream: Stream | None = None
 
     @property
     def ended(self) -> bool:
@@ -471,6 +472,20 @@ class Sidecar:
         """See :meth:`frameshard.Client.load_kv`; :class:`KvArrived` follows. Ask when it has come."""
         return self._query(lambda client: client.load_kv(path, conversation=conversation), KvArrived)
 
+    def set_priority(self, job: Job, priority: int) -> None:
+        """See :meth:`frameshard.Stream.set_priority`.
+
+        :raises BadArgument: there is no such priority.
+        """
+        if priority not in range(m.MAX_PRIORITY + 1):
+            raise BadArgument(f"priority must be an integer from 0 to {m.MAX_PRIORITY}", field="priority")
+
+        def command(client: Client) -> None:
+            assert job._stream is not None  # made by an earlier command
+            job._stream.set_priority(priority)
+
+        self._do(command)
+
     def forget(self, conversation: str) -> None:
         """See :meth:`frameshard.Client.forget`; waits for the answers to what was asked in the conversation before."""
         self._in_turn(conversation, lambda client: client.forget(conversation))
@@ -639,7 +654,7 @@ class Sidecar:
 
         def command(client: Client) -> Callable[[], Awaitable[None]]:
             before, after = self._line_up(conversation)
-            stream = open_stream(client)
+            stream = job._stream = open_stream(client)
             if before.is_set():
                 with contextlib.suppress(FrameshardError):  # comes again when the stream is entered
                     stream.begin()

@@ -118,6 +118,22 @@ async def test_a_job_is_told_that_it_is_paused_and_that_it_continues() -> None:
 
 
 @in_trio
+async def test_an_urgent_question_raises_the_answer_that_it_waits_for() -> None:
+    """The innkeeper's background answer has a lower priority than another job, which never ends, but the player's next
+    question to the innkeeper waits for it."""
+    endless = frameshard.Sampling(max_tokens=100_000)
+    brief = frameshard.Sampling(max_tokens=3)
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
+        async with client.complete("other", sampling=endless) as other:
+            await other.__anext__()
+            background = client.complete("hum", sampling=brief, conversation="inn", priority=0)
+            background.begin()
+            await client.complete("rooms?", sampling=brief, conversation="inn", priority=2).completed()
+            assert (await background.completed()).text == "hum hum hum"
+            await other.__anext__()
+
+
+@in_trio
 async def test_a_job_can_be_cancelled_while_it_is_paused() -> None:
     async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
         endless = frameshard.Sampling(max_tokens=100_000)

@@ -31,6 +31,7 @@ COMMANDS: list[em.Command] = [
         history=((8, 8, 40), (1, 3, 1)),
     ),
     em.Cancel(3),
+    em.SetPriority(3, 2),
     em.SetBudget(4, 64 * MIB, 0.5, parked=True),
     em.OpenFrameBlock("/proc/1/fd/4"),
     em.SetPacing("balance", 12.5),

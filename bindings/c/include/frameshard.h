@@ -466,6 +466,10 @@ FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prom
  * the job's last event was polled already, or if there never was such a job. [client] */
 FS_API fs_status fs_cancel(fs_client *client, uint64_t job);
 
+/* Changes the priority of a job (0..2, see fs_job_options), whether it waits or runs. Takes effect at once: it may pause
+ * another job, or this one. Returns FS_UNKNOWN_JOB as fs_cancel does. [client] */
+FS_API fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t priority);
+
 /* ---- conversations --------------------------------------------------------------------------------------------- */
 
 /* The history of a conversation of fs_ask is its system text and its questions and answers. An answer that is open, or

@@ -133,6 +133,7 @@ class Client {
         return job;
     }
     void cancel(uint64_t job) { check(fs_cancel(client_, job)); }
+    void set_priority(uint64_t job, uint32_t priority) { check(fs_set_priority(client_, job, priority)); }
 
     /* Valid until the next history() or close(). */
     std::vector<Message> history(const std::string &conversation) {

@@ -137,6 +137,9 @@ class Game {
     /* Ends an answer early. Its on_end follows with FS_CANCELLED, unless the answer has ended otherwise before. */
     fs_status cancel(uint64_t job) { return fs_cancel(client_, job); }
 
+    /* Changes the priority of an answer, 0 to 2. */
+    fs_status set_priority(uint64_t job, uint32_t priority) { return fs_set_priority(client_, job, priority); }
+
     /* Calls fs_set_lease. If it returns FS_OK, `done` is called once, with the release or the refusal. Before that,
      * `decided` is called with FS_EVENT_LEASE, unless the lease is refused at once. Both may be empty. */
     fs_status set_lease(const fs_lease &lease, std::function<void(const BudgetResult &)> done,

@@ -655,6 +655,17 @@ fs_status fs_cancel(fs_client *client, uint64_t job) {
     });
 }
 
+fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t priority) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        check_range("priority", priority, 0, 2);
+        if (!open.session.set_priority(job, priority)) {
+            refuse(FS_UNKNOWN_JOB, "no such job: it never existed or its last event has been polled");
+        }
+        open.flush();
+    });
+}
+
 // ---- conversations --------------------------------------------------------------------------------------------------
 
 fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages) {

@@ -42,7 +42,8 @@ int64_t or_unknown(const json &bytes) { return bytes.is_null() ? -1 : bytes.get<
 /* True if the program receives the answers to this request as events. */
 bool asked_by_program(const json &request) {
     const std::string &name = request["t"].get_ref<const std::string &>();
-    return name != "submit" && name != "cancel" && name != "model_info" && name != "shutdown" && name != "bye";
+    return name != "submit" && name != "cancel" && name != "priority_set" && name != "priority_set" &&
+           name != "model_info" && name != "shutdown" && name != "bye";
 }
 
 json message(const char *role, const std::string &content) { return {{"role", role}, {"content", content}}; }
@@ -209,6 +210,19 @@ bool Session::cancel(uint64_t number) {
     return true;
 }
 
+bool Session::set_priority(uint64_t number, uint32_t priority) {
+    auto found = jobs_.find(number);
+    if (found == jobs_.end()) {
+        return false;
+    }
+    Job &job = found->second;
+    job.fields["priority"] = priority; // for a job that waits for its conversation, or is submitted again
+    if (job.wire != 0 && !job.ended) {
+        request({{"t", "priority_set"}, {"job", job.wire}, {"priority", priority}});
+    }
+    return true;
+}
+
 // ---- transport ------------------------------------------------------------------------------------------------------
 
 void Session::greet(uint64_t epoch) {
@@ -368,7 +382,7 @@ void Session::refused(const json &message) {
             Event &event = put(FS_EVENT_REFUSED);
             event.fields.request = id;
             put_error(event, error);
-        } // a cancel is refused only if the job has ended; then its last event follows
+        } // a cancel or a priority is refused only if the job has ended; then its last event follows
     }
 }
 

@@ -66,7 +66,9 @@ class Session {
     /* `fields` are those of `submit` without job, epoch and id. Returns the program's number of the job. */
     uint64_t submit(json fields);
     uint64_t ask(std::string text, const std::string &conversation, const std::string *system, json fields);
+    /* Both return false if there is no such job. */
     bool cancel(uint64_t job);
+    bool set_priority(uint64_t job, uint32_t priority);
     /* What was said in a conversation, with the part of an open answer that was taken. */
     Save saved(const std::string &conversation) const;
     /* Both take effect when the questions asked before are answered. */

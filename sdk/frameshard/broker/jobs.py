@@ -14,7 +14,9 @@ first, at most one job in the engine has produced nothing new, and that job is t
 
 A free slot goes to the waiting job of the highest priority. Among equals it goes to the client that has waited longest
 for its turn, so no client waits for the whole queue of another one. A job of higher priority pauses a running one of
-lower priority.
+lower priority. A job has at least the priority of the jobs that wait for it, which are the later ones of its
+conversation: otherwise a background job, which others overtake, would hold up an urgent one (priority inversion; the
+remedy is that of Sha, Rajkumar and Lehoczky, "Priority Inheritance Protocols", 1990).
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class Job:
     connection: ServerConnection
     request: m.Submit
     seed: int
+    wanted: int
+    """The priority that its client asked for; that of a warm-up is idle."""
     state: states.Job = states.Job.QUEUED
     at_engine: bool = False
     cancelling: bool = False
@@ -75,8 +79,10 @@ class Job:
     """Its position in the order in which jobs were first given to an engine; 0: not yet given."""
     overtaken: int = 0
     """How many later jobs of higher priority were given to the engine while this one waited."""
+    inherited: int = em.IDLE_PRIORITY
+    """The highest priority of the jobs that wait for it."""
     rank: int = 0
-    """Its priority when it was given to the engine."""
+    """The priority that the engine knows."""
     pausing: bool = False
     """True while it leaves the engine to make room for a job of higher priority. It continues later."""
     paused: bool = False
@@ -91,11 +97,12 @@ class Job:
 
     @property
     def priority(self) -> int:
-        """The priority of its request, raised after many jobs have overtaken it, so that no job waits for ever. A
-        warm-up waits for all others."""
-        if self.request.warm_up:
-            return em.IDLE_PRIORITY
-        return min(self.request.priority + self.overtaken // OVERTAKEN_PER_RANK, m.MAX_PRIORITY)
+        """The priority that was asked for or inherited, raised after many jobs have overtaken it, so that no job waits
+        for ever. A warm-up waits for all others, except for those that wait for it."""
+        priority = max(self.wanted, self.inherited)
+        if priority == em.IDLE_PRIORITY:
+            return priority
+        return min(priority + self.overtaken // OVERTAKEN_PER_RANK, m.MAX_PRIORITY)
 
     def command(self) -> em.Submit:
         """Returns the command that starts or resumes the job."""
@@ -174,7 +181,8 @@ class Jobs:
         seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
         images = self._images.hold(request.images)
         self._numbers += 1
-        self._jobs[self._numbers] = Job(self._numbers, connection, request, seed, images=images)
+        wanted = em.IDLE_PRIORITY if request.warm_up else request.priority
+        self._jobs[self._numbers] = Job(self._numbers, connection, request, seed, wanted, images=images)
         connection.open(request.job, request.timeline, request.window)
         self._fill_slots()
 
@@ -183,12 +191,28 @@ class Jobs:
 
         :raises UnknownJob: there is no such job. A job counts until the client has taken its last event.
         """
+        job = self._find(connection, job_id)
+        if job is not None:
+            self._cancel(job)
+
+    def set_priority(self, connection: ServerConnection, job_id: int, priority: int) -> None:
+        """Changes the priority of a job. This may pause another job, or this one.
+
+        :raises UnknownJob: as :meth:`cancel`.
+        """
+        job = self._find(connection, job_id)
+        if job is not None and not job.request.warm_up:
+            job.wanted = priority
+            self._fill_slots()
+
+    def _find(self, connection: ServerConnection, job_id: int) -> Job | None:
+        """Returns None for a job that has ended and whose last event the client has not taken."""
         for job in self._jobs.values():
             if job.connection is connection and job.request.job == job_id:
-                self._cancel(job)
-                return
+                return job
         if job_id not in connection.jobs:
             raise UnknownJob(f"no job {job_id} is open", job=job_id)
+        return None
 
     def drop(self, connection: ServerConnection, error: FrameshardError | None = None) -> None:
         """Ends all jobs of a client.
@@ -320,6 +344,7 @@ class Jobs:
     def _fill_slots(self) -> None:
         if not self._engine_ready:
             return
+        self._inherit_priorities()
         while not self._on_trial() and (job := self._next()) is not None:
             if self.running >= self._slots:
                 self._pause_for(job)
@@ -331,6 +356,18 @@ class Jobs:
                 other.overtaken += not other.at_engine and other.number < job.number and other.priority < job.priority
             job.at_engine, job.progressed, job.rank = True, False, job.priority
             self.commands.append(job.command())
+            self._inherit_priorities()
+
+    def _inherit_priorities(self) -> None:
+        """Gives each job at least the priority of the later jobs of its conversation. Tells the engine of changes."""
+        highest: dict[str, int] = {}
+        for job in reversed(self._jobs.values()):
+            if job.conversation is not None:
+                job.inherited = highest.get(job.conversation, em.IDLE_PRIORITY)
+                highest[job.conversation] = max(job.inherited, job.priority)
+            if job.at_engine and job.rank != job.priority:
+                job.rank = job.priority
+                self.commands.append(em.SetPriority(job.number, job.rank))
 
     def _next(self) -> Job | None:
         """Returns the next job for a free slot, None if no job can run.

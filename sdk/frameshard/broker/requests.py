@@ -88,6 +88,9 @@ class Requests:
         elif isinstance(request, m.Cancel):
             self._jobs.cancel(connection, request.job)
             connection.ok(request.id)
+        elif isinstance(request, m.PrioritySet):
+            self._jobs.set_priority(connection, request.job, request.priority)
+            connection.ok(request.id)
         elif isinstance(request, m.BudgetSet):
             self._lease.set(connection, request, trio.current_time())
             self._end_engine_if_asked()

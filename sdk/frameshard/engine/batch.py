@@ -175,6 +175,12 @@ class Batcher:
                 return [self._end(job, em.Cancelled(job.id))]
         return []
 
+    def set_priority(self, job_id: int, priority: int) -> None:
+        """Changes the priority of a job, if it has not ended."""
+        for job in self._jobs():
+            if job.id == job_id:
+                job.priority = priority
+
     def interrupt(self, job_id: int) -> None:
         """[any thread] Stops decoding for this job. The running decode is aborted if no other job takes part in it. The
         caller must call :meth:`cancel` afterwards."""
@@ -319,14 +325,14 @@ class Batcher:
 
     def _choose(self) -> list[Job]:
         """The jobs to decode next: one that prefills, or all that generate, in ascending order of their sequences. Jobs
-        of lower priority wait while a job prefills. A warm-up waits while any job generates. Jobs with
-        different sets of adapters generate in turns."""
+        of lower priority wait while a job prefills. A warm-up that no job waits for waits while any job generates. Jobs
+        with different sets of adapters generate in turns."""
         running = self._running()
         generating = [job for job in running if not job.prefilling]
         first = min(
             (job for job in running if job.prefilling), key=lambda job: (-job.priority, job.started_at), default=None
         )
-        if first is not None and first.warm_up and generating:
+        if first is not None and first.priority == em.IDLE_PRIORITY and generating:
             first = None
         if first is not None:
             generating = [job for job in generating if job.priority >= first.priority]

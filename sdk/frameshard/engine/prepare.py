@@ -34,6 +34,7 @@ class _Entry:
     request: Submit
     line: object
     """The conversation of the request; an object of its own if it has none."""
+    priority: int
     outcome: Job | FrameshardError | None = None
 
 
@@ -61,7 +62,8 @@ class Preparation:
     def submit(self, request: Submit) -> None:
         """Takes a request. ``deliver`` gets its job or its error."""
         number = request.job
-        entry = _Entry(request, object() if request.conversation is None else request.conversation)
+        line = object() if request.conversation is None else request.conversation
+        entry = _Entry(request, line, request.priority)
         with self._lock:
             if number in self._open:
                 self._deliver(number, BadArgument(f"job {number} exists", field="job"))
@@ -85,6 +87,17 @@ class Preparation:
             self._lines[entry.line].remove(entry)
             self._deliver_ready(entry.line)
             return True
+
+    def set_priority(self, number: int, priority: int) -> bool:
+        """Changes the priority that job ``number`` will have.
+
+        :returns: false if there is no such request.
+        """
+        with self._lock:
+            entry = self._open.get(number)
+            if entry is not None:
+                entry.priority = priority
+            return entry is not None
 
     def close(self, timeout_s: float) -> bool:
         """Ends the threads.
@@ -123,6 +136,8 @@ class Preparation:
         while waiting and (outcome := waiting[0].outcome) is not None:
             entry = waiting.popleft()
             del self._open[entry.request.job]
+            if isinstance(outcome, Job):
+                outcome.priority = entry.priority
             self._deliver(entry.request.job, outcome)
         if not waiting:
             self._lines.pop(line, None)

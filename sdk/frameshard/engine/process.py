@@ -381,6 +381,8 @@ class Engine:
             self._preparation.submit(command)
         elif isinstance(command, em.Cancel):
             self._interrupt(command)
+        elif isinstance(command, em.SetPriority):
+            self._set_priority(command)
         elif isinstance(command, em.SetBudget):
             self._budgets.ask(command)
         elif isinstance(command, em.OpenFrameBlock):
@@ -420,6 +422,13 @@ class Engine:
         if self._batcher is not None:
             self._batcher.interrupt(command.job)
         self._commands.put(lambda: self._cancel(command))
+
+    def _set_priority(self, command: em.SetPriority) -> None:
+        if self._preparation is not None and self._preparation.set_priority(command.job, command.priority):
+            return
+        batcher = self._batcher
+        if batcher is not None:
+            self._commands.put(lambda: batcher.set_priority(command.job, command.priority))
 
     def _statistics(self) -> dict[str, object]:
         if self._runtime is None or self._batcher is None:

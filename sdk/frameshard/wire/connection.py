@@ -333,6 +333,9 @@ class ClientConnection:
     def cancel(self, job: int) -> int:
         return self._request(m.Cancel, job=job)
 
+    def set_priority(self, job: int, priority: int) -> int:
+        return self._request(m.PrioritySet, job=job, priority=priority)
+
     def abandon(self, job: int) -> None:
         """Called when the program does not want the other events of this job. They are taken and dropped here."""
         inbox = self._inboxes.get(job)

@@ -28,6 +28,8 @@ Shapes = Annotated[tuple[tuple[Count, Count, Count], ...], codec.ENGINE.array]
 IDLE_PRIORITY = -1
 """Of a warm-up: below that of any other job."""
 
+Priority = Annotated[int, checks.integer(IDLE_PRIORITY, m.MAX_PRIORITY)]
+
 
 @dataclass(frozen=True)
 class EngineConfig(EngineOptions):
@@ -64,7 +66,7 @@ class Submit:
     """The history of the job's first :class:`Started`."""
     sentences: bool = False
     """Each :class:`Token` marks the ends of sentences in its text."""
-    priority: Annotated[int, checks.integer(IDLE_PRIORITY, m.MAX_PRIORITY)] = 1
+    priority: Priority = 1
     warm_up: bool = False
     adapters: Annotated[tuple[m.Adapter, ...], m.MAX_JOB_ADAPTERS] = ()
 
@@ -80,6 +82,14 @@ class Cancel:
     job: Id
     pause: bool = False
     """The job will be submitted again: the engine keeps its KV if it can."""
+
+
+@dataclass(frozen=True)
+class SetPriority:
+    """Changes the priority of a job. Nothing happens if the job has already ended."""
+
+    job: Id
+    priority: Priority
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,7 @@ Command = (
     EngineConfig
     | Submit
     | Cancel
+    | SetPriority
     | SetBudget
     | OpenFrameBlock
     | SetPacing
@@ -422,6 +433,7 @@ COMMANDS: dict[str, type[Any]] = {
     "load": EngineConfig,
     "submit": Submit,
     "cancel": Cancel,
+    "priority": SetPriority,
     "budget": SetBudget,
     "frame_block": OpenFrameBlock,
     "pacing": SetPacing,

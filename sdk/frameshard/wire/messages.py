@@ -411,6 +411,16 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class PrioritySet:
+    """Changes the priority of a job, whether it waits or runs."""
+
+    id: RequestId
+    epoch: Epoch
+    job: Job
+    priority: Annotated[Priority, "0: background, 1: normal, 2: urgent."]
+
+
+@dataclass(frozen=True)
 class Credit:
     """The client has taken all events of a job before `next`."""
 
@@ -964,6 +974,7 @@ Request = (
     Hello
     | Submit
     | Cancel
+    | PrioritySet
     | Credit
     | BudgetSet
     | BudgetGet
@@ -1006,6 +1017,7 @@ REQUESTS: dict[str, type[Any]] = {
     "hello": Hello,
     "submit": Submit,
     "cancel": Cancel,
+    "priority_set": PrioritySet,
     "credit": Credit,
     "budget_set": BudgetSet,
     "budget_get": BudgetGet,

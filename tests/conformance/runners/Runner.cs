@@ -69,9 +69,10 @@ internal static class Runner
             case "complete":
                 return Watch(Client.Complete((string)command["prompt"], Options(command)));
             case "cancel":
-                if (!Jobs.TryGetValue((ulong)command["job"], out var job) || job.Completion.IsCompleted)
-                    throw new FrameshardException(ErrorCode.UnknownJob, "no such job");
-                job.Cancel();
+                OpenJob(command).Cancel();
+                return none;
+            case "set_priority":
+                OpenJob(command).SetPriority((uint)command["priority"]);
                 return none;
             case "forget":
                 Client.Forget((string)command["conversation"]);
@@ -186,6 +187,13 @@ internal static class Runner
         {
             { "detail", JsonValue.Parse(adapters.DetailJson) }, { "floor_bytes", adapters.FloorBytes },
         };
+    }
+
+    private static Job OpenJob(JsonObject command)
+    {
+        if (!Jobs.TryGetValue((ulong)command["job"], out var job) || job.Completion.IsCompleted)
+            throw new FrameshardException(ErrorCode.UnknownJob, "no such job");
+        return job;
     }
 
     private static JobOptions Options(JsonObject command)

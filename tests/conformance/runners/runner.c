@@ -339,6 +339,8 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
         status = fs_save_kv(client, text(command, "conversation", NULL), text(command, "path", NULL), &request);
     else if (strcmp(what, "load_kv") == 0)
         status = fs_load_kv(client, text(command, "path", NULL), text(command, "conversation", NULL), &request);
+    else if (strcmp(what, "set_priority") == 0)
+        status = fs_set_priority(client, (uint64_t)number(command, "job", 0), (uint32_t)number(command, "priority", 0));
     else if (strcmp(what, "forget") == 0)
         status = fs_forget(client, text(command, "conversation", NULL));
     else if (strcmp(what, "set_lease") == 0)

@@ -275,6 +275,8 @@ class Runner {
             return {{"job", client_->complete(text(command, "prompt"), Options(command).options)}};
         } else if (what == "cancel") {
             client_->cancel(command["job"]);
+        } else if (what == "set_priority") {
+            client_->set_priority(command["job"], command["priority"]);
         } else if (what == "forget") {
             client_->forget(command["conversation"]);
         } else if (what == "history") {

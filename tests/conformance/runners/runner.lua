@@ -87,6 +87,10 @@ function commands.cancel(command)
   known_job(command.job):stop_generation()
 end
 
+function commands.set_priority(command)
+  known_job(command.job):set_priority(command.priority)
+end
+
 function commands.forget(command)
   client():forget(command.conversation)
 end

@@ -37,6 +37,7 @@ class Session:
         loads, self._loads = trio.open_memory_channel[frameshard.Loading](math.inf)
         scope.on_loading = loads.send_nowait
         self._jobs: dict[int, trio.CancelScope | frameshard.Stream] = {}
+        self._given: dict[int, dict[str, Any]] = {}
         self._turns: dict[str, trio.Event] = {}
         nursery.start_soon(self._run)
 
@@ -133,6 +134,7 @@ class Session:
         if turn is not None:
             self._turns[turn] = after
         self._jobs[number] = scope = trio.CancelScope()
+        self._given[number] = given
 
         async def answer() -> None:
             about = {"job": number, "timeline": options.get("timeline", 0)}
@@ -141,8 +143,10 @@ class Session:
                 try:
                     if before is not None:
                         await before.wait()
-                    async with begin(self.client(), **given) as stream:
-                        self._jobs[number] = stream
+                    stream = begin(self.client(), **given)
+                    stream.begin()
+                    self._jobs[number] = stream
+                    async with stream:
                         said: list[str] = []
                         stream.on_paused = lambda paused: said.append("paused" if paused else "resumed")
                         async for delta in stream:
@@ -158,7 +162,7 @@ class Session:
                     end = {"type": "failed", **_why(error)}
             after.set()
             await self.send.send({**end, **about})
-            self._jobs.pop(number, None)
+            del self._jobs[number], self._given[number]
 
         self._start(answer)
         return number
@@ -171,6 +175,15 @@ class Session:
             found.cancel()
         else:
             await found.cancel()
+
+    def set_priority(self, job: int, priority: int) -> None:
+        found = self._jobs.get(job)
+        if found is None:
+            raise errors.UnknownJob(f"no job {job}")
+        if isinstance(found, frameshard.Stream):
+            found.set_priority(priority)
+        else:
+            self._given[job]["priority"] = priority
 
     def forget(self, conversation: str) -> None:
         before, after = self._turns.get(conversation), trio.Event()
@@ -302,6 +315,9 @@ class Runner:
 
     async def do_cancel(self, job: int) -> None:
         await self.session.cancel(job)
+
+    async def do_set_priority(self, job: int, priority: int) -> None:
+        self.session.set_priority(job, priority)
 
     async def do_forget(self, conversation: str) -> None:
         self.session.forget(conversation)

@@ -54,6 +54,10 @@ namespace Frameshard
         /// <summary>Ends the answer early. Does nothing if the job has ended. Any thread may call it.</summary>
         public void Cancel() => Sidecar.Cancel(this);
 
+        /// <summary>Changes the priority: 0 for background, 1 for normal, 2 for urgent. Takes effect at once: it may
+        /// pause another job, or this one. Does nothing if the job has ended. Any thread may call it.</summary>
+        public void SetPriority(uint priority) => Sidecar.SetPriority(this, priority);
+
         internal void Add(string text, bool sentenceEnd)
         {
             _text.Append(text);

@@ -320,6 +320,8 @@ namespace Frameshard
         [DllImport(Library)]
         internal static extern int fs_history(
             ClientHandle client, IntPtr conversation, out IntPtr messages, out uint count);
+        [DllImport(Library)]
+        internal static extern int fs_set_priority(ClientHandle client, ulong job, uint priority);
         [DllImport(Library)] internal static extern int fs_forget(ClientHandle client, IntPtr conversation);
         [DllImport(Library)]
         internal static extern int fs_save(ClientHandle client, IntPtr conversation, out IntPtr data, out ulong size);

@@ -496,6 +496,18 @@ namespace Frameshard
             }
         }
 
+        internal void SetPriority(Job job, uint priority)
+        {
+            lock (_gate)
+            {
+                if (!_closed && _jobs.ContainsKey(job.Id))
+                {
+                    var status = Native.fs_set_priority(_client, job.Id, priority);
+                    if (status != (int)ErrorCode.UnknownJob && status != (int)ErrorCode.ConnectionLost) Check(status);
+                }
+            }
+        }
+
         private delegate int SubmitCall(ref Native.JobOptions options, out ulong id);
 
         private delegate int RequestCall(out ulong id);

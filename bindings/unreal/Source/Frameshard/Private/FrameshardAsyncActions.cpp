@@ -96,6 +96,14 @@ void UFrameshardAskAsync::Cancel()
 	}
 }
 
+void UFrameshardAskAsync::SetPriority(int32 Priority)
+{
+	if (Sidecar.IsValid() && Job != 0)
+	{
+		Sidecar->SetPriority(Job, Priority);
+	}
+}
+
 UFrameshardSetLeaseAsync* UFrameshardSetLeaseAsync::SetFrameshardLease(
 	UObject* WorldContextObject, const FFrameshardLease& Lease)
 {

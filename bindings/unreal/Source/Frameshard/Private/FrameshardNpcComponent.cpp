@@ -104,6 +104,15 @@ void UFrameshardNpcComponent::StopGeneration()
 	}
 }
 
+void UFrameshardNpcComponent::SetPriority(int32 Priority)
+{
+	UFrameshardSubsystem* Sidecar = Job != 0 ? SidecarOf(*this) : nullptr;
+	if (Sidecar)
+	{
+		Sidecar->SetPriority(Job, Priority);
+	}
+}
+
 bool UFrameshardNpcComponent::IsSpeaking() const
 {
 	return Job != 0;

@@ -421,6 +421,18 @@ void UFrameshardSubsystem::Cancel(int64 Job)
 	}
 }
 
+void UFrameshardSubsystem::SetPriority(int64 Job, int32 Priority)
+{
+	if (Game)
+	{
+		const fs_status Status = Game->set_priority(static_cast<uint64_t>(Job), static_cast<uint32_t>(Priority));
+		if (Status != FS_UNKNOWN_JOB) // the job has ended
+		{
+			Report(Status);
+		}
+	}
+}
+
 void UFrameshardSubsystem::Tick(float)
 {
 	if (Game)

@@ -49,6 +49,11 @@ public:
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void StopGeneration();
 
+	/** Changes the priority of the current answer: 0 for background, 1 for normal, 2 for urgent. Takes effect at once: it
+	 * may pause another answer, or this one. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void SetPriority(int32 Priority);
+
 	UFUNCTION(BlueprintPure, Category = "frameshard")
 	bool IsSpeaking() const;
 

@@ -146,6 +146,9 @@ public:
 	/** Ends an answer early. */
 	void Cancel(int64 Job);
 
+	/** Changes the priority of an answer: 0 for background, 1 for normal, 2 for urgent. Takes effect at once. */
+	void SetPriority(int64 Job, int32 Priority);
+
 	/** For C++. Done is called once. Code 0: Budget is in force. Otherwise Code is the protocol's error code and
 	 * Message the reason. Decided is called before Done, unless the lease is refused at once; it may be empty. */
 	void RequestLease(const FFrameshardLease& Lease,
