@@ -161,6 +161,7 @@ typedef struct fs_job_options {
   uint64_t warm_up;
   const fs_adapter *adapters;
   uint64_t n_adapters;
+  uint64_t deadline_ms;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -611,7 +612,7 @@ local KNOWN = {
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
-    images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
+    deadline_ms = true, images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
     response_finished = true, response_failed = true },
   logit_bias = { bias = true, token = true, text = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
@@ -745,6 +746,9 @@ local function job_options_of(options, keep)
   end
   if options.priority ~= nil then
     made.priority = integer_of(options.priority, "priority", 0, 2)
+  end
+  if options.deadline_ms ~= nil then
+    made.deadline_ms = integer_of(options.deadline_ms, "deadline_ms", 0, 3600000)
   end
   if options.adapters ~= nil then
     made.adapters, made.n_adapters = adapters_of(options.adapters, keep)
@@ -904,6 +908,8 @@ end
 --     places are taken, and the paused job continues later;
 --   - `warm_up`: if true, the prompt is only read, so that later jobs whose prompt begins with it need not read it. All
 --     other jobs go first. There is no text;
+--   - `deadline_ms`: the job fails with "deadline_missed" if it has no token after so many milliseconds; among jobs of
+--     equal priority the earliest deadline goes first;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,

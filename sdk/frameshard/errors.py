@@ -147,7 +147,8 @@ class Overloaded(FrameshardError):
 
 
 class DeadlineMissed(FrameshardError):
-    """A request was not completed within its time. It stays in force if the message says so."""
+    """A request was not completed within its time, or a job had no token by its deadline. A request stays in force if
+    the message says so."""
 
     code, name, retriable = 34, "deadline_missed", True
 

@@ -119,6 +119,9 @@ class JobOptions(TypedDict, total=False):
     first. The job ends with `done` and has no text. By default False."""
     adapters: Mapping[str, float]
     """LoRA adapters, for the whole job. Jobs with equal adapters are computed together, others in turns."""
+    deadline_ms: int
+    """Milliseconds from now to the job's first token. Of jobs of equal priority the one with the earliest deadline goes
+    first. A job without a token by then fails with `deadline_missed`; 0: no deadline. By default 0."""
 
 
 class LeaseTerms(TypedDict, total=False):

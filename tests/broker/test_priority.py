@@ -151,7 +151,7 @@ async def test_a_job_can_be_cancelled_while_it_is_paused() -> None:
 
 
 @in_trio
-async def test_priorities_of_all_kinds_amid_cancels_and_kills() -> None:
+async def test_priorities_and_deadlines_amid_changes_cancels_and_kills() -> None:
     draw = random.Random(1)
     async with launch(engine=fake_engine(delay_s=0.0005), n_parallel=3, max_client_jobs=256) as client:
         ended = 0
@@ -161,12 +161,16 @@ async def test_priorities_of_all_kinds_amid_cancels_and_kills() -> None:
             n = draw.randint(1, 60)
             text = " ".join(f"{number}-{i}" for i in range(n))
             sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
-            async with client.complete(text, sampling=sampling, priority=draw.randint(0, 2)) as stream:
+            deadline_ms = draw.choice([0, 0, 1, 100, 3_600_000])
+            options = {"sampling": sampling, "priority": draw.randint(0, 2), "deadline_ms": deadline_ms}
+            async with client.complete(text, **options) as stream:
+                if draw.random() < 0.3:
+                    stream.set_priority(draw.randint(0, 2))
                 if draw.random() < 0.2:
-                    with suppress(StopAsyncIteration):
+                    with suppress(StopAsyncIteration, errors.DeadlineMissed):
                         await stream.__anext__()
                     await stream.cancel()
-                with suppress(errors.JobCancelled):
+                with suppress(errors.JobCancelled, errors.DeadlineMissed):
                     await stream.completed()
                 assert text.startswith(stream.text)
                 assert stream.result is None or stream.text == text

@@ -430,6 +430,9 @@ typedef struct fs_job_options {
     const fs_adapter *adapters;  /* LoRA adapters, for the whole job. Jobs with equal adapters are computed together,
                                     others in turns. NULL (default): none */
     uint64_t n_adapters;         /* number of `adapters`, at most 2 */
+    uint64_t deadline_ms;        /* milliseconds from now to the job's first token, at most 3600000; 0 (default): no
+                                    deadline. Of jobs of equal priority the one with the earliest deadline goes first. A
+                                    job without a token by then fails with FS_DEADLINE_MISSED */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */

@@ -187,6 +187,7 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     }
     check_range("window", options.window, 1, 256);
     check_range("priority", options.priority, 0, 2);
+    check_range("deadline_ms", double(options.deadline_ms), 0, 3600000);
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     check_range("sentences", double(options.sentences), 0, 1);
     check_range("warm_up", double(options.warm_up), 0, 1);
@@ -202,6 +203,9 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     }
     if (options.priority != 1) { // older sidecars do not know it
         fields["priority"] = options.priority;
+    }
+    if (options.deadline_ms != 0) {
+        fields["deadline_ms"] = options.deadline_ms;
     }
     check_range("n_adapters", double(options.n_adapters), 0, 2);
     for (uint64_t i = 0; i < options.n_adapters; ++i) {

@@ -12,7 +12,8 @@ reason, and the other jobs continue. To find the job that kills the engine, the 
 one at a time: the next one when the one before has produced a new token or has ended. So at every death after the
 first, at most one job in the engine has produced nothing new, and that job is the cause.
 
-A free slot goes to the waiting job of the highest priority. Among equals it goes to the client that has waited longest
+A free slot goes to the waiting job of the highest priority, among equals to the one with the earliest deadline for its
+first token. Without deadlines it goes to the client that has waited longest
 for its turn, so no client waits for the whole queue of another one. A job of higher priority pauses a running one of
 lower priority. A job has at least the priority of the jobs that wait for it, which are the later ones of its
 conversation: otherwise a background job, which others overtake, would hold up an urgent one (priority inversion; the
@@ -22,11 +23,12 @@ remedy is that of Sha, Rajkumar and Lehoczky, "Priority Inheritance Protocols", 
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from dataclasses import dataclass, field
 
 from frameshard.broker.images import NO_IMAGES, HeldImages, Images
-from frameshard.errors import BadMessage, EngineDied, FrameshardError, Overloaded, UnknownJob
+from frameshard.errors import BadMessage, DeadlineMissed, EngineDied, FrameshardError, Overloaded, UnknownJob
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
@@ -34,7 +36,7 @@ from frameshard.wire.connection import ServerConnection
 
 MAX_DEATHS = 2
 OVERTAKEN_PER_RANK = 8
-"""The priority of a waiting job rises by one each time so many later jobs of higher priority have overtaken it."""
+"""The priority of a waiting job rises by one each time so many later jobs have overtaken it."""
 
 _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
@@ -61,6 +63,8 @@ class Job:
     seed: int
     wanted: int
     """The priority that its client asked for; that of a warm-up is idle."""
+    due: float = math.inf
+    """The time by which it must have a token; infinite without a deadline, and once it has a token."""
     state: states.Job = states.Job.QUEUED
     at_engine: bool = False
     cancelling: bool = False
@@ -78,7 +82,7 @@ class Job:
     turn: int = 0
     """Its position in the order in which jobs were first given to an engine; 0: not yet given."""
     overtaken: int = 0
-    """How many later jobs of higher priority were given to the engine while this one waited."""
+    """How many later jobs were preferred to this one while it waited."""
     inherited: int = em.IDLE_PRIORITY
     """The highest priority of the jobs that wait for it."""
     rank: int = 0
@@ -97,12 +101,21 @@ class Job:
 
     @property
     def priority(self) -> int:
-        """The priority that was asked for or inherited, raised after many jobs have overtaken it, so that no job waits
-        for ever. A warm-up waits for all others, except for those that wait for it."""
-        priority = max(self.wanted, self.inherited)
-        if priority == em.IDLE_PRIORITY:
-            return priority
-        return min(priority + self.overtaken // OVERTAKEN_PER_RANK, m.MAX_PRIORITY)
+        """The priority by which it pauses other jobs, and by which they pause it."""
+        return min(self._level, m.MAX_PRIORITY)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Of two jobs that wait, the one with the lower value goes first."""
+        return -self._level, self.due
+
+    @property
+    def _level(self) -> int:
+        """The priority that was asked for or inherited, raised after many jobs have overtaken it. It may exceed the
+        highest priority, so that no job waits for ever, also not for urgent jobs with deadlines. A warm-up waits for
+        all jobs, except for those that wait for it."""
+        level = max(self.wanted, self.inherited)
+        return level if level == em.IDLE_PRIORITY else level + self.overtaken // OVERTAKEN_PER_RANK
 
     def command(self) -> em.Submit:
         """Returns the command that starts or resumes the job."""
@@ -166,9 +179,10 @@ class Jobs:
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def submit(self, connection: ServerConnection, request: m.Submit) -> None:
+    def submit(self, connection: ServerConnection, request: m.Submit, now: float) -> None:
         """Adds a job. A repeated request (after the connection was resumed) changes nothing.
 
+        :param now: seconds of a monotonic clock.
         :raises Overloaded: too many jobs are open.
         :raises BadArgument: an image does not match the request's fields.
         """
@@ -182,7 +196,9 @@ class Jobs:
         images = self._images.hold(request.images)
         self._numbers += 1
         wanted = em.IDLE_PRIORITY if request.warm_up else request.priority
-        self._jobs[self._numbers] = Job(self._numbers, connection, request, seed, wanted, images=images)
+        due = now + request.deadline_ms / 1000 if request.deadline_ms else math.inf
+        job = Job(self._numbers, connection, request, seed, wanted, due, images=images)
+        self._jobs[self._numbers] = job
         connection.open(request.job, request.timeline, request.window)
         self._fill_slots()
 
@@ -204,6 +220,21 @@ class Jobs:
         if job is not None and not job.request.warm_up:
             job.wanted = priority
             self._fill_slots()
+
+    @property
+    def next_due(self) -> float:
+        """The earliest deadline that can still be missed; infinite if there is none."""
+        return min((job.due for job in self._jobs.values() if not job.cancelling), default=math.inf)
+
+    def fail_overdue(self, now: float) -> None:
+        """Fails the jobs that have no token and whose deadlines are over."""
+        for job in list(self._jobs.values()):
+            if job.due <= now and not job.cancelling:
+                deadline_ms = job.request.deadline_ms
+                error = DeadlineMissed(f"the job has no token after {deadline_ms} ms", deadline_ms=deadline_ms)
+                job.connection.failed(job.request.job, error)
+                self._leave(job)
+        self._fill_slots()
 
     def _find(self, connection: ServerConnection, job_id: int) -> Job | None:
         """Returns None for a job that has ended and whose last event the client has not taken."""
@@ -320,6 +351,7 @@ class Jobs:
         job.tokens.append(token.id)
         job.undelivered += 1
         job.deaths = 0
+        job.due = math.inf
         if token.text:
             self._deliver(job, token)
         if not job.progressed:
@@ -352,10 +384,10 @@ class Jobs:
             if job.turn == 0:
                 self._turn += 1
                 job.turn = self._turns[job.connection] = self._turn
-            for other in self._jobs.values():
-                other.overtaken += not other.at_engine and other.number < job.number and other.priority < job.priority
             job.at_engine, job.progressed, job.rank = True, False, job.priority
             self.commands.append(job.command())
+            for other in self._jobs.values():
+                other.overtaken += not other.at_engine and other.number < job.number and other.order > job.order
             self._inherit_priorities()
 
     def _inherit_priorities(self) -> None:
@@ -372,9 +404,9 @@ class Jobs:
     def _next(self) -> Job | None:
         """Returns the next job for a free slot, None if no job can run.
 
-        Jobs that were in an engine when it died come first, then those of the highest priority. Among equals come the
-        jobs that an engine had before, then the oldest job of the client whose last turn is longest ago. The jobs of
-        one conversation run one at a time, in order.
+        Jobs that were in an engine when it died come first, then those of the highest priority, then those with the
+        earliest deadline. Among equals come the jobs that an engine had before, then the oldest job of the client whose
+        last turn is longest ago. The jobs of one conversation run one at a time, in order.
         """
         taken = {job.conversation for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
         waiting: list[Job] = []
@@ -386,7 +418,7 @@ class Jobs:
             waiting,
             key=lambda job: (
                 job.deaths == 0,
-                -job.priority,
+                job.order,
                 job.turn == 0,
                 job.turn or self._turns.get(job.connection, 0),
                 job.number,

@@ -81,7 +81,7 @@ class Requests:
                     raise unknown_adapter(adapter.name, self.adapters)
             if len({adapter.name for adapter in request.adapters}) < len(request.adapters):
                 raise BadArgument("an adapter is there twice", field="adapters")
-            self._jobs.submit(connection, request)
+            self._jobs.submit(connection, request, trio.current_time())
             connection.ok(request.id)
             self._lease.tick(trio.current_time(), self._jobs.open)
             self._end_engine_if_asked()

@@ -71,6 +71,8 @@ class Server:
         )
         self._n_ubatch = config.n_ubatch
         self._announce: Callable[[], None] | None = None
+        self._deadline = trio.Event()
+        """Set when a job with a deadline came."""
         self._stop = trio.Event()
         self._blocked = trio.Event()
 
@@ -81,7 +83,8 @@ class Server:
         """
         self._announce = announce
         async with trio.open_nursery() as nursery:
-            for task in (self._retry, self._watch_silence, self._supervise, self._keep_negotiating):
+            tasks = self._retry, self._watch_silence, self._supervise, self._keep_negotiating, self._keep_deadlines
+            for task in tasks:
                 nursery.start_soon(task)
             await self._stop.wait()
             if self.error is None:
@@ -139,6 +142,14 @@ class Server:
             if self._lease.commands or self._lease.notices:
                 self._flush()
 
+    async def _keep_deadlines(self) -> None:
+        while True:
+            with trio.move_on_at(self._jobs.next_due):
+                await self._deadline.wait()
+                self._deadline = trio.Event()
+            self._jobs.fail_overdue(trio.current_time())
+            self._flush()
+
     def _negotiate(self) -> None:
         self._lease.tick(trio.current_time(), self._jobs.open)
         self._end_engine_if_asked()
@@ -189,6 +200,8 @@ class Server:
                 self.stop()
             else:
                 self._requests.carry_out(session.connection, request)
+                if isinstance(request, m.Submit) and request.deadline_ms:
+                    self._deadline.set()
         except Exception as error:
             why = internal(logger, f"the request {type(request).__name__}", error)
             session.connection.refuse(None if isinstance(request, m.Credit) else request.id, why)

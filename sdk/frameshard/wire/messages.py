@@ -389,6 +389,12 @@ class Submit:
         MAX_JOB_ADAPTERS,
         "LoRA adapters, for the whole job. Jobs with equal adapters are computed together, others in turns.",
     ] = ()
+    deadline_ms: Annotated[
+        int,
+        checks.integer(0, 3_600_000),
+        "Milliseconds from now to the job's first token. Of jobs of equal priority the one with the earliest deadline"
+        " goes first. A job without a token by then fails with `deadline_missed`; 0: no deadline.",
+    ] = 0
 
     def __post_init__(self) -> None:
         if self.warm_up and self.images:

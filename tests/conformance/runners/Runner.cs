@@ -210,6 +210,7 @@ internal static class Runner
         if (given.ContainsKey("priority")) options.Priority = (uint)given["priority"];
         if (given.ContainsKey("adapters"))
             options.Adapters = ((JsonObject)given["adapters"]).ToDictionary(each => each.Key, each => (double)each.Value);
+        if (given.ContainsKey("deadline_ms")) options.DeadlineMs = (ulong)given["deadline_ms"];
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];
         var sampling = options.Sampling = new Sampling();

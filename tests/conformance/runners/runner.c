@@ -88,6 +88,7 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     options.sentences = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "sentences"));
     options.warm_up = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "warm_up"));
     options.priority = (uint32_t)number(given, "priority", options.priority);
+    options.deadline_ms = (uint64_t)number(given, "deadline_ms", 0);
     if ((wanted = cJSON_GetObjectItemCaseSensitive(given, "sampling")) != NULL) {
         fs_sampling_init(sampling, sizeof *sampling);
         sampling->max_tokens = (int32_t)number(wanted, "max_tokens", sampling->max_tokens);

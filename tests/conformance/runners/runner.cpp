@@ -55,6 +55,7 @@ struct Options {
         }
         options.adapters = adapters.data();
         options.n_adapters = adapters.size();
+        options.deadline_ms = kept.value("deadline_ms", options.deadline_ms);
         auto wanted = kept.find("sampling");
         if (wanted == kept.end()) {
             return;

@@ -18,6 +18,8 @@ from frameshard.frame import FrameBlock
 
 Event = dict[str, Any]
 MIB = 1 << 20
+JOB_OPTIONS = ("conversation", "system", "timeline", "window", "priority", "deadline_ms", "sentences", "warm_up")
+JOB_OPTIONS += ("adapters",)
 MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
@@ -123,11 +125,7 @@ class Session:
         sampling = dict(options.get("sampling", {}))
         sampling["stop"] = tuple(sampling.get("stop", ()))
         sampling["logit_bias"] = tuple(frameshard.LogitBias(**bias) for bias in sampling.get("logit_bias", ()))
-        given = {
-            name: options[name]
-            for name in ("conversation", "system", "timeline", "window", "priority", "sentences", "warm_up", "adapters")
-            if name in options
-        }
+        given = {name: options[name] for name in JOB_OPTIONS if name in options}
         given["sampling"] = frameshard.Sampling(**sampling)
         number = self._number()
         before, after = self._turns.get(turn or ""), trio.Event()

@@ -190,6 +190,7 @@ namespace Frameshard
             internal ulong WarmUp;
             internal IntPtr Adapters;
             internal ulong NAdapters;
+            internal ulong DeadlineMs;
         }
 
         [StructLayout(LayoutKind.Sequential)]

@@ -526,6 +526,7 @@ namespace Frameshard
             native.Sentences = options.Sentences ? 1UL : 0UL;
             native.WarmUp = options.WarmUp ? 1UL : 0UL;
             native.Priority = options.Priority ?? native.Priority;
+            native.DeadlineMs = options.DeadlineMs;
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
             if (options.Images != null)
             {

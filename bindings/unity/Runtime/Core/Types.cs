@@ -263,6 +263,9 @@ namespace Frameshard
         /// <summary>Scales of LoRA adapters by name, at most 2, for the whole job; from -4 to 4. Jobs with equal
         /// adapters are computed together, others in turns. Null: none.</summary>
         public IReadOnlyDictionary<string, double> Adapters;
+        /// <summary>The job fails with DeadlineMissed if it has no token after so many milliseconds, at most 3,600,000; 0:
+        /// no deadline. Of jobs of equal priority the one with the earliest deadline goes first.</summary>
+        public ulong DeadlineMs;
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is

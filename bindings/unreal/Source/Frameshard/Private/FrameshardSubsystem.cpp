@@ -400,6 +400,7 @@ int32 UFrameshardSubsystem::Ask(
 	}
 	Options.adapters = Adapters.data();
 	Options.n_adapters = static_cast<uint64_t>(Adapters.size());
+	Options.deadline_ms = static_cast<uint64_t>(Params.DeadlineMs);
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;

@@ -218,6 +218,11 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TMap<FString, double> Adapters;
 
+	/** The question fails with the code for `deadline_missed` if its answer has not begun after so many milliseconds; 0:
+	 * no deadline. Of questions of equal priority the one with the earliest deadline goes first. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "3600000"))
+	int32 DeadlineMs = 0;
+
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "1048576"))
