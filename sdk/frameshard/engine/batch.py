@@ -479,11 +479,10 @@ class Batcher:
             job.draft_state = DraftState()
             if exact:
                 self._draft.forget(slot.seq)  # its drafts may depend on the shapes in which it read the text
-        matcher = self._runtime.forms.matcher(job.grammar) if job.grammar is not None else None
+        grammar = job.prepared.grammar
+        matcher = self._runtime.forms.matcher(grammar) if grammar is not None else None
         seen = [token for token in job.prompt if token >= 0]
-        job.sampler = Sampler(
-            job.sampling, job.seed, self._runtime.n_vocab, seen, matcher, biases=job.biases, dry=job.dry
-        )
+        job.sampler = Sampler(job.sampling, job.seed, self._runtime.n_vocab, seen, matcher, job.prepared)
         history = pack_shapes(job.history if answering else [*slot.shapes, *job.shapes]) if exact else ()
         started = em.Started(job.id, len(job.prompt), n_reused, job.seed, history)
         return [started, *self._take_up(job)] if answering or not exact else [started]

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.engine.draft import DraftState
-from frameshard.engine.forms import Grammar
 from frameshard.engine.lookup import Lookup
-from frameshard.engine.sampling import Dry, Sampler
+from frameshard.engine.sampling import NOTHING_PREPARED, Prepared, Sampler
 from frameshard.engine.sentences import Splitter
 from frameshard.engine.sequences import Cells, Shape
 from frameshard.engine.text import TextStream
@@ -23,7 +22,6 @@ class Job:
 
     :param resume: the tokens of the answer that an earlier engine produced.
     :param history: the shapes in which the earlier engine decoded the prompt.
-    :param grammar: the grammar of the form that the answer must have; ``None`` for any text.
     :param shapes: the chunks of the prompt that are not decoded yet.
     :param pictures: the images in the prompt, by the index of their first token. Tokens of an image are negative.
     """
@@ -38,11 +36,7 @@ class Job:
     text: TextStream
     sentences: Splitter | None = None
     """Finds where sentences end in the text; ``None`` if the job does not ask."""
-    grammar: Grammar | None = None
-    biases: list[tuple[int, float]] = field(default_factory=list)
-    """Pairs of a token and what is added to its logit."""
-    dry: Dry | None = None
-    """The DRY sampler after the prompt; ``None``: off."""
+    prepared: Prepared = NOTHING_PREPARED
     priority: int = 1
     warm_up: bool = False
     """The job ends when its prompt is read. What was read is put into the KV store."""

@@ -16,7 +16,7 @@ from frameshard.engine.forms import form_of
 from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
-from frameshard.engine.sampling import Dry
+from frameshard.engine.sampling import Dry, Prepared
 from frameshard.engine.sentences import Splitter
 from frameshard.engine.sequences import common_prefix, unpack_shapes
 from frameshard.engine.text import TextStream
@@ -73,9 +73,7 @@ class RequestReader:
             history=unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
             text=TextStream(sampling.stop),
             sentences=Splitter() if request.sentences else None,
-            grammar=grammar,
-            biases=self._biases(sampling),
-            dry=self._dry(sampling, prompt),
+            prepared=Prepared(grammar, self._biases(sampling), self._dry(sampling, prompt)),
             priority=request.priority,
             warm_up=request.warm_up,
             wanted=request.adapters,
@@ -90,7 +88,7 @@ class RequestReader:
             raise BadArgument("a warm-up needs the KV store: launch with kv_cache_mb above 0", field="warm_up")
 
     def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:
-        """Pairs of a token and its bias. A text stands for each of its tokens, as in llama.cpp's server."""
+        """The biases of tokens. A text stands for each of its tokens, as in llama.cpp's server."""
         biases: list[tuple[int, float]] = []
         for entry in sampling.logit_bias:
             if entry.token is not None and entry.token >= self._runtime.n_vocab:

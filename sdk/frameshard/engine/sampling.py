@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 import numpy as np
 
-from frameshard.engine.forms import Matcher
+from frameshard.engine.forms import Grammar, Matcher
 from frameshard.wire.messages import Sampling
 
 PENALTY_WINDOW = 64
@@ -76,6 +76,22 @@ class Dry:
         return Dry(copy)
 
 
+class Prepared(NamedTuple):
+    """What takes long to make for a sampler. The threads that prepare requests make it.
+
+    :param grammar: the grammar of the form that the answer must have; ``None`` for any text.
+    :param biases: pairs of a token and what is added to its logit.
+    :param dry: the DRY sampler after the prompt; ``None``: off.
+    """
+
+    grammar: Grammar | None = None
+    biases: Sequence[tuple[int, float]] = ()
+    dry: Dry | None = None
+
+
+NOTHING_PREPARED = Prepared()
+
+
 class Sampler:
     """The sampler chain of one job: logit bias, penalties, DRY, top-k, typical-p, top-p, min-p, XTC, temperature, then
     the random draw. Free it with :meth:`close`.
@@ -83,8 +99,6 @@ class Sampler:
     :param seed: the job's seed.
     :param context_tokens: the prompt's tokens, which the penalties apply to as well.
     :param matcher: for an answer with a form: the chain gets only the tokens that it allows.
-    :param biases: pairs of a token and its bias.
-    :param dry: the DRY sampler after the prompt; ``None``: off.
     """
 
     def __init__(
@@ -94,9 +108,7 @@ class Sampler:
         n_vocab: int,
         context_tokens: Sequence[int],
         matcher: Matcher | None = None,
-        *,
-        biases: Sequence[tuple[int, float]] = (),
-        dry: Dry | None = None,
+        prepared: Prepared = NOTHING_PREPARED,
     ) -> None:
         self._params = params
         self._seed = seed
@@ -105,7 +117,7 @@ class Sampler:
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         steps: list[Any] = []
-        if biases:
+        if biases := prepared.biases:
             array = (llama_cpp.llama_logit_bias * len(biases))(*biases)
             steps.append(llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
         weights = params.repeat_penalty, params.frequency_penalty, params.presence_penalty
@@ -114,8 +126,8 @@ class Sampler:
             for token in context_tokens[-PENALTY_WINDOW:]:
                 llama_cpp.llama_sampler_accept(penalties, token)
             steps.append(penalties)
-        if dry is not None:
-            steps.append(dry.copy())
+        if prepared.dry is not None:
+            steps.append(prepared.dry.copy())
         if self._draws:
             if params.top_k > 0:
                 steps.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
