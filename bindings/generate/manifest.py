@@ -101,6 +101,10 @@ def _records(classes: Iterable[type[Any]]) -> list[type[Any]]:
     for cls in classes:
         for field in checks.fields_of(cls).values():
             names |= _names(field.check.description)
+    for cls in list(vars(m).values()):  # records inside records come behind those that they are in
+        if getattr(cls, "__name__", "") in names and dataclasses.is_dataclass(cls):
+            for field in checks.fields_of(cls).values():
+                names |= _names(field.check.description)
     return [cls for name, cls in vars(m).items() if name in names]
 
 

@@ -269,11 +269,6 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "penalty": (submit(sampling={"frequency_penalty": 2.1}), "a penalty above 2"),
     "xtc_threshold": (submit(sampling={"xtc_threshold": 0.6}), "an XTC threshold above 0.5"),
     "choices-empty": (submit(sampling={"choices": [""]}), "an empty choice"),
-    "logit_bias-both": (
-        submit(sampling={"logit_bias": [{"bias": 1, "token": 5, "text": "x"}]}),
-        "a bias of a token and of a text",
-    ),
-    "logit_bias-neither": (submit(sampling={"logit_bias": [{"bias": 1}]}), "a bias of nothing"),
     "dry_base": (submit(sampling={"dry_base": 0.5}), "a DRY base below 1"),
     "regex-number": (submit(sampling={"regex": 1}), "a regular expression that is a number"),
     "top_p-text": (submit(sampling={"top_p": "0.9"}), "a string where a number should be"),

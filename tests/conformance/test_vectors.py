@@ -111,7 +111,7 @@ def test_every_message_has_a_vector_and_a_table() -> None:
 
 def test_the_tables_have_the_fields_of_the_code() -> None:
     records = [m.ChatMessage, m.Image, m.Sampling, m.ErrorInfo, m.ModelInfo, m.ServerLimits, m.BrokerStats, m.PlanRow]
-    records += [m.Adapter, m.AdapterInfo]
+    records += [m.Adapter, m.AdapterInfo, m.LogitBias]
     described = {
         **{cls: document.REQUESTS[name] for name, cls in m.REQUESTS.items()},
         **{cls: document.ANSWERS[name] for name, cls in m.ANSWERS.items()},
