@@ -45,7 +45,20 @@ def model_of(shards: list[Shard], n_layer: int, n_expert: int = 0, n_used: int =
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     metadata = {"any.attention.head_count": 8, "any.attention.head_count_kv": 2, "any.feed_forward_length": 2048}
     return Model(
-        Path("any.gguf"), "any", n_layer, 1024, 4096, n_expert, n_used, 4096, 0, tensors, tuple(shards), None, metadata
+        Path("any.gguf"),
+        "any",
+        n_layer,
+        1024,
+        4096,
+        n_expert,
+        n_used,
+        4096,
+        0,
+        tensors,
+        tuple(shards),
+        None,
+        metadata,
+        "",
     )
 
 
