@@ -145,6 +145,7 @@ def main() -> None:
         report = {
             "model": args.model,
             "device": runtime.device_name,
+            "budget_mb": args.vram_budget / 2**20,
             "characters": characters(runtime, args.lore),
             "switch": switches(runtime, args.tokens, args.repeat),
         }

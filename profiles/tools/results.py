@@ -9,7 +9,7 @@ profiles/RESULTS.md from all files, and the chart of the README. With ``--check`
 is 1 if one of them is out of date.
 
 The name of a file begins with its kind (bench, ablation, bench-image, vram-grid, negotiate, render-loop, states,
-verify, speculation, soak).
+verify, speculation, characters, soak).
 """
 
 from __future__ import annotations
@@ -411,6 +411,24 @@ def speculation(results: list[Result]) -> list[str]:
     return lines
 
 
+def characters(results: list[Result]) -> list[str]:
+    """What the KV store saves. A switch copies one conversation out and another one in."""
+    rows = []
+    for result in results:
+        lore, switch = result["characters"], result["switch"]
+        rows.append(
+            [
+                number(result["budget_mb"]),
+                f"{lore['n_read'][0]}, then at most {max(lore['n_read'][1:])}",
+                number(switch["n_prompt"]),
+                *(number(switch[key]) for key in ("read_s", "save_s", "restore_s")),
+                f"{switch['copy_share']:.0%}",
+            ]
+        )
+    columns = ["budget MiB", "tokens that each of 12 characters reads", "tokens of the conversations", "read s"]
+    return table([*columns, "copied out s", "copied in s", "copies over reading"], rows)
+
+
 def soak(results: list[Result]) -> list[str]:
     lines = []
     for result in results:
@@ -438,6 +456,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "states": ("Parked and hibernated", states),
     "verify": ("Logits beside stock llama.cpp", verify),
     "speculation": ("Speculative decoding", speculation),
+    "characters": ("Many characters with one lore", characters),
     "soak": ("An hour of simulated play", soak),
 }
 """For each kind, in the order of the page: its title, and the function that makes its tables."""
