@@ -134,6 +134,12 @@ class Session:
         self._jobs[number] = scope = trio.CancelScope()
         self._given[number] = given
 
+        paused_or_not, heard = trio.open_memory_channel[str](math.inf)
+
+        async def relay() -> None:
+            async for kind in heard:
+                await self._say(kind, job=number, timeline=options.get("timeline", 0))
+
         async def answer() -> None:
             about = {"job": number, "timeline": options.get("timeline", 0)}
             end: Event = {"type": "cancelled"}
@@ -145,11 +151,8 @@ class Session:
                     stream.begin()
                     self._jobs[number] = stream
                     async with stream:
-                        said: list[str] = []
-                        stream.on_paused = lambda paused: said.append("paused" if paused else "resumed")
+                        stream.on_paused = lambda paused: paused_or_not.send_nowait("paused" if paused else "resumed")
                         async for delta in stream:
-                            while said:
-                                await self._say(said.pop(0), **about)
                             marked = {"text": delta.text, "tokens": delta.tokens, "sentence_end": delta.sentence_end}
                             await self._say("text", **marked, **about)
                     assert stream.result is not None
@@ -159,10 +162,12 @@ class Session:
                 except frameshard.FrameshardError as error:
                     end = {"type": "failed", **_why(error)}
             after.set()
+            paused_or_not.close()
             await self.send.send({**end, **about})
             del self._jobs[number], self._given[number]
 
         self._start(answer)
+        self._start(relay)
         return number
 
     async def cancel(self, job: int) -> None:
