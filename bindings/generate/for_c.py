@@ -69,6 +69,7 @@ EVENTS = {
     "KV": "kv",
     "PAUSED": "paused",
     "RESUMED": "resumed",
+    "TOKEN_COUNT": "token_count",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and

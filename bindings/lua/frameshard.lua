@@ -209,6 +209,8 @@ fs_status fs_unload_adapter(fs_client *client, const char *name, uint64_t *reque
 fs_status fs_get_stats(fs_client *client, uint64_t *request);
 fs_status fs_get_caps(fs_client *client, uint64_t *request);
 fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
+fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t prompt_length, uint64_t *request);
+fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages, uint64_t *request);
 fs_status fs_shutdown(fs_client *client);
 enum { FS_PRIORITIZE_GRAPHICS = 1, FS_BALANCE = 2, FS_PRIORITIZE_COMPUTE = 3, };
 fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second, uint64_t *request);
@@ -234,7 +236,8 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_CANCELLED = 6, FS_EVENT_BUDGET_RELEASED = 7, FS_EVENT_BUDGET_OBSERVED = 8, FS_EVENT_BUDGET = 9,
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
-  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22, FS_EVENT_PAUSED = 23, FS_EVENT_RESUMED = 24 };
+  FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22, FS_EVENT_PAUSED = 23, FS_EVENT_RESUMED = 24,
+  FS_EVENT_TOKEN_COUNT = 25 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
@@ -290,6 +293,7 @@ typedef struct fs_event {
   uint64_t stage;
   uint64_t n_tokens;
   uint64_t file_bytes;
+  uint64_t n_left;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -424,7 +428,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading", "adapters", "kv", "paused", "resumed" }
+  "loading", "adapters", "kv", "paused", "resumed", "token_count" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -921,9 +925,7 @@ function Sidecar:ask(text, options)
   end)
 end
 
---- Like `ask`, for games that keep the history themselves. `messages` is a list of tables with `role` ("system", "user"
--- or "assistant") and `content`; it is the whole prompt.
-function Sidecar:chat(messages, options)
+local function messages_of(messages)
   local made_messages = ffi.new("fs_message[?]", #messages + 1)
   for index, message in ipairs(messages) do
     local made = made_messages[index - 1]
@@ -931,6 +933,13 @@ function Sidecar:chat(messages, options)
     made.content = text_of(message.content, "content")
     made.content_length = #message.content
   end
+  return made_messages
+end
+
+--- Like `ask`, for games that keep the history themselves. `messages` is a list of tables with `role` ("system", "user"
+-- or "assistant") and `content`; it is the whole prompt.
+function Sidecar:chat(messages, options)
+  local made_messages = messages_of(messages)
   return begin(self, options, function(client, made, number)
     return lib.fs_chat(client, made_messages, #messages, made, number)
   end)
@@ -1055,6 +1064,18 @@ function Sidecar:get_plan(vram_budget_mb, prompt_tokens)
   return tonumber(self._number[0])
 end
 
+--- Asks how many tokens a prompt has, and how many still fit into the context behind it. Returns the request number of
+-- the event "token_count".
+-- @param content a prompt as for `complete`, or a list of messages as for `chat`.
+function Sidecar:count_tokens(content)
+  if type(content) == "table" then
+    check(lib.fs_count_chat_tokens(client_of(self), messages_of(content), #content, self._number))
+  else
+    check(lib.fs_count_tokens(client_of(self), text_of(content, "content"), #content, self._number))
+  end
+  return tonumber(self._number[0])
+end
+
 --- Sets how the GPU is shared with the game's frames. Returns the request number that an event "refused" would have; no
 -- other event follows.
 -- @param scheduling_mode "prioritize_graphics" (the sidecar uses only the GPU time that frames leave free), "balance"
@@ -1107,7 +1128,7 @@ local function convert(self, raw)
     event.phase, event.done, event.total = PHASES[raw.phase] or "unknown", raw.done, raw.total
   elseif kind == "done" then
     event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
-    event.n_reused = tonumber(raw.n_reused)
+    event.n_reused, event.n_left = tonumber(raw.n_reused), tonumber(raw.n_left)
     event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
   elseif kind == "cancelled" then
     event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
@@ -1141,6 +1162,8 @@ local function convert(self, raw)
     event.cpu_bytes = tonumber(raw.cpu_bytes)
   elseif kind == "kv" then
     event.n_tokens, event.file_bytes, event.detail = tonumber(raw.n_tokens), tonumber(raw.file_bytes), text
+  elseif kind == "token_count" then
+    event.n_tokens, event.n_left = tonumber(raw.n_tokens), tonumber(raw.n_left)
   elseif kind == "frame_block" then
     event.path = text
   elseif kind == "refused" then
@@ -1191,7 +1214,8 @@ end
 -- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
 -- | "started" | `job`, `n_prompt`, `seed` |
 -- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
--- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `prefill_s`, `decode_s` |
+-- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `prefill_s`,
+--   `decode_s` |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
 -- | "paused" (a job of higher priority has its place), "resumed" | `job` |
 -- | "failed", "cancelled" | `job`, `error` |
@@ -1205,6 +1229,7 @@ end
 -- | "caps" | `request`, `device`, `total_bytes`, `free_bytes`, `floor_bytes`, `full_bytes`, `detail` |
 -- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
 --   `cpu_bytes` |
+-- | "token_count" | `request`, `n_tokens`, `n_left` |
 -- | "frame_block" | `request`, `path` |
 -- | "kv" | `request`, `n_tokens`, `file_bytes`, `detail` (here a sentence: why `n_tokens` is 0) |
 -- | "refused" | `request`, `error`, `floor_bytes` |

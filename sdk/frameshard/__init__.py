@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Released,
         Sampling,
         Stats,
+        TokenCount,
     )
 
 _HOMES = {
@@ -64,6 +65,7 @@ _HOMES = {
         "Released",
         "Sampling",
         "Stats",
+        "TokenCount",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -100,6 +102,7 @@ __all__ = [
     "ServeConfig",
     "Stats",
     "Stream",
+    "TokenCount",
     "connect",
     "launch",
 ]

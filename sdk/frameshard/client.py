@@ -512,6 +512,19 @@ class Client:
         budgets = tuple(mebibytes(budget) for budget in budgets_mb)
         return _then(self._asked(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer), lambda plan: plan.rows)
 
+    def count_tokens(self, content: str | Sequence[m.ChatMessage]) -> Awaitable[m.TokenCount]:
+        """Counts the tokens of the prompt of a completion, or of a chat as the model's chat template renders it. No job
+        waits for it. The result also says how many tokens still fit into the context behind the prompt.
+
+        :raises BadArgument: `content` is empty, or the chat template refuses the messages.
+        :raises ContextOverflow: the prompt is so long that it cannot fit into the context. (A prompt that is only a
+            little too long is counted, and no token is left.)
+        :raises EngineDied: no engine is running.
+        :raises Unsupported: it is a chat and the model has no chat template.
+        """
+        messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
+        return self._asked(lambda: self._core.count_tokens(messages, prompt), m.TokenCount)
+
     def notices(self) -> trio.MemoryReceiveChannel[m.Notice]:
         """A channel with the sidecar's notices from now on. At most 16 wait to be read; further ones are dropped."""
         send, receive = trio.open_memory_channel[m.Notice](16)

@@ -68,6 +68,7 @@ __all__ = [
     "Sidecar",
     "StatsArrived",
     "TextAdded",
+    "TokenCountArrived",
 ]
 
 T = TypeVar("T")
@@ -220,6 +221,15 @@ class PlanArrived:
 
 
 @dataclass(frozen=True)
+class TokenCountArrived:
+    """Answer to :meth:`Sidecar.count_tokens`; an `error` instead when there was none."""
+
+    request: int
+    count: m.TokenCount | None
+    error: FrameshardError | None
+
+
+@dataclass(frozen=True)
 class StatsArrived:
     """Answer to :meth:`Sidecar.stats`; an `error` instead when there was none."""
 
@@ -311,6 +321,7 @@ Event = (
     | BudgetArrived
     | CapsArrived
     | PlanArrived
+    | TokenCountArrived
     | StatsArrived
     | AdaptersArrived
     | FrameBlockArrived
@@ -529,6 +540,10 @@ class Sidecar:
     def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> int:
         """See :meth:`frameshard.Client.plan`; :class:`PlanArrived` follows."""
         return self._query(lambda client: client.plan(budgets_mb, prompt_tokens=prompt_tokens), PlanArrived)
+
+    def count_tokens(self, content: str | Sequence[m.ChatMessage]) -> int:
+        """See :meth:`frameshard.Client.count_tokens`; :class:`TokenCountArrived` follows."""
+        return self._query(lambda client: client.count_tokens(content), TokenCountArrived)
 
     def stats(self) -> int:
         """See :meth:`frameshard.Client.stats`; :class:`StatsArrived` follows."""

@@ -152,6 +152,10 @@ class _FakeEngine:
             self._say_adapters(command.seq)
         elif isinstance(command, em.MakePlans):
             self._plan(command)
+        elif isinstance(command, em.CountTokens):
+            contents = [message.content for message in command.messages] or [command.prompt]
+            n_tokens = len(" ".join(contents).split())
+            self._say(em.TokenCount(command.seq, n_tokens, max(0, self._n_ctx - n_tokens)))
         elif isinstance(command, em.GetStats):
             self._say(em.Stats(command.seq, self._stats()))
         elif isinstance(command, em.OpenFrameBlock | em.SetPacing):
@@ -256,7 +260,8 @@ class _FakeEngine:
             del self._jobs[job.number]
             reason: m.Reason = "stop" if job.max_tokens and not self._args.endless else "length"
             decode_s = self._args.delay * index
-            self._say(em.Done(job.number, reason, job.n_prompt, index, prefill_s=0.0, decode_s=decode_s))
+            n_left = max(0, self._n_ctx - job.n_prompt - index)
+            self._say(em.Done(job.number, reason, job.n_prompt, index, 0.0, decode_s, n_left))
             return
         if index == self._args.crash_at_token or self._args.poison in job.words:
             _die()

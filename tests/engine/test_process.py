@@ -63,6 +63,21 @@ def test_greedy_chat_streams_what_llama_cpp_says(cpu: EngineProcess, model_path:
     assert done["decode_s"] > 0
 
 
+def test_tokens_are_counted_as_a_job_reads_them(cpu: EngineProcess) -> None:
+    for prompt, fields in ((CASTLE, {"messages": CASTLE}), ("Once upon a time", {"prompt": "Once upon a time"})):
+        events = cpu.run(prompt, params={"max_tokens": 5})
+        cpu.send(op="count", seq=7, **fields)
+        count = cpu.wait_for("count")
+        assert count["n_tokens"] == events[0]["n_prompt"]
+        assert count["n_left"] == 512 - count["n_tokens"] == last(events)["n_left"] + last(events)["n_generated"]
+    cpu.send(op="count", seq=8, prompt="one two " * 400)
+    count = cpu.wait_for("count")
+    assert count["n_tokens"] > 512
+    assert "n_left" not in count  # none
+    cpu.send(op="count", seq=9, prompt=LONG * 1000)
+    assert cpu.wait_for("count")["error"]["name"] == "context_overflow"
+
+
 def test_the_model_ends_its_answer_itself(cpu: EngineProcess) -> None:
     events = cpu.run(user("Say yes."), params={"max_tokens": 200})
     assert last(events)["reason"] == "stop"

@@ -92,7 +92,7 @@ class Link:
 
 
 def finish(link: Link, job: int) -> None:
-    link.server.done(job, reason="stop", n_prompt=1, n_generated=3, prefill_s=0.1, decode_s=0.2, n_reused=0)
+    link.server.done(job, reason="stop", n_prompt=1, n_generated=3, prefill_s=0.1, decode_s=0.2, n_reused=0, n_left=1)
 
 
 def test_a_stream() -> None:

@@ -589,6 +589,13 @@ FS_API fs_status fs_get_caps(fs_client *client, uint64_t *request);
  * FS_EVENT_PLAN follows. [client] */
 FS_API fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 
+/* Asks how many tokens the prompt of fs_complete has, without a job. FS_EVENT_TOKEN_COUNT follows. [client] */
+FS_API fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t prompt_length, uint64_t *request);
+
+/* Likewise for the messages of fs_chat, as the model's chat template renders them. [client] */
+FS_API fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages,
+                                      uint64_t *request);
+
 /* Ends the sidecar for all its clients, even if another program has launched it. FS_EVENT_CLOSED follows. [client] */
 FS_API fs_status fs_shutdown(fs_client *client);
 
@@ -666,8 +673,7 @@ enum {
     /* The next part of the answer. job, timeline, text, tokens, sentence_end. The text never ends within a UTF-8
        character. */
     FS_EVENT_TEXT = 3,
-    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, prefill_s,
-       decode_s. */
+    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, n_left, prefill_s, decode_s. */
     FS_EVENT_DONE = 4,
     /* The job has failed; text sent before stays valid. job, timeline, status, text: the reason; detail. Also sent for
        jobs that wait when the launch fails, and for open jobs when the connection to the sidecar is lost. */
@@ -718,7 +724,9 @@ enum {
        job ends. job, timeline. */
     FS_EVENT_PAUSED = 23,
     /* A paused job continues. job, timeline. */
-    FS_EVENT_RESUMED = 24
+    FS_EVENT_RESUMED = 24,
+    /* Answer to fs_count_tokens and fs_count_chat_tokens. request, n_tokens, n_left. */
+    FS_EVENT_TOKEN_COUNT = 25
 };
 
 /* Why an answer is complete. */
@@ -885,10 +893,15 @@ typedef struct fs_event {
     /* `read`: the model file is read. `profile`: the machine's profile is read or estimated. `fill`: weights are
        copied to VRAM. FS_LOADING_..., or 0 for a value that this library does not know. */
     uint64_t stage;
-    /* Number of tokens of the KV cache that was written or read; 0: none. Without it the text is read anew. */
+    /* FS_EVENT_KV: Number of tokens of the KV cache that was written or read; 0: none. Without it the text is read
+       anew.
+       FS_EVENT_TOKEN_COUNT: Length of the prompt in tokens. */
     uint64_t n_tokens;
     /* Size of the file that was written or read; 0: none. */
     uint64_t file_bytes;
+    /* FS_EVENT_DONE: Number of tokens that still fit into the context behind prompt and answer.
+       FS_EVENT_TOKEN_COUNT: Number of tokens that still fit into the context behind the prompt. */
+    uint64_t n_left;
     /* end of fs_event */
 } fs_event;
 

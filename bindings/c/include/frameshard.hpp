@@ -118,11 +118,7 @@ class Client {
         return job;
     }
     uint64_t chat(const std::vector<Message> &messages, const JobOptions &options = {}) {
-        std::vector<fs_message> told;
-        told.reserve(messages.size());
-        for (const Message &message : messages) {
-            told.push_back({message.role, message.content.data(), length(message.content), 0});
-        }
+        std::vector<fs_message> told = told_of(messages);
         uint64_t job = 0;
         check(fs_chat(client_, told.data(), uint32_t(told.size()), &options, &job));
         return job;
@@ -196,6 +192,16 @@ class Client {
         return requested(
             [&](uint64_t *number) { return fs_get_plan(client_, vram_budget_bytes, prompt_tokens, number); });
     }
+    uint64_t count_tokens(std::string_view prompt) {
+        return requested(
+            [&](uint64_t *number) { return fs_count_tokens(client_, prompt.data(), length(prompt), number); });
+    }
+    uint64_t count_tokens(const std::vector<Message> &messages) {
+        std::vector<fs_message> told = told_of(messages);
+        return requested([&](uint64_t *number) {
+            return fs_count_chat_tokens(client_, told.data(), uint32_t(told.size()), number);
+        });
+    }
     uint64_t set_pacing(int32_t scheduling_mode, double target_tokens_per_second = 0) {
         return requested([&](uint64_t *number) {
             return fs_set_pacing(client_, scheduling_mode, target_tokens_per_second, number);
@@ -238,6 +244,14 @@ class Client {
             throw Error(FS_BAD_ARGUMENT, "a text is longer than 2 GiB");
         }
         return int32_t(text.size());
+    }
+    static std::vector<fs_message> told_of(const std::vector<Message> &messages) {
+        std::vector<fs_message> told;
+        told.reserve(messages.size());
+        for (const Message &message : messages) {
+            told.push_back({message.role, message.content.data(), length(message.content), 0});
+        }
+        return told;
     }
     template <class Ask> static uint64_t requested(Ask ask) {
         uint64_t number = 0;

@@ -39,6 +39,7 @@ struct Ending {
     uint32_t n_prompt = 0;    // tokens
     uint32_t n_generated = 0; // tokens
     uint64_t n_reused = 0;    // prompt tokens that were already in the KV cache
+    uint64_t n_left = 0;      // tokens that still fit into the context
     double prefill_s = 0, decode_s = 0;
 };
 
@@ -97,6 +98,7 @@ class Game {
         frame_request_ = 0;
         auto answers = std::exchange(answers_, {});
         auto leases = std::exchange(leases_, {});
+        counts_.clear();
         for (auto &item : answers) {
             item.second->ending.status = FS_CANCELLED;
             item.second->ending.message = "the session was closed";
@@ -159,6 +161,17 @@ class Game {
         lease.vram_budget_bytes = bytes;
         lease.timeout_s = timeout_s;
         return set_lease(lease, std::move(done));
+    }
+
+    /* Calls fs_count_tokens. If it returns FS_OK, `counted` is called once, with FS_EVENT_TOKEN_COUNT or
+     * FS_EVENT_REFUSED, unless the session is closed before. */
+    fs_status count_tokens(std::string_view prompt, std::function<void(const fs_event &)> counted) {
+        uint64_t request = 0;
+        fs_status status = fs_count_tokens(client_, prompt.data(), int32_t(prompt.size()), &request);
+        if (status == FS_OK) {
+            counts_.emplace(request, std::move(counted));
+        }
+        return status;
     }
 
     /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it leaves GPU time to frames.
@@ -227,6 +240,10 @@ class Game {
                    asked != leases_.end() && (event.type == FS_EVENT_LEASE || event.type == FS_EVENT_BUDGET_RELEASED ||
                                               event.type == FS_EVENT_REFUSED)) {
             hear(event, asked);
+        } else if (auto count = counts_.find(event.request); event.request != 0 && count != counts_.end()) {
+            auto counted = std::move(count->second); // a close() in the callback erases `count`
+            counts_.erase(count);
+            counted(event);
         } else if (frame_request_ != 0 && event.request == frame_request_) {
             frame_request_ = 0;
             if (event.type == FS_EVENT_FRAME_BLOCK && target_frame_s_ > 0) {
@@ -309,6 +326,7 @@ class Game {
             answer->ending.n_prompt = event.n_prompt;
             answer->ending.n_generated = event.n_generated;
             answer->ending.n_reused = event.n_reused;
+            answer->ending.n_left = event.n_left;
             answer->ending.prefill_s = event.prefill_s;
             answer->ending.decode_s = event.decode_s;
             break;
@@ -336,7 +354,8 @@ class Game {
     double target_frame_s_ = 0;
     uint64_t frame_request_ = 0;
     std::map<uint64_t, std::shared_ptr<Answer>> answers_;
-    std::map<uint64_t, Lease> leases_; // by request
+    std::map<uint64_t, Lease> leases_;                                 // by request
+    std::map<uint64_t, std::function<void(const fs_event &)>> counts_; // by request
 };
 
 } // namespace frameshard

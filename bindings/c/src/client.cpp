@@ -240,6 +240,27 @@ void need_model(const fs_client &client) {
     }
 }
 
+json messages_of(const fs_message *messages, uint32_t n_messages) {
+    if (messages == nullptr || n_messages < 1 || n_messages > 1024) {
+        refuse(FS_BAD_ARGUMENT, "messages must be 1 to 1024");
+    }
+    json told = json::array();
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < n_messages; ++i) {
+        std::string role = text_of("role", messages[i].role, 1, 16);
+        if (role != "system" && role != "user" && role != "assistant") {
+            refuse(FS_BAD_ARGUMENT, "role must be system, user or assistant, not " + role);
+        }
+        std::string content = text_of("content", messages[i].content, messages[i].content_length, 0, kMaxString);
+        bytes += content.size() + 64;
+        told.push_back({{"role", role}, {"content", std::move(content)}});
+    }
+    if (bytes > frameshard_core::kMaxFrame - kMaxString) {
+        refuse(FS_BAD_ARGUMENT, "the messages are longer than a frame may be");
+    }
+    return told;
+}
+
 void give(uint64_t *place, uint64_t value) {
     if (place != nullptr) {
         *place = value;
@@ -606,24 +627,7 @@ fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_mess
         const char *system = nullptr;
         Images images;
         json fields = job_fields("chat", options, &conversation, &system, &images);
-        if (messages == nullptr || n_messages < 1 || n_messages > 1024) {
-            refuse(FS_BAD_ARGUMENT, "messages must be 1 to 1024");
-        }
-        json told = json::array();
-        size_t bytes = 0;
-        for (uint32_t i = 0; i < n_messages; ++i) {
-            std::string role = text_of("role", messages[i].role, 1, 16);
-            if (role != "system" && role != "user" && role != "assistant") {
-                refuse(FS_BAD_ARGUMENT, "role must be system, user or assistant, not " + role);
-            }
-            std::string content = text_of("content", messages[i].content, messages[i].content_length, 0, kMaxString);
-            bytes += content.size() + 64;
-            told.push_back({{"role", role}, {"content", std::move(content)}});
-        }
-        if (bytes > frameshard_core::kMaxFrame - kMaxString) {
-            refuse(FS_BAD_ARGUMENT, "the messages are longer than a frame may be");
-        }
-        fields["messages"] = std::move(told);
+        fields["messages"] = messages_of(messages, n_messages);
         if (!conversation.empty()) {
             fields["conversation"] = conversation;
         }
@@ -813,6 +817,21 @@ fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t pr
         check_range("prompt_tokens", prompt_tokens, 1, 1 << 20);
         ask_for(open, {{"t", "plan"}, {"budgets", json::array({vram_budget_bytes})}, {"prompt_tokens", prompt_tokens}},
                 request);
+    });
+}
+
+fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t prompt_length, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        ask_for(open, {{"t", "count_tokens"}, {"prompt", text_of("prompt", prompt, prompt_length, 1, kMaxString)}},
+                request);
+    });
+}
+
+fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        ask_for(open, {{"t", "count_tokens"}, {"messages", messages_of(messages, n_messages)}}, request);
     });
 }
 

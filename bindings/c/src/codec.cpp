@@ -278,6 +278,12 @@ const std::vector<Message> &messages() {
             {"epoch", Type::Int, 1, kMost},
             {"rows", Type::Records, 0, 32, &kPlanRow},
         }},
+        {"token_count", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"n_tokens", Type::Int, 0, kMost},
+            {"n_left", Type::Int, 0, kMost},
+        }},
         {"adapters", {
             {"id", Type::Int, 1, kMost},
             {"epoch", Type::Int, 1, kMost},
@@ -356,6 +362,7 @@ const std::vector<Message> &messages() {
             {"prefill_s", Type::Number, 0, 1000000000},
             {"decode_s", Type::Number, 0, 1000000000},
             {"n_reused", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"n_left", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"failed", {
             {"job", Type::Int, 1, kMost},

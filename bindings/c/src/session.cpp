@@ -460,6 +460,11 @@ void Session::answered_by(const json &message) {
         event.fields.n_tokens = message["n_tokens"];
         event.fields.file_bytes = message["file_bytes"];
         event.text = message["detail"];
+    } else if (name == "token_count") {
+        Event &event = put(FS_EVENT_TOKEN_COUNT);
+        event.fields.request = id;
+        event.fields.n_tokens = message["n_tokens"];
+        event.fields.n_left = message["n_left"];
     } else if (name == "frame_block") {
         Event &event = put(FS_EVENT_FRAME_BLOCK);
         event.fields.request = id;
@@ -555,6 +560,7 @@ void Session::job_event(const json &message) {
             event.fields.n_prompt = message["n_prompt"];
             event.fields.n_generated = message["n_generated"];
             event.fields.n_reused = message["n_reused"];
+            event.fields.n_left = message["n_left"];
             event.fields.prefill_s = message["prefill_s"];
             event.fields.decode_s = message["decode_s"];
         } else if (name == "failed") {

@@ -330,6 +330,7 @@ class Jobs:
                 n_prompt=job.n_prompt,
                 n_generated=len(job.tokens),
                 n_reused=job.n_reused,
+                n_left=event.n_left,
                 prefill_s=event.prefill_s,
                 decode_s=event.decode_s,
             )

@@ -27,10 +27,8 @@ MAX_ASKED = 64
 """The most requests that may wait for the engine."""
 
 
-_Asked = m.StatsGet | m.PlanGet | m.AdapterLoad | m.AdapterUnload | m.KvSave | m.KvLoad
+_Asked = m.StatsGet | m.PlanGet | m.CountTokens | m.AdapterLoad | m.AdapterUnload | m.KvSave | m.KvLoad
 """Requests that the engine answers."""
-
-_Answer = em.Stats | em.Plans | em.Adapters | em.Kv
 
 
 class Requests:
@@ -120,6 +118,8 @@ class Requests:
             command = em.SaveKv if isinstance(request, m.KvSave) else em.LoadKv
             key = conversation_key(connection, request.conversation)
             self._ask(connection, request, lambda seq: command(seq, key, request.path))
+        elif isinstance(request, m.CountTokens):
+            self._ask(connection, request, lambda seq: em.CountTokens(seq, request.messages, request.prompt))
         elif isinstance(request, m.FrameBlockGet):
             path = self._frame_block.path()
             if em.OpenFrameBlock not in self._settings:  # an engine maps it again with each such command
@@ -154,7 +154,7 @@ class Requests:
             self._asked[self._numbers] = connection, request
             self._supervisor.send(command(self._numbers))
 
-    def _answer(self, connection: ServerConnection, request: _Asked, event: _Answer | None) -> None:
+    def _answer(self, connection: ServerConnection, request: _Asked, event: em.Answer | None) -> None:
         """Answers a request that the engine was asked.
 
         :param event: the engine's answer; None if no engine is running.
@@ -169,6 +169,8 @@ class Requests:
             connection.reply(m.Kv(request.id, self._epoch, event.n_tokens, event.file_bytes, event.detail))
         elif event.error is not None:
             connection.refuse(request.id, event.error.exception())
+        elif isinstance(event, em.TokenCount):
+            connection.reply(m.TokenCount(request.id, self._epoch, event.n_tokens, event.n_left))
         elif isinstance(event, em.Adapters):
             if isinstance(request, m.AdapterLoad):
                 self.adapters[request.name] = request.path
@@ -212,7 +214,7 @@ class Requests:
         for command in self._settings.values():
             self._supervisor.send(command)
 
-    def engine_answered(self, event: _Answer) -> None:
+    def engine_answered(self, event: em.Answer) -> None:
         asked = self._asked.pop(event.seq, None)
         if asked is not None:
             self._answer(*asked, event)

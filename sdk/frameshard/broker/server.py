@@ -243,7 +243,7 @@ class Server:
             self._tell_loading(m.Loading(self._epoch, event.stage, event.done, event.total))
         elif isinstance(event, em.BudgetEvent | em.Watch):
             self._lease.engine_event(event, trio.current_time())
-        elif isinstance(event, em.Stats | em.Plans | em.Adapters | em.Kv):
+        elif isinstance(event, em.Answer):
             self._requests.engine_answered(event)
         elif isinstance(event, em.JobEvent):
             return self._jobs.engine_event(event)

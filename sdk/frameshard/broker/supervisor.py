@@ -66,7 +66,7 @@ _FILE_STATUSES = tuple(
     if hasattr(signal, name)
 )
 
-_ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.Kv, em.Watch)
+_ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.TokenCount, em.Kv, em.Watch)
 """Events from other threads of the engine. They do not show that its main thread works."""
 
 

@@ -625,6 +625,7 @@ class Batcher:
             n_generated=len(job.produced),
             prefill_s=first_token_at - job.started_at,
             decode_s=now - first_token_at,
+            n_left=self._runtime.n_ctx_seq - len(job.prompt) - len(job.produced),
         )
         return self._end(job, done)
 

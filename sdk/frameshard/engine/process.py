@@ -13,6 +13,7 @@ prepare  two threads that make requests ready to run (:mod:`frameshard.engine.pr
 budget   changes the budget, and waits until the device has released memory (:mod:`frameshard.engine.budgets`).
 adapter  checks and reads the file of a LoRA adapter, one thread for each load.
 plan     answers what-if questions (:mod:`frameshard.engine.whatif`).
+count    counts the tokens of prompts (:mod:`frameshard.engine.counting`).
 watch    reports the device's memory to the broker (:mod:`frameshard.engine.watch`).
 
 The process ends when the broker closes the socket, so it never outlives the broker.
@@ -37,6 +38,7 @@ from typing import Any, NoReturn
 from frameshard.engine import report
 from frameshard.engine.batch import Batcher
 from frameshard.engine.budgets import Budgets
+from frameshard.engine.counting import Counting
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.idle import IdleProfile
 from frameshard.engine.job import Job
@@ -98,6 +100,7 @@ class Engine:
         """Functions that the main thread will call."""
         self._budgets = Budgets(link.send, self._commands.put, self._want_plan)
         self._what_if = WhatIf(link.send)
+        self._counting = Counting(link.send)
         self._pace = Pace()
         self._runtime: Runtime | None = None
         self._batcher: Batcher | None = None
@@ -130,6 +133,7 @@ class Engine:
             ("reader", self._read),
             ("budget", partial(self._when_loaded, self._budgets.serve)),
             ("plan", partial(self._when_loaded, self._what_if.serve)),
+            ("count", partial(self._when_loaded, self._counting.serve)),
             ("watch", partial(self._when_loaded, self._watch)),
         ):
             threading.Thread(target=work, daemon=True, name=name).start()
@@ -140,8 +144,9 @@ class Engine:
             return 0
         except Exception as error:
             return self._fatal(internal(logger, "the engine", error))
-        # The model is freed only if no prepare thread still uses it. The system frees all memory at exit anyway.
-        if self._preparation is None or self._preparation.close(CLEANUP_S / 2):
+        # The model is freed only if no other thread still uses it. The system frees all memory at exit anyway.
+        prepared = self._preparation is None or self._preparation.close(CLEANUP_S / 2)
+        if prepared and self._counting.close(CLEANUP_S / 4):
             if self._batcher is not None:
                 self._batcher.close()
             if self._runtime is not None:
@@ -406,6 +411,8 @@ class Engine:
             if self._kv_files is None:
                 raise BadMessage("kv_load came before the engine was ready")
             self._kv_files.load(command)
+        elif isinstance(command, em.CountTokens):
+            self._counting.ask(command)
         elif isinstance(command, em.GetStats):
             self._link.send(em.Stats(command.seq, self._statistics()))
         elif isinstance(command, em.AskAlive):

@@ -23,7 +23,7 @@ from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
 from frameshard.wire import messages as m
-from frameshard.wire.engine import Submit
+from frameshard.wire.engine import CountTokens, Submit
 
 _REMEMBERED = 16  # DRY samplers
 
@@ -87,6 +87,15 @@ class RequestReader:
         if not self._runtime.config.kv_cache_bytes:
             raise BadArgument("a warm-up needs the KV store: launch with kv_cache_mb above 0", field="warm_up")
 
+    def count(self, request: CountTokens) -> int:
+        """Counts the tokens of a prompt.
+
+        :raises BadArgument: the chat template refuses the messages.
+        :raises ContextOverflow: the prompt is so long that it cannot fit, and counting its tokens would take long.
+        :raises Unsupported: it is a chat and the model has no chat template.
+        """
+        return len(self._tokens(request, 1))
+
     def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:
         """The biases of tokens. A text stands for each of its tokens, as in llama.cpp's server."""
         biases: list[tuple[int, float]] = []
@@ -129,15 +138,15 @@ class RequestReader:
         return prompt, pictures
 
     def _text_prompt(self, request: Submit) -> list[int]:
-        chat = request.kind == "chat"
-        if chat and request.warm_up and request.messages[-1].role != "user":
+        if request.warm_up and request.messages and request.messages[-1].role != "user":
             return self._prompt_before_a_question(request)
-        parts, add_special = (
-            self._runtime.tokenizer.chat_parts(_messages(request)) if chat else ([request.prompt], True)
-        )
-        n_least = sum(map(self._runtime.tokenizer.least_tokens, parts))
-        self._check_fits(n_least, _n_answer(request), least=True)
-        return self._runtime.tokenizer.tokenize_parts(parts, add_special=add_special, parse_special=chat)
+        return self._tokens(request, _n_answer(request))
+
+    def _tokens(self, request: Submit | CountTokens, n_answer: int) -> list[int]:
+        tokenizer, chat = self._runtime.tokenizer, bool(request.messages)
+        parts, add_special = tokenizer.chat_parts(_messages(request)) if chat else ([request.prompt], True)
+        self._check_fits(sum(map(tokenizer.least_tokens, parts)), n_answer, least=True)
+        return tokenizer.tokenize_parts(parts, add_special=add_special, parse_special=chat)
 
     def _prompt_before_a_question(self, request: Submit) -> list[int]:
         """The tokens with which every prompt begins that continues these messages with a question. Templates may need
@@ -180,7 +189,7 @@ class RequestReader:
         return text, add_special
 
 
-def _messages(request: Submit) -> list[dict[str, str]]:
+def _messages(request: Submit | CountTokens) -> list[dict[str, str]]:
     """The messages in the form that chat templates take."""
     return [{"role": message.role, "content": message.content} for message in request.messages]
 

@@ -217,6 +217,7 @@ class ServerConnection:
         prefill_s: float,
         decode_s: float,
         n_reused: int,
+        n_left: int,
     ) -> None:
         fields = {
             "reason": reason,
@@ -225,6 +226,7 @@ class ServerConnection:
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             "n_reused": n_reused,
+            "n_left": n_left,
         }
         self._streams[job].add(m.Done, fields, self.epoch)
 
@@ -366,6 +368,9 @@ class ClientConnection:
 
     def plan(self, budgets: tuple[int, ...], prompt_tokens: int) -> int:
         return self._request(m.PlanGet, budgets=budgets, prompt_tokens=prompt_tokens)
+
+    def count_tokens(self, messages: tuple[m.ChatMessage, ...], prompt: str) -> int:
+        return self._request(m.CountTokens, messages=messages, prompt=prompt)
 
     def frame_block(self) -> int:
         return self._request(m.FrameBlockGet)

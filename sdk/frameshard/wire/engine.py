@@ -164,6 +164,15 @@ class LoadKv:
 
 
 @dataclass(frozen=True)
+class CountTokens:
+    """Asks how many tokens a prompt has. The answer is :class:`TokenCount`."""
+
+    seq: Count
+    messages: Annotated[tuple[m.ChatMessage, ...], codec.ENGINE.array] = ()
+    prompt: Annotated[str, checks.text(codec.ENGINE.string)] = ""
+
+
+@dataclass(frozen=True)
 class GetStats:
     """Asks for statistics. The answer is :class:`Stats`."""
 
@@ -202,6 +211,7 @@ Command = (
     | MakePlans
     | SaveKv
     | LoadKv
+    | CountTokens
     | GetStats
     | AskAlive
     | Ping
@@ -291,6 +301,8 @@ class Done:
     n_generated: Count
     prefill_s: Seconds
     decode_s: Seconds
+    n_left: Count = 0
+    """How many tokens still fit into the context."""
 
 
 @dataclass(frozen=True)
@@ -397,6 +409,17 @@ class Kv:
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """The answer to :class:`CountTokens`: the tokens of the prompt and how many still fit into the context behind it,
+    or the error."""
+
+    seq: Count
+    n_tokens: Count = 0
+    n_left: Count = 0
+    error: m.ErrorInfo | None = None
+
+
+@dataclass(frozen=True)
 class Watch:
     """The state of the device's memory. `total_bytes` and `free_bytes` are None if the driver does not give them."""
 
@@ -426,7 +449,8 @@ class Pong:
 
 JobEvent = Started | Progress | Token | Done | Failed | Cancelled
 BudgetEvent = BudgetGranted | BudgetLate | BudgetReleased | BudgetObserved | BudgetRefused
-Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Stats | Plans | Adapters | Kv | Watch | Alive | Pong
+Answer = Stats | Plans | TokenCount | Adapters | Kv
+Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Answer | Watch | Alive | Pong
 Message = Command | Event
 
 COMMANDS: dict[str, type[Any]] = {
@@ -442,6 +466,7 @@ COMMANDS: dict[str, type[Any]] = {
     "plan": MakePlans,
     "kv_save": SaveKv,
     "kv_load": LoadKv,
+    "count": CountTokens,
     "stats": GetStats,
     "alive": AskAlive,
     "ping": Ping,
@@ -465,6 +490,7 @@ EVENTS: dict[str, type[Any]] = {
     "refused": BudgetRefused,
     "stats": Stats,
     "plan": Plans,
+    "count": TokenCount,
     "adapters": Adapters,
     "kv": Kv,
     "watch": Watch,
@@ -536,6 +562,8 @@ def refusal(fields: Mapping[str, Any], error: BadMessage) -> Event | None:
         return Adapters(number, error=why)
     if name in ("kv_save", "kv_load"):
         return Kv(number, detail=why.message[: m.MAX_KV_DETAIL])
+    if name == "count":
+        return TokenCount(number, error=why)
     return Plans(number, error=why) if name == "plan" else None
 
 

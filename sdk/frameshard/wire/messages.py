@@ -561,6 +561,22 @@ class KvLoad:
 
 
 @dataclass(frozen=True)
+class CountTokens:
+    """Asks how many tokens a prompt has, without a job."""
+
+    id: RequestId
+    epoch: Epoch
+    messages: Annotated[
+        tuple[ChatMessage, ...], "Messages of a chat. They are counted as the chat template renders them."
+    ] = ()
+    prompt: Annotated[Text, "Prompt of a completion, if there are no messages."] = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.messages) == bool(self.prompt):
+            raise checks.Refused("prompt: either messages or a prompt is counted")
+
+
+@dataclass(frozen=True)
 class ModelInfoGet:
     """Asks for a description of the loaded model."""
 
@@ -754,6 +770,16 @@ class Kv:
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """Answer to count_tokens."""
+
+    id: RequestId
+    epoch: Epoch
+    n_tokens: Annotated[Tokens, "Length of the prompt in tokens."]
+    n_left: Annotated[Tokens, "Number of tokens that still fit into the context behind the prompt."]
+
+
+@dataclass(frozen=True)
 class FrameBlock:
     """Answer to frame_block."""
 
@@ -895,6 +921,7 @@ class Done:
     prefill_s: Annotated[Seconds, "Time from the start of the prefill to the first token."]
     decode_s: Annotated[Seconds, "Time from the first token to the end of the answer."]
     n_reused: Annotated[Tokens, "Number of prompt tokens that were already in the KV cache or in the KV store."] = 0
+    n_left: Annotated[Tokens, "Number of tokens that still fit into the context behind prompt and answer."] = 0
 
 
 @dataclass(frozen=True)
@@ -986,6 +1013,7 @@ Request = (
     | BudgetGet
     | CapsGet
     | PlanGet
+    | CountTokens
     | AdapterLoad
     | AdapterUnload
     | FrameBlockGet
@@ -1010,6 +1038,7 @@ Reply = (
     | Budget
     | Caps
     | PlanAnswer
+    | TokenCount
     | Adapters
     | Kv
     | FrameBlock
@@ -1029,6 +1058,7 @@ REQUESTS: dict[str, type[Any]] = {
     "budget_get": BudgetGet,
     "caps_and_requirements": CapsGet,
     "plan": PlanGet,
+    "count_tokens": CountTokens,
     "adapter_load": AdapterLoad,
     "adapter_unload": AdapterUnload,
     "frame_block": FrameBlockGet,
@@ -1053,6 +1083,7 @@ ANSWERS: dict[str, type[Any]] = {
     "budget": Budget,
     "caps_and_requirements": Caps,
     "plan": PlanAnswer,
+    "token_count": TokenCount,
     "adapters": Adapters,
     "kv": Kv,
     "frame_block": FrameBlock,

@@ -63,9 +63,7 @@ internal static class Runner
             case "ask":
                 return Watch(Client.Ask((string)command["text"], Options(command)));
             case "chat":
-                var messages = command["messages"].Cast<JsonValue>().Select(
-                    pair => new ChatMessage((string)pair[0], (string)pair[1]));
-                return Watch(Client.Chat(messages.ToArray(), Options(command)));
+                return Watch(Client.Chat(Messages(command), Options(command)));
             case "complete":
                 return Watch(Client.Complete((string)command["prompt"], Options(command)));
             case "cancel":
@@ -136,6 +134,13 @@ internal static class Runner
                     { "resident_bytes", found.ResidentBytes }, { "streamed_bytes", found.StreamedBytes },
                     { "cpu_bytes", found.CpuBytes },
                 });
+            case "count_tokens":
+                var count = command.ContainsKey("prompt")
+                    ? Client.CountTokensAsync((string)command["prompt"]) : Client.CountTokensAsync(Messages(command));
+                return Watch("token_count", count, found => new JsonObject
+                {
+                    { "n_tokens", (long)found.NTokens }, { "n_left", (long)found.NLeft },
+                });
             case "set_pacing":
                 Client.SetPacing(Value<SchedulingMode>((string)command["scheduling_mode"]),
                     (double)command["target_tokens_per_second"]);
@@ -188,6 +193,9 @@ internal static class Runner
             { "detail", JsonValue.Parse(adapters.DetailJson) }, { "floor_bytes", adapters.FloorBytes },
         };
     }
+
+    private static ChatMessage[] Messages(JsonObject command) => command["messages"].Cast<JsonValue>().Select(
+        pair => new ChatMessage((string)pair[0], (string)pair[1])).ToArray();
 
     private static Job OpenJob(JsonObject command)
     {
@@ -291,7 +299,7 @@ internal static class Runner
         After(job.Completion, done => TellOf(job, "done", new JsonObject
         {
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },
-            { "n_reused", (long)done.NReused },
+            { "n_reused", (long)done.NReused }, { "n_left", (long)done.NLeft },
             { "prefill_s", done.PrefillSeconds }, { "decode_s", done.DecodeSeconds },
         }), error => TellOf(job, "failed", Failure(error)), () => TellOf(job, "cancelled", new JsonObject()));
         return Number("job", (long)job.Id);

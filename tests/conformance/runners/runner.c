@@ -21,7 +21,7 @@ static const char *const types[] = {NULL,          "ready",           "started",
                                     "cancelled",   "budget_released", "budget_observed", "budget",   "stats", "refused",
                                     "engine",      "closed",          "lease",           "notice",   "caps",  "plan",
                                     "frame_block", "progress",        "loading",         "adapters", "kv",    "paused",
-                                    "resumed"};
+                                    "resumed",     "token_count"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
@@ -125,6 +125,28 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     return options;
 }
 
+/* Makes the messages of a chat. The caller frees them. */
+static fs_message *messages_of(const cJSON *command, uint32_t *count) {
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *pair;
+    fs_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
+    cJSON_ArrayForEach(pair, list) {
+        messages[*count].role = cJSON_GetArrayItem(pair, 0)->valuestring;
+        messages[*count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
+        messages[(*count)++].content_length = FS_NUL_TERMINATED;
+    }
+    return messages;
+}
+
+static fs_status count_tokens(const cJSON *command, uint64_t *request) {
+    if (text(command, "prompt", NULL) != NULL)
+        return fs_count_tokens(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, request);
+    uint32_t count = 0;
+    fs_message *messages = messages_of(command, &count);
+    fs_status status = fs_count_chat_tokens(client, messages, count, request);
+    free(messages);
+    return status;
+}
+
 static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     fs_sampling sampling;
     const char *stop[16];
@@ -138,14 +160,8 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     } else if (strcmp(what, "complete") == 0) {
         status = fs_complete(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, &options, job);
     } else {
-        const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *pair;
-        fs_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
         uint32_t count = 0;
-        cJSON_ArrayForEach(pair, list) {
-            messages[count].role = cJSON_GetArrayItem(pair, 0)->valuestring;
-            messages[count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
-            messages[count++].content_length = FS_NUL_TERMINATED;
-        }
+        fs_message *messages = messages_of(command, &count);
         status = fs_chat(client, messages, count, &options, job);
         free(messages);
     }
@@ -253,6 +269,8 @@ static cJSON *told(const fs_event *event) {
     add(object, "n_prompt", event->n_prompt);
     add(object, "n_generated", event->n_generated);
     add(object, "n_reused", (double)event->n_reused);
+    add(object, "n_left", (double)event->n_left);
+    add(object, "n_tokens", (double)event->n_tokens);
     add(object, "seed", (double)event->seed);
     add(object, "restarts", event->restarts);
     add(object, "budget_bytes", (double)event->budget_bytes);
@@ -359,6 +377,8 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
     else if (strcmp(what, "get_plan") == 0)
         status = fs_get_plan(client, (uint64_t)number(command, "vram_budget_bytes", 0),
                              (uint32_t)number(command, "prompt_tokens", 1), &request);
+    else if (strcmp(what, "count_tokens") == 0)
+        status = count_tokens(command, &request);
     else if (strcmp(what, "set_pacing") == 0)
         status = fs_set_pacing(client, place(text(command, "scheduling_mode", ""), modes, 4),
                                number(command, "target_tokens_per_second", 0), &request);

@@ -129,6 +129,7 @@ json told(const Event &event) {
                 {"n_prompt", event.n_prompt},
                 {"n_generated", event.n_generated},
                 {"n_reused", event.n_reused},
+                {"n_left", event.n_left},
                 {"prefill_s", event.prefill_s},
                 {"decode_s", event.decode_s}};
         said.update(of_job);
@@ -205,6 +206,10 @@ json told(const Event &event) {
         said = {{"type", "kv"}, {"n_tokens", event.n_tokens}, {"file_bytes", event.file_bytes}, {"text", event.text()}};
         said.update(of_request);
         break;
+    case FS_EVENT_TOKEN_COUNT:
+        said = {{"type", "token_count"}, {"n_tokens", event.n_tokens}, {"n_left", event.n_left}};
+        said.update(of_request);
+        break;
     case FS_EVENT_FRAME_BLOCK:
         said = {{"type", "frame_block"}, {"path", event.text()}};
         said.update(of_request);
@@ -267,11 +272,7 @@ class Runner {
         } else if (what == "ask") {
             return {{"job", client_->ask(text(command, "text"), Options(command).options)}};
         } else if (what == "chat") {
-            std::vector<frameshard::Message> messages;
-            for (const json &pair : command["messages"]) {
-                messages.push_back({pair[0].get_ref<const std::string &>().c_str(), text_of(pair[1])});
-            }
-            return {{"job", client_->chat(messages, Options(command).options)}};
+            return {{"job", client_->chat(messages_of(command), Options(command).options)}};
         } else if (what == "complete") {
             return {{"job", client_->complete(text(command, "prompt"), Options(command).options)}};
         } else if (what == "cancel") {
@@ -326,6 +327,10 @@ class Runner {
             return {{"request", client_->get_caps()}};
         } else if (what == "get_plan") {
             return {{"request", client_->get_plan(command["vram_budget_bytes"], command["prompt_tokens"])}};
+        } else if (what == "count_tokens" && command.contains("prompt")) {
+            return {{"request", client_->count_tokens(text_of(command["prompt"]))}};
+        } else if (what == "count_tokens") {
+            return {{"request", client_->count_tokens(messages_of(command))}};
         } else if (what == "set_pacing") {
             int32_t mode = place(kModes, command["scheduling_mode"]);
             return {{"request", client_->set_pacing(mode, command["target_tokens_per_second"])}};
@@ -343,6 +348,14 @@ class Runner {
 
   private:
     static std::string_view text_of(const json &value) { return value.get_ref<const std::string &>(); }
+
+    static std::vector<frameshard::Message> messages_of(const json &command) {
+        std::vector<frameshard::Message> messages;
+        for (const json &pair : command["messages"]) {
+            messages.push_back({pair[0].get_ref<const std::string &>().c_str(), text_of(pair[1])});
+        }
+        return messages;
+    }
 
     json poll(int32_t limit, double timeout_s) {
         using clock = std::chrono::steady_clock;

@@ -71,12 +71,20 @@ function commands.ask(command)
   return said_job(client():ask(command.text, command.options))
 end
 
-function commands.chat(command)
+local function messages_of(command)
   local messages = {}
   for index, message in ipairs(command.messages) do
     messages[index] = { role = message[1], content = message[2] }
   end
-  return said_job(client():chat(messages, command.options))
+  return messages
+end
+
+function commands.chat(command)
+  return said_job(client():chat(messages_of(command), command.options))
+end
+
+function commands.count_tokens(command)
+  return { request = client():count_tokens(command.prompt or messages_of(command)) }
 end
 
 function commands.complete(command)

@@ -255,6 +255,10 @@ def _why(error: frameshard.FrameshardError | None) -> Event:
     return {"status": error.name, "detail": dict(error.detail)} if error else {"status": "ok", "detail": {}}
 
 
+def _told(messages: list[list[str]]) -> list[frameshard.ChatMessage]:
+    return [frameshard.ChatMessage(role, said) for role, said in messages]  # type: ignore[arg-type]
+
+
 def _budget(answer: Any) -> Event:
     return {**dataclasses.asdict(answer), "budget_bytes": answer.vram_budget_bytes}
 
@@ -310,7 +314,7 @@ class Runner:
         return {"job": self.session.job(options, turn, lambda client, **given: client.ask(text, **given))}
 
     async def do_chat(self, messages: list[list[str]], options: dict[str, Any] | None = None) -> Event:
-        told = [frameshard.ChatMessage(role, said) for role, said in messages]  # type: ignore[arg-type]
+        told = _told(messages)
         return {"job": self.session.job(options or {}, None, lambda client, **given: client.chat(told, **given))}
 
     async def do_complete(self, prompt: str, options: dict[str, Any] | None = None) -> Event:
@@ -388,6 +392,15 @@ class Runner:
         async def ask(client: frameshard.Client, number: int) -> Event:
             (row,) = await client.plan([vram_budget_bytes / MIB], prompt_tokens=prompt_tokens)
             return {"type": "plan", **_budget(row)}
+
+        return {"request": self.session.request(ask)}
+
+    async def do_count_tokens(self, prompt: str = "", messages: list[list[str]] | None = None) -> Event:
+        content = _told(messages) if messages else prompt
+
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            count = await client.count_tokens(content)
+            return {"type": "token_count", "n_tokens": count.n_tokens, "n_left": count.n_left}
 
         return {"request": self.session.request(ask)}
 

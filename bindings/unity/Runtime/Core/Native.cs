@@ -54,7 +54,7 @@ namespace Frameshard
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
             Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22, Paused = 23,
-            Resumed = 24,
+            Resumed = 24, TokenCount = 25,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -295,6 +295,7 @@ namespace Frameshard
             internal ulong Stage;
             internal ulong NTokens;
             internal ulong FileBytes;
+            internal ulong NLeft;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
@@ -347,6 +348,11 @@ namespace Frameshard
         [DllImport(Library)] internal static extern int fs_get_caps(ClientHandle client, out ulong request);
         [DllImport(Library)]
         internal static extern int fs_get_plan(ClientHandle client, ulong bytes, uint promptTokens, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_count_tokens(ClientHandle client, IntPtr prompt, int length, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_count_chat_tokens(
+            ClientHandle client, [In] Message[] messages, uint count, out ulong request);
         [DllImport(Library)] internal static extern int fs_shutdown(ClientHandle client);
         [DllImport(Library)]
         internal static extern int fs_set_pacing(ClientHandle client, int mode, double rate, out ulong request);

@@ -158,13 +158,7 @@ namespace Frameshard
         {
             using (var texts = new Utf8())
             {
-                var native = new Native.Message[messages.Count];
-                for (var index = 0; index < native.Length; index++)
-                {
-                    native[index].Role = texts.Name(messages[index].Role ?? "");
-                    native[index].Content = texts.Text(messages[index].Content ?? "", out var length);
-                    native[index].ContentLength = length;
-                }
+                var native = Pin(texts, messages);
                 return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions made, out ulong id) =>
                     Native.fs_chat(_client, native, (uint)native.Length, ref made, out id));
             }
@@ -392,6 +386,32 @@ namespace Frameshard
             return new LoadedAdapters { FloorBytes = answer.FloorBytes, DetailJson = detail };
         }
 
+        /// <summary>Counts the tokens of the prompt of <see cref="Complete"/>, without a job.</summary>
+        public Task<TokenCount> CountTokensAsync(string prompt,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var pointer = texts.Text(prompt ?? "", out var length);
+                return Ask(cancellation, (out ulong id) => Native.fs_count_tokens(_client, pointer, length, out id),
+                    (answer, text, detail) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
+            }
+        }
+
+        /// <summary>Counts the tokens of the messages of <see cref="Chat"/>, as the model's chat template renders
+        /// them.</summary>
+        public Task<TokenCount> CountTokensAsync(IReadOnlyList<ChatMessage> messages,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var native = Pin(texts, messages);
+                return Ask(cancellation,
+                    (out ulong id) => Native.fs_count_chat_tokens(_client, native, (uint)native.Length, out id),
+                    (answer, text, detail) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
+            }
+        }
+
         /// <summary>Sets how the GPU is shared with the frames in the <see cref="FrameBlock"/>.</summary>
         /// <param name="mode">Who may use GPU time first.</param>
         /// <param name="targetTokensPerSecond">Limit for all jobs together, 0.1 to 10,000; 0: no limit.</param>
@@ -572,6 +592,18 @@ namespace Frameshard
             return block;
         }
 
+        private static Native.Message[] Pin(Utf8 texts, IReadOnlyList<ChatMessage> messages)
+        {
+            var native = new Native.Message[messages.Count];
+            for (var index = 0; index < native.Length; index++)
+            {
+                native[index].Role = texts.Name(messages[index].Role ?? "");
+                native[index].Content = texts.Text(messages[index].Content ?? "", out var length);
+                native[index].ContentLength = length;
+            }
+            return native;
+        }
+
         private static IntPtr Pin(Utf8 texts, Image[] images)
         {
             var size = Marshal.SizeOf(typeof(Native.Image));
@@ -710,7 +742,7 @@ namespace Frameshard
                     Find(native.Job, true)?.Finish(new Completion
                     {
                         Reason = (StopReason)native.Reason, NPrompt = native.NPrompt, NGenerated = native.NGenerated,
-                        NReused = native.NReused,
+                        NReused = native.NReused, NLeft = native.NLeft,
                         PrefillSeconds = native.PrefillS, DecodeSeconds = native.DecodeS,
                     });
                     break;
@@ -730,6 +762,7 @@ namespace Frameshard
                 case Native.EventType.Caps:
                 case Native.EventType.Plan:
                 case Native.EventType.FrameBlock:
+                case Native.EventType.TokenCount:
                 case Native.EventType.Adapters:
                 case Native.EventType.Kv:
                     Answered(native.Request, true)?.Answer(native, text, detail);

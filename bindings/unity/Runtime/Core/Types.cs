@@ -408,6 +408,8 @@ namespace Frameshard
         public uint NGenerated { get; internal set; }
         /// <summary>Number of prompt tokens that were already in the KV cache.</summary>
         public ulong NReused { get; internal set; }
+        /// <summary>Number of tokens that still fit into the context behind prompt and answer.</summary>
+        public ulong NLeft { get; internal set; }
         public double PrefillSeconds { get; internal set; }
         public double DecodeSeconds { get; internal set; }
     }
@@ -546,6 +548,13 @@ namespace Frameshard
         public ulong ResidentBytes { get; internal set; }
         public ulong StreamedBytes { get; internal set; }
         public ulong CpuBytes { get; internal set; }
+    }
+
+    /// <summary>Length of a prompt in tokens, and how many tokens still fit into the context behind it.</summary>
+    public sealed class TokenCount
+    {
+        public ulong NTokens { get; internal set; }
+        public ulong NLeft { get; internal set; }
     }
 
     /// <summary>The loaded model.</summary>

@@ -104,6 +104,44 @@ void UFrameshardAskAsync::SetPriority(int32 Priority)
 	}
 }
 
+UFrameshardCountTokensAsync* UFrameshardCountTokensAsync::CountFrameshardTokens(
+	UObject* WorldContextObject, const FString& Prompt)
+{
+	UFrameshardCountTokensAsync* Node = NewObject<UFrameshardCountTokensAsync>();
+	Node->Sidecar = SidecarOf(WorldContextObject);
+	Node->Counted = Prompt;
+	Node->RegisterWithGameInstance(WorldContextObject);
+	return Node;
+}
+
+void UFrameshardCountTokensAsync::Activate()
+{
+	const TWeakObjectPtr<UFrameshardCountTokensAsync> Weak(this);
+	auto Done = [Weak](int32 NTokens, int32 NLeft, int32 Code, const FString& Message)
+	{
+		if (UFrameshardCountTokensAsync* Self = Weak.Get())
+		{
+			if (Code == FS_OK)
+			{
+				Self->OnCounted.Broadcast(NTokens, NLeft);
+			}
+			else
+			{
+				Self->OnFailed.Broadcast(Message, Code);
+			}
+			Self->SetReadyToDestroy();
+		}
+	};
+	if (Sidecar.IsValid())
+	{
+		Sidecar->CountTokens(Counted, Done);
+	}
+	else
+	{
+		Done(0, 0, FS_CONNECTION_LOST, NoGame);
+	}
+}
+
 UFrameshardSetLeaseAsync* UFrameshardSetLeaseAsync::SetFrameshardLease(
 	UObject* WorldContextObject, const FFrameshardLease& Lease)
 {

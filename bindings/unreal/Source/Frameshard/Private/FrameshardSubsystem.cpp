@@ -71,6 +71,7 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 			Answer.PromptTokens = static_cast<int32>(Ending.n_prompt);
 			Answer.GeneratedTokens = static_cast<int32>(Ending.n_generated);
 			Answer.ReusedTokens = static_cast<int32>(Ending.n_reused);
+			Answer.LeftTokens = static_cast<int32>(Ending.n_left);
 			Answer.PrefillSeconds = Ending.prefill_s;
 			Answer.DecodeSeconds = Ending.decode_s;
 			Answer.Timeline = Timeline;
@@ -419,6 +420,26 @@ void UFrameshardSubsystem::Cancel(int64 Job)
 	if (Game)
 	{
 		Game->cancel(static_cast<uint64_t>(Job)); // the error for a job that has ended is ignored
+	}
+}
+
+void UFrameshardSubsystem::CountTokens(const FString& Prompt,
+	std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done)
+{
+	if (!Game || !Game->client())
+	{
+		Done(0, 0, FS_CONNECTION_LOST, NoSidecar);
+		return;
+	}
+	const fs_status Status = Game->count_tokens(FrameshardUtf8(Prompt),
+		[Done](const fs_event& Event)
+		{
+			Done(static_cast<int32>(Event.n_tokens), static_cast<int32>(Event.n_left), Event.status,
+				FrameshardText(std::string_view(Event.text, Event.text_length)));
+		});
+	if (Status != FS_OK)
+	{
+		Done(0, 0, Status, LastError());
 	}
 }
 

@@ -60,6 +60,32 @@ private:
 	int64 Job = 0;
 };
 
+/** A Blueprint node that counts the tokens of a prompt. */
+UCLASS()
+class FRAMESHARD_API UFrameshardCountTokensAsync : public UBlueprintAsyncActionBase
+{
+	GENERATED_BODY()
+
+public:
+	/** NLeft tokens still fit into the context behind the prompt. */
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardCounted OnCounted;
+
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardError OnFailed;
+
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
+			DisplayName = "Measure frameshard prompt"))
+	static UFrameshardCountTokensAsync* CountFrameshardTokens(UObject* WorldContextObject, const FString& Prompt);
+
+	virtual void Activate() override;
+
+private:
+	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
+	FString Counted;
+};
+
 /** Blueprint nodes that propose a lease and continue when the VRAM is released. */
 UCLASS()
 class FRAMESHARD_API UFrameshardSetLeaseAsync : public UBlueprintAsyncActionBase

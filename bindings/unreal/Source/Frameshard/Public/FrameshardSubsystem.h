@@ -149,6 +149,11 @@ public:
 	/** Changes the priority of an answer: 0 for background, 1 for normal, 2 for urgent. Takes effect at once. */
 	void SetPriority(int64 Job, int32 Priority);
 
+	/** For C++. Counts the tokens of a prompt, and those that still fit into the context behind it. Done is called once,
+	 * unless the session is closed before. Code 0: the counts are valid. */
+	void CountTokens(const FString& Prompt,
+		std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done);
+
 	/** For C++. Done is called once. Code 0: Budget is in force. Otherwise Code is the protocol's error code and
 	 * Message the reason. Decided is called before Done, unless the lease is refused at once; it may be empty. */
 	void RequestLease(const FFrameshardLease& Lease,

@@ -347,6 +347,10 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 ReusedTokens = 0;
 
+	/** Number of tokens that still fit into the context behind prompt and answer. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 LeftTokens = 0;
+
 	/** Time from the start of the prefill to the first token. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double PrefillSeconds = 0;
@@ -496,6 +500,7 @@ struct FRAMESHARD_API FFrameshardNotice
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardError, const FString&, Message, int32, Code);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardText, const FString&, Text);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardProgressed, const FFrameshardProgress&, Progress);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardCounted, int32, NTokens, int32, NLeft);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardPaused, bool, bPaused);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardAnswered, const FFrameshardAnswer&, Answer);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardDecided, const FFrameshardDecision&, Decision);
