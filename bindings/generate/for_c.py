@@ -204,6 +204,8 @@ def _event(manifest: Manifest) -> list[Member]:
         "text_length": "Length of `text` in bytes, without the NUL.",
         "detail_length": "Length of `detail` in bytes, without the NUL.",
         "reserved": "Always 0.",
+        "n_dropped": "FS_EVENT_STARTED, FS_EVENT_DONE of a job of fs_ask: how many of the conversation's oldest questions, "
+        "with their answers, are not in the prompt because the context is full.",
     }
     there = _there("fs_event")
     order = {name: kind.strip() for kind, name in there}

@@ -294,6 +294,7 @@ typedef struct fs_event {
   uint64_t n_tokens;
   uint64_t file_bytes;
   uint64_t n_left;
+  uint64_t n_dropped;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -1123,12 +1124,13 @@ local function convert(self, raw)
   if kind == "text" then
     event.text, event.tokens, event.sentence_end = text, raw.tokens, raw.sentence_end ~= 0
   elseif kind == "started" then
-    event.n_prompt, event.seed = raw.n_prompt, tonumber(raw.seed)
+    event.n_prompt, event.seed, event.n_dropped = raw.n_prompt, tonumber(raw.seed), tonumber(raw.n_dropped)
   elseif kind == "progress" then
     event.phase, event.done, event.total = PHASES[raw.phase] or "unknown", raw.done, raw.total
   elseif kind == "done" then
     event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
     event.n_reused, event.n_left = tonumber(raw.n_reused), tonumber(raw.n_left)
+    event.n_dropped = tonumber(raw.n_dropped)
     event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
   elseif kind == "cancelled" then
     event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
@@ -1212,10 +1214,10 @@ end
 -- | type | fields |
 -- | --- | --- |
 -- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
--- | "started" | `job`, `n_prompt`, `seed` |
+-- | "started" | `job`, `n_prompt`, `seed`, `n_dropped` |
 -- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
--- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `prefill_s`,
---   `decode_s` |
+-- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `n_dropped` (oldest
+--   questions of the conversation that are not in the prompt, because the context is full), `prefill_s`, `decode_s` |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
 -- | "paused" (a job of higher priority has its place), "resumed" | `job` |
 -- | "failed", "cancelled" | `job`, `error` |

@@ -74,9 +74,13 @@ MAX_OUTPUT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Completion(m.Done):
-    """A finished answer: the job's last event, and the whole text. Times do not include waiting in the queue."""
+    """A finished answer: the job's last event, and the whole text. Times do not include waiting in the queue.
+
+    :param n_dropped: see :attr:`Stream.n_dropped`.
+    """
 
     text: str
+    n_dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,12 @@ class Stream:
     def __repr__(self) -> str:
         state = "new" if self._job is None else "ended" if self._ended else "open"
         return f"<Stream of job {self._job}, {state}, {len(self.text)} characters>"
+
+    @property
+    def n_dropped(self) -> int:
+        """How many of the conversation's oldest questions, with their answers, are not in the prompt,
+        because the context is full. It may grow until the first text comes. Only for :meth:`Client.ask`."""
+        return 0 if self._turn is None else self._turn.n_dropped
 
     async def __aenter__(self) -> Stream:
         if self._job is not None and self._request is None:
@@ -195,7 +205,7 @@ class Stream:
                 self._end()
                 raise error
             if isinstance(event, m.Done):
-                self.result = Completion(**vars(event), text=self.text)
+                self.result = Completion(**vars(event), text=self.text, n_dropped=self.n_dropped)
             self._end()
             if isinstance(event, m.Cancelled):
                 raise JobCancelled("the job was cancelled")
@@ -340,7 +350,8 @@ class Client:
         """Asks the model and streams its answer.
 
         With a `conversation` the prompt begins with its earlier messages. An answer that was not read to its end is
-        included as far as it was read. When the context is full, the oldest questions and answers are forgotten.
+        included as far as it was read. When the context is full, the oldest questions and answers are forgotten;
+        :attr:`Stream.n_dropped` tells how many.
         `images` come before the text. Later questions of the conversation include the answer, but not the images.
 
         :param system: the system message of the conversation from now on.

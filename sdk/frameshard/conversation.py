@@ -90,6 +90,9 @@ class Turn:
     def __init__(self, conversations: Conversations, name: str | None, system: str | None, question: str) -> None:
         self.answer = ""
         """The text of the answer that was read so far."""
+        self.n_dropped = 0
+        """How many of the oldest exchanges are not in the prompt, because they do not fit."""
+        self._n_forgotten = 0
         self._conversations = conversations
         self._name = name
         self._conversation = Conversation()
@@ -103,6 +106,7 @@ class Turn:
         texts = conversation.system + self._question
         other_bytes = len(texts.encode(errors="replace"))
         exchanges = saves.newest(conversation.exchanges, other_bytes)
+        self.n_dropped = self._n_forgotten + len(conversation.exchanges) - len(exchanges)
         return (*_messages(conversation.system, exchanges), m.ChatMessage("user", self._question))
 
     def exchange(self) -> list[saves.Exchange]:
@@ -132,6 +136,7 @@ class Turn:
         if not self._conversation.exchanges:
             return False
         del self._conversation.exchanges[0]
+        self._n_forgotten += 1
         return True
 
     def end(self) -> None:

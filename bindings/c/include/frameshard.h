@@ -449,7 +449,7 @@ typedef struct fs_message {
 /* Starts a job that answers `text`, which has `text_length` bytes. With options->conversation, the prompt also contains
  * the earlier questions of the conversation and the parts of their answers that were polled. Questions of one
  * conversation are answered one after the other. When the context is full, its oldest questions and answers are
- * dropped. Sets *job to the number of the job. `options` and `job` may be NULL.
+ * dropped; event.n_dropped tells how many. Sets *job to the number of the job. `options` and `job` may be NULL.
  * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
  * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_PAUSED and FS_EVENT_RESUMED may come in between. A job that ends early may have no FS_EVENT_STARTED.
  * Returns FS_BAD_ARGUMENT if an argument is invalid. [client] */
@@ -668,12 +668,13 @@ FS_API fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answe
 enum {
     /* The model is loaded. text: the file's name; floor_bytes, full_bytes; detail: the protocol's ModelInfo. */
     FS_EVENT_READY = 1,
-    /* The job has started to run. job, timeline, n_prompt, seed. */
+    /* The job has started to run. job, timeline, n_prompt, seed, n_dropped. */
     FS_EVENT_STARTED = 2,
     /* The next part of the answer. job, timeline, text, tokens, sentence_end. The text never ends within a UTF-8
        character. */
     FS_EVENT_TEXT = 3,
-    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, n_left, prefill_s, decode_s. */
+    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, n_left, n_dropped, prefill_s,
+       decode_s. */
     FS_EVENT_DONE = 4,
     /* The job has failed; text sent before stays valid. job, timeline, status, text: the reason; detail. Also sent for
        jobs that wait when the launch fails, and for open jobs when the connection to the sidecar is lost. */
@@ -902,6 +903,9 @@ typedef struct fs_event {
     /* FS_EVENT_DONE: Number of tokens that still fit into the context behind prompt and answer.
        FS_EVENT_TOKEN_COUNT: Number of tokens that still fit into the context behind the prompt. */
     uint64_t n_left;
+    /* FS_EVENT_STARTED, FS_EVENT_DONE of a job of fs_ask: how many of the conversation's oldest questions, with
+       their answers, are not in the prompt because the context is full. */
+    uint64_t n_dropped;
     /* end of fs_event */
 } fs_event;
 

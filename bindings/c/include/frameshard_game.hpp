@@ -40,6 +40,7 @@ struct Ending {
     uint32_t n_generated = 0; // tokens
     uint64_t n_reused = 0;    // prompt tokens that were already in the KV cache
     uint64_t n_left = 0;      // tokens that still fit into the context
+    uint64_t n_dropped = 0;   // oldest questions of the conversation that are not in the prompt; the context is full
     double prefill_s = 0, decode_s = 0;
 };
 
@@ -327,6 +328,7 @@ class Game {
             answer->ending.n_generated = event.n_generated;
             answer->ending.n_reused = event.n_reused;
             answer->ending.n_left = event.n_left;
+            answer->ending.n_dropped = event.n_dropped;
             answer->ending.prefill_s = event.prefill_s;
             answer->ending.decode_s = event.decode_s;
             break;

@@ -171,6 +171,7 @@ void Session::open(uint64_t number) {
         }
         // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
         size_t first = first_that_fits(said.exchanges, system.size() + job.question.size());
+        job.dropped = job.forgotten + first;
         for (; first < said.exchanges.size(); ++first) {
             told.push_back(message("user", said.exchanges[first].question));
             told.push_back(message("assistant", said.exchanges[first].answer));
@@ -540,6 +541,7 @@ void Session::job_event(const json &message) {
     event.seq = seq;
     if (name == "started") {
         job.started = true;
+        event.fields.n_dropped = job.dropped;
         event.fields.n_prompt = message["n_prompt"];
         event.fields.seed = message["seed"];
     } else if (name == "progress") {
@@ -561,6 +563,7 @@ void Session::job_event(const json &message) {
             event.fields.n_generated = message["n_generated"];
             event.fields.n_reused = message["n_reused"];
             event.fields.n_left = message["n_left"];
+            event.fields.n_dropped = job.dropped;
             event.fields.prefill_s = message["prefill_s"];
             event.fields.decode_s = message["decode_s"];
         } else if (name == "failed") {
@@ -594,6 +597,7 @@ bool Session::shorten(Job &job) {
         return false;
     }
     conversations_[job.conversation].exchanges.pop_front();
+    ++job.forgotten;
     return true;
 }
 

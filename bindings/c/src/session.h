@@ -96,8 +96,9 @@ class Session {
         std::unique_ptr<std::string> system;
         uint64_t wire = 0; // number of the job in the protocol; 0: it waits for its conversation
         uint64_t expected = 0, granted = 0;
-        size_t taken = 0;  // bytes of the answer that the program has taken
-        bool turn = false; // made by fs_ask
+        size_t taken = 0;                    // bytes of the answer that the program has taken
+        bool turn = false;                   // made by fs_ask
+        uint64_t forgotten = 0, dropped = 0; // exchanges that shorten() has removed, and those that the prompt lacks
         bool accepted = false, asked_again = false, started = false, ended = false;
     };
 

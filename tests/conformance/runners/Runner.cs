@@ -300,6 +300,7 @@ internal static class Runner
         {
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },
             { "n_reused", (long)done.NReused }, { "n_left", (long)done.NLeft },
+            { "n_dropped", (long)done.NDropped },
             { "prefill_s", done.PrefillSeconds }, { "decode_s", done.DecodeSeconds },
         }), error => TellOf(job, "failed", Failure(error)), () => TellOf(job, "cancelled", new JsonObject()));
         return Number("job", (long)job.Id);

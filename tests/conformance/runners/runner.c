@@ -270,6 +270,7 @@ static cJSON *told(const fs_event *event) {
     add(object, "n_generated", event->n_generated);
     add(object, "n_reused", (double)event->n_reused);
     add(object, "n_left", (double)event->n_left);
+    add(object, "n_dropped", (double)event->n_dropped);
     add(object, "n_tokens", (double)event->n_tokens);
     add(object, "seed", (double)event->seed);
     add(object, "restarts", event->restarts);

@@ -130,6 +130,7 @@ json told(const Event &event) {
                 {"n_generated", event.n_generated},
                 {"n_reused", event.n_reused},
                 {"n_left", event.n_left},
+                {"n_dropped", event.n_dropped},
                 {"prefill_s", event.prefill_s},
                 {"decode_s", event.decode_s}};
         said.update(of_job);

@@ -296,6 +296,7 @@ namespace Frameshard
             internal ulong NTokens;
             internal ulong FileBytes;
             internal ulong NLeft;
+            internal ulong NDropped;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);

@@ -742,7 +742,7 @@ namespace Frameshard
                     Find(native.Job, true)?.Finish(new Completion
                     {
                         Reason = (StopReason)native.Reason, NPrompt = native.NPrompt, NGenerated = native.NGenerated,
-                        NReused = native.NReused, NLeft = native.NLeft,
+                        NReused = native.NReused, NLeft = native.NLeft, NDropped = native.NDropped,
                         PrefillSeconds = native.PrefillS, DecodeSeconds = native.DecodeS,
                     });
                     break;

@@ -410,6 +410,9 @@ namespace Frameshard
         public ulong NReused { get; internal set; }
         /// <summary>Number of tokens that still fit into the context behind prompt and answer.</summary>
         public ulong NLeft { get; internal set; }
+        /// <summary>How many of the conversation's oldest questions, with their answers, were not in the prompt because
+        /// the context is full.</summary>
+        public ulong NDropped { get; internal set; }
         public double PrefillSeconds { get; internal set; }
         public double DecodeSeconds { get; internal set; }
     }

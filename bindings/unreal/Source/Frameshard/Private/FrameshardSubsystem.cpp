@@ -72,6 +72,7 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 			Answer.GeneratedTokens = static_cast<int32>(Ending.n_generated);
 			Answer.ReusedTokens = static_cast<int32>(Ending.n_reused);
 			Answer.LeftTokens = static_cast<int32>(Ending.n_left);
+			Answer.DroppedQuestions = static_cast<int32>(Ending.n_dropped);
 			Answer.PrefillSeconds = Ending.prefill_s;
 			Answer.DecodeSeconds = Ending.decode_s;
 			Answer.Timeline = Timeline;

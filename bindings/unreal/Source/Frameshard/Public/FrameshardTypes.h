@@ -351,6 +351,11 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 LeftTokens = 0;
 
+	/** How many of the conversation's oldest questions, with their answers, were not in the prompt because the context is
+	 * full. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 DroppedQuestions = 0;
+
 	/** Time from the start of the prefill to the first token. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double PrefillSeconds = 0;
