@@ -208,6 +208,8 @@ def valid(direction: str, frame: bytes) -> bool:
         return False
     if name == "submit":
         return _one_kind(message)
+    if name == "count_tokens":
+        return bool(message.get("messages")) != bool(message.get("prompt"))
     return True
 
 

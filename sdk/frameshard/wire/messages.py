@@ -562,7 +562,7 @@ class KvLoad:
 
 @dataclass(frozen=True)
 class CountTokens:
-    """Asks how many tokens a prompt has, without a job."""
+    """Asks how many tokens a prompt has, without a job. It has either `messages` or a `prompt`."""
 
     id: RequestId
     epoch: Epoch
