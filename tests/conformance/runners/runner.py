@@ -36,8 +36,8 @@ class Session:
         self._cancel = trio.CancelScope()
         self._over = trio.Event()
         self._numbers = 0
-        loads, self._loads = trio.open_memory_channel[frameshard.Loading](math.inf)
-        scope.on_loading = loads.send_nowait
+        self._loads_seen, self._loads = trio.open_memory_channel[frameshard.Loading](math.inf)
+        scope.on_loading = self._loads_seen.send_nowait
         self._jobs: dict[int, trio.CancelScope | frameshard.Stream] = {}
         self._given: dict[int, dict[str, Any]] = {}
         self._turns: dict[str, trio.Event] = {}
@@ -77,6 +77,7 @@ class Session:
             self._tasks.start_soon(self._hear_loads)
             async for change in changes:
                 await self._say("engine", state=change.state, restarts=change.restarts)
+            self._loads_seen.close()
 
     def _start(self, task: Callable[[], Awaitable[None]]) -> None:
         if self._tasks is None:
