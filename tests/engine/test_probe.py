@@ -28,8 +28,9 @@ for name in ("probe_machine", "probe_product", "probe_attention"):
     setattr(device, name, counted)
 for path, refresh in zip(sys.argv[1:4], (False, False, True)):
     model = read_model(path)
-    profiles.append(probe.load_or_probe(
-        device, model, device_name="emulated:1", n_threads=1, refresh=refresh, seconds=0.5).to_dict())
+    measurements = probe.Measurements(
+        device, model, device_name="emulated:1", n_threads=1, refresh=refresh, seconds=0.5)
+    profiles.append(measurements.run().to_dict())
     calls.append("next")
 print(json.dumps({"calls": calls, "profiles": profiles}))
 """

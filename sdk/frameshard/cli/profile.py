@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     """
     from frameshard import native
     from frameshard.engine import llamalog
-    from frameshard.engine.probe import load_or_probe
+    from frameshard.engine.probe import Measurements
     from frameshard.errors import BadArgument
 
     llamalog.install()
@@ -107,11 +107,7 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
         inner = next(iter(native.gpu_devices()), "emulated")
         print(f"device auto: using {inner}", file=sys.stderr)
     device = native.ShardDevice(inner, vram_budget_bytes=0, n_threads=args.threads)
-    return load_or_probe(
-        device,
-        model,
-        device_name=inner,
-        n_threads=args.threads,
-        refresh=refresh,
-        seconds=seconds,
+    measurements = Measurements(
+        device, model, device_name=inner, n_threads=args.threads, refresh=refresh, seconds=seconds
     )
+    return measurements.run()

@@ -80,29 +80,6 @@ def cached_path(key: Mapping[str, str | int | float]) -> Path:
     return cache_dir() / "profiles" / f"{digest}.json"
 
 
-def load_or_probe(
-    device: ShardDevice,
-    model: Model,
-    *,
-    device_name: str,
-    n_threads: int,
-    kv_type: KvType = "f16",
-    refresh: bool = False,
-    seconds: float = 5.0,
-) -> Profile:
-    """Loads the kept profile of this machine and device. Measures the rates that this model needs and that are not in
-    the profile yet.
-
-    :param refresh: measure everything again.
-    :param seconds: time in seconds for all measurements together.
-    :raises BadArgument: the model has no matrices.
-    :raises OutOfMemory: the budget has no room for the measurements.
-    """
-    return Measurements(
-        device, model, device_name=device_name, n_threads=n_threads, kv_type=kv_type, refresh=refresh, seconds=seconds
-    ).run()
-
-
 class Measurements:
     """The measurements of one machine, device and model, one after the other. Those that the kept profile has are not
     made again.
@@ -135,7 +112,10 @@ class Measurements:
         self._steps = self._missing()
 
     def run(self) -> Profile:
-        """Makes all measurements at once and returns the profile. Raises the errors of :func:`load_or_probe`."""
+        """Makes all measurements at once and returns the profile.
+
+        :raises OutOfMemory: the budget has no room for them.
+        """
         if not self.complete:
             name = self._model.path.name
             logger.info("measuring this machine for %s, about %.0f s; the result is kept", name, self._seconds)
