@@ -8,6 +8,7 @@ of the machine that compiled it. This module runs no code of ggml that needs the
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Set
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def flags() -> frozenset[str] | None:
         return None
     names = ("flags", "Features")  # x86, ARM
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith(names)), None)
+
+
+def name() -> str:
+    """The CPU's name, as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def compiled_for() -> frozenset[str] | None:

@@ -271,9 +271,11 @@ def _ggml() -> ctypes.CDLL:
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    for name in ("ggml_backend_dev_name", "ggml_backend_dev_type", "ggml_backend_dev_by_name"):
-        getattr(ggml, name).argtypes = [ctypes.c_char_p if name.endswith("by_name") else ctypes.c_void_p]
+    for name in ("name", "type", "description", "by_name"):
+        function = getattr(ggml, f"ggml_backend_dev_{name}")
+        function.argtypes = [ctypes.c_char_p if name == "by_name" else ctypes.c_void_p]
     ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
+    ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
     ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
     return ggml
 
@@ -298,10 +300,17 @@ _GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
 
 def gpu_devices() -> list[str]:
     """The names of the GPUs that this build of ggml can use, such as ``CUDA0``."""
+    return [name for name, _ in described_gpus()]
+
+
+def described_gpus() -> list[tuple[str, str]]:
+    """The names and descriptions of the GPUs that this build of ggml can use."""
     ggml = _ggml()
     found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-    names = [ggml.ggml_backend_dev_name(d).decode() for d in found if ggml.ggml_backend_dev_type(d) in _GPU_TYPES]
-    return [n for n in names if not n.startswith("FRAMESHARD")]
+    gpus = [device for device in found if ggml.ggml_backend_dev_type(device) in _GPU_TYPES]
+    texts = (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+    described = [tuple(text(device).decode("utf-8", "replace") for text in texts) for device in gpus]
+    return [(name, about) for name, about in described if not name.startswith("FRAMESHARD")]
 
 
 def device_handle(name: str) -> int:
@@ -323,6 +332,14 @@ def _library_path() -> Path:
             "(pip install . in its source tree)"
         )
     return path
+
+
+def check_library() -> None:
+    """Checks that the plugin library loads and fits this package.
+
+    :raises VersionMismatch: it does not.
+    """
+    _library()
 
 
 @lru_cache(maxsize=1)

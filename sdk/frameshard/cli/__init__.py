@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": "measured speed at each budget, beside the prediction and the physical bound",
     "simulate": "replay a game's frames and VRAM demand against a real sidecar",
     "bundle": "lay out what a game ships: the sidecar with all it needs, licences, model hashes",
+    "doctor": "what this machine has, and what frameshard can use of it, for bug reports",
     "verify": "prove that answers stay right at each budget and across a change in mid-answer",
 }
 

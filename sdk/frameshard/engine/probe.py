@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import pynvml
 
+from frameshard import cpu
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
 from frameshard.native import EMULATED, MachineRates, ShardDevice, parse_device
@@ -62,7 +62,7 @@ def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
     """
     name, link_gbps = parse_device(device)
     out: dict[str, str | int | float] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu.name(),
         "cores": os.cpu_count() or 1,
         "threads": n_threads,
         "device": name,
@@ -70,7 +70,7 @@ def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
     if name == EMULATED:
         out["link_gbps"] = link_gbps
     else:
-        out |= _gpu_names()
+        out |= gpu_names()
     return out
 
 
@@ -254,16 +254,7 @@ def _kept(key: Mapping[str, str | int | float]) -> Profile | None:
     return None
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
-
-
-def _gpu_names() -> dict[str, str | int | float]:
+def gpu_names() -> dict[str, str | int | float]:
     """The names of NVIDIA's GPUs, their driver and links; empty without NVIDIA's driver."""
     try:
         pynvml.nvmlInit()

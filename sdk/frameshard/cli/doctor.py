@@ -1,0 +1,189 @@
+"""``frameshard doctor``: what this machine has, what frameshard can use of it, and why not the rest.
+
+GPU drivers are asked in a child process, because a broken one may end the process that asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from frameshard import cpu, program
+from frameshard.errors import FrameshardError
+
+from . import common
+
+ASK_S = 60.0
+"""Seconds that the GPU drivers have to answer."""
+
+MAX_LAST_WORDS = 300
+_DEV = re.compile("extra == ['\"]dev['\"]")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+Facts = dict[str, str]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what this machine has, and what frameshard can use of it",
+        description="Tells the versions, the CPU, the GPUs and the limits of this machine, and what keeps frameshard "
+        "from using them. Paste its output into a bug report: it has no names of users or hosts. The exit status is 1 "
+        "if no model can run here.",
+    )
+    common.add_json_arg(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    devices, problems = _devices()
+    sections = {"versions": _versions(), "machine": _machine(), "files": _files(), "devices": devices}
+    works = "native library" in devices
+    if args.json:
+        common.emit_json({"works": works, "problems": problems, **sections})
+        return not works
+    for title, facts in sections.items():
+        print(f"{title}:")
+        for name, value in facts.items():
+            print(common.wrapped(f"{name}: {value}", indent=2, hanging=4))
+    for problem in problems:
+        print(common.wrapped(f"problem: {problem}", hanging=2))
+    print("models can run here" if works else "no model can run here")
+    return not works
+
+
+def _versions() -> Facts:
+    """The versions of Python, of the system, and of all packages that frameshard uses, also optional ones."""
+    required = [
+        line for line in metadata.requires("frameshard") or () if "extra == 'dev'" not in line.replace('"', "'")
+    ]
+    found = (match[0] for line in required if (match := _NAME.match(line)))
+    facts = {"frameshard": metadata.version("frameshard"), "python": platform.python_version()}
+    facts["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    with contextlib.suppress(OSError):
+        facts["distribution"] = platform.freedesktop_os_release()["PRETTY_NAME"]
+    for name in sorted(set(found)):
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    return facts
+
+
+def _machine() -> Facts:
+    facts = {"cpu": cpu.name(), "logical cpus": f"{os.cpu_count()}, threads by default {cpu.default_threads()}"}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+        kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
+        facts["host memory"] = f"{kib['MemTotal'] >> 10} MiB, available {kib['MemAvailable'] >> 10} MiB"
+    facts.update(_limits())
+    return facts
+
+
+def _limits() -> Iterator[tuple[str, str]]:
+    """The limits of this process that matter: pinned memory counts as locked."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    for name, which in (("locked memory", resource.RLIMIT_MEMLOCK), ("open files", resource.RLIMIT_NOFILE)):
+        soft, _ = resource.getrlimit(which)
+        unit = " bytes" if which == resource.RLIMIT_MEMLOCK else ""
+        yield f"limit of {name}", "none" if soft == resource.RLIM_INFINITY else f"{soft}{unit}"
+
+
+def _files() -> Facts:
+    from frameshard import models
+    from frameshard.broker import endpoint
+
+    cache = models.cache_dir()
+    return {
+        "cache": _anonymous(str(cache)),
+        "models": str(len(models.fetched())),
+        "machine profiles": str(len(list((cache / "profiles").glob("*.json")))),
+        "running sidecars": str(len(endpoint.running())),
+    }
+
+
+def _devices() -> tuple[Facts, list[str]]:
+    """What the child process has found, and the problems."""
+    try:
+        child = subprocess.run(
+            program.command(__name__), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S
+        )
+    except subprocess.TimeoutExpired:
+        return {}, [f"the GPU drivers do not answer within {ASK_S:g} s"]
+    try:
+        found = json.loads(child.stdout)
+    except ValueError:
+        last_words = child.stderr.strip()[-MAX_LAST_WORDS:]
+        return {}, [_anonymous(f"asking the GPU drivers ended with status {child.returncode}: {last_words}")]
+    return found["facts"], [_anonymous(problem) for problem in found["problems"]]
+
+
+def _anonymous(text: str) -> str:
+    return text.replace(str(Path.home()), "~")
+
+
+class _Examination:
+    """What the child process finds. A failed check leaves out the facts behind it."""
+
+    def __init__(self) -> None:
+        self.facts: Facts = {}
+        self.problems: list[str] = []
+
+    def run(self) -> None:
+        try:
+            import llama_cpp
+        except Exception as error:  # a library that it is linked to is missing, such as that of a driver
+            self.problems.append(f"llama-cpp-python does not load: {error}")
+            return
+        from frameshard.engine.probe import gpu_names
+
+        nvidia = gpu_names()
+        self.facts.update({f"nvidia {name}": str(value) for name, value in nvidia.items()})
+        offload = bool(llama_cpp.llama_supports_gpu_offload())
+        self.facts["gpu backends of llama.cpp"] = "yes" if offload else "none"
+        try:
+            self._look_at_ggml(offload, bool(nvidia))
+        except FrameshardError as error:
+            self.problems.append(error.message)
+
+    def _look_at_ggml(self, offload: bool, nvidia: bool) -> None:
+        from frameshard import native
+        from frameshard.engine import llamalog
+
+        features = cpu.compiled_for()
+        self.facts["llama.cpp compiled for"] = "several CPUs" if features is None else ", ".join(sorted(features))
+        cpu.check()
+        llamalog.install()
+        native.check_library()
+        gpus = native.described_gpus()
+        self.facts.update(dict(gpus))
+        self.facts["auto"] = gpus[0][0] if gpus else "cpu"
+        self.facts["native library"] = f"interface {native.INTERFACE_VERSION}"
+        if offload and not gpus:
+            self.problems.append(
+                "llama.cpp finds no GPU: the driver is missing, or older than the CUDA or Vulkan that llama.cpp was "
+                "built with"
+            )
+        elif nvidia and not offload:
+            self.problems.append(
+                "the GPU is not used, because the installed llama-cpp-python has no GPU backend: build with "
+                "`make build CMAKE_ARGS=-DGGML_CUDA=on`"
+            )
+
+
+if __name__ == "__main__":
+    examination = _Examination()
+    examination.run()
+    print(json.dumps(vars(examination)))

@@ -1,0 +1,69 @@
+"""``frameshard doctor``, each time as a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from frameshard import native
+
+
+def doctor(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "frameshard", "doctor", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def document_of(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return dict(json.loads(result.stdout))
+
+
+def test_a_machine_that_works() -> None:
+    result = doctor("--json")
+    found = document_of(result)
+    assert result.returncode == 0
+    assert found["works"]
+    assert "pytest" not in found["versions"]
+    assert found["versions"]["llama-cpp-python"] == native.LLAMA_CPP_PYTHON
+    assert found["machine"]["cpu"]
+    assert found["devices"]["native library"]
+    assert found["devices"]["auto"] in ("cpu", *found["devices"])
+
+
+def test_the_page_is_narrow_and_names_nobody() -> None:
+    result = doctor()
+    assert result.returncode == 0
+    assert "models can run here" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert str(Path.home()) not in result.stdout
+
+
+def test_a_missing_native_library_is_a_problem(tmp_path: Path) -> None:
+    result = doctor("--json", FRAMESHARD_DEVICE_LIB=str(tmp_path / "gone.so"))
+    found = document_of(result)
+    assert result.returncode == 1
+    assert not found["works"]
+    assert any("gone.so is not installed" in problem for problem in found["problems"])
+
+
+def test_a_driver_library_that_is_missing_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text("raise RuntimeError('libcuda.so.1: cannot open shared object file')")
+    result = doctor("--json", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert result.returncode == 1
+    assert any("libcuda.so.1" in problem for problem in document_of(result)["problems"])
+
+
+def test_a_driver_that_ends_its_process_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text("import os; os.abort()")
+    result = doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert result.returncode == 1
+    assert "ended with status -6" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
