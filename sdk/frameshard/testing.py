@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from frameshard import program
 from frameshard.errors import BY_NAME, BadArgument, ContextOverflow, FrameshardError, ModelNotFound, below_floor
+from frameshard.sentences import Splitter
 from frameshard.wire import channel
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
@@ -98,7 +99,7 @@ class _Job:
     n_prompt: int
     produced: int
     mark: Callable[..., tuple[str, tuple[int, ...]]] | None
-    """:meth:`frameshard.engine.sentences.Splitter.feed`, where sentences are asked for."""
+    """:meth:`frameshard.sentences.Splitter.feed`, where sentences are asked for."""
 
 
 class _FakeEngine:
@@ -235,7 +236,7 @@ class _FakeEngine:
             max_tokens=most if self._args.endless else min(most, len(words)),
             n_prompt=len(" ".join(contents).split()),
             produced=len(request.resume),
-            mark=_splitter() if request.sentences else None,
+            mark=Splitter().feed if request.sentences else None,
         )
         if job.n_prompt > self._n_ctx:
             overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
@@ -321,12 +322,6 @@ class _FakeEngine:
         if self._parked:
             return 0
         return min(self._budget, full) if self._budget else full
-
-
-def _splitter() -> Callable[..., tuple[str, tuple[int, ...]]]:
-    from frameshard.engine.sentences import Splitter  # its package loads llama.cpp, which other jobs can do without
-
-    return Splitter().feed
 
 
 def _die() -> NoReturn:

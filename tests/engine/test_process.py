@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
-from frameshard.engine.sentences import MAX_HELD, Splitter
+from frameshard.sentences import MAX_HELD, Splitter
 
 CASTLE = user("Who lives in the old castle?")
 PERSONA = [

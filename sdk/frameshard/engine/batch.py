@@ -51,7 +51,6 @@ from frameshard.engine.lookup import best_length
 from frameshard.engine.reuse import Reuse
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sampling import Sampler
-from frameshard.engine.sentences import Marked
 from frameshard.engine.sequences import Shape, pack_shapes
 from frameshard.engine.speculation import StepCosts
 from frameshard.engine.vision import Picture, Vision
@@ -64,6 +63,7 @@ from frameshard.errors import (
     Overloaded,
     internal,
 )
+from frameshard.sentences import Marked
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 

@@ -9,10 +9,10 @@ from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.engine.draft import DraftState
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.sampling import NOTHING_PREPARED, Prepared, Sampler
-from frameshard.engine.sentences import Splitter
 from frameshard.engine.sequences import Cells, Shape
-from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Picture
+from frameshard.sentences import Splitter
+from frameshard.text import TextStream
 from frameshard.wire import messages as m
 
 

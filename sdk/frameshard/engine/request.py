@@ -17,11 +17,11 @@ from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sampling import Dry, Prepared
-from frameshard.engine.sentences import Splitter
 from frameshard.engine.sequences import common_prefix, unpack_shapes
-from frameshard.engine.text import TextStream
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
+from frameshard.sentences import Splitter
+from frameshard.text import TextStream
 from frameshard.wire import messages as m
 from frameshard.wire.engine import CountTokens, Submit
 

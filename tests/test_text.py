@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frameshard.engine.text import TextStream
+from frameshard.text import TextStream
 
 STORY = "Grüße, 旅人! 🐉 The inn — «The Red Dragon» — is open. 👩‍👧‍👦 Привет."
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frameshard.engine.sentences import MAX_HELD, Marked, Splitter
-from frameshard.engine.text import TextStream
+from frameshard.sentences import MAX_HELD, Marked, Splitter
+from frameshard.text import TextStream
 
 # Each "|" marks the end of a sentence. It is not part of the text.
 TABLE = [
