@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import select
 import signal
@@ -15,6 +16,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
+import pytest
 import trio
 import zmq
 
@@ -43,6 +46,24 @@ def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
         trio.run(main)
 
+    return run
+
+
+def in_both(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Like :func:`in_trio`, once in trio and once in asyncio. The test waits with anyio."""
+
+    @pytest.mark.parametrize("library", ["trio", "asyncio"])
+    @functools.wraps(test)
+    def run(library: str, **fixtures: Any) -> None:
+        async def main() -> None:
+            with anyio.fail_after(DEADLINE_S):
+                await test(**fixtures)
+
+        anyio.run(main, backend=library)
+
+    signature = inspect.signature(test)
+    library = inspect.Parameter("library", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), library])  # type: ignore[attr-defined]
     return run
 
 
@@ -92,7 +113,7 @@ def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
 
 async def until_lost(client: frameshard.Client) -> None:
     """Waits until the client has noticed the end of its sidecar."""
-    with trio.fail_after(DEADLINE_S), contextlib.suppress(errors.ConnectionLost):
+    with anyio.fail_after(DEADLINE_S), contextlib.suppress(errors.ConnectionLost):
         while True:
             await client.stats()
 

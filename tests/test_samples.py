@@ -55,6 +55,16 @@ def test_hello_runs(model_path: Path) -> None:
     assert len(result.stdout) > 20
 
 
+def test_the_program_for_asyncio_runs(model_path: Path, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "python.md").read_text(), flags=re.DOTALL)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 15
+    (tmp_path / "program.py").write_text(block)
+    result = run("-X", "dev", "-W", "error", str(tmp_path / "program.py"))
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout) > 100
+    assert "Traceback" not in result.stderr
+
+
 def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
     hello = (REPO / "samples" / "hello.py").read_text()
     (tmp_path / "hello.py").write_text(hello.replace('resolve("smollm2-135m")', f"{str(tmp_path / 'no.gguf')!r}"))

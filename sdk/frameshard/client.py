@@ -1,4 +1,4 @@
-"""The asynchronous client, for trio.
+"""The asynchronous client, for trio and asyncio.
 
     async with frameshard.launch(model=path, vram_budget_mb=2048) as client:
         async with client.ask("Any rooms left?", conversation="innkeeper") as stream:
@@ -7,7 +7,10 @@
 
 The end of a stream's block cancels its job. The end of the client's block ends all jobs, and the sidecar if it was
 launched here. No task runs and no cancel scope is open inside an iterator, so a stream may be left, passed on or
-dropped at any point.
+dropped at any point. The client's own block is entered and left in one task; all tasks of its event loop may use it.
+
+anyio runs the one code in both libraries. Under asyncio a shield does not hold a task's own cancellation back, so each
+cleanup here is complete although any wait in it may be cancelled.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import trio
+import anyio
+import anyio.abc
 import zmq
 
 from frameshard import program
@@ -38,6 +42,7 @@ from frameshard.errors import (
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
+from frameshard.inbox import EndOfChannel, Inbox
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.transport import Flooded, Socket, configure
 from frameshard.wire import launch as wire_launch
@@ -68,6 +73,12 @@ PARTIAL_S = 60.0
 SHUTDOWN_S = 1.0
 EXIT_S = 3.0
 MAX_READY_LINE = 1 << 16
+MAX_REPLIES = 3
+"""The most answers to one request: those to a change of the budget."""
+
+MAX_UNREAD = 16
+"""The most notices, or changes of the engine's state, that wait for a reader."""
+
 MAX_OUTPUT = 1000
 """If a sidecar does not start, so many bytes of its last output are kept for the error."""
 
@@ -132,7 +143,7 @@ class Stream:
         self._request: int | None = None
         self._job: int | None = None
         self._ended = False
-        self._events: trio.MemoryReceiveChannel[m.JobEvent] | None = None
+        self._events: Inbox[m.JobEvent] | None = None
 
     def __repr__(self) -> str:
         state = "new" if self._job is None else "ended" if self._ended else "open"
@@ -175,7 +186,7 @@ class Stream:
                 raise BadArgument("a stream is read inside its async with block")
             try:
                 event = await self._events.receive()
-            except trio.EndOfChannel:
+            except EndOfChannel:
                 self._end()
                 raise self._client._why() from None
             self._client._taken(event)
@@ -327,14 +338,13 @@ class Client:
         """Called with the progress of a load, when an engine starts again."""
         self._core = core
         self._socket = socket
-        self._answers: dict[int, trio.MemorySendChannel[m.Reply]] = {}
-        self._inboxes: dict[int, trio.MemoryReceiveChannel[m.Reply]] = {}
-        self._streams: dict[int, trio.MemorySendChannel[m.JobEvent]] = {}
-        self._watchers: list[trio.MemorySendChannel[m.Engine]] = []
-        self._listeners: list[trio.MemorySendChannel[m.Notice]] = []
+        self._answers: dict[int, Inbox[m.Reply]] = {}
+        self._streams: dict[int, Inbox[m.JobEvent]] = {}
+        self._watchers: list[Inbox[m.Engine]] = []
+        self._listeners: list[Inbox[m.Notice]] = []
         self._conversations = Conversations(name)
-        self._welcomed = trio.Event()
-        self._blocked = trio.Event()
+        self._welcomed = anyio.Event()
+        self._blocked = anyio.Event()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -521,7 +531,7 @@ class Client:
         :raises Unsupported: the model runs on the CPU, without a shard device.
         """
         budgets = tuple(mebibytes(budget) for budget in budgets_mb)
-        return _then(self._asked(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer), lambda plan: plan.rows)
+        return self._asked_then(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer, lambda plan: plan.rows)
 
     def count_tokens(self, content: str | Sequence[m.ChatMessage]) -> Awaitable[m.TokenCount]:
         """Counts the tokens of the prompt of a completion, or of a chat as the model's chat template renders it. No job
@@ -536,11 +546,10 @@ class Client:
         messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
         return self._asked(lambda: self._core.count_tokens(messages, prompt), m.TokenCount)
 
-    def notices(self) -> trio.MemoryReceiveChannel[m.Notice]:
-        """A channel with the sidecar's notices from now on. At most 16 wait to be read; further ones are dropped."""
-        send, receive = trio.open_memory_channel[m.Notice](16)
-        self._listeners.append(send)
-        return receive
+    def notices(self) -> Inbox[m.Notice]:
+        """The sidecar's notices from now on: ``async for notice in client.notices()``. At most 16 wait to be read;
+        further ones are dropped."""
+        return self._listen(self._listeners)
 
     def set_pacing(
         self, scheduling_mode: m.SchedulingMode = "balance", *, target_tokens_per_second: float = 0.0
@@ -552,16 +561,18 @@ class Client:
             frames.
         :param target_tokens_per_second: the limit for all jobs together, from 0.1 to 10,000; 0 for no limit.
         """
-        answer = self._asked(lambda: self._core.pacing(scheduling_mode, target_tokens_per_second), m.Ok)
-        return _then(answer, lambda ok: None)
+        return self._asked_then(
+            lambda: self._core.pacing(scheduling_mode, target_tokens_per_second), m.Ok, lambda ok: None
+        )
 
     def frame_block(self, *, target_frame_ms: float = 1000 / 60) -> Awaitable[FrameBlock]:
         """The frame block, into which the host writes each frame. Only one program may write into a sidecar's block.
 
         :param target_frame_ms: the time that a frame should take.
         """
-        answer = self._asked(self._core.frame_block, m.FrameBlock)
-        return _then(answer, lambda found: FrameBlock(found.path, target_frame_ms=target_frame_ms))
+        return self._asked_then(
+            self._core.frame_block, m.FrameBlock, lambda found: FrameBlock(found.path, target_frame_ms=target_frame_ms)
+        )
 
     def adapter_load(self, name: str, path: str | os.PathLike[str]) -> Awaitable[m.Adapters]:
         """Loads a LoRA adapter, which jobs may then use: ``ask(..., adapters={name: 0.8})``. Jobs go on meanwhile. The
@@ -585,30 +596,34 @@ class Client:
 
     def model_info(self) -> Awaitable[m.ModelInfo]:
         """The loaded model and how it was loaded."""
-        return _then(self._asked(self._core.model_info, m.Model), lambda answer: answer.model)
+        return self._asked_then(self._core.model_info, m.Model, lambda answer: answer.model)
 
     def stats(self) -> Awaitable[m.Stats]:
         """The present figures of the sidecar: jobs, speed, VRAM."""
         return self._asked(self._core.stats, m.Stats)
 
-    def engine_changes(self) -> trio.MemoryReceiveChannel[m.Engine]:
-        """A channel with changes of the engine's state from now on. At most 16 wait to be read; further ones are
-        dropped."""
-        send, receive = trio.open_memory_channel[m.Engine](16)
-        self._watchers.append(send)
-        return receive
+    def engine_changes(self) -> Inbox[m.Engine]:
+        """The changes of the engine's state from now on. At most 16 wait to be read; further ones are dropped."""
+        return self._listen(self._watchers)
 
     def shutdown(self) -> Awaitable[None]:
         """Ends the sidecar for all its clients."""
-        return _then(self._asked(self._core.shutdown, m.Ok), lambda ok: None)
+        return self._asked_then(self._core.shutdown, m.Ok, lambda ok: None)
+
+    def _listen(self, listeners: list[Inbox[T]]) -> Inbox[T]:
+        inbox = Inbox[T](MAX_UNREAD)
+        listeners.append(inbox)
+        if self._core.error is not None:
+            inbox.close()
+        return inbox
 
     # ---- for streams ------------------------------------------------------------------------------------------------
 
-    def _open(self, submit: Callable[[], tuple[int, int]]) -> tuple[int, int, trio.MemoryReceiveChannel[m.JobEvent]]:
+    def _open(self, submit: Callable[[], tuple[int, int]]) -> tuple[int, int, Inbox[m.JobEvent]]:
         request_id, job = submit()
         self._expect(request_id)
         # At most a window of events is on its way, and this client may add one if the sidecar does not know the job.
-        self._streams[job], events = trio.open_memory_channel[m.JobEvent](m.MAX_WINDOW + 1)
+        events = self._streams[job] = Inbox(m.MAX_WINDOW + 1)
         self._flush()
         return request_id, job, events
 
@@ -647,21 +662,27 @@ class Client:
 
     def _asked(self, request: Callable[[], int], kind: type[T], timeout_s: float = ANSWER_S) -> Awaitable[T]:
         """Sends a request at once. Await the result for its answer."""
+        return self._asked_then(request, kind, lambda found: found, timeout_s)
+
+    def _asked_then(
+        self, request: Callable[[], int], kind: type[T], made: Callable[[T], U], timeout_s: float = ANSWER_S
+    ) -> Awaitable[U]:
+        """Like :meth:`_asked`, for what is made of the answer. It is one coroutine, because asyncio may cancel a task
+        before its first step: a coroutine inside would then complain that nobody has awaited it."""
         request_id = self._ask(request)
 
-        async def answer() -> T:
+        async def answer() -> U:
             found = await self._answer(request_id, timeout_s)
             assert isinstance(found, kind)
-            return found
+            return made(found)
 
         return answer()
 
     def _expect(self, request_id: int) -> None:
-        self._answers[request_id], self._inboxes[request_id] = trio.open_memory_channel[m.Reply](3)
+        self._answers[request_id] = Inbox(MAX_REPLIES)
 
     def _drop(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
-        self._inboxes.pop(request_id, None)
 
     async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, last: bool = True) -> m.Reply:
         # The time limit counts heartbeats, so time in which either process was stopped does not count.
@@ -669,11 +690,11 @@ class Client:
         answer = None
         try:
             while answer is None:
-                with trio.move_on_after(max(BEAT_S, (due_beats - self._core.heard_beats) * BEAT_S)):
-                    answer = await self._inboxes[request_id].receive()
+                with anyio.move_on_after(max(BEAT_S, (due_beats - self._core.heard_beats) * BEAT_S)):
+                    answer = await self._answers[request_id].receive()
                 if answer is None and self._core.heard_beats >= due_beats:
                     raise DeadlineMissed(f"no answer within {timeout_s:g} s")
-        except trio.EndOfChannel:
+        except EndOfChannel:
             self._drop(request_id)
             raise self._why() from None
         except BaseException:
@@ -687,14 +708,25 @@ class Client:
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+    async def _run(
+        self, sidecar: anyio.abc.Process | None, *, task_status: anyio.abc.TaskStatus[anyio.CancelScope]
+    ) -> None:
         """Receives messages until the scope that it returns is cancelled. It is shielded from other cancellations, so
         that a cancelled client can still end its session."""
-        async with trio.open_nursery() as nursery:
-            nursery.cancel_scope.shield = True
+        async with anyio.create_task_group() as group:
+            group.cancel_scope.shield = True
             for task in (self._receive, self._beat, self._retry):
-                nursery.start_soon(task)
-            task_status.started(nursery.cancel_scope)
+                group.start_soon(task)
+            if sidecar is not None:
+                group.start_soon(self._watch, sidecar)
+            task_status.started(group.cancel_scope)
+
+    async def _watch(self, sidecar: anyio.abc.Process) -> None:
+        """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
+        only because they are silent."""
+        status = await sidecar.wait()
+        self._core.gone(ConnectionLost(f"the sidecar has ended with status {status}"))
+        self._flush()
 
     async def _greeted(self) -> None:
         await self._welcomed.wait()
@@ -716,21 +748,21 @@ class Client:
 
     async def _beat(self) -> None:
         while True:
-            await trio.sleep(BEAT_S)
+            await anyio.sleep(BEAT_S)
             self._core.beat()
             self._flush()
 
     async def _retry(self) -> None:
         while True:
             await self._blocked.wait()
-            self._blocked = trio.Event()
-            await trio.sleep(RETRY_S)
+            self._blocked = anyio.Event()
+            await anyio.sleep(RETRY_S)
             self._flush()
 
     def _deliver(self, message: m.Reply | m.JobEvent | m.Unasked) -> None:
         if isinstance(message, m.JobEvent):
             if message.job in self._streams:
-                self._streams[message.job].send_nowait(message)
+                self._streams[message.job].put(message)
         elif isinstance(message, m.Engine):
             _tell(self._watchers, message)
         elif isinstance(message, m.Notice):
@@ -741,7 +773,7 @@ class Client:
         elif isinstance(message, m.Welcome):
             self._welcomed.set()
         elif message.id in self._answers:
-            self._answers[message.id].send_nowait(message)
+            self._answers[message.id].put(message)
 
     def _flush(self) -> None:
         while (frame := self._core.next_frame()) is not None:
@@ -755,14 +787,10 @@ class Client:
     def _lost(self) -> None:
         """Ends all waiting for answers and events."""
         self._welcomed.set()
-        channels: tuple[trio.MemorySendChannel[Any], ...]
-        channels = (*self._answers.values(), *self._streams.values(), *self._watchers, *self._listeners)
-        for channel in channels:
-            channel.close()
-        self._answers.clear()
-        self._streams.clear()
-        self._watchers.clear()
-        self._listeners.clear()
+        inboxes: tuple[Inbox[Any], ...]
+        inboxes = (*self._answers.values(), *self._streams.values(), *self._watchers, *self._listeners)
+        for inbox in inboxes:
+            inbox.close()
 
 
 async def _then(answer: Awaitable[T], made: Callable[[T], U]) -> U:
@@ -788,14 +816,14 @@ def _open_log(log: int | None) -> Iterator[int]:
 OnLoading = Callable[[m.Loading], None]
 
 
-async def _ready_line(sidecar: trio.Process, config: bytes, on_loading: OnLoading | None) -> bytes:
+async def _ready_line(sidecar: anyio.abc.Process, config: bytes, on_loading: OnLoading | None) -> bytes:
     """Sends the configuration and reads the sidecar's line; it is incomplete if the sidecar has ended. Lines with the
     progress of the load, which may come before, go to `on_loading`."""
     assert sidecar.stdin is not None
     assert sidecar.stdout is not None
     said = b""
-    with contextlib.suppress(trio.BrokenResourceError):
-        await sidecar.stdin.send_all(config)
+    with contextlib.suppress(anyio.BrokenResourceError, anyio.EndOfStream):
+        await sidecar.stdin.send(config)
         while len(said) < MAX_READY_LINE:
             while b"\n" in said:
                 line, _, said = said.partition(b"\n")
@@ -804,14 +832,11 @@ async def _ready_line(sidecar: trio.Process, config: bytes, on_loading: OnLoadin
                     return line + b"\n"
                 if on_loading is not None:
                     on_loading(loading)
-            data = await sidecar.stdout.receive_some()
-            if not data:
-                break
-            said += data
+            said += await sidecar.stdout.receive()
     return said
 
 
-async def _copy_words(sidecar: trio.Process, log: int, output: bytearray) -> None:
+async def _copy_words(sidecar: anyio.abc.Process, log: int, output: bytearray) -> None:
     """Copies the sidecar's output to the log, until the sidecar writes to the log itself. Keeps the last part in
     `output`."""
     assert sidecar.stderr is not None
@@ -822,9 +847,9 @@ async def _copy_words(sidecar: trio.Process, log: int, output: bytearray) -> Non
         del output[:-MAX_OUTPUT]
 
 
-async def _status(sidecar: trio.Process) -> str:
+async def _status(sidecar: anyio.abc.Process) -> str:
     """Waits for a sidecar that has closed its output, and says how it ended."""
-    with trio.move_on_after(EXIT_S):
+    with anyio.move_on_after(EXIT_S):
         await sidecar.wait()
     if sidecar.returncode is None:
         sidecar.kill()
@@ -833,14 +858,10 @@ async def _status(sidecar: trio.Process) -> str:
     return f"by signal {-sidecar.returncode}" if sidecar.returncode < 0 else f"with status {sidecar.returncode}"
 
 
-def _tell(listeners: list[trio.MemorySendChannel[T]], what: T) -> None:
-    for listener in list(listeners):
-        try:
-            listener.send_nowait(what)
-        except trio.WouldBlock:
-            pass
-        except trio.BrokenResourceError:
-            listeners.remove(listener)
+def _tell(listeners: list[Inbox[T]], what: T) -> None:
+    listeners[:] = [listener for listener in listeners if not listener.closed]
+    for listener in listeners:
+        listener.put(what)
 
 
 class ClientScope:
@@ -859,24 +880,22 @@ class ClientScope:
         self._info = info
         self._config = config
         self._log = log
-        self._sidecar: trio.Process | None = None
-        self._traffic: trio.CancelScope | None = None
+        self._sidecar: anyio.abc.Process | None = None
+        self._traffic: anyio.CancelScope | None = None
         self._client: Client | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     async def __aenter__(self) -> Client:
-        # The nursery is closed without the exception of the block, so that an error of the user's code is raised as it
-        # is and not in an exception group.
-        self._tasks = trio.open_nursery()
-        self._nursery = await self._tasks.__aenter__()
+        # The task group is closed without the exception of the block, so that an error of the user's code is raised as
+        # it is and not in an exception group.
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
         try:
             if self._config is not None:
                 self._info = await self._start(self._config)
             assert self._info is not None
             self._client = self._connect(self._info)
-            self._traffic = await self._nursery.start(self._client._run)
-            if self._sidecar is not None:
-                self._nursery.start_soon(self._watch, self._sidecar, self._client)
+            self._traffic = await self._tasks.start(self._client._run, self._sidecar)
             await self._client._greeted()
             return self._client
         except BaseException:
@@ -889,56 +908,48 @@ class ClientScope:
         await self._close()
 
     async def _close(self) -> None:
-        client = self._client
-        if client is not None:
-            with trio.CancelScope(shield=True):
-                await self._leave(client)
-        if self._traffic is not None:
-            self._traffic.cancel()
-        self._nursery.cancel_scope.cancel()
         try:
-            await self._tasks.__aexit__(None, None, None)
+            with anyio.CancelScope(shield=True):
+                await self._leave()
         finally:
-            if client is not None:
-                client._socket.close()
-            if self._context is not None:
-                self._context.destroy(linger=0)
-            if self._sidecar is not None:
-                with trio.CancelScope(shield=True):
-                    await self._end(self._sidecar)
+            try:
+                # The group's own scope is not cancelled: it has this task in it.
+                if self._traffic is not None:
+                    self._traffic.cancel()
+                await self._tasks.__aexit__(None, None, None)
+            finally:
+                if self._client is not None:
+                    self._client._socket.close()
+                if self._context is not None:
+                    self._context.destroy(linger=0)
+                with anyio.CancelScope(shield=True):
+                    await self._end()
 
-    async def _leave(self, client: Client) -> None:
-        if client._core.error is None and client._core.welcome is not None:
-            with trio.move_on_after(SHUTDOWN_S), contextlib.suppress(FrameshardError):
-                await client._answer(client._ask(client._core.shutdown if self._config else client._core.bye))
-        client._core.close()
-        client._lost()
+    async def _leave(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        try:
+            if client._core.error is None and client._core.welcome is not None:
+                with anyio.move_on_after(SHUTDOWN_S), contextlib.suppress(FrameshardError):
+                    await client._answer(client._ask(client._core.shutdown if self._config else client._core.bye))
+        finally:
+            client._core.close()
+            client._lost()
 
-    async def _watch(self, sidecar: trio.Process, client: Client) -> None:
-        """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
-        only because they are silent."""
-        status = await sidecar.wait()
-        client._core.gone(ConnectionLost(f"the sidecar has ended with status {status}"))
-        client._flush()
-
-    async def _end(self, sidecar: trio.Process) -> None:
-        assert sidecar.stdin is not None
-        assert sidecar.stdout is not None
-        assert sidecar.stderr is not None
-        if self._client is None:  # a sidecar that is still importing modules would notice our end too late
-            sidecar.terminate()
-        for pipe in (sidecar.stdin, sidecar.stdout, sidecar.stderr):
-            await pipe.aclose()
-        with trio.move_on_after(EXIT_S):
-            await sidecar.wait()
-        sidecar.kill()
-        await sidecar.wait()
+    async def _end(self) -> None:
+        if self._sidecar is None:
+            return
+        if self._client is None and self._sidecar.returncode is None:
+            self._sidecar.terminate()  # while it is still importing modules, it would notice our end too late
+        with anyio.move_on_after(EXIT_S):
+            await self._sidecar.aclose()  # kills the process if it is cancelled
 
     async def _start(self, config: ServeConfig) -> ConnectInfo:
         with _open_log(self._log) as log:
             command = program.command("frameshard.broker", "--log-fd", str(log))
             try:
-                self._sidecar = await trio.lowlevel.open_process(
+                self._sidecar = await anyio.open_process(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -949,12 +960,12 @@ class ClientScope:
             except OSError as error:
                 raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
             output = bytearray()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_copy_words, self._sidecar, log, output)
+            async with anyio.create_task_group() as group:
+                group.start_soon(_copy_words, self._sidecar, log, output)
                 line = await _ready_line(self._sidecar, wire_launch.config_line(config), self.on_loading)
                 status = None if line.endswith(b"\n") else await _status(self._sidecar)
                 if status is None:
-                    nursery.cancel_scope.cancel()
+                    group.cancel_scope.cancel()
         if status is not None:
             last = output.decode(errors="replace").strip()
             raise EngineDied(

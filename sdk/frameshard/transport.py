@@ -1,10 +1,10 @@
-"""Uses ZeroMQ sockets in trio, and sets the socket options of both ends.
+"""Uses ZeroMQ sockets in trio and asyncio, and sets the socket options of both ends.
 
-pyzmq supports asyncio but not trio. The file descriptor of a ZeroMQ socket is edge-triggered: it only signals that the
-socket's state *may* have changed, and any call on the socket, also a send, can consume the signal. A task that waits
-for the descriptor after another task's send could wait for ever. So each send reads the state itself (``EVENTS``), and
-wakes the waiting receiver if there is something to receive. A thread for the socket was rejected: each message would
-pass between threads twice, and the state would be in two places.
+pyzmq supports asyncio but not trio, and waits in another way there. The file descriptor of a ZeroMQ socket is
+edge-triggered: it only signals that the socket's state *may* have changed, and any call on the socket, also a send, can
+consume the signal. A task that waits for the descriptor after another task's send could wait for ever. So each send
+reads the state itself (``EVENTS``), and wakes the waiting receiver if there is something to receive. A thread for the
+socket was rejected: each message would pass between threads twice, and the state would be in two places.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import trio
+import anyio
+import anyio.lowlevel
 import zmq
 
 from frameshard.wire import codec
@@ -58,7 +59,7 @@ class Socket:
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._max_parts = max_parts
-        self._parked: trio.CancelScope | None = None
+        self._parked: anyio.CancelScope | None = None
         self._reading: list[bytes] = []  # the parts of the present message that were read so far
         self._drained = False
 
@@ -68,7 +69,7 @@ class Socket:
 
         :raises Flooded: the message has more than :data:`MAX_DROPPED` parts.
         """
-        await trio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
         while True:
             try:
                 if not self._reading:
@@ -77,13 +78,13 @@ class Socket:
                     if self._read_on():
                         message, self._reading = self._reading, []
                         return message
-                    await trio.lowlevel.checkpoint()
+                    await anyio.lowlevel.checkpoint()
                 raise Flooded(self._reading[0])
             except zmq.Again:
                 self._drained = True
             # A receive that finds nothing consumes the earlier signals. New messages make the descriptor readable.
-            with trio.CancelScope() as self._parked:
-                await trio.lowlevel.wait_readable(self._fd)
+            with anyio.CancelScope() as self._parked:
+                await anyio.wait_readable(self._fd)
             self._parked = None
 
     def drained(self) -> bool:

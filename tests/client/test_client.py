@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 import trio
 
@@ -14,7 +15,7 @@ import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import GREEDY, WORDS, alive, directory_of, in_trio, launch, until_lost
+from sidecars import GREEDY, WORDS, alive, directory_of, in_both, in_trio, launch, until_lost
 
 
 @in_trio
@@ -111,7 +112,7 @@ async def test_one_answer_at_a_time_in_a_conversation() -> None:
         assert (await client.ask("li", conversation="inn", sampling=few).completed()).text == "li li li"
 
 
-@in_trio
+@in_both
 async def test_cancel() -> None:
     async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
         async with client.complete("la", sampling=GREEDY) as stream:
@@ -121,7 +122,7 @@ async def test_cancel() -> None:
                 await stream.completed()
             with pytest.raises(errors.JobCancelled):
                 await stream.completed()
-        with trio.move_on_after(0.2) as scope:
+        with anyio.move_on_after(0.2) as scope:
             await client.complete("la", sampling=GREEDY).completed()
         assert scope.cancelled_caught
         stream = client.complete("la", sampling=GREEDY)
@@ -129,17 +130,17 @@ async def test_cancel() -> None:
         await stream.aclose()
         with pytest.raises(errors.JobCancelled):
             await stream.completed()
-        with trio.fail_after(60):
+        with anyio.fail_after(60):
             while (await client.stats()).broker.jobs_running:
-                await trio.sleep(0.01)
+                await anyio.sleep(0.01)
 
 
-@in_trio
+@in_both
 async def test_a_slow_reader_loses_nothing_and_slows_nobody() -> None:
     async with launch(engine=fake_engine(delay_s=0.0005)) as client:
         async with client.complete(WORDS) as slow:
             assert (await client.complete(WORDS).completed()).text == WORDS
-            await trio.sleep(0.5)
+            await anyio.sleep(0.5)
             events = [event async for event in slow]
         assert "".join(event.text for event in events) == WORDS
         assert len(events) < 50
@@ -187,21 +188,21 @@ async def test_bad_arguments() -> None:
             assert (await stream.completed()).text == "x"
 
 
-@in_trio
+@in_both
 async def test_errors_come_out_of_the_block_as_they_are() -> None:
     with pytest.raises(KeyError):
         async with launch() as client, client.complete("x"):
             raise KeyError("mine")
-    with trio.move_on_after(0.3) as scope:
+    with anyio.move_on_after(0.3) as scope:
         async with launch():
-            await trio.sleep_forever()
+            await anyio.sleep_forever()
     assert scope.cancelled_caught
 
 
-@in_trio
+@in_both
 async def test_a_launch_that_is_cancelled_leaves_nothing() -> None:
     before = children()
-    with trio.move_on_after(0.5) as scope:
+    with anyio.move_on_after(0.5) as scope:
         async with launch(engine=(sys.executable, "-c", "import signal; signal.pause()")):
             pass
     assert scope.cancelled_caught
@@ -243,7 +244,7 @@ async def test_a_connect_file_of_ones_own(tmp_path: Path) -> None:
         frameshard.connect(path)
 
 
-@in_trio
+@in_both
 async def test_streams_of_a_lost_sidecar_fail() -> None:
     async with launch(engine=fake_engine(endless=True, delay_s=0.01)) as client:
         async with client.complete("la", sampling=GREEDY) as stream:
@@ -254,13 +255,13 @@ async def test_streams_of_a_lost_sidecar_fail() -> None:
             await client.ask("x").completed()
 
 
-@in_trio
+@in_both
 async def test_many_clients_of_one_program() -> None:
     async with launch() as one, launch() as two:
         assert one.info.endpoint != two.info.endpoint
-        async with trio.open_nursery() as nursery:
+        async with anyio.create_task_group() as group:
             for client in (one, two) * 5:
-                nursery.start_soon(client.complete(WORDS).completed)
+                group.start_soon(client.complete(WORDS).completed)
 
 
 def test_each_conversation_has_as_many_tokens_as_were_asked_for(model_path: Path) -> None:
