@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frameshard.sentences import MAX_HELD, Marked, Splitter
-from frameshard.text import TextStream
+from frameshard.text import TextStream, utf8_decoder
 
 # Each "|" marks the end of a sentence. It is not part of the text.
 TABLE = [
@@ -167,13 +167,13 @@ def test_bytes_may_be_cut_anywhere_and_stop_strings_may_end_the_text(marked: str
     content = marked.replace("|", "")
     data = content.encode()
     at = sorted({c % (len(data) + 1) for c in cuts} | {0, len(data)})
-    stream, splitter = TextStream(["left", "。"] if stop else []), Splitter()
+    stream, splitter, decoder = TextStream(["left", "。"] if stop else []), Splitter(), utf8_decoder()
     parts: list[Marked] = []
     for a, b in itertools.pairwise(at):
-        parts.append(splitter.feed(stream.push(data[a:b])))
+        parts.append(splitter.feed(stream.push(decoder.decode(data[a:b]))))
     parts.append(splitter.feed(stream.finish(), last=True))
     whole = TextStream(["left", "。"] if stop else [])
-    text = whole.push(data) + whole.finish()
+    text = whole.push(content) + whole.finish()
     assert "".join(part.text for part in parts) == text
     before = list(itertools.accumulate((len(part.text) for part in parts), initial=0))
     ends = [begin + end for begin, part in zip(before, parts, strict=False) for end in part.ends]

@@ -43,6 +43,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
+from frameshard.engine.answer import Given
 from frameshard.engine.draft import DraftModel, DraftState
 from frameshard.engine.job import Job, Slot, job_slot
 from frameshard.engine.kvstore import KvStore
@@ -63,7 +64,6 @@ from frameshard.errors import (
     Overloaded,
     internal,
 )
-from frameshard.sentences import Marked
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 
@@ -482,7 +482,15 @@ class Batcher:
         grammar = job.prepared.grammar
         matcher = self._runtime.forms.matcher(grammar) if grammar is not None else None
         seen = [token for token in job.prompt if token >= 0]
-        job.sampler = Sampler(job.sampling, job.seed, self._runtime.n_vocab, seen, matcher, job.prepared)
+        job.sampler = Sampler(
+            job.sampling,
+            job.seed,
+            self._runtime.n_vocab,
+            seen,
+            matcher,
+            job.prepared,
+            job.answer.answering,
+        )
         history = pack_shapes(job.history if answering else [*slot.shapes, *job.shapes]) if exact else ()
         started = em.Started(job.id, len(job.prompt), n_reused, job.seed, history)
         return [started, *self._take_up(job)] if answering or not exact else [started]
@@ -586,35 +594,28 @@ class Batcher:
         self._count(now)
         given, reason = self._add(job, token)
         if not resumed:
-            events.append(em.Token(job.id, index, token, given.text, given.ends))
+            events.append(em.Token(job.id, index, token, given.text, given.ends, given.thought))
         return reason
 
-    def _add(self, job: Job, token: int) -> tuple[Marked, m.Reason | None]:
+    def _add(self, job: Job, token: int) -> tuple[Given, m.Reason | None]:
         """Appends ``token`` to the answer.
 
-        :returns: the text that can be sent now, and the reason why the answer ends here; ``None`` if it goes on.
+        :returns: what can be sent now, and the reason why the answer ends here; ``None`` if it goes on.
         """
-        text, reason = self._add_text(job, token)
-        if job.sentences is None:
-            return Marked(text), reason
-        return job.sentences.feed(text, last=reason is not None), reason
-
-    def _add_text(self, job: Job, token: int) -> tuple[str, m.Reason | None]:
         job.produced.append(token)
         if job.lookup is not None:
             job.lookup.add(token)
         if job.draft_state is not None:
             job.draft_state.add(token)
-        if self._runtime.tokenizer.is_end(token):
-            return job.text.finish(), "stop"
-        text = job.text.push(self._runtime.tokenizer.piece(token))
-        if job.text.stopped:
-            return text, "stop"
-        if job.sampler is not None and job.sampler.complete:
-            return text + job.text.finish(), "stop"
-        if len(job.produced) == job.sampling.max_tokens:
-            return text + job.text.finish(), "length"
-        return text, None
+        ended = self._runtime.tokenizer.is_end(token)
+        given = job.answer.push(b"" if ended else self._runtime.tokenizer.piece(token))
+        if ended or job.answer.stopped or (job.sampler is not None and job.sampler.complete):
+            reason: m.Reason = "stop"
+        elif len(job.produced) == job.sampling.max_tokens:
+            reason = "length"
+        else:
+            return given, None
+        return given.followed_by(job.answer.finish()), reason
 
     def _done(self, job: Job, reason: m.Reason, now: float) -> em.JobEvent:
         first_token_at = job.first_token_at or now

@@ -6,13 +6,12 @@ import collections
 from dataclasses import dataclass, field
 
 from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
+from frameshard.engine.answer import Answer
 from frameshard.engine.draft import DraftState
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.sampling import NOTHING_PREPARED, Prepared, Sampler
 from frameshard.engine.sequences import Cells, Shape
 from frameshard.engine.vision import Picture
-from frameshard.sentences import Splitter
-from frameshard.text import TextStream
 from frameshard.wire import messages as m
 
 
@@ -33,9 +32,7 @@ class Job:
     conversation: str | None
     resume: list[int]
     history: list[Shape]
-    text: TextStream
-    sentences: Splitter | None = None
-    """Finds where sentences end in the text; ``None`` if the job does not ask."""
+    answer: Answer
     prepared: Prepared = NOTHING_PREPARED
     priority: int = 1
     warm_up: bool = False

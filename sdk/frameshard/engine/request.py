@@ -12,6 +12,8 @@ import secrets
 import threading
 
 from frameshard.engine import speculation
+from frameshard.engine.answer import Answer
+from frameshard.engine.channels import Channels
 from frameshard.engine.forms import form_of
 from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
@@ -20,8 +22,6 @@ from frameshard.engine.sampling import Dry, Prepared
 from frameshard.engine.sequences import common_prefix, unpack_shapes
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
-from frameshard.sentences import Splitter
-from frameshard.text import TextStream
 from frameshard.wire import messages as m
 from frameshard.wire.engine import CountTokens, Submit
 
@@ -71,8 +71,7 @@ class RequestReader:
             conversation=request.conversation,
             resume=list(request.resume),
             history=unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
-            text=TextStream(sampling.stop),
-            sentences=Splitter() if request.sentences else None,
+            answer=Answer(Channels(), sampling.stop, sentences=request.sentences),
             prepared=Prepared(grammar, self._biases(sampling), self._dry(sampling, prompt)),
             priority=request.priority,
             warm_up=request.warm_up,

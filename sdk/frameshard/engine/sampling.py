@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import llama_cpp
@@ -99,6 +99,7 @@ class Sampler:
     :param seed: the job's seed.
     :param context_tokens: the prompt's tokens, which the penalties apply to as well.
     :param matcher: for an answer with a form: the chain gets only the tokens that it allows.
+    :param answering: whether the next token is of the answer's text. Else the form does not apply to it.
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class Sampler:
         context_tokens: Sequence[int],
         matcher: Matcher | None = None,
         prepared: Prepared = NOTHING_PREPARED,
+        answering: Callable[[], bool] = lambda: True,
     ) -> None:
         self._params = params
         self._seed = seed
         self._n_vocab = n_vocab
         self._matcher = matcher
+        self._answering = answering
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         steps: list[Any] = []
@@ -143,9 +146,14 @@ class Sampler:
             llama_cpp.llama_sampler_chain_add(self._chain, step)
 
     @property
+    def _form(self) -> Matcher | None:
+        """The form that the next token must fit; ``None`` if it has none."""
+        return self._matcher if self._answering() else None
+
+    @property
     def complete(self) -> bool:
         """True if the answer has a form and is complete by it."""
-        return self._matcher is not None and self._matcher.complete
+        return self._form is not None and self._form.complete
 
     def sample(self, context: Any, row: int, index: int) -> int:
         """Samples and accepts token ``index`` of the answer, from ``row`` of the context's last decode.
@@ -174,10 +182,10 @@ class Sampler:
         return steps
 
     def _choose(self, context: Any, row: int) -> int:
-        if self._matcher is None:
+        if self._form is None:
             return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, row), (self._n_vocab,))
-        allowed = self._matcher.allowed()
+        allowed = self._form.allowed()
         candidates = np.zeros(len(allowed), _CANDIDATE)
         candidates["id"] = allowed
         candidates["logit"] = logits[allowed]
@@ -189,13 +197,13 @@ class Sampler:
         return token
 
     def accept(self, token: int) -> None:
-        """Adds a token that an earlier engine has sampled to the penalties and to the answer's form.
+        """Adds a token that was not sampled here to the penalties and to the answer's form.
 
         :raises BadArgument: the form does not allow the token.
         """
         llama_cpp.llama_sampler_accept(self._chain, token)
-        if self._matcher is not None:
-            self._matcher.accept(token)
+        if self._form is not None:
+            self._form.accept(token)
 
     def close(self) -> None:
         """Frees the chain. Safe to call twice."""

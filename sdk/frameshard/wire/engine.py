@@ -284,6 +284,8 @@ class Token:
     ends: Annotated[tuple[Count, ...], codec.ENGINE.array] = ()
     """The positions in ``text`` at which sentences end, in characters, ascending. Empty without
     :attr:`Submit.sentences`."""
+    thought: Text = ""
+    """The part of the model's thought that is complete with this token; it is not in ``text``."""
 
     def __post_init__(self) -> None:
         places = (0, *self.ends)

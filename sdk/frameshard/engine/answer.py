@@ -1,0 +1,61 @@
+"""The output of one job: the bytes of its tokens go in, the text of the answer and the thought come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from frameshard.engine.channels import Channels, Parts
+from frameshard.sentences import Splitter
+from frameshard.text import TextStream, utf8_decoder
+
+
+class Given(NamedTuple):
+    """What can be sent now: see :class:`frameshard.wire.engine.Token`."""
+
+    text: str
+    ends: tuple[int, ...]
+    thought: str
+
+    def followed_by(self, other: Given) -> Given:
+        ends = (len(self.text) + end for end in other.ends)
+        return Given(self.text + other.text, (*self.ends, *ends), self.thought + other.thought)
+
+
+class Answer:
+    """Stop strings and sentences are those of the answer's text. The thought has none.
+
+    :param stops: the stop strings.
+    :param sentences: tell where sentences end.
+    """
+
+    def __init__(self, channels: Channels, stops: Sequence[str], *, sentences: bool) -> None:
+        self._channels = channels
+        self._decoder = utf8_decoder()
+        self._text = TextStream(stops)
+        self._splitter = Splitter() if sentences else None
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found. All text after it is dropped."""
+        return self._text.stopped
+
+    def answering(self) -> bool:
+        """The next token is of the answer's text. A form applies only then."""
+        return self._channels.answering
+
+    def push(self, piece: bytes) -> Given:
+        """Adds the bytes of a token."""
+        parts = self._channels.push(self._decoder.decode(piece))
+        return self._given(self._text.push(parts.text), parts)
+
+    def finish(self) -> Given:
+        """Returns what was held back, at the end of the output. An incomplete code point is dropped, so that the text
+        of a shorter answer is always a prefix of the text of a longer one."""
+        parts = self._channels.finish()
+        return self._given(self._text.push(parts.text) + self._text.finish(), parts, last=True)
+
+    def _given(self, text: str, parts: Parts, *, last: bool = False) -> Given:
+        if self._splitter is None:
+            return Given(text, (), parts.thought)
+        return Given(*self._splitter.feed(text, last=last), parts.thought)
