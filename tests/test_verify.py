@@ -55,16 +55,16 @@ def test_smollm2_at_five_budgets(model_path: Path) -> None:
 
 
 def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(model_path: Path) -> None:
-    result = verify(model_path, "floor,60", "--device", "emulated:0.5")
+    result = verify(model_path, "60", "--device", "emulated:0.5")
     check(rows_of(result))
     assert result.returncode == 0, result.stderr
 
 
-def test_mixture_of_experts_at_five_budgets(moe_path: Path) -> None:
-    result = verify(moe_path, "floor,100,200,300,full", "--prompt", "64")
+def test_mixture_of_experts(moe_path: Path) -> None:
+    result = verify(moe_path, "floor,200,full", "--prompt", "64")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
-    assert len(rows) == 10
+    assert len(rows) == 6
     check(rows)
 
 

@@ -109,7 +109,7 @@ def test_xtc_removes_the_likeliest_tokens(cpu: EngineProcess) -> None:
     likeliest = ids(cpu.run(CASTLE, params={"temperature": 0.0, "max_tokens": 1}))
     drawn = {
         probability: {
-            ids(cpu.run(CASTLE, params={**params, "seed": seed, "xtc_probability": probability}))[0]
+            ids(cpu.run(CASTLE, conversation="xtc", params={**params, "seed": seed, "xtc_probability": probability}))[0]
             for seed in range(20)
         }
         for probability in (0.0, 1.0)
@@ -123,7 +123,8 @@ def test_xtc_removes_the_likeliest_tokens(cpu: EngineProcess) -> None:
 def test_typical_p_draws_from_fewer_tokens(cpu: EngineProcess) -> None:
     def drawn(typical_p: float) -> int:
         params = {"temperature": 1.5, "top_k": 0, "min_p": 0.0, "top_p": 1.0, "max_tokens": 1, "typical_p": typical_p}
-        return len({ids(cpu.run(CASTLE, params={**params, "seed": seed}))[0] for seed in range(40)})
+        runs = (cpu.run(CASTLE, conversation="typical", params={**params, "seed": seed}) for seed in range(40))
+        return len({ids(run)[0] for run in runs})
 
     assert drawn(0.05) < drawn(1.0)
 
@@ -281,7 +282,7 @@ def test_reading_again_can_be_cancelled_and_lets_others_talk(model_path: Path) -
 @pytest.mark.parametrize(
     ("params", "stride"),
     [
-        ({"temperature": 0.0, "max_tokens": 20}, 1),
+        ({"temperature": 0.0, "max_tokens": 20}, 3),
         ({"temperature": 0.9, "seed": 11, "repeat_penalty": 1.1, "max_tokens": 20}, 4),
         ({"temperature": 0.9, "seed": 12, "frequency_penalty": 0.5, "presence_penalty": 0.2, "max_tokens": 20}, 7),
         ({"temperature": 1.2, "seed": 13, "xtc_probability": 0.5, "typical_p": 0.9, "max_tokens": 20}, 7),
