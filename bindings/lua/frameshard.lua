@@ -70,6 +70,8 @@ typedef struct fs_launch_options {
   const char *loading;
   uint64_t n_adapters;
   const char *const *adapters;
+  const char *http;
+  const char *http_key;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -96,6 +98,8 @@ typedef struct fs_model {
   const char *vision;
   const char *fingerprint;
   const char *template_fingerprint;
+  const char *http_url;
+  const char *http_key;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_logit_bias {
@@ -245,7 +249,7 @@ enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2, };
 enum { FS_LOADING_READ = 1, FS_LOADING_PROFILE = 2, FS_LOADING_FILL = 3, };
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2, };
 enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
-  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6, };
+  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6, FS_NOTICE_HTTP = 7, };
 typedef struct fs_event {
   uint32_t type;
   fs_status status;
@@ -437,7 +441,7 @@ local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
 local IMAGE_FORMATS = { "encoded", "rgb", "rgba" }
 local LEASE_STATES = { "active", "parked", "hibernated" }
 local LOADING_STAGES = { "read", "profile", "fill" }
-local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state" }
+local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state", "http" }
 local PHASES = { "encode", "prefill" }
 local REASONS = { "stop", "length" }
 local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
@@ -537,6 +541,12 @@ local OPTIONS = {
     loading = { "text" },
     -- LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every budget.
     adapters = { "texts" },
+    -- Where the sidecar offers OpenAI's HTTP interface: `127.0.0.1:8080`, with port 0 for a free one; empty: nowhere.
+    -- The HTTP server is a process of its own that ends with the sidecar. Refused with `bad_argument` if the packages
+    -- of `frameshard[http]` are not installed, or if the address cannot be listened on.
+    http = { "text" },
+    -- Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one.
+    http_key = { "text" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -855,7 +865,7 @@ end
 
 --- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
 -- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`, `fingerprint`,
--- `template_fingerprint`; fs_model in frameshard.h says what they mean. Raises an error before "ready".
+-- `template_fingerprint`, `http_url`, `http_key`; fs_model in frameshard.h says what they mean. Raises an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -877,6 +887,8 @@ function Sidecar:model()
     vision = ffi.string(model.vision),
     fingerprint = ffi.string(model.fingerprint),
     template_fingerprint = ffi.string(model.template_fingerprint),
+    http_url = ffi.string(model.http_url),
+    http_key = ffi.string(model.http_key),
   }
 end
 

@@ -351,6 +351,16 @@ class Client:
         """The names of the sidecar's additions to the protocol (bindings/PROTOCOL.md, "Features")."""
         return () if self._core.welcome is None else self._core.welcome.features
 
+    @property
+    def http_url(self) -> str:
+        """Base URL of OpenAI's HTTP interface; "" unless the launch option `http` is set."""
+        return self.info.http_url
+
+    @property
+    def http_key(self) -> str:
+        """The key for HTTP requests (``Authorization: Bearer``). Keep it secret."""
+        return self.info.http_key
+
     def __repr__(self) -> str:
         return f"<Client of {self.info.endpoint}, {self._core.state.value}, {len(self._streams)} jobs>"
 

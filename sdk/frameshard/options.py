@@ -93,6 +93,12 @@ class LaunchOptions(TypedDict, total=False):
     loading: Literal["off", "on"]
     """`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads only. By
     default off."""
+    http: str
+    """Where the sidecar offers OpenAI's HTTP interface: `127.0.0.1:8080`, with port 0 for a free one; empty: nowhere.
+    The HTTP server is a process of its own that ends with the sidecar. Refused with `bad_argument` if the packages of
+    `frameshard[http]` are not installed, or if the address cannot be listened on."""
+    http_key: str
+    """Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one."""
 
 
 class JobOptions(TypedDict, total=False):

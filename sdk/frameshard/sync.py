@@ -23,7 +23,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -103,10 +103,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """The sidecar has loaded its model. `features` are those of :attr:`frameshard.Client.features`."""
+    """The sidecar has loaded its model. `features`, `http_url` and `http_key` are those of
+    :class:`frameshard.Client`."""
 
     model: m.ModelInfo
     features: tuple[str, ...]
+    http_url: str
+    http_key: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -736,7 +739,7 @@ class Sidecar:
             with self._all:
                 async with self._scope as client:
                     changes = client.engine_changes()
-                    self._put(Ready(await client.model_info(), client.features))
+                    self._put(Ready(await client.model_info(), client.features, client.http_url, client.http_key))
                     self._ready.set()
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(self._take_commands, client, nursery)

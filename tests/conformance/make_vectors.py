@@ -182,6 +182,7 @@ VALID: dict[str, m.Message] = {
     "notice-pressure": m.Notice(EPOCH, "pressure", 1476395008, 0.0, "96 MiB of the device are free"),
     "notice-other_process": m.Notice(EPOCH, "other_process", 536870912, 0.0, "process 4100"),
     "notice-state": m.Notice(EPOCH, "state", 1610612736, 0.5, "parked"),
+    "notice-http": m.Notice(EPOCH, "http", 0, 0.5, "signal 9"),
     "started": m.Started(**PLACE, n_prompt=21, seed=2**32 - 1),
     "progress": m.Progress(**{**PLACE, "seq": 1}, phase="encode", done=1, total=2),
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),

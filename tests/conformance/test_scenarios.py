@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +257,19 @@ class Play:
         Path(step["removed"]).unlink()
 
     def _kill(self, step: dict[str, Any]) -> None:
-        os.kill(self.stats()["pid" if step["kill"] == "sidecar" else "engine_pid"], signal.SIGKILL)
+        stats = self.stats()
+        (http,) = set(sidecars.children(stats["pid"])) - {stats["engine_pid"]} or {None}
+        os.kill({"sidecar": stats["pid"], "engine": stats["engine_pid"], "http": http}[step["kill"]], signal.SIGKILL)
+
+    def _fetch(self, step: dict[str, Any]) -> None:
+        url, key = step["at"]
+        request = urllib.request.Request(url + step["fetch"], headers={"Authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+                status = response.status
+        except urllib.error.HTTPError as refused:
+            status = refused.code
+        assert status == step["status"]
 
     def _until_idle(self, step: dict[str, Any]) -> None:
         """Waits until the engine is idle. Another client asks for that, so that the runner's client does not poll."""

@@ -20,8 +20,9 @@ from frameshard.errors import BadArgument
 from frameshard.http.exchange import MAX_BODY_BYTES, Exchanges
 from frameshard.http.listener import MAX_CONNECTIONS, MAX_HEADER_BYTES, Listener, open_listener
 from frameshard.http.refusal import Refusal
-from frameshard.http.server import Options, key_in, parse_address
+from frameshard.http.server import Options, key_in
 from frameshard.testing import fake_engine
+from frameshard.wire.launch import address_of
 from servers import Answer, Server, server, sidecar, until
 from sidecars import DEADLINE_S
 
@@ -145,9 +146,9 @@ def test_a_key_is_kept_in_a_private_file(place: Path, tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="others may read"):
         key_in(kept)
     with pytest.raises(BadArgument, match="without a key"):
-        Options(*parse_address("0.0.0.0:0"), key=None)
+        Options(*address_of("0.0.0.0:0", "bind"), key=None)
     with pytest.raises(BadArgument, match="not an address"):
-        parse_address("nowhere")
+        address_of("nowhere", "bind")
 
 
 def test_many_streams_at_once_lose_nothing(http: Server) -> None:

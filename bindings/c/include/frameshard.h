@@ -224,6 +224,14 @@ typedef struct fs_launch_options {
     /* LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every
        budget. Each has 1..4161 bytes and a NUL at the end. */
     const char *const *adapters;
+    /* Where the sidecar offers OpenAI's HTTP interface: `127.0.0.1:8080`, with port 0 for a free one; empty:
+       nowhere. The HTTP server is a process of its own that ends with the sidecar. Refused with `bad_argument` if
+       the packages of `frameshard[http]` are not installed, or if the address cannot be listened on. At most 64
+       bytes; NULL (default): not given. */
+    const char *http;
+    /* Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one. At most
+       256 bytes; NULL (default): not given. */
+    const char *http_key;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -286,6 +294,8 @@ typedef struct fs_model {
     const char *vision;       /* name of the vision tower; "" if the model has none */
     const char *fingerprint;  /* SHA-256 that tells model files apart, in hex; "": not known */
     const char *template_fingerprint; /* SHA-256 of the chat template, in hex; "": none, or not known */
+    const char *http_url;             /* base URL of OpenAI's HTTP interface; "" unless fs_launch_options.http is set */
+    const char *http_key;             /* key for HTTP requests (`Authorization: Bearer`); keep it secret */
 } fs_model;
 
 /* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
@@ -780,6 +790,7 @@ enum {
     FS_NOTICE_PRESSURE = 4,      /* the device has less free VRAM than the lease grants */
     FS_NOTICE_OTHER_PROCESS = 5, /* another process uses VRAM that the lease grants */
     FS_NOTICE_STATE = 6,         /* the lease has changed its state */
+    FS_NOTICE_HTTP = 7,          /* the HTTP server has ended; it is started again in `seconds` */
     /* end of NoticeKind */
 };
 
@@ -822,8 +833,8 @@ typedef struct fs_event {
        again.
        FS_EVENT_BUDGET: VRAM budget in force; 0: no limit.
        FS_EVENT_LEASE: VRAM budget that will be reached by the deadline.
-       FS_EVENT_NOTICE: For `other_process`: VRAM that the other process uses (0: unknown). For other kinds: a VRAM
-       budget.
+       FS_EVENT_NOTICE: For `other_process`: VRAM that the other process uses (0: unknown). For `http`: 0. For
+       other kinds: a VRAM budget.
        FS_EVENT_PLAN: The VRAM budget that was asked about. */
     uint64_t budget_bytes;
     /* VRAM that the sidecar uses, by its own exact count. */
@@ -839,7 +850,7 @@ typedef struct fs_event {
        FS_EVENT_LEASE: Predicted time until the release is complete; 0: it is immediate, or nothing was measured
        yet.
        FS_EVENT_NOTICE: For `late`: predicted time until the release is complete. For `state`: how long the change
-       took. Else 0. */
+       took. For `http`: seconds until the HTTP server, which has ended, is started again. Else 0. */
     double seconds;
     /* Time from the start of the prefill to the first token. */
     double prefill_s;

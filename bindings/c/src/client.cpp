@@ -90,6 +90,7 @@ struct fs_client {
     std::string connect_file;
     uint64_t pid = 0;
     std::string model_name, model_arch, model_device, model_plan, model_vision, model_fingerprint, model_template;
+    std::string http_url, http_key;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
     std::deque<Event> handed;         // events of the last poll; the program may still read their texts
@@ -153,6 +154,9 @@ void check_info(const json &info) {
     }
     for (const char *name : {"endpoint", "server_key", "client_key", "client_secret"}) {
         right = right && info.contains(name) && info[name].is_string();
+    }
+    for (const char *name : {"http_url", "http_key"}) {
+        right = right && (!info.contains(name) || info[name].is_string());
     }
     if (!right) {
         refuse(FS_BAD_ARGUMENT, "not what a sidecar leaves in its connect file");
@@ -288,6 +292,8 @@ void ask_for(fs_client &client, json fields, uint64_t *request) {
 void fs_client::connect(const json &info) {
     check_info(info);
     pid = info["pid"];
+    http_url = info.value("http_url", ""); // older sidecars have none
+    http_key = info.value("http_key", "");
     context = zmq_ctx_new();
     socket = context == nullptr ? nullptr : zmq_socket(context, ZMQ_DEALER);
     if (socket == nullptr) {
@@ -596,6 +602,8 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.vision = client->model_vision.c_str();
         found.fingerprint = client->model_fingerprint.c_str();
         found.template_fingerprint = client->model_template.c_str();
+        found.http_url = client->http_url.c_str();
+        found.http_key = client->http_key.c_str();
         fill(model, model->struct_size, found);
     });
 }

@@ -115,6 +115,12 @@ json fields_of(const fs_launch_options &given) {
     if (given.n_adapters != 0) {
         fields["adapters"] = texts_of("adapters", given.adapters, given.n_adapters, 16, 1, 4161);
     }
+    if (given.http != nullptr) {
+        fields["http"] = text_of("http", given.http, 0, 64);
+    }
+    if (given.http_key != nullptr) {
+        fields["http_key"] = text_of("http_key", given.http_key, 0, 256);
+    }
     return fields;
 }
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import trio
 import zmq
 
 from frameshard.broker import endpoint as places
+from frameshard.broker.httpserver import HttpServer
 from frameshard.broker.listener import Listener
 from frameshard.broker.server import Server
 from frameshard.errors import Unsupported
@@ -67,6 +69,9 @@ def serve(
         client_public, client_secret = zmq.curve_keypair()
         epoch = new_number()
         server = Server(config, epoch, on_loading=on_loading)
+        http = HttpServer(config, server.http_ended) if config.http else None
+        if http is not None:
+            stack.callback(http.close)
         listener = Listener(wanted, server_secret, client_public)
         info = ConnectInfo(
             protocol=m.VERSION,
@@ -76,15 +81,20 @@ def serve(
             server_key=server_public.decode(),
             client_key=client_public.decode(),
             client_secret=client_secret.decode(),
+            http_url=http.url if http else "",
+            http_key=http.key if http else "",
         )
+        serving = trio.Event()
 
         def announce() -> None:
             publish(launch.info_line(info))
+            serving.set()
             if on_ready is not None:
                 on_ready(info, connect_file)
 
         try:
-            ended_by = trio.run(_serve, server, listener, announce, host_pipe)
+            run_http = partial(http.run, info, serving) if http else None
+            ended_by = trio.run(_serve, server, listener, announce, host_pipe, run_http)
         finally:
             listener.close()
     if server.error is not None:
@@ -92,13 +102,21 @@ def serve(
     return ended_by
 
 
-async def _serve(server: Server, listener: Listener, announce: Callable[[], None], host_pipe: int | None) -> int:
+async def _serve(
+    server: Server,
+    listener: Listener,
+    announce: Callable[[], None],
+    host_pipe: int | None,
+    run_http: Callable[[], Awaitable[None]] | None,
+) -> int:
     signals: list[int] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(listener.run, server)
         nursery.start_soon(_watch_signals, server, signals)
         if host_pipe is not None:
             nursery.start_soon(_watch_host, host_pipe, nursery.cancel_scope)
+        if run_http is not None:
+            nursery.start_soon(run_http)
         await server.run(announce)
         nursery.cancel_scope.cancel()
     return signals[0] if signals else 0

@@ -97,6 +97,16 @@ class Server:
         """Ends :meth:`run`: fails the open jobs and stops the engine."""
         self._stop.set()
 
+    def http_ended(self, why: str, pause_s: float) -> None:
+        """To be called when the HTTP server has ended.
+
+        :param why: how, and its last lines.
+        :param pause_s: seconds until it is started again.
+        """
+        detail = why.encode()[: m.MAX_NOTICE_DETAIL].decode(errors="ignore")
+        self._notify(m.Notice(self._epoch, "http", 0, pause_s, detail))
+        self._flush()
+
     def disconnected(self) -> None:
         """To be called when the socket was closed with all its connections. A new socket follows."""
         self._socket = None
@@ -292,9 +302,12 @@ class Server:
     def _tell_loading(self, loading: m.Loading) -> None:
         if self._announce is not None and self._on_loading is not None:
             self._on_loading(loading)
+        self._notify(loading)
+
+    def _notify(self, news: m.Notice | m.Loading) -> None:
         for session in self._sessions:
             if session.notices:
-                session.connection.notify(loading)
+                session.connection.notify(news)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
@@ -305,9 +318,7 @@ class Server:
                 self._supervisor.send(command)
             commands.clear()
         for notice in self._lease.notices:
-            for session in self._sessions:
-                if session.notices:
-                    session.connection.notify(notice)
+            self._notify(notice)
         self._lease.notices.clear()
         if self._socket is None:
             return

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
 
 from frameshard.cli import interrupt
-from frameshard.errors import BadArgument
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,11 +39,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    check_installed()
+    from frameshard.broker import httpserver
     from frameshard.cli.top import only_one
+    from frameshard.wire.launch import address_of
+
+    httpserver.check_installed()
     from frameshard.http import server
 
-    host, port = server.parse_address(args.bind)
+    host, port = address_of(args.bind, "bind")
     key = None if args.no_key else server.key_in(Path(args.key_file)) if args.key_file else server.new_key()
     options = server.Options(host, port, key, tuple(args.allow_host), tuple(args.allow_origin))
     target = args.connect or only_one()
@@ -55,14 +56,5 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"url": url, **shown, "pid": os.getpid()}) + "\n")
         sys.stdout.flush()
 
-    interrupt.run_async(lambda: server.serve(target, options, ready))
+    interrupt.run_async(lambda: server.serve(target, options, on_ready=ready))
     return 0
-
-
-def check_installed() -> None:
-    """Checks that Starlette and Hypercorn are installed.
-
-    :raises BadArgument: they are not.
-    """
-    if not all(map(importlib.util.find_spec, ("hypercorn", "starlette"))):
-        raise BadArgument("this needs Starlette and Hypercorn: pip install 'frameshard[http]'")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frameshard.cli import common, interrupt, progress
+from frameshard.errors import BadArgument
 
 if TYPE_CHECKING:
     from frameshard.wire.launch import ConnectInfo
@@ -67,6 +68,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a small model with the same vocabulary that drafts tokens on the CPU (none)",
     )
     common.add_adapter_arg(parser)
+    parser.add_argument(
+        "--http", default="", metavar="HOST:PORT", help="also offer OpenAI's HTTP interface there; port 0: a free one"
+    )
+    parser.add_argument(
+        "--http-key-file",
+        metavar="FILE",
+        help="read the key for HTTP from FILE, or write a new one there (a new one, in the connect file only)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -91,13 +100,32 @@ def run(args: argparse.Namespace) -> int:
         speculate=args.speculate,
         draft_model=str(models.resolve(args.draft_model).absolute()) if args.draft_model else "",
         adapters=tuple(f"{name}={Path(path).absolute()}" for name, path in map(adapter_of, args.adapter)),
+        http=args.http,
+        http_key=_http_key(args.http, args.http_key_file),
         endpoint=args.endpoint,
         connect_file=args.connect_file and str(Path(args.connect_file).absolute()),
     )
 
     def ready(info: ConnectInfo, connect_file: Path) -> None:
         logger.info("serving; connect with %s", connect_file)
+        http = {"http_url": info.http_url} if info.http_url else {}
+        if http:
+            logger.info("HTTP at %s", info.http_url)
         if args.json:
-            common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, "pid": info.pid})
+            common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, **http, "pid": info.pid})
 
     return interrupt.STATUS if serve(config, on_ready=ready, on_loading=progress.loading) == signal.SIGINT else 0
+
+
+def _http_key(http: str, key_file: str | None) -> str:
+    """The key in a file; "" if none is named."""
+    if not key_file:
+        return ""
+    if not http:
+        raise BadArgument("--http-key-file is for --http", field="http_key_file")
+    from frameshard.broker import httpserver
+
+    httpserver.check_installed()
+    from frameshard.http.server import key_in
+
+    return key_in(Path(key_file))

@@ -1,9 +1,10 @@
-"""``frameshard http``: OpenAI's HTTP interface in front of a running sidecar.
+"""The HTTP server: OpenAI's HTTP interface in front of a sidecar.
 
 It is a process of its own and an ordinary client of the sidecar. Nothing that a program sends to it can end the
 sidecar.
 
 server      runs the process: connects to the sidecar, listens, ends with the sidecar
+__main__    what a sidecar starts if it is launched with `http`
 listener    accepts connections; limits for many and slow clients
 exchange    one request: its body within limits, and its end when the client leaves
 guard       who may ask: key, Host, Origin

@@ -17,6 +17,7 @@ from frameshard.errors import BadArgument, ConnectionLost
 from frameshard.http.app import make_app
 from frameshard.http.guard import LOOPBACK, Access
 from frameshard.http.listener import Listener, open_listener
+from frameshard.wire.launch import ConnectInfo, check_http_key
 
 LAST_WORDS_S = 1.0
 """For so long after the end of the sidecar all requests are refused with 503, so that clients learn of it."""
@@ -44,27 +45,35 @@ class Options:
             raise BadArgument("without a key the server listens on loopback addresses only", field="bind")
 
 
-async def serve(connect_file: str | os.PathLike[str], options: Options, on_ready: Callable[[str], None]) -> None:
+async def serve(
+    sidecar: str | os.PathLike[str] | ConnectInfo,
+    options: Options,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    listener: trio.SocketListener | None = None,
+) -> None:
     """Serves until SIGTERM.
 
-    :param connect_file: of the running sidecar.
+    :param sidecar: the connect file of the running sidecar, or its content.
     :param on_ready: called with the base URL when requests are answered.
+    :param listener: is listened on instead of the address in `options`.
     :raises ConnectionLost: there is no sidecar, or it has ended.
     :raises BadArgument: the address cannot be listened on.
     """
     lost = False
-    async with connect(connect_file, name="http") as client:
+    async with connect(sidecar, name="http") as client:
         changes = client.engine_changes()
         model = await client.model_info()
         address = f"[{options.host}]" if ":" in options.host else options.host
         access = Access(options.key, (*LOOPBACK, address, *map(str.lower, options.hosts)), options.origins)
-        socket = await open_listener(options.host, options.port)
-        listener = Listener(socket, make_app(client, model, access, lambda: listener.connections))
+        socket = listener or await open_listener(options.host, options.port)
+        server = Listener(socket, make_app(client, model, access, lambda: server.connections))
         with trio.open_signal_receiver(signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(listener.run)
+                nursery.start_soon(server.run)
                 nursery.start_soon(_cancel_at_signal, signals, nursery.cancel_scope)
-                on_ready(f"http://{address}:{socket.socket.getsockname()[1]}/v1")
+                if on_ready is not None:
+                    on_ready(f"http://{address}:{socket.socket.getsockname()[1]}/v1")
                 async for _ in changes:  # ends with the connection to the sidecar
                     pass
                 await trio.sleep(LAST_WORDS_S)
@@ -77,23 +86,6 @@ async def serve(connect_file: str | os.PathLike[str], options: Options, on_ready
 async def _cancel_at_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
     async for _ in signals:
         scope.cancel()
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``. The host is an IP address (IPv6 in brackets) or ``localhost``.
-
-    :raises BadArgument: it is anything else.
-    """
-    host, _, port = text.rpartition(":")
-    host = "127.0.0.1" if host == "localhost" else host
-    try:
-        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise ValueError
-        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))), int(port)
-    except ValueError:
-        raise BadArgument(
-            f"{text!r} is not an address: 127.0.0.1:8080, or port 0 for a free one", field="bind"
-        ) from None
 
 
 def key_in(path: Path) -> str:
@@ -113,8 +105,7 @@ def key_in(path: Path) -> str:
             key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise BadArgument(f"the key file {path} cannot be used: {error}", field="key_file") from None
-    if not key or not key.isascii() or any(map(str.isspace, key)):
-        raise BadArgument(f"the key file {path} has no key: one line of printable ASCII", field="key_file")
+    check_http_key(key, "key_file")
     return key
 
 

@@ -11,11 +11,12 @@ protocol.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from frameshard import program
@@ -26,6 +27,7 @@ from frameshard.wire.checks import Bytes, Count, Id, Name
 T = TypeVar("T")
 
 KvType = Literal["f16", "q8_0", "q4_0"]
+MAX_HTTP_KEY = 256
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 
 _IPC = re.compile(r"ipc:///[^\x00-\x1f\x7f\ud800-\udfff]*[^\x00-\x1f\x7f\ud800-\udfff/]")
@@ -45,6 +47,33 @@ def check_endpoint(endpoint: str, *, bind: bool) -> None:
         raise BadArgument(
             "endpoint must be ipc:///PATH or tcp://127.0.0.1:PORT, with a port from 1 to 65535", field="endpoint"
         )
+
+
+def address_of(text: str, option: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``. The host is an IP address (IPv6 in brackets) or ``localhost``.
+
+    :param option: the option that has the text, for the error.
+    :raises BadArgument: it is anything else.
+    """
+    host, _, port = text.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            raise ValueError
+        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))), int(port)
+    except ValueError:
+        raise BadArgument(
+            f"{text!r} is not an address: 127.0.0.1:8080, or port 0 for a free one", field=option
+        ) from None
+
+
+def check_http_key(key: str, option: str) -> None:
+    """
+    :param option: the option that has the key, for the error.
+    :raises BadArgument: `key` cannot stand in a header.
+    """
+    if not 0 < len(key) <= MAX_HTTP_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadArgument(f"{option}: a key has 1 to {MAX_HTTP_KEY} printable ASCII characters, no space", field=option)
 
 
 Path = Annotated[str, checks.path()]
@@ -207,9 +236,25 @@ class ServeConfig(EngineOptions):
         "`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads"
         " only.",
     ] = "off"
+    http: Annotated[
+        str,
+        checks.text(64),
+        "Where the sidecar offers OpenAI's HTTP interface: `127.0.0.1:8080`, with port 0 for a free one; empty:"
+        " nowhere. The HTTP server is a process of its own that ends with the sidecar. Refused with `bad_argument` if"
+        " the packages of `frameshard[http]` are not installed, or if the address cannot be listened on.",
+    ] = ""
+    http_key: Annotated[
+        str,
+        checks.text(MAX_HTTP_KEY),
+        "Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one.",
+    ] = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.http:
+            address_of(self.http, "http")
+        if self.http_key:
+            check_http_key(self.http_key, "http_key")
         if self.endpoint is not None:
             check_endpoint(self.endpoint, bind=True)
         if not self.engine:
@@ -229,6 +274,12 @@ class ConnectInfo:
     client_secret: Annotated[
         Name, "Secret key of all clients, `CURVE_SECRETKEY`. Keep it out of arguments, environment and logs."
     ]
+    http_url: Annotated[
+        Name, "Base URL of OpenAI's HTTP interface, if the launch option `http` is set; else empty."
+    ] = ""
+    http_key: Annotated[
+        str, checks.text(MAX_HTTP_KEY), "Key for HTTP requests, secret as the keys above; empty without `http_url`."
+    ] = ""
 
     def __post_init__(self) -> None:
         checks.verify(self)

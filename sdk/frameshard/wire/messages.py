@@ -50,7 +50,7 @@ Reason = Literal["stop", "length"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
 LeaseState = Literal["active", "parked", "hibernated"]
 Decision = Literal["granted", "partial"]
-NoticeKind = Literal["wants", "gives_back", "late", "pressure", "other_process", "state"]
+NoticeKind = Literal["wants", "gives_back", "late", "pressure", "other_process", "state", "http"]
 Mode = Literal["planned", "stream_only"]
 SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 ImageFormat = Literal["encoded", "rgb", "rgba"]
@@ -59,6 +59,9 @@ LoadingStage = Literal["read", "profile", "fill"]
 
 MAX_KV_DETAIL = 400
 """Bytes of the text that says why there is no KV cache."""
+
+MAX_NOTICE_DETAIL = 200
+"""Bytes of the text of a notice."""
 
 MAX_IMAGES = 8
 """Of one job."""
@@ -971,18 +974,23 @@ class Engine:
 
 @dataclass(frozen=True)
 class Notice:
-    """News about VRAM and the lease, for sessions that asked for notices. The client need not react."""
+    """News about VRAM, the lease and the HTTP server, for sessions that asked for it. The client need not react."""
 
     epoch: Epoch
     kind: Annotated[NoticeKind, "What the notice is about."]
     vram_budget_bytes: Annotated[
-        Bytes, "For `other_process`: VRAM that the other process uses (0: unknown). For other kinds: a VRAM budget."
+        Bytes,
+        "For `other_process`: VRAM that the other process uses (0: unknown). For `http`: 0."
+        " For other kinds: a VRAM budget.",
     ]
     seconds: Annotated[
         Seconds,
-        "For `late`: predicted time until the release is complete. For `state`: how long the change took. Else 0.",
+        "For `late`: predicted time until the release is complete. For `state`: how long the change took. For `http`:"
+        " seconds until the HTTP server, which has ended, is started again. Else 0.",
     ]
-    detail: Annotated[str, checks.text(200), "Text for a log. For `state`: the new state."]
+    detail: Annotated[
+        str, checks.text(MAX_NOTICE_DETAIL), "Text for a log. For `state`: the new state. For `http`: how it ended."
+    ]
 
 
 @dataclass(frozen=True)

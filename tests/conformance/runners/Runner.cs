@@ -79,6 +79,9 @@ internal static class Runner
                 var told = Client.History((string)command["conversation"]);
                 var pairs = told.Select(message => (JsonValue)new JsonArray(message.Role, message.Content));
                 return new JsonObject { { "messages", new JsonArray(pairs) } };
+            case "get_http":
+                var model = Client.Ready.Result;
+                return new JsonObject { { "data", new JsonArray(model.HttpUrl, model.HttpKey) } };
             case "save":
                 var saved = Client.Save((string)command["conversation"]);
                 return new JsonObject { { "data", BitConverter.ToString(saved).Replace("-", "").ToLowerInvariant() } };

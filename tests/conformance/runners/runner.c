@@ -184,6 +184,16 @@ static fs_status history(const cJSON *command, cJSON *answer) {
     return status;
 }
 
+static fs_status get_http(cJSON *answer) {
+    fs_model model = {.struct_size = sizeof model};
+    fs_status status = fs_get_model(client, &model);
+    if (status == FS_OK) {
+        const char *told[] = {model.http_url, model.http_key};
+        cJSON_AddItemToObject(answer, "data", cJSON_CreateStringArray(told, 2));
+    }
+    return status;
+}
+
 static fs_status save(const cJSON *command, cJSON *answer) {
     const void *data = NULL;
     uint64_t size = 0;
@@ -351,6 +361,8 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
         status = fs_cancel(client, (uint64_t)number(command, "job", 0));
     else if (strcmp(what, "history") == 0)
         status = history(command, answer);
+    else if (strcmp(what, "get_http") == 0)
+        status = get_http(answer);
     else if (strcmp(what, "save") == 0)
         status = save(command, answer);
     else if (strcmp(what, "load") == 0)

@@ -288,6 +288,9 @@ class Runner {
                 messages.push_back(json::array({message.role, message.content}));
             }
             return {{"messages", messages}};
+        } else if (what == "get_http") {
+            fs_model model = client_->model();
+            return {{"data", json::array({model.http_url, model.http_key})}};
         } else if (what == "save") {
             std::string hex;
             for (unsigned char byte : client_->save(command["conversation"])) {

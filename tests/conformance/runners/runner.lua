@@ -111,6 +111,11 @@ function commands.history(command)
   return { messages = messages }
 end
 
+function commands.get_http()
+  local model = client():model()
+  return { data = { model.http_url, model.http_key } }
+end
+
 function commands.save(command)
   local data = client():save(command.conversation)
   return { data = data:gsub(".", function(byte) return ("%02x"):format(byte:byte()) end) }

@@ -334,6 +334,10 @@ class Runner:
         history = self.session.client().history(conversation)
         return {"messages": [[message.role, message.content] for message in history]}
 
+    async def do_get_http(self) -> Event:
+        client = self.session.client()
+        return {"data": [client.http_url, client.http_key]}
+
     async def do_save(self, conversation: str) -> Event:
         return {"data": self.session.client().save(conversation).hex()}
 

@@ -97,6 +97,8 @@ namespace Frameshard
             internal IntPtr Loading;
             internal ulong NAdapters;
             internal IntPtr Adapters;
+            internal IntPtr Http;
+            internal IntPtr HttpKey;
             // end of fs_launch_options
         }
 
@@ -120,6 +122,8 @@ namespace Frameshard
             internal IntPtr Vision;
             internal IntPtr Fingerprint;
             internal IntPtr TemplateFingerprint;
+            internal IntPtr HttpUrl;
+            internal IntPtr HttpKey;
         }
 
         [StructLayout(LayoutKind.Sequential)]

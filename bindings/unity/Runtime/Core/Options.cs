@@ -45,6 +45,8 @@ namespace Frameshard
             if (options.Loading != null) native.Loading = texts.Name(options.Loading);
             if (options.Adapters != null) native.Adapters = texts.Names(options.Adapters);
             native.NAdapters = (ulong)(options.Adapters?.Length ?? 0);
+            if (options.Http != null) native.Http = texts.Name(options.Http);
+            if (options.HttpKey != null) native.HttpKey = texts.Name(options.HttpKey);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)

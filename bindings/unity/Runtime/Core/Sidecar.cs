@@ -856,6 +856,7 @@ namespace Frameshard
                     ConnectFile = Utf8.Read(native.ConnectFile), Vision = Utf8.Read(native.Vision),
                     Fingerprint = Utf8.Read(native.Fingerprint),
                     TemplateFingerprint = Utf8.Read(native.TemplateFingerprint),
+                    HttpUrl = Utf8.Read(native.HttpUrl), HttpKey = Utf8.Read(native.HttpKey),
                 };
             }
         }

@@ -157,6 +157,14 @@ namespace Frameshard
         /// <summary>LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at
         /// every budget.</summary>
         public string[] Adapters;
+        /// <summary>Where the sidecar offers OpenAI's HTTP interface: `127.0.0.1:8080`, with port 0 for a free one;
+        /// empty: nowhere. The HTTP server is a process of its own that ends with the sidecar. Refused with
+        /// `bad_argument` if the packages of `frameshard[http]` are not installed, or if the address cannot be listened
+        /// on.</summary>
+        public string Http;
+        /// <summary>Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new
+        /// one.</summary>
+        public string HttpKey;
         // end of fs_launch_options
     }
 
@@ -384,6 +392,7 @@ namespace Frameshard
         Pressure = 4,
         OtherProcess = 5,
         State = 6,
+        Http = 7,
         // end of NoticeKind
     }
 
@@ -582,6 +591,10 @@ namespace Frameshard
         public string Fingerprint { get; internal set; }
         /// <summary>SHA-256 of the chat template, in hex; "": none, or not known.</summary>
         public string TemplateFingerprint { get; internal set; }
+        /// <summary>Base URL of OpenAI's HTTP interface; "" unless LaunchOptions.Http is set.</summary>
+        public string HttpUrl { get; internal set; }
+        /// <summary>Key for HTTP requests (`Authorization: Bearer`). Keep it secret.</summary>
+        public string HttpKey { get; internal set; }
     }
 
     /// <summary>What <see cref="Sidecar.SaveKvAsync"/> has written or <see cref="Sidecar.LoadKvAsync"/> has

@@ -101,6 +101,8 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.loading = Texts.Text(From.Loading);
 	Made.n_adapters = static_cast<decltype(Made.n_adapters)>(From.Adapters.Num());
 	Made.adapters = Texts.List(From.Adapters);
+	Made.http = Texts.Text(From.Http);
+	Made.http_key = Texts.Text(From.HttpKey);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)

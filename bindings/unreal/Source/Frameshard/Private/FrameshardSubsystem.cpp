@@ -199,6 +199,18 @@ bool UFrameshardSubsystem::HasFeature(const FString& Feature) const
 	return Game && fs_has_feature(Game->client(), FrameshardUtf8(Feature).c_str()) != 0;
 }
 
+FString UFrameshardSubsystem::GetHttpUrl() const
+{
+	fs_model Model{sizeof(fs_model)};
+	return Game && fs_get_model(Game->client(), &Model) == FS_OK ? FrameshardText(Model.http_url) : FString();
+}
+
+FString UFrameshardSubsystem::GetHttpKey() const
+{
+	fs_model Model{sizeof(fs_model)};
+	return Game && fs_get_model(Game->client(), &Model) == FS_OK ? FrameshardText(Model.http_key) : FString();
+}
+
 void UFrameshardSubsystem::SetVramBudget(double Megabytes)
 {
 	FFrameshardLease Lease;

@@ -155,6 +155,16 @@ public:
 	 * budget. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	TArray<FString> Adapters;
+
+	/** Where the sidecar offers OpenAI's HTTP interface: `127.0.0.1:8080`, with port 0 for a free one; empty:
+	 * nowhere. The HTTP server is a process of its own that ends with the sidecar. Refused with `bad_argument` if
+	 * the packages of `frameshard[http]` are not installed, or if the address cannot be listened on. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString Http;
+
+	/** Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString HttpKey;
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

@@ -86,6 +86,14 @@ public:
 	UFUNCTION(BlueprintPure, Category = "frameshard")
 	bool HasFeature(const FString& Feature) const;
 
+	/** Base URL of OpenAI's HTTP interface. Empty before OnReady, and unless Http is set in the project settings. */
+	UFUNCTION(BlueprintPure, Category = "frameshard")
+	FString GetHttpUrl() const;
+
+	/** Key for HTTP requests (`Authorization: Bearer`). Keep it secret. */
+	UFUNCTION(BlueprintPure, Category = "frameshard")
+	FString GetHttpKey() const;
+
 	/** Limits all VRAM that the sidecar uses to Megabytes (MiB); 0: no limit. OnBudgetChanged or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SetVramBudget(double Megabytes);

@@ -33,6 +33,7 @@ enum class EFrameshardNoticeKind : uint8
 	Pressure = 4,
 	OtherProcess = 5,
 	State = 6,
+	Http = 7,
 };
 
 UENUM(BlueprintType)
