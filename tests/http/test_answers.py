@@ -6,7 +6,6 @@ import base64
 import contextlib
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,9 @@ from PIL import Image
 
 import frameshard
 from frameshard.http import request
-from servers import Server, server, sidecar, until
+from servers import Server, until
 
 STORY = {"messages": [{"role": "user", "content": "Tell me a very long story."}], "max_tokens": 700}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_path: Path) -> Iterator[Path]:
-    """The connect file of a sidecar with SmolLM2 and a vision tower."""
-    options: dict[str, Any] = {"model": str(model_path), "mmproj": str(mmproj_path), "device": "emulated"}
-    with sidecar(tmp_path_factory.mktemp("http"), **options, n_ctx=1024, mode="stream_only") as (connect_file, _):
-        yield connect_file
-
-
-@pytest.fixture(scope="module")
-def http(place: Path) -> Iterator[Server]:
-    with server(place) as running:
-        yield running
 
 
 def text_of(chunks: list[Any]) -> str:

@@ -1,0 +1,25 @@
+"""A sidecar with a real model, and a server in front of it, for all tests of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servers import Server, server, sidecar
+
+
+@pytest.fixture(scope="package")
+def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_path: Path) -> Iterator[Path]:
+    """The connect file of a sidecar with SmolLM2 and a vision tower."""
+    options: dict[str, Any] = {"model": str(model_path), "mmproj": str(mmproj_path), "device": "emulated"}
+    with sidecar(tmp_path_factory.mktemp("http"), **options, n_ctx=1024, mode="stream_only") as (connect_file, _):
+        yield connect_file
+
+
+@pytest.fixture(scope="package")
+def http(place: Path) -> Iterator[Server]:
+    with server(place) as running:
+        yield running
