@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h2.connection
 import pytest
 import trio
 from trio.testing import MockClock
@@ -227,6 +228,62 @@ def test_hostile_bytes_get_refusals_and_end_nothing(http: Server) -> None:
     assert http.ask("POST", CHAT, large).error["code"] == "request_too_large"
     assert http.ask("POST", CHAT, large, Authorization="").error["code"] == "invalid_api_key"
     assert http.chat().status == 200
+
+
+def test_no_request_is_smuggled(http: Server) -> None:
+    """Each of these hides a change of the lease in what one parser takes for a body and another for a request."""
+    before = http.ask("GET", "/lease").json
+    key = f"Host: 127.0.0.1\r\nAuthorization: Bearer {http.key}\r\n"
+    terms = '{"vram_budget_mb":77,"version":77}'
+    change = f"PUT /lease HTTP/1.1\r\n{key}Content-Length: {len(terms)}\r\n\r\n{terms}"
+    post, size = f"POST {CHAT} HTTP/1.1\r\n{key}", len(change)
+    for framing in (
+        f"Transfer-Encoding: chunked\r\nContent-Length: {size + 5}\r\n\r\n0\r\n\r\n",
+        f"Transfer-Encoding : chunked\r\nContent-Length: {size + 5}\r\n\r\n0\r\n\r\n",
+        f"Transfer-Encoding: \x0bchunked\r\nContent-Length: {size + 5}\r\n\r\n0\r\n\r\n",
+        f"Transfer-Encoding: chunked, identity\r\nContent-Length: {size + 5}\r\n\r\n0\r\n\r\n",
+        f"X: y\r\n Transfer-Encoding: chunked\r\nContent-Length: {size}\r\n\r\n",
+        f"Content-Length: {size}\r\nContent-Length: 0\r\n\r\n",
+        f"Content-Length: 0, {size}\r\n\r\n",
+        f"Content-Length: +{size}\r\n\r\n",
+        f"Content-Length: {size}\nContent-Length: 0\r\n\r\n",
+        f"Transfer-Encoding: chunked\r\n\r\n{size:x}\n\r\n",
+        f"Transfer-Encoding: chunked\r\n\r\n0x{size:x}\r\n",
+        f"Transfer-Encoding: chunked\r\n\r\n{'0' * 30}{size:x}\r\n",
+    ):
+        answered = http.raw((post + framing + change).encode())
+        assert b" 200 " not in answered.split(b"\r\n")[0], framing
+    # A pipelined request is a request of its own, and needs its own key.
+    pipelined = f"GET /v1/models HTTP/1.1\r\n{key}\r\n" + change.replace(str(http.key), "wrong")
+    with socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S) as peer:
+        peer.sendall(pipelined.encode())
+        received = b""
+        while b"invalid_api_key" not in received:
+            part = peer.recv(1 << 16)
+            assert part, received
+            received += part
+    assert received.startswith(b"HTTP/1.1 200")
+    assert http.ask("GET", "/lease").json == before
+
+
+def test_streams_that_are_reset_at_once_leave_no_jobs(http: Server) -> None:
+    """The flood of HTTP/2 streams that their client resets as soon as it has opened them."""
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    headers = {":method": "POST", ":scheme": "http", ":authority": "127.0.0.1", ":path": CHAT}
+    headers |= {"authorization": f"Bearer {http.key}"}
+    body = b'{"messages":[{"role":"user","content":"one"}],"stream":true}'
+    with socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S) as peer:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(65_535 // len(body)):  # as many as the connection's window takes
+                stream = client.get_next_available_stream_id()
+                client.send_headers(stream, list(headers.items()))
+                client.send_data(stream, body, end_stream=True)
+                client.reset_stream(stream)
+                peer.sendall(client.data_to_send())
+    assert http.chat().status == 200
+    until(lambda: http.metric("jobs_running") + http.metric("jobs_queued") == 0)
+    until(lambda: http.metric("http_connections") == 1)
 
 
 def test_connections_are_limited(http: Server) -> None:
