@@ -1,4 +1,5 @@
-"""Who may ask. Checked before a body is read: Host and Origin against web pages of other sites, then the key."""
+"""Who may ask. Checked before a body is read: that its end is clear, Host and Origin against web pages of other sites,
+then the key."""
 
 from __future__ import annotations
 
@@ -47,6 +48,10 @@ class Guard:
 
 def refused(access: Access, path: str, headers: Headers) -> Refusal | None:
     """Why a request may not be made; None: it may."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        # A proxy in front may see the end of this request elsewhere (request smuggling), so nothing behind it is read.
+        message = "a request has a Content-Length or a Transfer-Encoding, not both"
+        return Refusal(400, message, "bad_framing", headers={"Connection": "close"})
     hosts = headers.getlist("host")
     match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if match is None or match[1].lower() not in access.hosts:
