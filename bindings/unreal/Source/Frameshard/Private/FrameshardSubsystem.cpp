@@ -201,13 +201,15 @@ bool UFrameshardSubsystem::HasFeature(const FString& Feature) const
 
 FString UFrameshardSubsystem::GetHttpUrl() const
 {
-	fs_model Model{sizeof(fs_model)};
+	fs_model Model{};
+	Model.struct_size = sizeof Model;
 	return Game && fs_get_model(Game->client(), &Model) == FS_OK ? FrameshardText(Model.http_url) : FString();
 }
 
 FString UFrameshardSubsystem::GetHttpKey() const
 {
-	fs_model Model{sizeof(fs_model)};
+	fs_model Model{};
+	Model.struct_size = sizeof Model;
 	return Game && fs_get_model(Game->client(), &Model) == FS_OK ? FrameshardText(Model.http_key) : FString();
 }
 
