@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +65,17 @@ def model_path() -> Path:
     """SmolLM2-135M-Instruct Q4_1."""
     with one_at_a_time():
         return models.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def encoder_path() -> Path:
+    """all-MiniLM-L6-v2, a sentence encoder with 384 dimensions."""
+    path = models.path_of(models.ENCODER)
+    with one_at_a_time():
+        if not path.is_file():
+            script = Path(__file__).parents[1] / "samples" / "npc_dialogue" / "encoder.py"
+            subprocess.run([sys.executable, str(script)], check=True)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,7 @@ EVENTS = {
     "PAUSED": "paused",
     "RESUMED": "resumed",
     "TOKEN_COUNT": "token_count",
+    "EMBEDDINGS": "embeddings",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and
@@ -206,6 +207,8 @@ def _event(manifest: Manifest) -> list[Member]:
         "reserved": "Always 0.",
         "n_dropped": "FS_EVENT_STARTED, FS_EVENT_DONE of a job of fs_ask: how many of the conversation's oldest questions, "
         "with their answers, are not in the prompt because the context is full.",
+        "n_rows": "Number of rows in `rows`: one for each text, in the order of fs_embed.",
+        "rows": "`n_rows` times `n_dim` floats. The squares of each row add up to 1. Valid as long as `text`.",
     }
     there = _there("fs_event")
     order = {name: kind.strip() for kind, name in there}
@@ -291,6 +294,8 @@ def _kind(field: dict[str, Any]) -> str:
         return "const char *"
     if field["type"] == "number":
         return "double"
+    if field["type"] == "bin":
+        return "const float *"  # the library turns the 16-bit floats of embeddings into these
     return "int64_t" if field.get("nullable") or field.get("min", 0) < 0 else "uint64_t"
 
 

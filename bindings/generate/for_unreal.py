@@ -19,7 +19,7 @@ OPTIONS = MODULE / "Private" / "FrameshardOptions.h"
 ENUMS = ("LeaseState", "Decision", "NoticeKind", "Reason", "Phase", "LoadingStage", "ImageFormat", "SchedulingMode")
 # People set these in MiB.
 SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb", "kv_cache_bytes": "KvCacheMb"}
-PATHS = ("model", "mmproj", "draft_model")  # may begin in the project's Content folder
+PATHS = ("model", "mmproj", "draft_model", "embedder")  # may begin in the project's Content folder
 COMMON = ("model", "mmproj", "device", "vram_budget_bytes", "n_ctx", "n_parallel")  # others are under "Advanced"
 
 # A game that has set nothing keeps VRAM for itself.

@@ -72,6 +72,7 @@ typedef struct fs_launch_options {
   const char *const *adapters;
   const char *http;
   const char *http_key;
+  const char *embedder;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -100,6 +101,7 @@ typedef struct fs_model {
   const char *template_fingerprint;
   const char *http_url;
   const char *http_key;
+  const char *embedder;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_logit_bias {
@@ -215,6 +217,8 @@ fs_status fs_get_caps(fs_client *client, uint64_t *request);
 fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t prompt_length, uint64_t *request);
 fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages, uint64_t *request);
+fs_status fs_embed(fs_client *client, const char *const *texts, const int32_t *lengths, uint32_t n_texts,
+  uint64_t *request);
 fs_status fs_shutdown(fs_client *client);
 enum { FS_PRIORITIZE_GRAPHICS = 1, FS_BALANCE = 2, FS_PRIORITIZE_COMPUTE = 3, };
 fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second, uint64_t *request);
@@ -241,7 +245,7 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
   FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22, FS_EVENT_PAUSED = 23, FS_EVENT_RESUMED = 24,
-  FS_EVENT_TOKEN_COUNT = 25 };
+  FS_EVENT_TOKEN_COUNT = 25, FS_EVENT_EMBEDDINGS = 26 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
@@ -299,6 +303,9 @@ typedef struct fs_event {
   uint64_t file_bytes;
   uint64_t n_left;
   uint64_t n_dropped;
+  uint64_t n_dim;
+  uint64_t n_rows;
+  const float *rows;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -433,7 +440,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading", "adapters", "kv", "paused", "resumed", "token_count" }
+  "loading", "adapters", "kv", "paused", "resumed", "token_count", "embeddings" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -547,6 +554,9 @@ local OPTIONS = {
     http = { "text" },
     -- Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one.
     http_key = { "text" },
+    -- Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process for it.
+    -- That process encodes texts on the CPU at idle priority and uses no VRAM.
+    embedder = { "text" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -865,7 +875,8 @@ end
 
 --- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
 -- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`, `fingerprint`,
--- `template_fingerprint`, `http_url`, `http_key`; fs_model in frameshard.h says what they mean. Raises an error before "ready".
+-- `template_fingerprint`, `http_url`, `http_key`, `embedder`; fs_model in frameshard.h says what they mean. Raises
+-- an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -889,6 +900,7 @@ function Sidecar:model()
     template_fingerprint = ffi.string(model.template_fingerprint),
     http_url = ffi.string(model.http_url),
     http_key = ffi.string(model.http_key),
+    embedder = ffi.string(model.embedder),
   }
 end
 
@@ -1089,6 +1101,19 @@ function Sidecar:count_tokens(content)
   return tonumber(self._number[0])
 end
 
+--- Asks the sentence encoder (launch option `embedder`) for the embeddings of 1 to 64 texts. Texts of similar meaning
+-- have rows with a large dot product. Returns the request number of the event "embeddings" or "refused".
+-- @param texts a list of strings.
+function Sidecar:embed(texts)
+  local n = #texts
+  local starts, lengths = ffi.new("const char *[?]", n), ffi.new("int32_t[?]", n)
+  for i, text in ipairs(texts) do
+    starts[i - 1], lengths[i - 1] = text_of(text, "texts"), #text
+  end
+  check(lib.fs_embed(client_of(self), starts, lengths, n, self._number))
+  return tonumber(self._number[0])
+end
+
 --- Sets how the GPU is shared with the game's frames. Returns the request number that an event "refused" would have; no
 -- other event follows.
 -- @param scheduling_mode "prioritize_graphics" (the sidecar uses only the GPU time that frames leave free), "balance"
@@ -1116,6 +1141,19 @@ end
 -- nil stands for a size that the system does not report.
 local function known_bytes(bytes)
   return bytes >= 0 and tonumber(bytes) or nil
+end
+
+-- The rows of an event "embeddings", as lists of numbers.
+local function rows_of(raw)
+  local rows, n_dim = {}, tonumber(raw.n_dim)
+  for i = 1, tonumber(raw.n_rows) do
+    local row = {}
+    for j = 1, n_dim do
+      row[j] = raw.rows[(i - 1) * n_dim + j - 1]
+    end
+    rows[i] = row
+  end
+  return rows
 end
 
 -- Makes the caller's event table. Copies everything, because the next fs_poll overwrites `raw`.
@@ -1178,6 +1216,8 @@ local function convert(self, raw)
     event.n_tokens, event.file_bytes, event.detail = tonumber(raw.n_tokens), tonumber(raw.file_bytes), text
   elseif kind == "token_count" then
     event.n_tokens, event.n_left = tonumber(raw.n_tokens), tonumber(raw.n_left)
+  elseif kind == "embeddings" then
+    event.n_dim, event.rows = tonumber(raw.n_dim), rows_of(raw)
   elseif kind == "frame_block" then
     event.path = text
   elseif kind == "refused" then
@@ -1244,6 +1284,7 @@ end
 -- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
 --   `cpu_bytes` |
 -- | "token_count" | `request`, `n_tokens`, `n_left` |
+-- | "embeddings" | `request`, `n_dim`, `rows` (for each text a list of `n_dim` numbers) |
 -- | "frame_block" | `request`, `path` |
 -- | "kv" | `request`, `n_tokens`, `file_bytes`, `detail` (here a sentence: why `n_tokens` is 0) |
 -- | "refused" | `request`, `error`, `floor_bytes` |

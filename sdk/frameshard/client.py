@@ -51,7 +51,13 @@ from frameshard.wire.connection import BEAT_S, ClientConnection
 from frameshard.wire.launch import ConnectInfo, ServeConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from typing_extensions import Unpack
+
+    Rows = npt.NDArray[np.float16]
+else:
+    Rows = Any  # numpy is imported only for programs that embed
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -63,6 +69,9 @@ ANSWER_S = 10.0
 
 ADAPTER_S = 120.0
 """Seconds to wait for a change of the adapters. Its file is read, and it waits for the running decode."""
+
+EMBED_S = 1800.0
+"""Seconds to wait for embeddings. They are computed when nothing else wants the CPU, so a slow answer is no fault."""
 
 KV_S = 60.0
 """Seconds to wait until a file with a KV cache is written or read."""
@@ -556,6 +565,26 @@ class Client:
         messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
         return self._asked(lambda: self._core.count_tokens(messages, prompt), m.TokenCount)
 
+    def embed(self, texts: Sequence[str]) -> Awaitable[Rows]:
+        """Embeds texts with the sentence encoder that the sidecar was launched with (`embedder`). Texts of similar
+        meaning have rows with a large dot product. No job waits for it.
+
+        The first call waits until the encoder is loaded. Texts are encoded at idle priority, so while other programs
+        use all CPU time the answer may take long.
+
+        :param texts: 1 to 64 texts, each not empty.
+        :returns: shape [number of texts, dimensions], float16. Each row has length 1.
+        :raises BadArgument: there are no texts, too many, or one of them is empty or larger than 64 KiB.
+        :raises ContextOverflow: a text is longer than the encoder's context. Detail has its index as ``text``.
+        :raises Unsupported: the sidecar has no sentence encoder.
+        :raises BadModel: the encoder's file cannot be used.
+        :raises ModelNotFound: there is no such file.
+        :raises Overloaded: too many requests wait.
+        :raises EngineDied: the embedder's process died twice.
+        """
+        asked = self._asked(lambda: self._core.embed(tuple(texts)), m.Embeddings, EMBED_S)
+        return _then(asked, rows_of)
+
     def notices(self) -> Inbox[m.Notice]:
         """The sidecar's notices from now on: ``async for notice in client.notices()``. At most 16 wait to be read;
         further ones are dropped."""
@@ -1034,7 +1063,7 @@ def launch(
     :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...
     """
     fields: dict[str, Any] = {**options}
-    for path in ("mmproj", "draft_model"):
+    for path in ("mmproj", "draft_model", "embedder"):
         given = fields.pop(path, None)
         fields |= {path: os.path.abspath(given)} if given else {}
     if "adapters" in fields:
@@ -1069,6 +1098,13 @@ def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python
     except OSError as error:
         raise ConnectionLost(f"no sidecar has left its connect file at {os.fspath(target)}: {error.strerror}") from None
     return ClientScope(name, wire_launch.parse_info(text), None, None)
+
+
+def rows_of(answer: m.Embeddings) -> Rows:
+    """The rows of an answer, shape [number of texts, dimensions]."""
+    import numpy as np
+
+    return np.frombuffer(answer.rows, "<f2").reshape(-1, answer.n_dim).astype(np.float16)
 
 
 def mebibytes(count: float, field: str = "vram_budget_mb") -> int:

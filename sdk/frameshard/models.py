@@ -119,10 +119,16 @@ VISION: dict[str, VisionModel] = {
 SPRITES = "sprites"
 """A small vision tower for smollm2-135m. The repository's samples/scene_reasoning/sprites.py builds it."""
 
-_SPRITES_ABOUT = (
-    "a vision tower for smollm2-135m that names 36 kinds of game sprites; a clone of the repository builds it: "
-    "python samples/scene_reasoning/sprites.py"
-)
+ENCODER = "all-minilm-l6-v2"
+"""A sentence encoder. The repository's samples/npc_dialogue/encoder.py makes its file."""
+
+_BUILT = {
+    SPRITES: "a vision tower for smollm2-135m that names 36 kinds of game sprites; a clone of the repository builds "
+    "it: python samples/scene_reasoning/sprites.py",
+    ENCODER: "all-MiniLM-L6-v2, F16, 44 MiB: a sentence encoder for embeddings; a clone of the repository makes the "
+    "file: python samples/npc_dialogue/encoder.py",
+}
+"""Models that are not fetched but built, and what they are."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,8 @@ def path_of(name: str) -> Path:
         return path_of(VISION[name].model)
     if name == SPRITES:
         return sprites_dir() / "mmproj-sprites.gguf"
+    if name == ENCODER:
+        return models_dir() / f"{ENCODER}-f16.gguf"
     if name.startswith("hf:"):
         hub = _parse_hub(name)
         pinned = "" if hub.revision == "main" else f"@{hub.revision}"
@@ -239,8 +247,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         return path
     if name in KNOWN:
         return fetch(name)
-    if name == SPRITES:
-        raise _not_built(path)
+    if name in _BUILT:
+        raise _not_built(name, path)
     if path.exists():
         raise ModelNotFound(f"{name} is not a file", path=name)
     names = f"known names are {', '.join([*KNOWN, *VISION])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
@@ -275,15 +283,15 @@ def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | Non
     elif name.startswith("hf:"):
         for part in parts:
             _fetch_from_hub(part, path_of(part), sha256, on_progress)
-    elif name == SPRITES:
-        raise _not_built(path)
+    elif name in _BUILT:
+        raise _not_built(name, path)
     else:
         raise ModelNotFound(f"{name} is not a model that can be fetched; known names are {', '.join(KNOWN)}", name=name)
     return path
 
 
-def _not_built(path: Path) -> ModelNotFound:
-    return ModelNotFound(f"{SPRITES} is not fetched but built. It is {_SPRITES_ABOUT}", path=str(path))
+def _not_built(name: str, path: Path) -> ModelNotFound:
+    return ModelNotFound(f"{name} is not fetched but built. It is {_BUILT[name]}", path=str(path))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -302,7 +310,8 @@ def known() -> list[tuple[str, str, int | None, Path]]:
     """For every known name: the name, a description, the size in bytes (None if unknown) and the path. The path is
     given whether the model is fetched or not."""
     rows = [(model.name, model.about, model.n_bytes) for model in KNOWN.values()]
-    more = [(SPRITES, _SPRITES_ABOUT, None), *((model.name, model.about, None) for model in VISION.values())]
+    built: list[tuple[str, str, int | None]] = [(name, about, None) for name, about in _BUILT.items()]
+    more = [*built, *((model.name, model.about, None) for model in VISION.values())]
     return [(name, about, n_bytes, path_of(name)) for name, about, n_bytes in [*rows, *more]]
 
 

@@ -99,6 +99,9 @@ class LaunchOptions(TypedDict, total=False):
     `frameshard[http]` are not installed, or if the address cannot be listened on."""
     http_key: str
     """Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one."""
+    embedder: str | os.PathLike[str] | None
+    """Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process for it.
+    That process encodes texts on the CPU at idle priority and uses no VRAM."""
 
 
 class JobOptions(TypedDict, total=False):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from frameshard import client as asynchronous
-from frameshard.client import Client, ClientScope, Completion, Stream
+from frameshard.client import Client, ClientScope, Completion, Rows, Stream
 from frameshard.conversation import LoadResult
 from frameshard.errors import BadArgument, ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.frame import FrameBlock
@@ -50,6 +50,7 @@ __all__ = [
     "BudgetReleased",
     "CapsArrived",
     "Closed",
+    "EmbeddingsArrived",
     "Event",
     "Failed",
     "Finished",
@@ -232,6 +233,16 @@ class TokenCountArrived:
     error: FrameshardError | None
 
 
+@dataclass(frozen=True, eq=False)
+class EmbeddingsArrived:
+    """Answer to :meth:`Sidecar.embed`: the rows, shape [number of texts, dimensions]; an `error` instead when there are
+    none."""
+
+    request: int
+    rows: Rows | None
+    error: FrameshardError | None
+
+
 @dataclass(frozen=True)
 class StatsArrived:
     """Answer to :meth:`Sidecar.stats`; an `error` instead when there was none."""
@@ -325,6 +336,7 @@ Event = (
     | CapsArrived
     | PlanArrived
     | TokenCountArrived
+    | EmbeddingsArrived
     | StatsArrived
     | AdaptersArrived
     | FrameBlockArrived
@@ -547,6 +559,10 @@ class Sidecar:
     def count_tokens(self, content: str | Sequence[m.ChatMessage]) -> int:
         """See :meth:`frameshard.Client.count_tokens`; :class:`TokenCountArrived` follows."""
         return self._query(lambda client: client.count_tokens(content), TokenCountArrived)
+
+    def embed(self, texts: Sequence[str]) -> int:
+        """See :meth:`frameshard.Client.embed`; :class:`EmbeddingsArrived` follows."""
+        return self._query(lambda client: client.embed(texts), EmbeddingsArrived)
 
     def stats(self) -> int:
         """See :meth:`frameshard.Client.stats`; :class:`StatsArrived` follows."""

@@ -210,6 +210,8 @@ def valid(direction: str, frame: bytes) -> bool:
         return _one_kind(message)
     if name == "count_tokens":
         return bool(message.get("messages")) != bool(message.get("prompt"))
+    if name == "embed":
+        return bool(message["texts"])
     return True
 
 

@@ -108,6 +108,7 @@ VALID: dict[str, m.Message] = {
     "plan": m.PlanGet(6, EPOCH, (268435456, 1610612736, 0), 2048),
     "count_tokens": m.CountTokens(6, EPOCH, messages=TALK),
     "count_tokens-prompt": m.CountTokens(6, EPOCH, prompt="Once upon a time"),
+    "embed": m.Embed(6, EPOCH, texts=("the cat sits outside", "größer")),
     "budget_get": m.BudgetGet(6, EPOCH),
     "frame_block": m.FrameBlockGet(6, EPOCH),
     "pacing": m.Pacing(6, EPOCH, "prioritize_graphics", 20.0),
@@ -161,6 +162,7 @@ VALID: dict[str, m.Message] = {
     ),
     "answer-plan-empty": m.PlanAnswer(6, EPOCH, ()),
     "token_count": m.TokenCount(6, EPOCH, 21, 1003),
+    "embeddings": m.Embeddings(6, EPOCH, 2, bytes.fromhex("cd38663a0080003c")),  # 0.6 0.8, -0 1
     "answer-frame_block": m.FrameBlock(6, EPOCH, "/proc/4000/fd/9"),
     "answer-adapters": m.Adapters(8, EPOCH, (m.AdapterInfo("pirate", 20971520),), 536870912),
     "answer-adapters-none": m.Adapters(8, EPOCH, (), 0),
@@ -307,6 +309,9 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
         "a reason of 65 bytes",
     ),
     "count_tokens-nothing": ({"t": "count_tokens", "id": 1, "epoch": 5}, "neither messages nor a prompt"),
+    "embed-nothing": ({"t": "embed", "id": 1, "epoch": 5, "texts": []}, "no texts"),
+    "embed-65": ({"t": "embed", "id": 1, "epoch": 5, "texts": ["a"] * 65}, "65 texts"),
+    "embed-empty": ({"t": "embed", "id": 1, "epoch": 5, "texts": ["a", ""]}, "an empty text"),
     "plan-33": ({"t": "plan", "id": 1, "epoch": 5, "budgets": [1] * 33}, "33 budgets"),
     "plan-no-prompt": ({"t": "plan", "id": 1, "epoch": 5, "budgets": [1], "prompt_tokens": 0}, "a prompt of 0 tokens"),
     "target-tiny": (

@@ -181,6 +181,8 @@ class Play:
         options = dict(options)
         if "engine" in options:
             options["engine"] = list(fake_engine(**options["engine"]))
+        if "embedder" in options:
+            options["embedder"] = str(models.resolve(options["embedder"]))
         options["model"] = str(models.resolve(options["model"])) if "model" in options else "none"
         return options
 
@@ -383,6 +385,8 @@ def _fits(found: Any, wanted: Any) -> bool:
         if wanted and set(wanted) <= {"min", "max"}:
             return bool(wanted.get("min", found) <= found <= wanted.get("max", found))
         return isinstance(found, dict) and all(name in found and _fits(found[name], wanted[name]) for name in wanted)
+    if isinstance(wanted, list):
+        return isinstance(found, list) and len(found) == len(wanted) and all(map(_fits, found, wanted))
     return bool(found == wanted)
 
 
@@ -393,7 +397,9 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
-def test_scenario(command: list[str], scenario: dict[str, Any], tmp_path: Path) -> None:
+def test_scenario(command: list[str], scenario: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if '"embedder"' in json.dumps(scenario):
+        request.getfixturevalue("encoder_path")
     runner = Runner(command)
     play = Play(runner, tmp_path)
     try:

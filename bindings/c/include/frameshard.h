@@ -232,6 +232,10 @@ typedef struct fs_launch_options {
     /* Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one. At most
        256 bytes; NULL (default): not given. */
     const char *http_key;
+    /* Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process
+       for it. That process encodes texts on the CPU at idle priority and uses no VRAM. At most 4096 bytes; NULL
+       (default): not given. */
+    const char *embedder;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -296,6 +300,7 @@ typedef struct fs_model {
     const char *template_fingerprint; /* SHA-256 of the chat template, in hex; "": none, or not known */
     const char *http_url;             /* base URL of OpenAI's HTTP interface; "" unless fs_launch_options.http is set */
     const char *http_key;             /* key for HTTP requests (`Authorization: Bearer`); keep it secret */
+    const char *embedder;             /* name of the sentence encoder's file; "" if there is none */
 } fs_model;
 
 /* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
@@ -606,6 +611,12 @@ FS_API fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t 
 FS_API fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages,
                                       uint64_t *request);
 
+/* Asks the sentence encoder (launch option `embedder`) for the embeddings of 1 to 64 texts of 1 to 65536 bytes each.
+ * Texts of similar meaning have rows with a large dot product. `lengths` has the length of each text in bytes; NULL:
+ * each ends with a NUL. FS_EVENT_EMBEDDINGS or FS_EVENT_REFUSED follows. [client] */
+FS_API fs_status fs_embed(fs_client *client, const char *const *texts, const int32_t *lengths, uint32_t n_texts,
+                          uint64_t *request);
+
 /* Ends the sidecar for all its clients, even if another program has launched it. FS_EVENT_CLOSED follows. [client] */
 FS_API fs_status fs_shutdown(fs_client *client);
 
@@ -737,7 +748,9 @@ enum {
     /* A paused job continues. job, timeline. */
     FS_EVENT_RESUMED = 24,
     /* Answer to fs_count_tokens and fs_count_chat_tokens. request, n_tokens, n_left. */
-    FS_EVENT_TOKEN_COUNT = 25
+    FS_EVENT_TOKEN_COUNT = 25,
+    /* Answer to fs_embed. request, n_dim, n_rows, rows. */
+    FS_EVENT_EMBEDDINGS = 26
 };
 
 /* Why an answer is complete. */
@@ -917,6 +930,12 @@ typedef struct fs_event {
     /* FS_EVENT_STARTED, FS_EVENT_DONE of a job of fs_ask: how many of the conversation's oldest questions, with
        their answers, are not in the prompt because the context is full. */
     uint64_t n_dropped;
+    /* Number of dimensions: the length of one row. */
+    uint64_t n_dim;
+    /* Number of rows in `rows`: one for each text, in the order of fs_embed. */
+    uint64_t n_rows;
+    /* `n_rows` times `n_dim` floats. The squares of each row add up to 1. Valid as long as `text`. */
+    const float *rows;
     /* end of fs_event */
 } fs_event;
 

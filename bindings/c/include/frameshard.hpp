@@ -192,6 +192,17 @@ class Client {
         return requested(
             [&](uint64_t *number) { return fs_get_plan(client_, vram_budget_bytes, prompt_tokens, number); });
     }
+    uint64_t embed(const std::vector<std::string_view> &texts) {
+        std::vector<const char *> starts;
+        std::vector<int32_t> lengths;
+        for (std::string_view text : texts) {
+            starts.push_back(text.data());
+            lengths.push_back(length(text));
+        }
+        return requested([&](uint64_t *number) {
+            return fs_embed(client_, starts.data(), lengths.data(), uint32_t(texts.size()), number);
+        });
+    }
     uint64_t count_tokens(std::string_view prompt) {
         return requested(
             [&](uint64_t *number) { return fs_count_tokens(client_, prompt.data(), length(prompt), number); });

@@ -99,7 +99,7 @@ class Game {
         frame_request_ = 0;
         auto answers = std::exchange(answers_, {});
         auto leases = std::exchange(leases_, {});
-        counts_.clear();
+        askers_.clear();
         for (auto &item : answers) {
             item.second->ending.status = FS_CANCELLED;
             item.second->ending.message = "the session was closed";
@@ -170,7 +170,24 @@ class Game {
         uint64_t request = 0;
         fs_status status = fs_count_tokens(client_, prompt.data(), int32_t(prompt.size()), &request);
         if (status == FS_OK) {
-            counts_.emplace(request, std::move(counted));
+            askers_.emplace(request, std::move(counted));
+        }
+        return status;
+    }
+
+    /* Calls fs_embed. If it returns FS_OK, `embedded` is called once, with FS_EVENT_EMBEDDINGS or FS_EVENT_REFUSED,
+     * unless the session is closed before. */
+    fs_status embed(const std::vector<std::string> &texts, std::function<void(const fs_event &)> embedded) {
+        std::vector<const char *> starts;
+        std::vector<int32_t> lengths;
+        for (const std::string &text : texts) {
+            starts.push_back(text.data());
+            lengths.push_back(int32_t(text.size()));
+        }
+        uint64_t request = 0;
+        fs_status status = fs_embed(client_, starts.data(), lengths.data(), uint32_t(texts.size()), &request);
+        if (status == FS_OK) {
+            askers_.emplace(request, std::move(embedded));
         }
         return status;
     }
@@ -241,10 +258,10 @@ class Game {
                    asked != leases_.end() && (event.type == FS_EVENT_LEASE || event.type == FS_EVENT_BUDGET_RELEASED ||
                                               event.type == FS_EVENT_REFUSED)) {
             hear(event, asked);
-        } else if (auto count = counts_.find(event.request); event.request != 0 && count != counts_.end()) {
-            auto counted = std::move(count->second); // a close() in the callback erases `count`
-            counts_.erase(count);
-            counted(event);
+        } else if (auto asker = askers_.find(event.request); event.request != 0 && asker != askers_.end()) {
+            auto answered = std::move(asker->second); // a close() in the callback erases `asker`
+            askers_.erase(asker);
+            answered(event);
         } else if (frame_request_ != 0 && event.request == frame_request_) {
             frame_request_ = 0;
             if (event.type == FS_EVENT_FRAME_BLOCK && target_frame_s_ > 0) {
@@ -357,7 +374,7 @@ class Game {
     uint64_t frame_request_ = 0;
     std::map<uint64_t, std::shared_ptr<Answer>> answers_;
     std::map<uint64_t, Lease> leases_;                                 // by request
-    std::map<uint64_t, std::function<void(const fs_event &)>> counts_; // by request
+    std::map<uint64_t, std::function<void(const fs_event &)>> askers_; // by request
 };
 
 } // namespace frameshard

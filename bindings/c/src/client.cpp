@@ -90,7 +90,7 @@ struct fs_client {
     std::string connect_file;
     uint64_t pid = 0;
     std::string model_name, model_arch, model_device, model_plan, model_vision, model_fingerprint, model_template;
-    std::string http_url, http_key;
+    std::string http_url, http_key, model_embedder;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
     std::deque<Event> handed;         // events of the last poll; the program may still read their texts
@@ -582,6 +582,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
             texts.model_vision = info.value("vision", "");
             texts.model_fingerprint = info["fingerprint"];
             texts.model_template = info["template_fingerprint"];
+            texts.model_embedder = info["embedder"];
             texts.model_plan = frameshard_core::to_text(info["plan"]);
         }
         fs_model found{};
@@ -604,6 +605,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.template_fingerprint = client->model_template.c_str();
         found.http_url = client->http_url.c_str();
         found.http_key = client->http_key.c_str();
+        found.embedder = client->model_embedder.c_str();
         fill(model, model->struct_size, found);
     });
 }
@@ -843,6 +845,28 @@ fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, ui
     });
 }
 
+fs_status fs_embed(fs_client *client, const char *const *texts, const int32_t *lengths, uint32_t n_texts,
+                   uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        if (texts == nullptr || n_texts < 1 || n_texts > 64) {
+            refuse(FS_BAD_ARGUMENT, "texts must be 1 to 64");
+        }
+        json told = json::array();
+        size_t bytes = 0;
+        for (uint32_t i = 0; i < n_texts; ++i) {
+            int32_t length = lengths == nullptr ? FS_NUL_TERMINATED : lengths[i];
+            std::string text = text_of("texts", texts[i], length, 1, kMaxString);
+            bytes += text.size() + 8;
+            told.push_back(std::move(text));
+        }
+        if (bytes > frameshard_core::kMaxFrame - kMaxString) {
+            refuse(FS_BAD_ARGUMENT, "the texts are longer than a frame may be");
+        }
+        ask_for(open, {{"t", "embed"}, {"texts", std::move(told)}}, request);
+    });
+}
+
 fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second,
                         uint64_t *request) {
     return guarded([&] {
@@ -890,6 +914,7 @@ int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_
             event.fields.text_length = uint32_t(event.text.size());
             event.fields.detail = event.detail.c_str();
             event.fields.detail_length = uint32_t(event.detail.size());
+            event.fields.rows = event.rows.data();
             char *place = reinterpret_cast<char *>(events) + size_t(count) * event_size;
             fill(reinterpret_cast<fs_event *>(place), event_size, event.fields);
             if (frameshard_core::is_end(event.fields.type)) {

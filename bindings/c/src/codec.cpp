@@ -123,7 +123,7 @@ class Builder : public msgpack::null_visitor {
 
 /* ---- the tables ------------------------------------------------------------------------------------------------ */
 
-enum class Type { Int, Number, Text, Word, Bool, Map, Record, Records, Texts, Counts };
+enum class Type { Int, Number, Text, Word, Bool, Bin, Map, Record, Records, Texts, Counts };
 
 struct Field;
 using Table = std::vector<Field>;
@@ -174,6 +174,7 @@ const Table kModelInfo = {
     {"vision", Type::Text, 0, 256, nullptr, false, "\"\""},
     {"fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
     {"template_fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
+    {"embedder", Type::Text, 0, 4096, nullptr, false, "\"\""},
 };
 const Table kServerLimits = {
     {"message_bytes", Type::Int, 0, kMost},
@@ -283,6 +284,12 @@ const std::vector<Message> &messages() {
             {"epoch", Type::Int, 1, kMost},
             {"n_tokens", Type::Int, 0, kMost},
             {"n_left", Type::Int, 0, kMost},
+        }},
+        {"embeddings", {
+            {"id", Type::Int, 1, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"n_dim", Type::Int, 1, kMost},
+            {"rows", Type::Bin},
         }},
         {"adapters", {
             {"id", Type::Int, 1, kMost},
@@ -466,6 +473,8 @@ bool fits(const Field &field, json *value) {
         return is_text(*value, 1, kMaxWord);
     case Type::Bool:
         return value->is_boolean();
+    case Type::Bin:
+        return value->is_binary();
     case Type::Map:
         return value->is_object();
     case Type::Record:

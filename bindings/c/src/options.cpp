@@ -121,6 +121,9 @@ json fields_of(const fs_launch_options &given) {
     if (given.http_key != nullptr) {
         fields["http_key"] = text_of("http_key", given.http_key, 0, 256);
     }
+    if (given.embedder != nullptr) {
+        fields["embedder"] = text_of("embedder", given.embedder, 0, 4096);
+    }
     return fields;
 }
 

@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace frameshard_core {
 namespace {
@@ -44,6 +45,20 @@ bool asked_by_program(const json &request) {
     const std::string &name = request["t"].get_ref<const std::string &>();
     return name != "submit" && name != "cancel" && name != "priority_set" && name != "priority_set" &&
            name != "model_info" && name != "shutdown" && name != "bye";
+}
+
+/* Converts little-endian 16-bit floats. */
+std::vector<float> floats(const std::vector<uint8_t> &halves) {
+    std::vector<float> converted;
+    converted.reserve(halves.size() / 2);
+    for (size_t i = 0; i + 1 < halves.size(); i += 2) {
+        int bits = halves[i] | halves[i + 1] << 8;
+        int exponent = bits >> 10 & 31;
+        int fraction = exponent == 0 ? bits & 1023 : (bits & 1023) | 1024;
+        float size = std::ldexp(float(fraction), std::max(exponent, 1) - 25);
+        converted.push_back((bits & 0x8000) != 0 ? -size : size);
+    }
+    return converted;
 }
 
 json message(const char *role, const std::string &content) { return {{"role", role}, {"content", content}}; }
@@ -466,6 +481,12 @@ void Session::answered_by(const json &message) {
         event.fields.request = id;
         event.fields.n_tokens = message["n_tokens"];
         event.fields.n_left = message["n_left"];
+    } else if (name == "embeddings") {
+        Event &event = put(FS_EVENT_EMBEDDINGS);
+        event.fields.request = id;
+        event.fields.n_dim = message["n_dim"];
+        event.rows = floats(message["rows"].get_binary());
+        event.fields.n_rows = event.rows.size() / event.fields.n_dim;
     } else if (name == "frame_block") {
         Event &event = put(FS_EVENT_FRAME_BLOCK);
         event.fields.request = id;

@@ -28,7 +28,8 @@ struct Error {
 struct Event {
     fs_event fields{};
     std::string text, detail;
-    uint64_t wire = 0; // the protocol's number of the job; 0: the event did not come from the sidecar
+    std::vector<float> rows; // of FS_EVENT_EMBEDDINGS
+    uint64_t wire = 0;       // the protocol's number of the job; 0: the event did not come from the sidecar
     uint64_t seq = 0;
 };
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import trio
 
+from frameshard.broker.embedder import Embedder
 from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.broker.jobs import Jobs, conversation_key
 from frameshard.broker.leases import Lease
@@ -47,6 +48,7 @@ class Requests:
         jobs: Jobs,
         lease: Lease,
         supervisor: Supervisor,
+        embedder: Embedder,
         n_sessions: Callable[[], int],
         end_engine_if_asked: Callable[[], None],
     ) -> None:
@@ -59,6 +61,7 @@ class Requests:
         self._jobs = jobs
         self._lease = lease
         self._supervisor = supervisor
+        self._embedder = embedder
         self._n_sessions = n_sessions
         self._end_engine_if_asked = end_engine_if_asked
         self._asked: dict[int, tuple[ServerConnection, _Asked]] = {}
@@ -120,6 +123,8 @@ class Requests:
             self._ask(connection, request, lambda seq: command(seq, key, request.path))
         elif isinstance(request, m.CountTokens):
             self._ask(connection, request, lambda seq: em.CountTokens(seq, request.messages, request.prompt))
+        elif isinstance(request, m.Embed):
+            self._embedder.ask(connection, request)
         elif isinstance(request, m.FrameBlockGet):
             path = self._frame_block.path()
             if em.OpenFrameBlock not in self._settings:  # an engine maps it again with each such command

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 
 import trio
 
+from frameshard.broker.embedder import Embedder
 from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
 from frameshard.broker.requests import Requests
@@ -60,12 +62,14 @@ class Server:
         self._jobs = Jobs(slots=config.n_parallel, max_jobs=config.max_jobs, max_client_jobs=config.max_client_jobs)
         self._lease = Lease(config.vram_budget_bytes, epoch)
         self._supervisor = Supervisor(config, self, self._engine_config)
+        self._embedder = Embedder(config.embedder, epoch, self._flush)
         self._requests = Requests(
             config,
             epoch,
             jobs=self._jobs,
             lease=self._lease,
             supervisor=self._supervisor,
+            embedder=self._embedder,
             n_sessions=lambda: len(self._sessions),
             end_engine_if_asked=self._end_engine_if_asked,
         )
@@ -84,7 +88,7 @@ class Server:
         self._announce = announce
         async with trio.open_nursery() as nursery:
             tasks = self._retry, self._watch_silence, self._supervise, self._keep_negotiating, self._keep_deadlines
-            for task in tasks:
+            for task in (*tasks, self._embedder.run):
                 nursery.start_soon(task)
             await self._stop.wait()
             if self.error is None:
@@ -184,6 +188,7 @@ class Server:
                     connection.silent_looks = 0
                 else:
                     self._jobs.drop(connection, ConnectionLost("the client has gone"))
+                    self._embedder.drop(connection)
             self._flush()
 
     def _is_connected(self, session: Session) -> bool:
@@ -224,11 +229,12 @@ class Server:
         self._sessions.end(session)
         self._jobs.drop(session.connection)
         self._lease.drop(session.connection)
+        self._embedder.drop(session.connection)
 
     # ---- engine (called by the supervisor) --------------------------------------------------------------------------
 
     def engine_ready(self, ready: em.Ready) -> None:
-        self._requests.model = ready.model
+        self._requests.model = replace(ready.model, embedder=Path(self._config.embedder).name)
         # Later engines use the size that the first one has chosen, so that they prefill conversations in the same
         # chunks.
         self._n_ubatch = self._n_ubatch or ready.n_ubatch

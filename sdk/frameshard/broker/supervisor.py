@@ -60,11 +60,12 @@ ENVIRONMENT = {
 }
 """Variables that are added to the environment of the engine process."""
 
-_FILE_STATUSES = tuple(
+FILE_STATUSES = tuple(
     f"signal {int(getattr(signal, name))}"
     for name in ("SIGABRT", "SIGSEGV", "SIGFPE", "SIGBUS")
     if hasattr(signal, name)
 )
+"""How a process ends that crashes over a model file."""
 
 _ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.TokenCount, em.Kv, em.Watch)
 """Events from other threads of the engine. They do not show that its main thread works."""
@@ -290,7 +291,7 @@ class Supervisor:
         """The reason why the first engine never became ready. Until then it only loads the model, so after a crash the
         file is at fault."""
         model = self._config.model
-        if self._fatal is None and status in _FILE_STATUSES:
+        if self._fatal is None and status in FILE_STATUSES:
             wrote = str(self._words)
             how = f"llama.cpp ended with {status} while it loaded {model}"
             return BadModel(f"{how}: {wrote}" if wrote else how, last_words=wrote)

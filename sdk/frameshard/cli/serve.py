@@ -67,6 +67,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="PATH|NAME",
         help="a small model with the same vocabulary that drafts tokens on the CPU (none)",
     )
+    parser.add_argument(
+        "--embedder", metavar="PATH|NAME", help="a sentence encoder for embeddings; it runs on the CPU (none)"
+    )
     common.add_adapter_arg(parser)
     parser.add_argument(
         "--http", default="", metavar="HOST:PORT", help="also offer OpenAI's HTTP interface there; port 0: a free one"
@@ -99,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         mode=args.mode,
         speculate=args.speculate,
         draft_model=str(models.resolve(args.draft_model).absolute()) if args.draft_model else "",
+        embedder=str(models.resolve(args.embedder).absolute()) if args.embedder else "",
         adapters=tuple(f"{name}={Path(path).absolute()}" for name, path in map(adapter_of, args.adapter)),
         http=args.http,
         http_key=_http_key(args.http, args.http_key_file),

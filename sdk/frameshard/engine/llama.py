@@ -57,7 +57,7 @@ class Rows:
     logits: str = "last"
 
 
-def _load(file: ModelFile, params: Any) -> Any:
+def load_file(file: ModelFile, params: Any) -> Any:
     """Loads a model; returns None if llama.cpp refuses it.
 
     :raises Unsupported: the model is a part of a file, and this is Windows: llama.cpp would need the C runtime's own
@@ -102,7 +102,7 @@ class Llama:
         params.devices = ctypes.cast(devices, ctypes.c_void_p).value
         if on_read is not None:
             params.progress_callback = llama_cpp.llama_progress_callback(lambda share, _: on_read(share) is None)
-        self._model: Any = _load(locate(model.path), params)
+        self._model: Any = load_file(locate(model.path), params)
         if not self._model:
             raise BadModel(f"llama.cpp refuses {model.path}: {llamalog.last_errors()}")
         if (

@@ -22,6 +22,21 @@ LONG_TEXT_CHARS = 1 << 15
 """Texts shorter than this are tokenised within 0.1 s, so no lower bound on their tokens is computed."""
 
 
+def tokenize(vocab: Any, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    """Returns the token ids of ``text``; see :meth:`Tokenizer.tokenize`.
+
+    :param vocab: llama.cpp's vocabulary.
+    """
+    data = text.encode("utf-8", "replace")
+    room = len(data) + 8
+    while True:
+        tokens = (llama_cpp.llama_token * room)()
+        n = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, room, add_special, parse_special)
+        if n >= 0:
+            return list(tokens[:n])
+        room = -n
+
+
 class Tokenizer:
     """The vocabulary of a loaded model. Free it with :meth:`close`.
 
@@ -55,14 +70,7 @@ class Tokenizer:
         :param add_special: add BOS and EOS if the model's vocabulary asks for them.
         :param parse_special: read the names of control tokens in the text as these tokens.
         """
-        data = text.encode("utf-8", "replace")
-        room = len(data) + 8
-        while True:
-            tokens = (llama_cpp.llama_token * room)()
-            n = llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, room, add_special, parse_special)
-            if n >= 0:
-                return list(tokens[:n])
-            room = -n
+        return tokenize(self.vocab, text, add_special=add_special, parse_special=parse_special)
 
     def tokenize_parts(self, parts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[int]:
         """Like :meth:`tokenize`, for a text in parts. No token spans two parts."""

@@ -372,6 +372,9 @@ class ClientConnection:
     def count_tokens(self, messages: tuple[m.ChatMessage, ...], prompt: str) -> int:
         return self._request(m.CountTokens, messages=messages, prompt=prompt)
 
+    def embed(self, texts: tuple[str, ...]) -> int:
+        return self._request(m.Embed, texts=texts)
+
     def frame_block(self) -> int:
         return self._request(m.FrameBlockGet)
 

@@ -248,6 +248,11 @@ class ServeConfig(EngineOptions):
         checks.text(MAX_HTTP_KEY),
         "Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one.",
     ] = field(default="", repr=False)
+    embedder: Annotated[
+        Path,
+        "Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process for"
+        " it. That process encodes texts on the CPU at idle priority and uses no VRAM.",
+    ] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

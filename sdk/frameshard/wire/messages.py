@@ -43,6 +43,7 @@ StopString = Annotated[str, checks.text(256, least=1)]
 MAX_PRIORITY = 2
 Priority = Annotated[int, checks.integer(0, MAX_PRIORITY)]
 Choice = Annotated[str, checks.text(4096, least=1)]
+EmbedText = Annotated[str, checks.text(codec.CLIENT.string, least=1)]
 AdapterName = Annotated[str, checks.text(64, least=1), "Name of the adapter."]
 Breaker = Annotated[str, checks.text(40, least=1)]
 Kind = Literal["chat", "completion"]
@@ -71,6 +72,9 @@ MAX_ADAPTERS = 16
 
 MAX_JOB_ADAPTERS = 2
 """Of one job. With more, the order in which llama.cpp adds them up, and so the last bits, would depend on addresses."""
+
+MAX_TEXTS = 64
+"""Of one embed. The rows of an encoder with 4,096 dimensions then fit into one message."""
 
 MAX_INLINE_BYTES = 900_000
 """Of an image inside a message; larger ones are read from shared memory."""
@@ -304,6 +308,9 @@ class ModelInfo:
     ] = ""
     template_fingerprint: Annotated[
         str, checks.text(64), "SHA-256 of the chat template, in hex; empty: the model has none, or it is not known."
+    ] = ""
+    embedder: Annotated[
+        str, checks.text(4096), "The name of the sentence encoder's file; empty: there is none, and `embed` is refused."
     ] = ""
 
 
@@ -580,6 +587,24 @@ class CountTokens:
 
 
 @dataclass(frozen=True)
+class Embed:
+    """Asks the sentence encoder for the embeddings of texts. Texts of similar meaning have embeddings with a large dot
+    product. The requests of several clients take turns after each text."""
+
+    id: RequestId
+    epoch: Epoch
+    texts: Annotated[
+        tuple[EmbedText, ...],
+        MAX_TEXTS,
+        "The texts, at least one. Each must fit into the context of the encoder, often 512 tokens; nothing is cut off.",
+    ]
+
+    def __post_init__(self) -> None:
+        if not self.texts:
+            raise checks.Refused("texts: at least one text is embedded")
+
+
+@dataclass(frozen=True)
 class ModelInfoGet:
     """Asks for a description of the loaded model."""
 
@@ -780,6 +805,21 @@ class TokenCount:
     epoch: Epoch
     n_tokens: Annotated[Tokens, "Length of the prompt in tokens."]
     n_left: Annotated[Tokens, "Number of tokens that still fit into the context behind the prompt."]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Answer to embed."""
+
+    id: RequestId
+    epoch: Epoch
+    n_dim: Annotated[int, checks.integer(1), "Number of dimensions: the length of one row."]
+    rows: Annotated[
+        bytes,
+        checks.binary(codec.CLIENT.binary),
+        "One row for each text, in the order of the request: `n_dim` little-endian 16-bit floats, whose squares add up"
+        " to 1.",
+    ]
 
 
 @dataclass(frozen=True)
@@ -1022,6 +1062,7 @@ Request = (
     | CapsGet
     | PlanGet
     | CountTokens
+    | Embed
     | AdapterLoad
     | AdapterUnload
     | FrameBlockGet
@@ -1047,6 +1088,7 @@ Reply = (
     | Caps
     | PlanAnswer
     | TokenCount
+    | Embeddings
     | Adapters
     | Kv
     | FrameBlock
@@ -1067,6 +1109,7 @@ REQUESTS: dict[str, type[Any]] = {
     "caps_and_requirements": CapsGet,
     "plan": PlanGet,
     "count_tokens": CountTokens,
+    "embed": Embed,
     "adapter_load": AdapterLoad,
     "adapter_unload": AdapterUnload,
     "frame_block": FrameBlockGet,
@@ -1092,6 +1135,7 @@ ANSWERS: dict[str, type[Any]] = {
     "caps_and_requirements": Caps,
     "plan": PlanAnswer,
     "token_count": TokenCount,
+    "embeddings": Embeddings,
     "adapters": Adapters,
     "kv": Kv,
     "frame_block": FrameBlock,

@@ -144,6 +144,13 @@ internal static class Runner
                 {
                     { "n_tokens", (long)found.NTokens }, { "n_left", (long)found.NLeft },
                 });
+            case "embed":
+                var texts = command["texts"].Cast<JsonValue>().Select(text => (string)text).ToArray();
+                return Watch("embeddings", Client.EmbedAsync(texts), found => new JsonObject
+                {
+                    { "n_dim", (long)found.NDim },
+                    { "cosines", new JsonArray(found.Rows.Select(row => (JsonValue)Dot(found.Rows[0], row))) },
+                });
             case "set_pacing":
                 Client.SetPacing(Value<SchedulingMode>((string)command["scheduling_mode"]),
                     (double)command["target_tokens_per_second"]);
@@ -196,6 +203,8 @@ internal static class Runner
             { "detail", JsonValue.Parse(adapters.DetailJson) }, { "floor_bytes", adapters.FloorBytes },
         };
     }
+
+    private static double Dot(float[] a, float[] b) => a.Zip(b, (x, y) => (double)x * y).Sum();
 
     private static ChatMessage[] Messages(JsonObject command) => command["messages"].Cast<JsonValue>().Select(
         pair => new ChatMessage((string)pair[0], (string)pair[1])).ToArray();

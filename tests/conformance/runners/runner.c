@@ -21,7 +21,7 @@ static const char *const types[] = {NULL,          "ready",           "started",
                                     "cancelled",   "budget_released", "budget_observed", "budget",   "stats", "refused",
                                     "engine",      "closed",          "lease",           "notice",   "caps",  "plan",
                                     "frame_block", "progress",        "loading",         "adapters", "kv",    "paused",
-                                    "resumed",     "token_count"};
+                                    "resumed",     "token_count",     "embeddings"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
@@ -145,6 +145,28 @@ static fs_status count_tokens(const cJSON *command, uint64_t *request) {
     fs_status status = fs_count_chat_tokens(client, messages, count, request);
     free(messages);
     return status;
+}
+
+static fs_status embed(const cJSON *command, uint64_t *request) {
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "texts"), *each;
+    const char **texts = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *texts);
+    uint32_t count = 0;
+    cJSON_ArrayForEach(each, list) texts[count++] = each->valuestring;
+    fs_status status = fs_embed(client, texts, NULL, count, request);
+    free(texts);
+    return status;
+}
+
+/* The dot products of the first row with each row. */
+static cJSON *cosines(const fs_event *event) {
+    cJSON *list = cJSON_CreateArray();
+    for (uint64_t i = 0; i < event->n_rows; i++) {
+        double sum = 0;
+        for (uint64_t j = 0; j < event->n_dim; j++)
+            sum += event->rows[j] * event->rows[i * event->n_dim + j];
+        cJSON_AddItemToArray(list, cJSON_CreateNumber(sum));
+    }
+    return list;
 }
 
 static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
@@ -282,6 +304,8 @@ static cJSON *told(const fs_event *event) {
     add(object, "n_left", (double)event->n_left);
     add(object, "n_dropped", (double)event->n_dropped);
     add(object, "n_tokens", (double)event->n_tokens);
+    add(object, "n_dim", (double)event->n_dim);
+    cJSON_AddItemToObject(object, "cosines", cosines(event));
     add(object, "seed", (double)event->seed);
     add(object, "restarts", event->restarts);
     add(object, "budget_bytes", (double)event->budget_bytes);
@@ -392,6 +416,8 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
                              (uint32_t)number(command, "prompt_tokens", 1), &request);
     else if (strcmp(what, "count_tokens") == 0)
         status = count_tokens(command, &request);
+    else if (strcmp(what, "embed") == 0)
+        status = embed(command, &request);
     else if (strcmp(what, "set_pacing") == 0)
         status = fs_set_pacing(client, place(text(command, "scheduling_mode", ""), modes, 4),
                                number(command, "target_tokens_per_second", 0), &request);

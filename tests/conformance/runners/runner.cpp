@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <iostream>
+#include <numeric>
 #include <optional>
 
 #include <nlohmann/json.hpp>
@@ -93,6 +94,15 @@ struct Options {
 };
 
 json known(int64_t bytes) { return bytes < 0 ? json() : json(bytes); }
+
+/* The dot products of the first row with each row. */
+json cosines(const Event &event) {
+    json found = json::array();
+    for (const float *row = event.rows; row != event.rows + event.n_rows * event.n_dim; row += event.n_dim) {
+        found.push_back(std::inner_product(row, row + event.n_dim, event.rows, 0.0));
+    }
+    return found;
+}
 
 json told(const Event &event) {
     uint64_t job = event.job, request = event.request, timeline = event.timeline;
@@ -209,6 +219,10 @@ json told(const Event &event) {
         break;
     case FS_EVENT_TOKEN_COUNT:
         said = {{"type", "token_count"}, {"n_tokens", event.n_tokens}, {"n_left", event.n_left}};
+        said.update(of_request);
+        break;
+    case FS_EVENT_EMBEDDINGS:
+        said = {{"type", "embeddings"}, {"n_dim", event.n_dim}, {"cosines", cosines(event)}};
         said.update(of_request);
         break;
     case FS_EVENT_FRAME_BLOCK:
@@ -335,6 +349,12 @@ class Runner {
             return {{"request", client_->count_tokens(text_of(command["prompt"]))}};
         } else if (what == "count_tokens") {
             return {{"request", client_->count_tokens(messages_of(command))}};
+        } else if (what == "embed") {
+            std::vector<std::string_view> texts;
+            for (const json &text : command["texts"]) {
+                texts.push_back(text_of(text));
+            }
+            return {{"request", client_->embed(texts)}};
         } else if (what == "set_pacing") {
             int32_t mode = place(kModes, command["scheduling_mode"]);
             return {{"request", client_->set_pacing(mode, command["target_tokens_per_second"])}};

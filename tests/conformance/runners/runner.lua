@@ -31,6 +31,19 @@ local function said_job(job)
   return { job = job.number }
 end
 
+-- The dot products of the first row with each row.
+local function cosines(rows)
+  local found = {}
+  for index, row in ipairs(rows) do
+    local sum = 0
+    for i, value in ipairs(row) do
+      sum = sum + value * rows[1][i]
+    end
+    found[index] = sum
+  end
+  return found
+end
+
 -- Converts an event for the driver: without the module's tables, and with null for unknown values.
 local function told(event)
   local made = { status = "ok" }
@@ -49,6 +62,9 @@ local function told(event)
     made.text, detail = event.detail, nil
   elseif event.type == "caps" then
     made.total_bytes, made.free_bytes = event.total_bytes or json.null, event.free_bytes or json.null
+  end
+  if event.rows then
+    made.rows, made.cosines = nil, cosines(event.rows)
   end
   local text = json.encode(made)
   return ('%s,"detail":%s}'):format(text:sub(1, -2), detail and detail ~= "" and detail or "{}")
@@ -85,6 +101,10 @@ end
 
 function commands.count_tokens(command)
   return { request = client():count_tokens(command.prompt or messages_of(command)) }
+end
+
+function commands.embed(command)
+  return { request = client():embed(command.texts) }
 end
 
 function commands.complete(command)

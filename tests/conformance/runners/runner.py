@@ -409,6 +409,13 @@ class Runner:
 
         return {"request": self.session.request(ask)}
 
+    async def do_embed(self, texts: list[str]) -> Event:
+        async def ask(client: frameshard.Client, number: int) -> Event:
+            rows = (await client.embed(texts)).astype(float)
+            return {"type": "embeddings", "n_dim": rows.shape[1], "cosines": [float(rows[0] @ row) for row in rows]}
+
+        return {"request": self.session.request(ask)}
+
     async def do_set_pacing(self, scheduling_mode: str, target_tokens_per_second: float) -> Event:
         if scheduling_mode not in MODES:
             raise errors.BadArgument(f"scheduling_mode must be one of {', '.join(MODES)}")

@@ -54,7 +54,7 @@ namespace Frameshard
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
             Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22, Paused = 23,
-            Resumed = 24, TokenCount = 25,
+            Resumed = 24, TokenCount = 25, Embeddings = 26,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -99,6 +99,7 @@ namespace Frameshard
             internal IntPtr Adapters;
             internal IntPtr Http;
             internal IntPtr HttpKey;
+            internal IntPtr Embedder;
             // end of fs_launch_options
         }
 
@@ -124,6 +125,7 @@ namespace Frameshard
             internal IntPtr TemplateFingerprint;
             internal IntPtr HttpUrl;
             internal IntPtr HttpKey;
+            internal IntPtr Embedder;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -358,6 +360,9 @@ namespace Frameshard
         [DllImport(Library)]
         internal static extern int fs_count_chat_tokens(
             ClientHandle client, [In] Message[] messages, uint count, out ulong request);
+        [DllImport(Library)]
+        internal static extern int fs_embed(
+            ClientHandle client, [In] IntPtr[] texts, [In] int[] lengths, uint count, out ulong request);
         [DllImport(Library)] internal static extern int fs_shutdown(ClientHandle client);
         [DllImport(Library)]
         internal static extern int fs_set_pacing(ClientHandle client, int mode, double rate, out ulong request);

@@ -47,6 +47,7 @@ namespace Frameshard
             native.NAdapters = (ulong)(options.Adapters?.Length ?? 0);
             if (options.Http != null) native.Http = texts.Name(options.Http);
             if (options.HttpKey != null) native.HttpKey = texts.Name(options.HttpKey);
+            if (options.Embedder != null) native.Embedder = texts.Name(options.Embedder);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)

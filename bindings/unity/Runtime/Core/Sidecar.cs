@@ -412,6 +412,37 @@ namespace Frameshard
             }
         }
 
+        /// <summary>Asks the sentence encoder (<see cref="LaunchOptions.Embedder"/>) for the embeddings of 1 to 64
+        /// texts. Texts of similar meaning have rows with a large dot product.</summary>
+        public Task<Embeddings> EmbedAsync(IReadOnlyList<string> texts,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var pinned = new Utf8())
+            {
+                var starts = new IntPtr[texts.Count];
+                var lengths = new int[texts.Count];
+                for (var index = 0; index < starts.Length; index++)
+                {
+                    starts[index] = pinned.Text(texts[index] ?? "", out lengths[index]);
+                }
+                return Ask(cancellation,
+                    (out ulong id) => Native.fs_embed(_client, starts, lengths, (uint)starts.Length, out id),
+                    (answer, text, detail) => ReadEmbeddings(answer));
+            }
+        }
+
+        private static Embeddings ReadEmbeddings(Native.Event answer)
+        {
+            var rows = new float[answer.NRows][];
+            for (var index = 0; index < rows.Length; index++)
+            {
+                rows[index] = new float[answer.NDim];
+                var offset = index * (long)answer.NDim * sizeof(float);
+                Marshal.Copy(new IntPtr(answer.Rows.ToInt64() + offset), rows[index], 0, rows[index].Length);
+            }
+            return new Embeddings { NDim = answer.NDim, Rows = rows };
+        }
+
         /// <summary>Sets how the GPU is shared with the frames in the <see cref="FrameBlock"/>.</summary>
         /// <param name="mode">Who may use GPU time first.</param>
         /// <param name="targetTokensPerSecond">Limit for all jobs together, 0.1 to 10,000; 0: no limit.</param>
@@ -763,6 +794,7 @@ namespace Frameshard
                 case Native.EventType.Plan:
                 case Native.EventType.FrameBlock:
                 case Native.EventType.TokenCount:
+                case Native.EventType.Embeddings:
                 case Native.EventType.Adapters:
                 case Native.EventType.Kv:
                     Answered(native.Request, true)?.Answer(native, text, detail);
@@ -857,6 +889,7 @@ namespace Frameshard
                     Fingerprint = Utf8.Read(native.Fingerprint),
                     TemplateFingerprint = Utf8.Read(native.TemplateFingerprint),
                     HttpUrl = Utf8.Read(native.HttpUrl), HttpKey = Utf8.Read(native.HttpKey),
+                    Embedder = Utf8.Read(native.Embedder),
                 };
             }
         }

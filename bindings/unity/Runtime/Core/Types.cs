@@ -165,6 +165,9 @@ namespace Frameshard
         /// <summary>Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new
         /// one.</summary>
         public string HttpKey;
+        /// <summary>Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a
+        /// process for it. That process encodes texts on the CPU at idle priority and uses no VRAM.</summary>
+        public string Embedder;
         // end of fs_launch_options
     }
 
@@ -569,6 +572,15 @@ namespace Frameshard
         public ulong NLeft { get; internal set; }
     }
 
+    /// <summary>Embeddings of texts, in their order.</summary>
+    public sealed class Embeddings
+    {
+        /// <summary>Number of dimensions: the length of each row.</summary>
+        public ulong NDim { get; internal set; }
+        /// <summary>One row for each text. The squares of a row add up to 1.</summary>
+        public float[][] Rows { get; internal set; }
+    }
+
     /// <summary>The loaded model.</summary>
     public sealed class ModelInfo
     {
@@ -595,6 +607,8 @@ namespace Frameshard
         public string HttpUrl { get; internal set; }
         /// <summary>Key for HTTP requests (`Authorization: Bearer`). Keep it secret.</summary>
         public string HttpKey { get; internal set; }
+        /// <summary>Name of the sentence encoder's file; empty if there is none.</summary>
+        public string Embedder { get; internal set; }
     }
 
     /// <summary>What <see cref="Sidecar.SaveKvAsync"/> has written or <see cref="Sidecar.LoadKvAsync"/> has

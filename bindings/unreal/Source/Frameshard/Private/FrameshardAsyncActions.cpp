@@ -104,6 +104,44 @@ void UFrameshardAskAsync::SetPriority(int32 Priority)
 	}
 }
 
+UFrameshardEmbedAsync* UFrameshardEmbedAsync::EmbedFrameshardTexts(
+	UObject* WorldContextObject, const TArray<FString>& Texts)
+{
+	UFrameshardEmbedAsync* Node = NewObject<UFrameshardEmbedAsync>();
+	Node->Sidecar = SidecarOf(WorldContextObject);
+	Node->Embedded = Texts;
+	Node->RegisterWithGameInstance(WorldContextObject);
+	return Node;
+}
+
+void UFrameshardEmbedAsync::Activate()
+{
+	const TWeakObjectPtr<UFrameshardEmbedAsync> Weak(this);
+	auto Done = [Weak](const TArray<float>& Rows, int32 NDim, int32 Code, const FString& Message)
+	{
+		if (UFrameshardEmbedAsync* Self = Weak.Get())
+		{
+			if (Code == FS_OK)
+			{
+				Self->OnEmbedded.Broadcast(Rows, NDim);
+			}
+			else
+			{
+				Self->OnFailed.Broadcast(Message, Code);
+			}
+			Self->SetReadyToDestroy();
+		}
+	};
+	if (Sidecar.IsValid())
+	{
+		Sidecar->Embed(Embedded, Done);
+	}
+	else
+	{
+		Done({}, 0, FS_CONNECTION_LOST, NoGame);
+	}
+}
+
 UFrameshardCountTokensAsync* UFrameshardCountTokensAsync::CountFrameshardTokens(
 	UObject* WorldContextObject, const FString& Prompt)
 {

@@ -103,6 +103,7 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.adapters = Texts.List(From.Adapters);
 	Made.http = Texts.Text(From.Http);
 	Made.http_key = Texts.Text(From.HttpKey);
+	Made.embedder = Texts.Path(From.Embedder);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)

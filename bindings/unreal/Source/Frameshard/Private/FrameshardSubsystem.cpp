@@ -458,6 +458,36 @@ void UFrameshardSubsystem::CountTokens(const FString& Prompt,
 	}
 }
 
+void UFrameshardSubsystem::Embed(const TArray<FString>& Texts,
+	std::function<void(const TArray<float>& Rows, int32 NDim, int32 Code, const FString& Message)> Done)
+{
+	if (!Game || !Game->client())
+	{
+		Done({}, 0, FS_CONNECTION_LOST, NoSidecar);
+		return;
+	}
+	std::vector<std::string> Told;
+	for (const FString& Text : Texts)
+	{
+		Told.push_back(FrameshardUtf8(Text));
+	}
+	const fs_status Status = Game->embed(Told,
+		[Done](const fs_event& Event)
+		{
+			TArray<float> Rows;
+			for (uint64 Index = 0; Index < Event.n_rows * Event.n_dim; ++Index)
+			{
+				Rows.Add(Event.rows[Index]);
+			}
+			Done(Rows, static_cast<int32>(Event.n_dim), Event.status,
+				FrameshardText(std::string_view(Event.text, Event.text_length)));
+		});
+	if (Status != FS_OK)
+	{
+		Done({}, 0, Status, LastError());
+	}
+}
+
 void UFrameshardSubsystem::SetPriority(int64 Job, int32 Priority)
 {
 	if (Game)

@@ -60,6 +60,33 @@ private:
 	int64 Job = 0;
 };
 
+/** A Blueprint node that asks the sentence encoder (setting Embedder) for the embeddings of 1 to 64 texts. */
+UCLASS()
+class FRAMESHARD_API UFrameshardEmbedAsync : public UBlueprintAsyncActionBase
+{
+	GENERATED_BODY()
+
+public:
+	/** Rows has NDim numbers for each text, whose squares add up to 1. Texts of similar meaning have rows with a large
+	 * dot product. */
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardEmbedded OnEmbedded;
+
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardError OnFailed;
+
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
+			DisplayName = "Embed texts with frameshard"))
+	static UFrameshardEmbedAsync* EmbedFrameshardTexts(UObject* WorldContextObject, const TArray<FString>& Texts);
+
+	virtual void Activate() override;
+
+private:
+	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
+	TArray<FString> Embedded;
+};
+
 /** A Blueprint node that counts the tokens of a prompt. */
 UCLASS()
 class FRAMESHARD_API UFrameshardCountTokensAsync : public UBlueprintAsyncActionBase

@@ -165,6 +165,11 @@ public:
 	/** Key that HTTP requests must have (`Authorization: Bearer`), in printable ASCII; empty: a new one. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString HttpKey;
+
+	/** Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process
+	 * for it. That process encodes texts on the CPU at idle priority and uses no VRAM. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString Embedder;
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

@@ -162,6 +162,12 @@ public:
 	void CountTokens(const FString& Prompt,
 		std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done);
 
+	/** For C++. Asks the sentence encoder (setting Embedder) for the embeddings of 1 to 64 texts. Rows has NDim numbers
+	 * for each text, whose squares add up to 1. Texts of similar meaning have rows with a large dot product. Done is
+	 * called once, unless the session is closed before. Code 0: the rows are valid. */
+	void Embed(const TArray<FString>& Texts,
+		std::function<void(const TArray<float>& Rows, int32 NDim, int32 Code, const FString& Message)> Done);
+
 	/** For C++. Done is called once. Code 0: Budget is in force. Otherwise Code is the protocol's error code and
 	 * Message the reason. Decided is called before Done, unless the lease is refused at once; it may be empty. */
 	void RequestLease(const FFrameshardLease& Lease,

@@ -507,6 +507,7 @@ DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardError, const FString&, M
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardText, const FString&, Text);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardProgressed, const FFrameshardProgress&, Progress);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardCounted, int32, NTokens, int32, NLeft);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardEmbedded, const TArray<float>&, Rows, int32, NDim);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardPaused, bool, bPaused);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardAnswered, const FFrameshardAnswer&, Answer);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardDecided, const FFrameshardDecision&, Decision);
