@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 
 import make_moe
+import thinking_models
 import tiny_models
 import tiny_vision
 from frameshard import models
@@ -82,6 +83,23 @@ def encoder_path() -> Path:
 def moe_path(model_path: Path) -> Path:
     """SmolLM2 with 8 experts, of which a token uses 2. Its results are those of SmolLM2."""
     return made("smollm2-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(model_path, path))
+
+
+@pytest.fixture(scope="session")
+def opening_model(model_path: Path) -> Path:
+    """SmolLM2, whose prompts end in a thought. The markers are control tokens."""
+    return _thinking(model_path, "smollm2-opens", thinking_models.OPENS, tokens=True)
+
+
+@pytest.fixture(scope="session")
+def switching_model(model_path: Path) -> Path:
+    """SmolLM2, which can be told not to think. The markers are ordinary text."""
+    return _thinking(model_path, "smollm2-switches", thinking_models.SWITCHES, tokens=False)
+
+
+def _thinking(model_path: Path, name: str, template: str, *, tokens: bool) -> Path:
+    maker = Path(thinking_models.__file__)
+    return made(name, maker, lambda path: thinking_models.make(model_path, path, template=template, tokens=tokens))
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,7 @@ EVENTS = {
     "RESUMED": "resumed",
     "TOKEN_COUNT": "token_count",
     "EMBEDDINGS": "embeddings",
+    "THOUGHT": "thought",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and

@@ -102,6 +102,7 @@ typedef struct fs_model {
   const char *http_url;
   const char *http_key;
   const char *embedder;
+  uint64_t thinks;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_logit_bias {
@@ -168,6 +169,9 @@ typedef struct fs_job_options {
   const fs_adapter *adapters;
   uint64_t n_adapters;
   uint64_t deadline_ms;
+  const char *thinking;
+  uint64_t thinking_tokens;
+  const char *template_keywords;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -245,7 +249,7 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
   FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22, FS_EVENT_PAUSED = 23, FS_EVENT_RESUMED = 24,
-  FS_EVENT_TOKEN_COUNT = 25, FS_EVENT_EMBEDDINGS = 26 };
+  FS_EVENT_TOKEN_COUNT = 25, FS_EVENT_EMBEDDINGS = 26, FS_EVENT_THOUGHT = 27 };
 enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
@@ -306,6 +310,7 @@ typedef struct fs_event {
   uint64_t n_dim;
   uint64_t n_rows;
   const float *rows;
+  uint64_t n_thought;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -440,7 +445,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading", "adapters", "kv", "paused", "resumed", "token_count", "embeddings" }
+  "loading", "adapters", "kv", "paused", "resumed", "token_count", "embeddings", "thought" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -637,7 +642,7 @@ local KNOWN = {
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
-    deadline_ms = true, images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
+    deadline_ms = true, thinking = true, thinking_tokens = true, template_keywords = true, images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
     response_finished = true, response_failed = true },
   logit_bias = { bias = true, token = true, text = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
@@ -775,6 +780,15 @@ local function job_options_of(options, keep)
   if options.deadline_ms ~= nil then
     made.deadline_ms = integer_of(options.deadline_ms, "deadline_ms", 0, 3600000)
   end
+  if options.thinking ~= nil then
+    made.thinking = name_of(options.thinking, "thinking")
+  end
+  if options.thinking_tokens ~= nil then
+    made.thinking_tokens = integer_of(options.thinking_tokens, "thinking_tokens", 0, 2 ^ 20)
+  end
+  if options.template_keywords ~= nil then
+    made.template_keywords = name_of(options.template_keywords, "template_keywords")
+  end
   if options.adapters ~= nil then
     made.adapters, made.n_adapters = adapters_of(options.adapters, keep)
   end
@@ -786,7 +800,7 @@ end
 
 -- ---- jobs -----------------------------------------------------------------------------------------------------------
 
---- A job. `text` is the answer so far. `paused` is true while a job of higher priority has its place; it continues on
+--- A job. `text` is the answer so far, `thought` what the model thinks before (with `thinking` "shown"). `paused` is true while a job of higher priority has its place; it continues on
 -- its own. `ended` is true when the job has ended; then `result` (the event "done") or
 -- `error` is set. Fields change only inside `poll`.
 local Job = {}
@@ -875,7 +889,7 @@ end
 
 --- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
 -- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`, `fingerprint`,
--- `template_fingerprint`, `http_url`, `http_key`, `embedder`; fs_model in frameshard.h says what they mean. Raises
+-- `template_fingerprint`, `http_url`, `http_key`, `embedder`, `thinks`; fs_model in frameshard.h says what they mean. Raises
 -- an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
@@ -901,6 +915,7 @@ function Sidecar:model()
     http_url = ffi.string(model.http_url),
     http_key = ffi.string(model.http_key),
     embedder = ffi.string(model.embedder),
+    thinks = model.thinks ~= 0,
   }
 end
 
@@ -912,6 +927,7 @@ local function begin(self, options, submit)
     sidecar = self,
     number = tonumber(self._number[0]),
     text = "",
+    thought = "",
     paused = false,
     ended = false,
     _updated = options.response_updated,
@@ -939,6 +955,10 @@ end
 --     other jobs go first. There is no text;
 --   - `deadline_ms`: the job fails with "deadline_missed" if it has no token after so many milliseconds; among jobs of
 --     equal priority the earliest deadline goes first;
+--   - `thinking`: "hidden" or "shown" lets the model think before it answers. With "shown" the thought comes in events
+--     "thought". "off" (the default): it answers at once;
+--   - `thinking_tokens`: maximum length of the thought;
+--   - `template_keywords`: a JSON object (a string) with further variables for the model's chat template;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,
@@ -1173,6 +1193,8 @@ local function convert(self, raw)
   end
   if kind == "text" then
     event.text, event.tokens, event.sentence_end = text, raw.tokens, raw.sentence_end ~= 0
+  elseif kind == "thought" then
+    event.text, event.tokens = text, raw.tokens
   elseif kind == "started" then
     event.n_prompt, event.seed, event.n_dropped = raw.n_prompt, tonumber(raw.seed), tonumber(raw.n_dropped)
   elseif kind == "progress" then
@@ -1180,7 +1202,7 @@ local function convert(self, raw)
   elseif kind == "done" then
     event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
     event.n_reused, event.n_left = tonumber(raw.n_reused), tonumber(raw.n_left)
-    event.n_dropped = tonumber(raw.n_dropped)
+    event.n_dropped, event.n_thought = tonumber(raw.n_dropped), tonumber(raw.n_thought)
     event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
   elseif kind == "cancelled" then
     event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
@@ -1245,6 +1267,8 @@ local function deliver(self, event)
     if job._updated then
       job._updated(event.text, job, event.sentence_end)
     end
+  elseif kind == "thought" then
+    job.thought = job.thought .. event.text
   elseif kind == "paused" or kind == "resumed" then
     job.paused = kind == "paused"
   elseif kind == "done" then
@@ -1269,7 +1293,9 @@ end
 -- | "started" | `job`, `n_prompt`, `seed`, `n_dropped` |
 -- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `n_dropped` (oldest
---   questions of the conversation that are not in the prompt, because the context is full), `prefill_s`, `decode_s` |
+--   questions of the conversation that are not in the prompt, because the context is full), `n_thought`, `prefill_s`,
+--   `decode_s` |
+-- | "thought" | `job`, `text`, `tokens`; only for jobs with `thinking` "shown" |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
 -- | "paused" (a job of higher priority has its place), "resumed" | `job` |
 -- | "failed", "cancelled" | `job`, `error` |

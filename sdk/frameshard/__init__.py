@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Released,
         Sampling,
         Stats,
+        Thought,
         TokenCount,
     )
 
@@ -65,6 +66,7 @@ _HOMES = {
         "Released",
         "Sampling",
         "Stats",
+        "Thought",
         "TokenCount",
     ),
 }
@@ -102,6 +104,7 @@ __all__ = [
     "ServeConfig",
     "Stats",
     "Stream",
+    "Thought",
     "TokenCount",
     "connect",
     "launch",

@@ -146,6 +146,10 @@ class Stream:
         """True while a job of higher priority has this job's place. It continues on its own."""
         self.on_paused: Callable[[bool], None] | None = None
         """Called with :attr:`paused` when it has changed, while the stream is read."""
+        self.thought = ""
+        """What the model has thought so far, if `thinking` is ``shown``. It is not in :attr:`text`."""
+        self.on_thought: Callable[[m.Thought], None] | None = None
+        """Called with each new part of :attr:`thought` while the stream is read."""
         self._images = images
         self._shared: SharedImages | None = None
         self._turn = conversation
@@ -205,6 +209,11 @@ class Stream:
                     self._turn.answer = self.text
                 return event
             if isinstance(event, (m.Started, m.UnknownEvent)):
+                continue
+            if isinstance(event, m.Thought):
+                self.thought += event.text
+                if self.on_thought is not None:
+                    self.on_thought(event)
                 continue
             if isinstance(event, (m.Paused, m.Resumed)):
                 self.paused = isinstance(event, m.Paused)

@@ -131,6 +131,15 @@ class JobOptions(TypedDict, total=False):
     deadline_ms: int
     """Milliseconds from now to the job's first token. Of jobs of equal priority the one with the earliest deadline goes
     first. A job without a token by then fails with `deadline_missed`; 0: no deadline. By default 0."""
+    thinking: Literal["off", "hidden", "shown"]
+    """Whether the model thinks before it answers. `off`: it answers at once. `hidden`: it thinks, and the thought is
+    not sent. `shown`: the thought comes in events `thought`. A thought is in no text. Refused with `unsupported` if the
+    model does not think. By default off."""
+    thinking_tokens: int
+    """Maximum length of the thought; then it is ended, and the answer begins. 0: no limit but `max_tokens`, which
+    counts thought and answer. By default 0."""
+    template_keywords: str
+    """A JSON object with further variables for the model's chat template, such as `reasoning_effort`; empty: none."""
 
 
 class LeaseTerms(TypedDict, total=False):

@@ -69,6 +69,7 @@ __all__ = [
     "Sidecar",
     "StatsArrived",
     "TextAdded",
+    "ThoughtAdded",
     "TokenCountArrived",
 ]
 
@@ -85,6 +86,8 @@ class Job:
 
     def __init__(self) -> None:
         self.text = ""
+        self.thought = ""
+        """What the model has thought so far, if `thinking` is ``shown``."""
         self.paused = False
         """True while a job of higher priority has its place. It continues on its own."""
         self.result: Completion | None = None
@@ -124,6 +127,14 @@ class TextAdded:
     def text(self) -> str:
         """Of the delta; never cut within a code point."""
         return self.delta.text
+
+
+@dataclass(frozen=True)
+class ThoughtAdded:
+    """More of what the model thinks before it answers. Only for jobs whose `thinking` is ``shown``."""
+
+    job: Job
+    thought: m.Thought
 
 
 @dataclass(frozen=True)
@@ -323,6 +334,7 @@ class Closed:
 Event = (
     Ready
     | TextAdded
+    | ThoughtAdded
     | Progressed
     | Paused
     | Resumed
@@ -428,6 +440,8 @@ class Sidecar:
                 break
             if isinstance(event, TextAdded):
                 event.job.text += event.text
+            elif isinstance(event, ThoughtAdded):
+                event.job.thought += event.thought.text
             elif isinstance(event, (Paused, Resumed)):
                 event.job.paused = isinstance(event, Paused)
             elif isinstance(event, Finished):
@@ -816,6 +830,7 @@ class Sidecar:
                 self._put(Progressed(job, progress))
 
         stream.on_progress = progressed
+        stream.on_thought = lambda thought: self._put(ThoughtAdded(job, thought))
         stream.on_paused = lambda paused: self._put(Paused(job) if paused else Resumed(job))
         async with stream:
             async for delta in stream:

@@ -7,8 +7,8 @@ It is a real process with the messages of :mod:`frameshard.wire.engine`. The rea
 
 It answers a chat with the words of the last message, and a completion with the words of the prompt. With `endless` it
 repeats them up to ``max_tokens``. A token is a word with the space before it, so a resumed stream can be compared. Any
-file serves as an adapter; a job with adapters gets their names and scales before its words. The other arguments cause
-faults.
+file serves as an adapter; a job with adapters gets their names and scales before its words. A job that thinks gets
+three words of thought, or as many as its limit allows. The other arguments cause faults.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ __all__ = ["fake_engine"]
 
 MIB = 1 << 20
 N_PARALLEL = 4
+N_THOUGHT = 3
+"""Tokens of a thought without a limit."""
 
 
 def fake_engine(
@@ -100,6 +102,8 @@ class _Job:
     produced: int
     mark: Callable[..., tuple[str, tuple[int, ...]]] | None
     """:meth:`frameshard.sentences.Splitter.feed`, where sentences are asked for."""
+    n_thought: int = 0
+    """So many tokens are thought before the words."""
 
 
 class _FakeEngine:
@@ -202,6 +206,7 @@ class _FakeEngine:
             plan={},
             fingerprint=hashlib.sha256(config.model.encode()).hexdigest(),
             template_fingerprint=hashlib.sha256(b"the last message").hexdigest(),
+            thinks=True,
         )
         self._watch()
         self._say(em.Ready(model, self._budget, n_ubatch=config.n_ubatch, n_threads=1, load_s=0.0))
@@ -230,13 +235,15 @@ class _FakeEngine:
         said = [*adapted, *contents[-1].split()]
         words = [word if at == 0 else f" {word}" for at, word in enumerate(said)] or [""]
         most = 0 if request.warm_up else request.sampling.max_tokens
+        n_thought = 0 if request.thinking == "off" else request.thinking_tokens or N_THOUGHT
         job = _Job(
             number=request.job,
             words=words,
-            max_tokens=most if self._args.endless else min(most, len(words)),
+            max_tokens=most if self._args.endless else min(most, n_thought + len(words)),
             n_prompt=len(" ".join(contents).split()),
             produced=len(request.resume),
             mark=Splitter().feed if request.sentences else None,
+            n_thought=n_thought,
         )
         if job.n_prompt > self._n_ctx:
             overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
@@ -273,12 +280,16 @@ class _FakeEngine:
         job.produced += 1
         self._say(em.Token(job.number, index, self._token(job, index), *self._text(job, index)))
 
-    def _text(self, job: _Job, index: int) -> tuple[str, tuple[int, ...]]:
-        """What a token sets free, and where sentences end in it. To be asked for each token once, in order."""
-        word = job.words[index % len(job.words)]
-        if index and not index % len(job.words):
+    def _text(self, job: _Job, index: int) -> tuple[str, tuple[int, ...], str]:
+        """What a token sets free, where sentences end in it, and its thought. To be asked for each token once, in
+        order."""
+        if index < job.n_thought:
+            return "", (), f"hm{index} "
+        at = index - job.n_thought
+        word = job.words[at % len(job.words)]
+        if at and not at % len(job.words):
             word = f" {word}"
-        return job.mark(word, last=index + 1 == job.max_tokens) if job.mark else (word, ())
+        return (*(job.mark(word, last=index + 1 == job.max_tokens) if job.mark else (word, ())), "")
 
     def _token(self, job: _Job, index: int) -> int:
         return sum(job.words[index % len(job.words)].encode()) + index

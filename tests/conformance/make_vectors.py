@@ -83,6 +83,16 @@ VALID: dict[str, m.Message] = {
         deadline_ms=1500,
     ),
     "submit-sentences": m.Submit(3, EPOCH, 8, "completion", prompt="Once upon a time", sentences=True),
+    "submit-thinking": m.Submit(
+        3,
+        EPOCH,
+        8,
+        "chat",
+        messages=TALK,
+        thinking="shown",
+        thinking_tokens=64,
+        template_keywords='{"reasoning_effort": "low"}',
+    ),
     "submit-warm-up": m.Submit(3, EPOCH, 8, "chat", messages=TALK, warm_up=True),
     "submit-images": m.Submit(
         3,
@@ -189,6 +199,7 @@ VALID: dict[str, m.Message] = {
     "progress": m.Progress(**{**PLACE, "seq": 1}, phase="encode", done=1, total=2),
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
     "delta-sentence_end": m.Delta(**{**PLACE, "seq": 2}, text="走。", tokens=0, sentence_end=True),
+    "thought": m.Thought(**{**PLACE, "seq": 1}, text="Ein Zimmer? 猫!", tokens=7),
     "paused": m.Paused(**{**PLACE, "seq": 2}),
     "resumed": m.Resumed(**{**PLACE, "seq": 3}),
     "done": m.Done(
@@ -200,6 +211,7 @@ VALID: dict[str, m.Message] = {
         decode_s=1.5,
         n_reused=12,
         n_left=994,
+        n_thought=4,
     ),
     "failed": m.Failed(**{**PLACE, "seq": 2}, error=m.ErrorInfo.of(errors.Overloaded("not read", held_bytes=49152))),
     "cancelled": m.Cancelled(**{**PLACE, "seq": 2}),

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 SCENARIOS: list[dict[str, Any]] = json.loads((HERE / "scenarios.json").read_text())
 DEADLINE_S = 120.0
 ENDS = ("done", "failed", "cancelled")
+READ = ("started", "thought", "text", *ENDS)
 LETTERS = "é漢🐈ж"
 
 
@@ -167,6 +168,8 @@ class Play:
                 return _utf8(self.value(said["utf8"]), self.value(said.get("shift", 0)))
             if "words" in said:
                 return " ".join(f"w{index}" for index in range(said["words"]))
+            if "thought" in said:
+                return "".join(f"hm{index} " for index in range(said["thought"]))
             if "sum" in said:
                 return sum(self.value(said["sum"]))
             return {name: self.value(item) for name, item in said.items()}
@@ -223,10 +226,14 @@ class Play:
     def _read(self, step: dict[str, Any]) -> None:
         """Reads the further events of a job, to its end."""
         job, text, types, tokens = step["read"], step.get("after", ""), [], 0
+        thought = step.get("after_thought", "")
         sentences, spoken = [], 0
         while not types or types[-1] not in ENDS:
-            event = self.find(lambda event: event.get("job") == job and event["type"] in ("started", "text", *ENDS))
+            event = self.find(lambda event: event.get("job") == job and event["type"] in READ)
             types.append(event["type"])
+            if event["type"] == "thought":
+                thought += event["text"]
+                tokens += event.get("tokens", 0)
             if event["type"] == "text":
                 assert event["text"], "a delta without text"
                 text += event["text"]
@@ -243,6 +250,8 @@ class Play:
             assert tokens <= event["n_generated"], (tokens, event)
         if "text" in step:
             assert text == step["text"], (text[:200], step["text"][:200])
+        if "thought" in step:
+            assert thought == step["thought"], thought
         if "sentences" in step:
             assert sentences == step["sentences"], sentences
         if "begins" in step:

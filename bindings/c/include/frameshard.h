@@ -301,6 +301,7 @@ typedef struct fs_model {
     const char *http_url;             /* base URL of OpenAI's HTTP interface; "" unless fs_launch_options.http is set */
     const char *http_key;             /* key for HTTP requests (`Authorization: Bearer`); keep it secret */
     const char *embedder;             /* name of the sentence encoder's file; "" if there is none */
+    uint64_t thinks;                  /* 1: it can think before it answers: fs_job_options.thinking */
 } fs_model;
 
 /* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */
@@ -448,6 +449,13 @@ typedef struct fs_job_options {
     uint64_t deadline_ms;        /* milliseconds from now to the job's first token, at most 3600000; 0 (default): no
                                     deadline. Of jobs of equal priority the one with the earliest deadline goes first. A
                                     job without a token by then fails with FS_DEADLINE_MISSED */
+    const char *thinking;     /* "off" (NULL, default): the model answers at once. "hidden": it thinks before, and the
+                                    thought is not sent. "shown": the thought comes in FS_EVENT_THOUGHT. Fails with
+                                    FS_UNSUPPORTED if the model does not think (fs_model.thinks) */
+    uint64_t thinking_tokens; /* maximum length of the thought, at most 1048576; then it is ended, and the answer
+                                    begins. 0 (default): no limit but max_tokens, which counts thought and answer */
+    const char *template_keywords; /* a JSON object with further variables for the model's chat template, at most 8192
+                                      bytes; NULL (default): none */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
@@ -466,7 +474,7 @@ typedef struct fs_message {
  * conversation are answered one after the other. When the context is full, its oldest questions and answers are
  * dropped; event.n_dropped tells how many. Sets *job to the number of the job. `options` and `job` may be NULL.
  * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
- * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_PAUSED and FS_EVENT_RESUMED may come in between. A job that ends early may have no FS_EVENT_STARTED.
+ * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_THOUGHT, FS_EVENT_PAUSED and FS_EVENT_RESUMED may come in between. A job that ends early may have no FS_EVENT_STARTED.
  * Returns FS_BAD_ARGUMENT if an argument is invalid. [client] */
 FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
                         uint64_t *job);
@@ -694,8 +702,8 @@ enum {
     /* The next part of the answer. job, timeline, text, tokens, sentence_end. The text never ends within a UTF-8
        character. */
     FS_EVENT_TEXT = 3,
-    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, n_left, n_dropped, prefill_s,
-       decode_s. */
+    /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, n_left, n_dropped, n_thought,
+       prefill_s, decode_s. */
     FS_EVENT_DONE = 4,
     /* The job has failed; text sent before stays valid. job, timeline, status, text: the reason; detail. Also sent for
        jobs that wait when the launch fails, and for open jobs when the connection to the sidecar is lost. */
@@ -750,7 +758,10 @@ enum {
     /* Answer to fs_count_tokens and fs_count_chat_tokens. request, n_tokens, n_left. */
     FS_EVENT_TOKEN_COUNT = 25,
     /* Answer to fs_embed. request, n_dim, n_rows, rows. */
-    FS_EVENT_EMBEDDINGS = 26
+    FS_EVENT_EMBEDDINGS = 26,
+    /* The next part of what the model thinks before it answers; in no FS_EVENT_TEXT. Only for jobs with `thinking`
+       "shown". job, timeline, text, tokens. */
+    FS_EVENT_THOUGHT = 27
 };
 
 /* Why an answer is complete. */
@@ -828,15 +839,16 @@ typedef struct fs_event {
     uint32_t text_length;
     /* Length of `detail` in bytes, without the NUL. */
     uint32_t detail_length;
-    /* Number of tokens of this part, including tokens without text of their own. 0 only if a sentence ends inside
-       a token. */
+    /* FS_EVENT_TEXT: Number of tokens of this part, including tokens without text of their own. 0 only if a
+       sentence or a thought ends inside a token.
+       FS_EVENT_THOUGHT: Number of tokens of this part, including tokens without text. */
     uint32_t tokens;
     /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached.
        FS_REASON_..., or 0 for a value that this library does not know. */
     uint32_t reason;
     /* Length of the prompt in tokens. */
     uint32_t n_prompt;
-    /* Length of the answer in tokens. */
+    /* Length of the answer in tokens, with its thought. */
     uint32_t n_generated;
     /* New state of the engine process. FS_ENGINE_..., or 0 for a value that this library does not know. */
     uint32_t engine_state;
@@ -936,6 +948,8 @@ typedef struct fs_event {
     uint64_t n_rows;
     /* `n_rows` times `n_dim` floats. The squares of each row add up to 1. Valid as long as `text`. */
     const float *rows;
+    /* Number of the tokens in `n_generated` that were thought, sent or not. */
+    uint64_t n_thought;
     /* end of fs_event */
 } fs_event;
 

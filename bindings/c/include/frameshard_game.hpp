@@ -41,6 +41,7 @@ struct Ending {
     uint64_t n_reused = 0;    // prompt tokens that were already in the KV cache
     uint64_t n_left = 0;      // tokens that still fit into the context
     uint64_t n_dropped = 0;   // oldest questions of the conversation that are not in the prompt; the context is full
+    uint64_t n_thought = 0;   // of n_generated, tokens that the model thought
     double prefill_s = 0, decode_s = 0;
 };
 
@@ -49,6 +50,7 @@ struct Ending {
 struct Listener {
     std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, with images or a long prompt
     std::function<void(bool)> on_paused; // true: a job of higher priority has its place. false: it continues
+    std::function<void(std::string_view)> on_thought; // with `thinking` "shown"; a thought is in no text or sentence
     std::function<void(std::string_view)> on_text;
     std::function<void(std::string_view)> on_sentence;
     std::function<void(const Ending &)> on_end;
@@ -324,6 +326,11 @@ class Game {
                 answer->listener.on_paused(event.type == FS_EVENT_PAUSED);
             }
             return;
+        case FS_EVENT_THOUGHT:
+            if (answer->listener.on_thought) {
+                answer->listener.on_thought(text);
+            }
+            return;
         case FS_EVENT_TEXT: {
             answer->ending.text.append(text);
             answer->sentence.append(text);
@@ -346,6 +353,7 @@ class Game {
             answer->ending.n_reused = event.n_reused;
             answer->ending.n_left = event.n_left;
             answer->ending.n_dropped = event.n_dropped;
+            answer->ending.n_thought = event.n_thought;
             answer->ending.prefill_s = event.prefill_s;
             answer->ending.decode_s = event.decode_s;
             break;

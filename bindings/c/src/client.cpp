@@ -211,6 +211,18 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     if (options.deadline_ms != 0) {
         fields["deadline_ms"] = options.deadline_ms;
     }
+    std::string thinking =
+        options.thinking == nullptr ? "off" : word_of("thinking", options.thinking, {"off", "hidden", "shown"});
+    if (thinking != "off") {
+        fields["thinking"] = thinking;
+    }
+    check_range("thinking_tokens", double(options.thinking_tokens), 0, 1 << 20);
+    if (options.thinking_tokens != 0) {
+        fields["thinking_tokens"] = options.thinking_tokens;
+    }
+    if (options.template_keywords != nullptr && *options.template_keywords != '\0') {
+        fields["template_keywords"] = text_of("template_keywords", options.template_keywords, 0, 8192);
+    }
     check_range("n_adapters", double(options.n_adapters), 0, 2);
     for (uint64_t i = 0; i < options.n_adapters; ++i) {
         if (options.adapters == nullptr) {
@@ -606,6 +618,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.http_url = client->http_url.c_str();
         found.http_key = client->http_key.c_str();
         found.embedder = client->model_embedder.c_str();
+        found.thinks = info["thinks"].get<bool>() ? 1 : 0;
         fill(model, model->struct_size, found);
     });
 }

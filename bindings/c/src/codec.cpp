@@ -175,6 +175,7 @@ const Table kModelInfo = {
     {"fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
     {"template_fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
     {"embedder", Type::Text, 0, 4096, nullptr, false, "\"\""},
+    {"thinks", Type::Bool, 0, 0, nullptr, false, "false"},
 };
 const Table kServerLimits = {
     {"message_bytes", Type::Int, 0, kMost},
@@ -346,6 +347,14 @@ const std::vector<Message> &messages() {
             {"tokens", Type::Int, 0, kMost},
             {"sentence_end", Type::Bool, 0, 0, nullptr, false, "false"},
         }},
+        {"thought", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"text", Type::Text, 1, 65536},
+            {"tokens", Type::Int, 0, kMost},
+        }},
         {"paused", {
             {"job", Type::Int, 1, kMost},
             {"seq", Type::Int, 0, kMost},
@@ -370,6 +379,7 @@ const std::vector<Message> &messages() {
             {"decode_s", Type::Number, 0, 1000000000},
             {"n_reused", Type::Int, 0, kMost, nullptr, false, "0"},
             {"n_left", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"n_thought", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"failed", {
             {"job", Type::Int, 1, kMost},

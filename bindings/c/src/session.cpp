@@ -551,6 +551,7 @@ void Session::job_event(const json &message) {
     Event &event = put(name == "started"    ? FS_EVENT_STARTED
                        : name == "delta"    ? FS_EVENT_TEXT
                        : name == "progress" ? FS_EVENT_PROGRESS
+                       : name == "thought"  ? FS_EVENT_THOUGHT
                        : name == "paused"   ? FS_EVENT_PAUSED
                        : name == "resumed"  ? FS_EVENT_RESUMED
                        : name == "done"     ? FS_EVENT_DONE
@@ -569,6 +570,9 @@ void Session::job_event(const json &message) {
         event.fields.phase = place_of(message["phase"], {"encode", "prefill"});
         event.fields.done = message["done"];
         event.fields.total = message["total"];
+    } else if (name == "thought") {
+        event.text = message["text"];
+        event.fields.tokens = message["tokens"];
     } else if (name == "delta") {
         event.text = message["text"];
         event.fields.tokens = message["tokens"];
@@ -585,6 +589,7 @@ void Session::job_event(const json &message) {
             event.fields.n_reused = message["n_reused"];
             event.fields.n_left = message["n_left"];
             event.fields.n_dropped = job.dropped;
+            event.fields.n_thought = message["n_thought"];
             event.fields.prefill_s = message["prefill_s"];
             event.fields.decode_s = message["decode_s"];
         } else if (name == "failed") {

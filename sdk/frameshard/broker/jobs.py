@@ -70,7 +70,8 @@ class Job:
     cancelling: bool = False
     tokens: list[int] = field(default_factory=list)
     undelivered: int = 0
-    """Tokens since the last delta. A token without text sends no delta."""
+    """Tokens since the last text or thought. A token without text sends no delta."""
+    n_thought: int = 0
     n_prompt: int = 0
     n_reused: int = 0
     history: em.Shapes = ()
@@ -133,6 +134,9 @@ class Job:
             priority=self.rank,
             warm_up=self.request.warm_up,
             adapters=self.request.adapters,
+            thinking=self.request.thinking,
+            thinking_tokens=self.request.thinking_tokens,
+            template_keywords=self.request.template_keywords,
         )
 
 
@@ -331,6 +335,7 @@ class Jobs:
                 n_generated=len(job.tokens),
                 n_reused=job.n_reused,
                 n_left=event.n_left,
+                n_thought=job.n_thought,
                 prefill_s=event.prefill_s,
                 decode_s=event.decode_s,
             )
@@ -353,7 +358,7 @@ class Jobs:
         job.undelivered += 1
         job.deaths = 0
         job.due = math.inf
-        if token.text:
+        if token.text or token.thought:
             self._deliver(job, token)
         if not job.progressed:
             job.progressed = True
@@ -363,6 +368,11 @@ class Jobs:
         tokens, job.undelivered = job.undelivered, 0
         begin = 0
         try:
+            if token.thought:
+                job.n_thought += tokens
+                if job.request.thinking == "shown":
+                    job.connection.thought(job.request.job, token.thought, tokens)
+                tokens = 0
             for end in token.ends:
                 job.connection.delta(job.request.job, token.text[begin:end], tokens, sentence_end=True)
                 begin, tokens = end, 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from frameshard.engine.channels import Channels, Parts
+from frameshard.engine.thinking import ThoughtLimit
 from frameshard.sentences import Splitter
 from frameshard.text import TextStream, utf8_decoder
 
@@ -27,10 +28,22 @@ class Answer:
 
     :param stops: the stop strings.
     :param sentences: tell where sentences end.
+    :param limit: ends the thought.
+    :param marker_pieces: the texts of control tokens that markers have in them. In text control tokens have none.
     """
 
-    def __init__(self, channels: Channels, stops: Sequence[str], *, sentences: bool) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        stops: Sequence[str],
+        *,
+        sentences: bool,
+        limit: ThoughtLimit,
+        marker_pieces: Mapping[int, bytes],
+    ) -> None:
         self._channels = channels
+        self._limit = limit
+        self._marker_pieces = marker_pieces
         self._decoder = utf8_decoder()
         self._text = TextStream(stops)
         self._splitter = Splitter() if sentences else None
@@ -44,9 +57,20 @@ class Answer:
         """The next token is of the answer's text. A form applies only then."""
         return self._channels.answering
 
-    def push(self, piece: bytes) -> Given:
-        """Adds the bytes of a token."""
-        parts = self._channels.push(self._decoder.decode(piece))
+    @property
+    def due(self) -> int | None:
+        """The next token, if it is put in to end the thought; ``None`` if it is sampled."""
+        return self._limit.due
+
+    def push(self, token: int, piece: bytes, *, ends: bool) -> Given:
+        """Adds a token.
+
+        :param piece: its bytes.
+        :param ends: the model ends its output with it.
+        """
+        before = self._channels.active
+        parts = self._channels.push(self._decoder.decode(self._marker_pieces.get(token, piece)))
+        self._limit.add(before, self._channels.active, ends=ends)
         return self._given(self._text.push(parts.text), parts)
 
     def finish(self) -> Given:

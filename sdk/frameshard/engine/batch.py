@@ -586,8 +586,8 @@ class Batcher:
         index = len(job.produced)
         job.first_token_at = job.first_token_at or now
         resumed = index < len(job.resume)
-        if resumed:
-            token = job.resume[index]
+        if (known := job.resume[index] if resumed else job.answer.due) is not None:
+            token = known
             job.sampler.accept(token)
         else:
             token = job.sampler.sample(self._runtime.llama.context, row, index)
@@ -607,8 +607,9 @@ class Batcher:
             job.lookup.add(token)
         if job.draft_state is not None:
             job.draft_state.add(token)
-        ended = self._runtime.tokenizer.is_end(token)
-        given = job.answer.push(b"" if ended else self._runtime.tokenizer.piece(token))
+        ends = self._runtime.tokenizer.is_end(token)
+        ended = ends and job.answer.answering()
+        given = job.answer.push(token, b"" if ends else self._runtime.tokenizer.piece(token), ends=ends)
         if ended or job.answer.stopped or (job.sampler is not None and job.sampler.complete):
             reason: m.Reason = "stop"
         elif len(job.produced) == job.sampling.max_tokens:

@@ -15,6 +15,12 @@ MAX_TEMPLATE_CHARS = 256 * 1024
 
 _RENDERER = Path(__file__).with_name("renderer.py")
 _TRIES = 2  # a process that was killed from outside is started again
+NO_VARIABLES: Mapping[str, Any] = {}
+OURS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "enable_thinking", "thinking"}
+)
+"""Variables that requests cannot set as they like: a prompt must end where the answer begins."""
+
 _PROBE = [{"role": "user", "content": "Hello"}]
 
 
@@ -32,23 +38,25 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise Unsupported(f"the model's chat template is longer than {MAX_TEMPLATE_CHARS} characters")
         self._source = source
-        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._variables = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": True, "tools": None}
         self._lock = threading.Lock()
         self._renderer: Confined | None = None
-        answer = self._ask(_PROBE)
+        answer = self._ask(_PROBE, {})
         # A template that refuses this message may accept others.
         if answer.get("error", "refused") != "refused":
             self.close()
             raise Unsupported(f"the model's chat template cannot be used: {answer['reason']}")
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
         """Renders the prompt for ``messages``, each with ``role`` and ``content``. The prompt ends where the
         assistant's answer begins.
+
+        :param variables: further variables of the template.
 
         :raises BadArgument: the template refuses these messages, the prompt is over 1 MiB, or rendering takes more than
             a second of CPU time or 256 MiB of memory.
         """
-        answer = self._ask([dict(message) for message in messages])
+        answer = self._ask(messages, variables)
         if "error" not in answer:
             return str(answer["text"])
         if answer["error"] == "too_long":
@@ -60,12 +68,13 @@ class ChatTemplate:
         with self._lock:
             self._drop()
 
-    def _ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    def _ask(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> dict[str, Any]:
+        request = {"messages": [dict(each) for each in messages], "variables": {**self._variables, **variables}}
         status = 0
         with self._lock:
             for _ in range(_TRIES):
                 try:
-                    answer = self._ask_once({"messages": messages, "tokens": self._tokens})
+                    answer = self._ask_once(request)
                 except Gone as gone:
                     self._drop()
                     status = gone.status

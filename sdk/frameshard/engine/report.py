@@ -36,6 +36,7 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
             vision=vision.name if vision is not None else "",
             fingerprint=model.fingerprint,
             template_fingerprint=_template_fingerprint(model.chat_template),
+            thinks=runtime.tokenizer.thinking is not None,
         ),
         vram_budget_bytes=runtime.vram_budget_bytes,
         n_ubatch=runtime.n_ubatch,

@@ -8,24 +8,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import secrets
 import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 from frameshard.engine import speculation
 from frameshard.engine.answer import Answer
-from frameshard.engine.channels import Channels
+from frameshard.engine.channels import Channel, Channels
+from frameshard.engine.chat import OURS
 from frameshard.engine.forms import form_of
 from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sampling import Dry, Prepared
 from frameshard.engine.sequences import common_prefix, unpack_shapes
+from frameshard.engine.thinking import ThoughtLimit, switch
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
 from frameshard.wire import messages as m
 from frameshard.wire.engine import CountTokens, Submit
 
 _REMEMBERED = 16  # DRY samplers
+_NO_PIECES: Mapping[int, bytes] = {}
+
+
+class _Prompt(NamedTuple):
+    """
+    :param pictures: see :class:`Job`.
+    :param begins: the channel in which the answer begins.
+    """
+
+    tokens: list[int]
+    pictures: dict[int, Picture]
+    begins: Channel = Channel.TEXT
 
 
 class RequestReader:
@@ -43,18 +60,20 @@ class RequestReader:
         """Makes the job of a request.
 
         :raises BadArgument: the prompt is empty, the chat template refuses it, ``resume`` or ``history`` do not fit the
-            job, or a biased token is not in the vocabulary.
+            job, a biased token is not in the vocabulary, or the template keywords cannot be used.
         :raises ContextOverflow: prompt and answer together are longer than a sequence.
         :raises Unsupported: it is a chat and the model has no chat template; it has images and there is no vision
-            tower; it asks for a form and the model has no token that ends an answer; or it is a warm-up and the model
-            has a recurrent state.
+            tower; it asks for a form and the model has no token that ends an answer; it asks for a thought and the
+            model does not think; or it is a warm-up and the model has a recurrent state.
         """
         runtime, sampling = self._runtime, request.sampling
         if request.warm_up:
             self._check_warm_up()
         form = form_of(sampling)
         grammar = runtime.forms.grammar(form) if form is not None else None
-        prompt, pictures = self._prompt(request)
+        if request.thinking != "off" and runtime.tokenizer.thinking is None:
+            raise Unsupported("this model does not think before it answers: leave out thinking, or set it to off")
+        prompt, pictures, begins = self._prompt(request)
         n_prompt = len(prompt)
         if not n_prompt:
             raise BadArgument("the prompt is empty", field="prompt")
@@ -71,13 +90,27 @@ class RequestReader:
             conversation=request.conversation,
             resume=list(request.resume),
             history=unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
-            answer=Answer(Channels(), sampling.stop, sentences=request.sentences),
+            answer=self._answer(request, begins, formed=grammar is not None),
             prepared=Prepared(grammar, self._biases(sampling), self._dry(sampling, prompt)),
             priority=request.priority,
             warm_up=request.warm_up,
             wanted=request.adapters,
             pictures=pictures,
             lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,
+        )
+
+    def _answer(self, request: Submit, begins: Channel, *, formed: bool) -> Answer:
+        tokenizer, thinking = self._runtime.tokenizer, self._runtime.tokenizer.thinking
+        if thinking is None or request.kind == "completion":
+            channels, limit, marker_pieces = Channels(), ThoughtLimit(), _NO_PIECES
+        else:
+            channels, marker_pieces = Channels(thinking.markers, begins, formed=formed), tokenizer.marker_pieces
+            # White space behind the marker would be part of a form.
+            closing = thinking.closing.rstrip() if formed else thinking.closing
+            most = 0 if request.thinking == "off" else request.thinking_tokens or None
+            limit = ThoughtLimit(most, tokenizer.tokenize(closing, add_special=False, parse_special=True))
+        return Answer(
+            channels, request.sampling.stop, sentences=request.sentences, limit=limit, marker_pieces=marker_pieces
         )
 
     def _check_warm_up(self) -> None:
@@ -93,7 +126,7 @@ class RequestReader:
         :raises ContextOverflow: the prompt is so long that it cannot fit, and counting its tokens would take long.
         :raises Unsupported: it is a chat and the model has no chat template.
         """
-        return len(self._tokens(request, 1))
+        return len(self._text_prompt(request).tokens)
 
     def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:
         """The biases of tokens. A text stands for each of its tokens, as in llama.cpp's server."""
@@ -118,13 +151,13 @@ class RequestReader:
             dry = self._make_dry(params)
         return dry.after([token for token in prompt if token >= 0])
 
-    def _prompt(self, request: Submit) -> tuple[list[int], dict[int, Picture]]:
+    def _prompt(self, request: Submit) -> _Prompt:
         images = [Image.read(image) for image in request.images]
         if images and self._vision is None:
             raise Unsupported("no model that reads images is loaded: serve with one (mmproj)")
         if self._vision is None or not images:
-            return self._text_prompt(request), {}
-        text, add_special = self._marked_text(request, "".join(f"{self._vision.marker}\n" for _ in images))
+            return self._text_prompt(request)
+        text, add_special, begins = self._marked_text(request, "".join(f"{self._vision.marker}\n" for _ in images))
         self._check_fits(self._runtime.tokenizer.least_tokens(text), _n_answer(request), least=True)
         prompt: list[int] = []
         pictures: dict[int, Picture] = {}
@@ -134,25 +167,36 @@ class RequestReader:
                 prompt += part.ids
             else:
                 prompt += part
-        return prompt, pictures
+        return _Prompt(prompt, pictures, begins)
 
-    def _text_prompt(self, request: Submit) -> list[int]:
-        if request.warm_up and request.messages and request.messages[-1].role != "user":
-            return self._prompt_before_a_question(request)
-        return self._tokens(request, _n_answer(request))
-
-    def _tokens(self, request: Submit | CountTokens, n_answer: int) -> list[int]:
-        tokenizer, chat = self._runtime.tokenizer, bool(request.messages)
-        parts, add_special = tokenizer.chat_parts(_messages(request)) if chat else ([request.prompt], True)
+    def _text_prompt(self, request: Submit | CountTokens) -> _Prompt:
+        tokenizer, chat, begins = self._runtime.tokenizer, bool(request.messages), Channel.TEXT
+        if isinstance(request, Submit) and request.warm_up and chat and request.messages[-1].role != "user":
+            return _Prompt(self._prompt_before_a_question(request), {})
+        parts, add_special = [request.prompt], True
+        if chat:
+            parts, add_special = tokenizer.chat_parts(_messages(request), _variables(request))
+            parts[-1], begins = self._ended(parts[-1], request)
+        n_answer = _n_answer(request) if isinstance(request, Submit) else 1
         self._check_fits(sum(map(tokenizer.least_tokens, parts)), n_answer, least=True)
-        return tokenizer.tokenize_parts(parts, add_special=add_special, parse_special=chat)
+        tokens = tokenizer.tokenize_parts(parts, add_special=add_special, parse_special=chat)
+        return _Prompt(tokens, {}, begins)
+
+    def _ended(self, prompt: str, request: Submit | CountTokens) -> tuple[str, Channel]:
+        """Returns the end of a chat's prompt, where the model begins to think or to answer, and which of both."""
+        thinking = self._runtime.tokenizer.thinking
+        if thinking is None:
+            return prompt, Channel.TEXT
+        formed = isinstance(request, Submit) and form_of(request.sampling) is not None
+        end, begins = thinking.prompt_end(prompt, wanted=_thinks(request), formed=formed)
+        return prompt + end, begins
 
     def _prompt_before_a_question(self, request: Submit) -> list[int]:
         """The tokens with which every prompt begins that continues these messages with a question. Templates may need
         a question, and may write the system message into it."""
         questions = [m.ChatMessage("user", text) for text in ("a", "b")]
         prompts = [
-            self._text_prompt(dataclasses.replace(request, messages=(*request.messages, question)))
+            self._text_prompt(dataclasses.replace(request, messages=(*request.messages, question))).tokens
             for question in questions
         ]
         return prompts[0][: common_prefix(*prompts)]
@@ -168,29 +212,62 @@ class RequestReader:
                 n_ctx=n_ctx,
             )
 
-    def _marked_text(self, request: Submit, marks: str) -> tuple[str, bool]:
+    def _marked_text(self, request: Submit, marks: str) -> tuple[str, bool, Channel]:
         """Puts ``marks``, the image markers, before the last message. libmtmd parses control tokens anywhere in a text,
         so a message must not contain one.
 
-        :returns: the text of the prompt, and whether BOS must be added.
+        :returns: the text of the prompt, whether BOS must be added, and the channel in which the answer begins.
         :raises BadArgument: a message contains a control token.
         """
         if request.kind == "completion":
-            contents, text, add_special = [request.prompt], marks + request.prompt, True
+            contents, text, add_special, begins = [request.prompt], marks + request.prompt, True, Channel.TEXT
         else:
             messages = _messages(request)
             contents = [each["content"] for each in messages]
             last = {**messages[-1], "content": marks + messages[-1]["content"]}
-            text, add_special = self._runtime.tokenizer.chat_text([*messages[:-1], last])
+            text, add_special = self._runtime.tokenizer.chat_text([*messages[:-1], last], _variables(request))
+            text, begins = self._ended(text, request)
         for content in contents:
             if (token := self._runtime.tokenizer.control_token(content)) is not None:
                 raise BadArgument(f"beside images a prompt cannot have {token} in it: leave it out", field="messages")
-        return text, add_special
+        return text, add_special, begins
 
 
 def _messages(request: Submit | CountTokens) -> list[dict[str, str]]:
     """The messages in the form that chat templates take."""
     return [{"role": message.role, "content": message.content} for message in request.messages]
+
+
+def _thinks(request: Submit | CountTokens) -> bool:
+    return isinstance(request, Submit) and request.thinking != "off"
+
+
+def _variables(request: Submit | CountTokens) -> dict[str, Any]:
+    """The template's variables beside the messages.
+
+    :raises BadArgument: the template keywords are no JSON object, or name a variable that is not the client's.
+    """
+    keywords = _keywords(request.template_keywords) if isinstance(request, Submit) else {}
+    return {**keywords, **switch(wanted=_thinks(request))}
+
+
+def _keywords(text: str) -> Mapping[str, Any]:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        keywords = json.loads(text or "{}", parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise BadArgument(f"template_keywords: not valid JSON: {error}", field="template_keywords") from None
+    if not isinstance(keywords, dict):
+        raise BadArgument("template_keywords: must be a JSON object", field="template_keywords")
+    if ours := OURS & keywords.keys():
+        names = ", ".join(sorted(ours))
+        raise BadArgument(
+            f"template_keywords: {names}: the sidecar sets this itself; thinking is set by the job's own field",
+            field="template_keywords",
+        )
+    return keywords
 
 
 def _n_answer(request: Submit) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -12,9 +13,10 @@ from typing import Any
 
 import llama_cpp
 
-from frameshard.engine.chat import ChatTemplate
+from frameshard.engine.chat import NO_VARIABLES, ChatTemplate
+from frameshard.engine.thinking import Thinking, find_thinking
 from frameshard.engine.vocabulary import LeastTokens
-from frameshard.errors import Unsupported
+from frameshard.errors import BadArgument, Unsupported
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -166,9 +168,33 @@ class Tokenizer:
             self._no_chat = str(error)
             return None
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+    @functools.cached_property
+    def thinking(self) -> Thinking | None:
+        """How the model thinks; ``None`` if it does not, or cannot chat."""
+        chat, source = self.chat, self._template
+        if chat is None or source is None:
+            return None
+
+        def render(messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
+            with contextlib.suppress(BadArgument):
+                return chat.render(messages, variables)
+            return None
+
+        return find_thinking(render, source)
+
+    @functools.cached_property
+    def marker_pieces(self) -> Mapping[int, bytes]:
+        """The texts of the control tokens that the markers of a thought have in them."""
+        texts = (marker.text for marker in self.thinking.markers) if self.thinking is not None else ()
+        tokens = {token for text in texts for token in self.tokenize(text, add_special=False, parse_special=True)}
+        return {token: self._piece(token, special=True) for token in tokens if not self.piece(token)}
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> tuple[str, bool]:
         """Renders ``messages`` with the model's chat template.
 
+        :param variables: further variables of the template.
         :returns: the prompt, and true if BOS must still be added to it.
 
         :raises Unsupported: the model has no usable chat template.
@@ -176,10 +202,12 @@ class Tokenizer:
         """
         if self.chat is None:
             raise Unsupported(f"no chat with this model: {self._no_chat}; ask for a completion instead")
-        prompt = self.chat.render(messages)
+        prompt = self.chat.render(messages, variables)
         return prompt, not (self._bos and prompt.startswith(self._bos))
 
-    def chat_parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[str], bool]:
+    def chat_parts(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> tuple[list[str], bool]:
         """Like :meth:`chat_text`, but returns the prompt in parts for :meth:`tokenize_parts`. The names of control
         tokens in messages are cut into single characters, so they do not become control tokens. Otherwise the text of a
         message could end that message and begin one with another role.
@@ -193,6 +221,7 @@ class Tokenizer:
             return cut + cut.join(found[0]) + cut
 
         text, add_special = self.chat_text(
-            [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages]
+            [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages],
+            variables,
         )
         return text.split(cut), add_special

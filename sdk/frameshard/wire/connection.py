@@ -62,14 +62,17 @@ class _Outbox:
         self.numbered = 0  # the number of the next event
         self.kept: deque[bytes] = deque()  # the frames of the events from `taken` to `numbered`
         self.waiting: deque[tuple[type[Any], dict[str, Any]]] = deque()
-        """Events that do not fit into the window yet. Deltas are joined, up to the end of a sentence. A `paused` and
-        the `resumed` after it, or the other way round, cancel each other out, so few of them wait."""
+        """Events that do not fit into the window yet. Thoughts are joined, and deltas up to the end of a sentence. A
+        `paused` and the `resumed` after it, or the other way round, cancel each other out, so few of them wait."""
         self.held_bytes = 0  # bytes of the text in `waiting`
         self.ended = False
 
     def add(self, kind: type[Any], fields: dict[str, Any], epoch: int) -> None:
         last, held = self.waiting[-1] if self.waiting else (None, {})
-        if kind is last is m.Delta and not held["sentence_end"]:
+        if kind is last is m.Thought:
+            held["text"] += fields["text"]
+            held["tokens"] += fields["tokens"]
+        elif kind is last is m.Delta and not held["sentence_end"]:
             held["text"] += fields["text"]
             held["tokens"] += fields["tokens"]
             held["sentence_end"] = fields["sentence_end"]
@@ -196,10 +199,21 @@ class ServerConnection:
         :param sentence_end: a sentence ends with this text, so later text is not joined to the same delta.
         :raises Overloaded: too much text is kept already. The caller must fail the job.
         """
+        self._say(m.Delta, job, {"text": text, "tokens": tokens, "sentence_end": sentence_end})
+
+    def thought(self, job: int, text: str, tokens: int) -> None:
+        """Adds text of the thought.
+
+        :param tokens: the number of tokens of the text.
+        :raises Overloaded: as :meth:`delta`.
+        """
+        self._say(m.Thought, job, {"text": text, "tokens": tokens})
+
+    def _say(self, kind: type[Any], job: int, fields: dict[str, Any]) -> None:
         stream = self._streams[job]
-        if stream.waiting and stream.held_bytes + len(text.encode()) > self._held_bytes:
+        if stream.waiting and stream.held_bytes + len(fields["text"].encode()) > self._held_bytes:
             raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
-        stream.add(m.Delta, {"text": text, "tokens": tokens, "sentence_end": sentence_end}, self.epoch)
+        stream.add(kind, fields, self.epoch)
 
     def paused(self, job: int) -> None:
         self._streams[job].add(m.Paused, {}, self.epoch)
@@ -218,6 +232,7 @@ class ServerConnection:
         decode_s: float,
         n_reused: int,
         n_left: int,
+        n_thought: int = 0,
     ) -> None:
         fields = {
             "reason": reason,
@@ -227,6 +242,7 @@ class ServerConnection:
             "decode_s": decode_s,
             "n_reused": n_reused,
             "n_left": n_left,
+            "n_thought": n_thought,
         }
         self._streams[job].add(m.Done, fields, self.epoch)
 

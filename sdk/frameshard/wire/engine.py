@@ -69,6 +69,9 @@ class Submit:
     priority: Priority = 1
     warm_up: bool = False
     adapters: Annotated[tuple[m.Adapter, ...], m.MAX_JOB_ADAPTERS] = ()
+    thinking: m.Thinking = "off"
+    thinking_tokens: Count = 0
+    template_keywords: Annotated[str, checks.text(m.MAX_TEMPLATE_KEYWORDS)] = ""
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:

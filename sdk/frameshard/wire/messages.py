@@ -57,6 +57,10 @@ SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 ImageFormat = Literal["encoded", "rgb", "rgba"]
 Phase = Literal["encode", "prefill"]
 LoadingStage = Literal["read", "profile", "fill"]
+Thinking = Literal["off", "hidden", "shown"]
+
+MAX_TEMPLATE_KEYWORDS = 8192
+"""Bytes of a job's template keywords."""
 
 MAX_KV_DETAIL = 400
 """Bytes of the text that says why there is no KV cache."""
@@ -312,6 +316,7 @@ class ModelInfo:
     embedder: Annotated[
         str, checks.text(4096), "The name of the sentence encoder's file; empty: there is none, and `embed` is refused."
     ] = ""
+    thinks: Annotated[bool, "True if the model can think before it answers: jobs may set `thinking`."] = False
 
 
 @dataclass(frozen=True)
@@ -405,8 +410,27 @@ class Submit:
         "Milliseconds from now to the job's first token. Of jobs of equal priority the one with the earliest deadline"
         " goes first. A job without a token by then fails with `deadline_missed`; 0: no deadline.",
     ] = 0
+    thinking: Annotated[
+        Thinking,
+        "Whether the model thinks before it answers. `off`: it answers at once. `hidden`: it thinks, and the thought is"
+        " not sent. `shown`: the thought comes in events `thought`. A thought is in no text. Refused with `unsupported`"
+        " if the model does not think.",
+    ] = "off"
+    thinking_tokens: Annotated[
+        int,
+        checks.integer(0, 1 << 20, "tokens"),
+        "Maximum length of the thought; then it is ended, and the answer begins. 0: no limit but `max_tokens`, which"
+        " counts thought and answer.",
+    ] = 0
+    template_keywords: Annotated[
+        str,
+        checks.text(MAX_TEMPLATE_KEYWORDS),
+        "A JSON object with further variables for the model's chat template, such as `reasoning_effort`; empty: none.",
+    ] = ""
 
     def __post_init__(self) -> None:
+        if self.kind == "completion" and (self.thinking != "off" or self.template_keywords):
+            raise checks.Refused("thinking: a completion has no chat template, which thoughts and keywords need")
         if self.warm_up and self.images:
             raise checks.Refused("warm_up: images cannot be read ahead")
         if self.kind == "chat" and (not self.messages or self.prompt):
@@ -920,12 +944,30 @@ class Delta:
     tokens: Annotated[
         int,
         checks.integer(0, unit="tokens"),
-        "Number of tokens of this part, including tokens without text of their own. 0 only if a sentence ends inside a"
-        " token.",
+        "Number of tokens of this part, including tokens without text of their own. 0 only if a sentence or a thought"
+        " ends inside a token.",
     ]
     sentence_end: Annotated[
         bool, "True if the text ends a sentence, which began after the last such delta. Only for jobs with `sentences`."
     ] = False
+
+
+@dataclass(frozen=True)
+class Thought:
+    """The next part of what the model thinks before it answers. Only for jobs whose `thinking` is `shown`."""
+
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    text: Annotated[
+        str,
+        checks.text(codec.CLIENT.string, least=1),
+        "The next part of the thought. It never ends within a code point.",
+    ]
+    tokens: Annotated[
+        int, checks.integer(0, unit="tokens"), "Number of tokens of this part, including tokens without text."
+    ]
 
 
 @dataclass(frozen=True)
@@ -960,11 +1002,12 @@ class Done:
         Reason, "`stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached."
     ]
     n_prompt: Annotated[Tokens, "Length of the prompt in tokens."]
-    n_generated: Annotated[Tokens, "Length of the answer in tokens."]
+    n_generated: Annotated[Tokens, "Length of the answer in tokens, with its thought."]
     prefill_s: Annotated[Seconds, "Time from the start of the prefill to the first token."]
     decode_s: Annotated[Seconds, "Time from the first token to the end of the answer."]
     n_reused: Annotated[Tokens, "Number of prompt tokens that were already in the KV cache or in the KV store."] = 0
     n_left: Annotated[Tokens, "Number of tokens that still fit into the context behind prompt and answer."] = 0
+    n_thought: Annotated[Tokens, "Number of the tokens in `n_generated` that were thought, sent or not."] = 0
 
 
 @dataclass(frozen=True)
@@ -1075,7 +1118,7 @@ Request = (
     | Bye
     | Shutdown
 )
-JobEvent = Started | Progress | Delta | Paused | Resumed | Done | Failed | Cancelled | UnknownEvent
+JobEvent = Started | Progress | Delta | Thought | Paused | Resumed | Done | Failed | Cancelled | UnknownEvent
 Reply = (
     Welcome
     | Model
@@ -1144,6 +1187,7 @@ ANSWERS: dict[str, type[Any]] = {
     "started": Started,
     "progress": Progress,
     "delta": Delta,
+    "thought": Thought,
     "paused": Paused,
     "resumed": Resumed,
     "done": Done,

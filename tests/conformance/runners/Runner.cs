@@ -231,6 +231,9 @@ internal static class Runner
         if (given.ContainsKey("adapters"))
             options.Adapters = ((JsonObject)given["adapters"]).ToDictionary(each => each.Key, each => (double)each.Value);
         if (given.ContainsKey("deadline_ms")) options.DeadlineMs = (ulong)given["deadline_ms"];
+        if (given.ContainsKey("thinking")) options.Thinking = (string)given["thinking"];
+        if (given.ContainsKey("thinking_tokens")) options.ThinkingTokens = (ulong)given["thinking_tokens"];
+        if (given.ContainsKey("template_keywords")) options.TemplateKeywords = (string)given["template_keywords"];
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];
         var sampling = options.Sampling = new Sampling();
@@ -306,13 +309,14 @@ internal static class Runner
         job.OnToken += text =>
             TellOf(job, "text", last = new JsonObject { { "text", text }, { "sentence_end", false } });
         job.OnSentence += sentence => last["sentence_end"] = true; // raised behind the token that ends it
+        job.OnThought += text => TellOf(job, "thought", new JsonObject { { "text", text } });
         job.OnPaused += () => TellOf(job, "paused", new JsonObject());
         job.OnResumed += () => TellOf(job, "resumed", new JsonObject());
         After(job.Completion, done => TellOf(job, "done", new JsonObject
         {
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },
             { "n_reused", (long)done.NReused }, { "n_left", (long)done.NLeft },
-            { "n_dropped", (long)done.NDropped },
+            { "n_dropped", (long)done.NDropped }, { "n_thought", (long)done.NThought },
             { "prefill_s", done.PrefillSeconds }, { "decode_s", done.DecodeSeconds },
         }), error => TellOf(job, "failed", Failure(error)), () => TellOf(job, "cancelled", new JsonObject()));
         return Number("job", (long)job.Id);

@@ -21,7 +21,7 @@ static const char *const types[] = {NULL,          "ready",           "started",
                                     "cancelled",   "budget_released", "budget_observed", "budget",   "stats", "refused",
                                     "engine",      "closed",          "lease",           "notice",   "caps",  "plan",
                                     "frame_block", "progress",        "loading",         "adapters", "kv",    "paused",
-                                    "resumed",     "token_count",     "embeddings"};
+                                    "resumed",     "token_count",     "embeddings",      "thought"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
@@ -89,6 +89,9 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     options.warm_up = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "warm_up"));
     options.priority = (uint32_t)number(given, "priority", options.priority);
     options.deadline_ms = (uint64_t)number(given, "deadline_ms", 0);
+    options.thinking = text(given, "thinking", NULL);
+    options.thinking_tokens = (uint64_t)number(given, "thinking_tokens", 0);
+    options.template_keywords = text(given, "template_keywords", NULL);
     if ((wanted = cJSON_GetObjectItemCaseSensitive(given, "sampling")) != NULL) {
         fs_sampling_init(sampling, sizeof *sampling);
         sampling->max_tokens = (int32_t)number(wanted, "max_tokens", sampling->max_tokens);
@@ -303,6 +306,7 @@ static cJSON *told(const fs_event *event) {
     add(object, "n_reused", (double)event->n_reused);
     add(object, "n_left", (double)event->n_left);
     add(object, "n_dropped", (double)event->n_dropped);
+    add(object, "n_thought", (double)event->n_thought);
     add(object, "n_tokens", (double)event->n_tokens);
     add(object, "n_dim", (double)event->n_dim);
     cJSON_AddItemToObject(object, "cosines", cosines(event));

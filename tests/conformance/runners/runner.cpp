@@ -57,6 +57,9 @@ struct Options {
         options.adapters = adapters.data();
         options.n_adapters = adapters.size();
         options.deadline_ms = kept.value("deadline_ms", options.deadline_ms);
+        options.thinking = text(kept, "thinking");
+        options.thinking_tokens = kept.value("thinking_tokens", options.thinking_tokens);
+        options.template_keywords = text(kept, "template_keywords");
         auto wanted = kept.find("sampling");
         if (wanted == kept.end()) {
             return;
@@ -128,6 +131,10 @@ json told(const Event &event) {
                 {"sentence_end", event.sentence_end != 0}};
         said.update(of_job);
         break;
+    case FS_EVENT_THOUGHT:
+        said = {{"type", "thought"}, {"text", event.text()}, {"tokens", event.tokens}};
+        said.update(of_job);
+        break;
     case FS_EVENT_PAUSED:
     case FS_EVENT_RESUMED:
         said = {{"type", event.type == FS_EVENT_PAUSED ? "paused" : "resumed"}};
@@ -141,6 +148,7 @@ json told(const Event &event) {
                 {"n_reused", event.n_reused},
                 {"n_left", event.n_left},
                 {"n_dropped", event.n_dropped},
+                {"n_thought", event.n_thought},
                 {"prefill_s", event.prefill_s},
                 {"decode_s", event.decode_s}};
         said.update(of_job);

@@ -18,7 +18,19 @@ from frameshard.frame import FrameBlock
 
 Event = dict[str, Any]
 MIB = 1 << 20
-JOB_OPTIONS = ("conversation", "system", "timeline", "window", "priority", "deadline_ms", "sentences", "warm_up")
+JOB_OPTIONS = (
+    "conversation",
+    "system",
+    "timeline",
+    "window",
+    "priority",
+    "deadline_ms",
+    "sentences",
+    "warm_up",
+    "thinking",
+    "thinking_tokens",
+    "template_keywords",
+)
 JOB_OPTIONS += ("adapters",)
 MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
@@ -135,11 +147,13 @@ class Session:
         self._jobs[number] = scope = trio.CancelScope()
         self._given[number] = given
 
-        paused_or_not, heard = trio.open_memory_channel[str](math.inf)
+        aside, heard = trio.open_memory_channel[Event](math.inf)
+        relayed = trio.Event()
 
         async def relay() -> None:
-            async for kind in heard:
-                await self._say(kind, job=number, timeline=options.get("timeline", 0))
+            async for event in heard:
+                await self.send.send({**event, "job": number, "timeline": options.get("timeline", 0)})
+            relayed.set()
 
         async def answer() -> None:
             about = {"job": number, "timeline": options.get("timeline", 0)}
@@ -152,7 +166,10 @@ class Session:
                     stream.begin()
                     self._jobs[number] = stream
                     async with stream:
-                        stream.on_paused = lambda paused: paused_or_not.send_nowait("paused" if paused else "resumed")
+                        stream.on_paused = lambda paused: aside.send_nowait({"type": "paused" if paused else "resumed"})
+                        stream.on_thought = lambda thought: aside.send_nowait(
+                            {"type": "thought", "text": thought.text, "tokens": thought.tokens}
+                        )
                         async for delta in stream:
                             marked = {"text": delta.text, "tokens": delta.tokens, "sentence_end": delta.sentence_end}
                             await self._say("text", **marked, **about)
@@ -163,7 +180,8 @@ class Session:
                 except frameshard.FrameshardError as error:
                     end = {"type": "failed", **_why(error)}
             after.set()
-            paused_or_not.close()
+            aside.close()
+            await relayed.wait()
             await self.send.send({**end, **about})
             del self._jobs[number], self._given[number]
 

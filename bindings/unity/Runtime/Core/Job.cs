@@ -9,6 +9,7 @@ namespace Frameshard
     public sealed class Job
     {
         private readonly StringBuilder _text = new StringBuilder();
+        private readonly StringBuilder _thought = new StringBuilder();
         private int _spoken; // of the text, up to the end of the last sentence
         private readonly TaskCompletionSource<Completion> _end = new TaskCompletionSource<Completion>();
         internal CancellationTokenRegistration Registration;
@@ -29,6 +30,10 @@ namespace Frameshard
         /// <summary>The answer so far.</summary>
         public string Text => _text.ToString();
 
+        /// <summary>What the model has thought so far, if <see cref="JobOptions.Thinking"/> is "shown". It is not in
+        /// <see cref="Text"/>.</summary>
+        public string Thought => _thought.ToString();
+
         /// <summary>Ends with the whole answer, with a <see cref="FrameshardException"/>, or as cancelled.</summary>
         public Task<Completion> Completion => _end.Task;
 
@@ -38,6 +43,9 @@ namespace Frameshard
         /// <summary>Raised with each whole sentence of the answer, without white space around it, after
         /// <see cref="OnToken"/> for its last part. Only for a job with <see cref="JobOptions.Sentences"/>.</summary>
         public event Action<string> OnSentence;
+
+        /// <summary>Raised with the next part of the thought. It never ends within a character.</summary>
+        public event Action<string> OnThought;
 
         /// <summary>Raised for a job with images or a long prompt before its text, for a progress bar.</summary>
         public event Action<Progress> OnProgress;
@@ -66,6 +74,12 @@ namespace Frameshard
             var sentence = _text.ToString(_spoken, _text.Length - _spoken).Trim();
             _spoken = _text.Length;
             OnSentence?.Invoke(sentence);
+        }
+
+        internal void Think(string text)
+        {
+            _thought.Append(text);
+            OnThought?.Invoke(text);
         }
 
         internal void Tell(Progress progress) => OnProgress?.Invoke(progress);

@@ -54,7 +54,7 @@ namespace Frameshard
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
             Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22, Paused = 23,
-            Resumed = 24, TokenCount = 25, Embeddings = 26,
+            Resumed = 24, TokenCount = 25, Embeddings = 26, Thought = 27,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -126,6 +126,7 @@ namespace Frameshard
             internal IntPtr HttpUrl;
             internal IntPtr HttpKey;
             internal IntPtr Embedder;
+            internal ulong Thinks;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -197,6 +198,9 @@ namespace Frameshard
             internal IntPtr Adapters;
             internal ulong NAdapters;
             internal ulong DeadlineMs;
+            internal IntPtr Thinking;
+            internal ulong ThinkingTokens;
+            internal IntPtr TemplateKeywords;
         }
 
         [StructLayout(LayoutKind.Sequential)]

@@ -578,6 +578,9 @@ namespace Frameshard
             native.WarmUp = options.WarmUp ? 1UL : 0UL;
             native.Priority = options.Priority ?? native.Priority;
             native.DeadlineMs = options.DeadlineMs;
+            native.Thinking = texts.Name(options.Thinking);
+            native.ThinkingTokens = options.ThinkingTokens;
+            native.TemplateKeywords = texts.Name(options.TemplateKeywords);
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
             if (options.Images != null)
             {
@@ -759,6 +762,9 @@ namespace Frameshard
                 case Native.EventType.Text:
                     Find(native.Job, false)?.Add(text, native.SentenceEnd != 0);
                     break;
+                case Native.EventType.Thought:
+                    Find(native.Job, false)?.Think(text);
+                    break;
                 case Native.EventType.Progress:
                     Find(native.Job, false)?.Tell(new Progress
                     {
@@ -774,6 +780,7 @@ namespace Frameshard
                     {
                         Reason = (StopReason)native.Reason, NPrompt = native.NPrompt, NGenerated = native.NGenerated,
                         NReused = native.NReused, NLeft = native.NLeft, NDropped = native.NDropped,
+                        NThought = native.NThought,
                         PrefillSeconds = native.PrefillS, DecodeSeconds = native.DecodeS,
                     });
                     break;
@@ -890,6 +897,7 @@ namespace Frameshard
                     TemplateFingerprint = Utf8.Read(native.TemplateFingerprint),
                     HttpUrl = Utf8.Read(native.HttpUrl), HttpKey = Utf8.Read(native.HttpKey),
                     Embedder = Utf8.Read(native.Embedder),
+                    Thinks = native.Thinks != 0,
                 };
             }
         }

@@ -277,6 +277,15 @@ namespace Frameshard
         /// <summary>The job fails with DeadlineMissed if it has no token after so many milliseconds, at most 3,600,000; 0:
         /// no deadline. Of jobs of equal priority the one with the earliest deadline goes first.</summary>
         public ulong DeadlineMs;
+        /// <summary>"off" or null: the model answers at once. "hidden": it thinks before, and the thought is not sent.
+        /// "shown": the job raises <see cref="Job.OnThought"/>. Fails with Unsupported unless
+        /// <see cref="ModelInfo.Thinks"/>.</summary>
+        public string Thinking;
+        /// <summary>Maximum length of the thought in tokens; then it is ended, and the answer begins. 0: no limit but
+        /// <see cref="Sampling.MaxTokens"/>, which counts thought and answer.</summary>
+        public ulong ThinkingTokens;
+        /// <summary>A JSON object with further variables for the model's chat template. Null: none.</summary>
+        public string TemplateKeywords;
     }
 
     /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
@@ -425,6 +434,8 @@ namespace Frameshard
         /// <summary>How many of the conversation's oldest questions, with their answers, were not in the prompt because
         /// the context is full.</summary>
         public ulong NDropped { get; internal set; }
+        /// <summary>Number of the tokens in NGenerated that the model thought.</summary>
+        public ulong NThought { get; internal set; }
         public double PrefillSeconds { get; internal set; }
         public double DecodeSeconds { get; internal set; }
     }
@@ -609,6 +620,8 @@ namespace Frameshard
         public string HttpKey { get; internal set; }
         /// <summary>Name of the sentence encoder's file; empty if there is none.</summary>
         public string Embedder { get; internal set; }
+        /// <summary>True if it can think before it answers: <see cref="JobOptions.Thinking"/>.</summary>
+        public bool Thinks { get; internal set; }
     }
 
     /// <summary>What <see cref="Sidecar.SaveKvAsync"/> has written or <see cref="Sidecar.LoadKvAsync"/> has

@@ -56,6 +56,13 @@ void UFrameshardAskAsync::Activate()
 			Self->OnProgress.Broadcast(Progress);
 		}
 	};
+	Listener.OnThought = [Weak](const FString& Piece)
+	{
+		if (UFrameshardAskAsync* Self = Weak.Get())
+		{
+			Self->OnThought.Broadcast(Piece);
+		}
+	};
 	Listener.OnPaused = [Weak](bool bPaused)
 	{
 		if (UFrameshardAskAsync* Self = Weak.Get())

@@ -62,6 +62,13 @@ void UFrameshardNpcComponent::Ask(const FString& Text)
 			Self->OnProgress.Broadcast(Progress);
 		}
 	};
+	Listener.OnThought = [Listening](const FString& Piece)
+	{
+		if (UFrameshardNpcComponent* Self = Listening())
+		{
+			Self->OnThought.Broadcast(Piece);
+		}
+	};
 	Listener.OnPaused = [Listening](bool bPaused)
 	{
 		if (UFrameshardNpcComponent* Self = Listening())

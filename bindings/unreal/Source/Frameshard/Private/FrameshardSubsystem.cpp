@@ -44,6 +44,11 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 	{
 		Inner.on_text = [OnToken = std::move(Listener.OnToken)](std::string_view Piece) { OnToken(FrameshardText(Piece)); };
 	}
+	if (Listener.OnThought)
+	{
+		Inner.on_thought = [OnThought = std::move(Listener.OnThought)](std::string_view Piece)
+		{ OnThought(FrameshardText(Piece)); };
+	}
 	if (Listener.OnSentence)
 	{
 		Inner.on_sentence = [OnSentence = std::move(Listener.OnSentence)](std::string_view Sentence)
@@ -73,6 +78,7 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 			Answer.ReusedTokens = static_cast<int32>(Ending.n_reused);
 			Answer.LeftTokens = static_cast<int32>(Ending.n_left);
 			Answer.DroppedQuestions = static_cast<int32>(Ending.n_dropped);
+			Answer.ThoughtTokens = static_cast<int32>(Ending.n_thought);
 			Answer.PrefillSeconds = Ending.prefill_s;
 			Answer.DecodeSeconds = Ending.decode_s;
 			Answer.Timeline = Timeline;
@@ -417,6 +423,11 @@ int32 UFrameshardSubsystem::Ask(
 	Options.adapters = Adapters.data();
 	Options.n_adapters = static_cast<uint64_t>(Adapters.size());
 	Options.deadline_ms = static_cast<uint64_t>(Params.DeadlineMs);
+	Options.thinking = Params.Thinking == EFrameshardThinking::Off      ? "off"
+	                   : Params.Thinking == EFrameshardThinking::Hidden ? "hidden"
+	                                                                    : "shown";
+	Options.thinking_tokens = static_cast<uint64_t>(Params.ThinkingTokens);
+	Options.template_keywords = Texts.Text(Params.TemplateKeywords);
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;

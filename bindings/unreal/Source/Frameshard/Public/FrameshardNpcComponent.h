@@ -30,6 +30,10 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardProgressed OnProgress;
 
+	/** Called with each part of the thought, if Thinking is Shown. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardText OnThought;
+
 	/** Called with true when a question of higher priority has taken the place of this one, and with false when it
 	 * continues. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")

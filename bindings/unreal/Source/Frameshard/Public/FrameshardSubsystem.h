@@ -22,6 +22,8 @@ struct FFrameshardListener
 {
 	std::function<void(const FString& Text)> OnToken;
 	std::function<void(const FString& Sentence)> OnSentence;
+	/** Only for a question whose Thinking is Shown. */
+	std::function<void(const FString& Piece)> OnThought;
 	/** Only for a question with images. */
 	std::function<void(const FFrameshardProgress& Progress)> OnProgress;
 	/** True: a question of higher priority has its place. False: it continues. */

@@ -177,6 +177,17 @@ struct FRAMESHARD_API FFrameshardLogitBias
 	double Bias = 0;
 };
 
+/** Whether the model thinks before it answers. */
+UENUM(BlueprintType)
+enum class EFrameshardThinking : uint8
+{
+	Off = 0,
+	/** It thinks, and the thought is not sent. */
+	Hidden = 1,
+	/** The thought is sent apart from the answer. */
+	Shown = 2,
+};
+
 /** Options of a question. In mode stream_only the same seed, prompt and values give the same text. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardAskParams
@@ -223,6 +234,20 @@ struct FRAMESHARD_API FFrameshardAskParams
 	 * no deadline. Of questions of equal priority the one with the earliest deadline goes first. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "3600000"))
 	int32 DeadlineMs = 0;
+
+	/** Whether the model thinks before it answers. Hidden: the thought is not sent. Shown: it comes in OnThought. The
+	 * question fails if the model does not think. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	EFrameshardThinking Thinking = EFrameshardThinking::Off;
+
+	/** Maximum length of the thought in tokens; then it is ended, and the answer begins. 0: no limit but MaxTokens, which
+	 * counts thought and answer. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1048576"))
+	int32 ThinkingTokens = 0;
+
+	/** A JSON object with further variables for the model's chat template; empty: none. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString TemplateKeywords;
 
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
@@ -356,6 +381,10 @@ struct FRAMESHARD_API FFrameshardAnswer
 	 * full. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 DroppedQuestions = 0;
+
+	/** Number of the tokens in GeneratedTokens that the model thought. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	int32 ThoughtTokens = 0;
 
 	/** Time from the start of the prefill to the first token. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
