@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "sentences": set(),
     "wire": set(),
     "transport": {"wire"},
-    "broker": {"wire", "transport", "frame"},
+    "broker": {"wire", "transport", "frame", "sentences", "text"},
     "images": {"wire"},
     "options": {"wire", "images"},
     "conversation": {"wire"},

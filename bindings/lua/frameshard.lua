@@ -73,6 +73,11 @@ typedef struct fs_launch_options {
   const char *http;
   const char *http_key;
   const char *embedder;
+  const char *fallback;
+  const char *fallback_model;
+  const char *fallback_key_file;
+  const char *fallback_key_env;
+  const char *fallback_http;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -172,6 +177,7 @@ typedef struct fs_job_options {
   const char *thinking;
   uint64_t thinking_tokens;
   const char *template_keywords;
+  uint64_t local_only;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -311,6 +317,7 @@ typedef struct fs_event {
   uint64_t n_rows;
   const float *rows;
   uint64_t n_thought;
+  uint64_t remote;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -562,6 +569,19 @@ local OPTIONS = {
     -- Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process for it.
     -- That process encodes texts on the CPU at idle priority and uses no VRAM.
     embedder = { "text" },
+    -- Base URL of a server with OpenAI's HTTP interface, such as `https://llm.example.com/v1`; empty: none. Jobs go
+    -- there while the lease is parked or hibernated or the engine is off, or if the plan cannot meet their deadline.
+    -- Needs `frameshard[fallback]`.
+    fallback = { "text" },
+    -- Name of the model that the server is asked for.
+    fallback_model = { "text" },
+    -- Path of a file with the server's key, which only this user may read; empty: none.
+    fallback_key_file = { "text" },
+    -- Name of the environment variable with the server's key; empty: none.
+    fallback_key_env = { "text" },
+    -- Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and the
+    -- key can be read on the way. One of loopback, anywhere. Default loopback.
+    fallback_http = { "text" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -642,7 +662,7 @@ local KNOWN = {
   sampling = OPTIONS.fs_sampling,
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
-    deadline_ms = true, thinking = true, thinking_tokens = true, template_keywords = true, images = true, sentences = true, warm_up = true, adapters = true, response_updated = true,
+    deadline_ms = true, thinking = true, thinking_tokens = true, template_keywords = true, images = true, sentences = true, warm_up = true, local_only = true, adapters = true, response_updated = true,
     response_finished = true, response_failed = true },
   logit_bias = { bias = true, token = true, text = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
@@ -766,7 +786,7 @@ local function job_options_of(options, keep)
   if options.window ~= nil then
     made.window = integer_of(options.window, "window", 1, 256)
   end
-  for _, name in ipairs({ "sentences", "warm_up" }) do
+  for _, name in ipairs({ "sentences", "warm_up", "local_only" }) do
     if options[name] ~= nil then
       if type(options[name]) ~= "boolean" then
         wrong(name .. " must be true or false")
@@ -959,6 +979,7 @@ end
 --     "thought". "off" (the default): it answers at once;
 --   - `thinking_tokens`: maximum length of the thought;
 --   - `template_keywords`: a JSON object (a string) with further variables for the model's chat template;
+--   - `local_only`: if true, the job never goes to the server of the launch option `fallback`;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,
@@ -1197,12 +1218,14 @@ local function convert(self, raw)
     event.text, event.tokens = text, raw.tokens
   elseif kind == "started" then
     event.n_prompt, event.seed, event.n_dropped = raw.n_prompt, tonumber(raw.seed), tonumber(raw.n_dropped)
+    event.remote = raw.remote ~= 0
   elseif kind == "progress" then
     event.phase, event.done, event.total = PHASES[raw.phase] or "unknown", raw.done, raw.total
   elseif kind == "done" then
     event.reason, event.n_prompt, event.n_generated = REASONS[raw.reason], raw.n_prompt, raw.n_generated
     event.n_reused, event.n_left = tonumber(raw.n_reused), tonumber(raw.n_left)
     event.n_dropped, event.n_thought = tonumber(raw.n_dropped), tonumber(raw.n_thought)
+    event.remote = raw.remote ~= 0
     event.prefill_s, event.decode_s = raw.prefill_s, raw.decode_s
   elseif kind == "cancelled" then
     event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
@@ -1290,9 +1313,9 @@ end
 -- | type | fields |
 -- | --- | --- |
 -- | "ready" | `name`, `floor_bytes`, `full_bytes`, `detail` (the protocol's ModelInfo) |
--- | "started" | `job`, `n_prompt`, `seed`, `n_dropped` |
+-- | "started" | `job`, `n_prompt`, `seed`, `n_dropped`, `remote` (true if the server of `fallback` answers) |
 -- | "text" | `job`, `text`, `tokens`, `sentence_end` (true if a sentence ends; only for jobs with `sentences`) |
--- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `n_dropped` (oldest
+-- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `remote`, `n_dropped` (oldest
 --   questions of the conversation that are not in the prompt, because the context is full), `n_thought`, `prefill_s`,
 --   `decode_s` |
 -- | "thought" | `job`, `text`, `tokens`; only for jobs with `thinking` "shown" |

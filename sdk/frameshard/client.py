@@ -143,13 +143,15 @@ class Stream:
         self.on_progress: Callable[[m.Progress], None] | None = None
         """Called with each new :attr:`progress` while the stream is read."""
         self.paused = False
-        """True while a job of higher priority has this job's place. It continues on its own."""
+        """True while the answer waits in its middle, such as for a job of higher priority. It continues on its own."""
         self.on_paused: Callable[[bool], None] | None = None
         """Called with :attr:`paused` when it has changed, while the stream is read."""
         self.thought = ""
         """What the model has thought so far, if `thinking` is ``shown``. It is not in :attr:`text`."""
         self.on_thought: Callable[[m.Thought], None] | None = None
         """Called with each new part of :attr:`thought` while the stream is read."""
+        self.remote = False
+        """Whether the server of the launch option `fallback` has begun the answer; at its end, whether it ended it."""
         self._images = images
         self._shared: SharedImages | None = None
         self._turn = conversation
@@ -208,7 +210,10 @@ class Stream:
                 if self._turn is not None:
                     self._turn.answer = self.text
                 return event
-            if isinstance(event, (m.Started, m.UnknownEvent)):
+            if isinstance(event, m.Started):
+                self.remote = event.remote
+                continue
+            if isinstance(event, m.UnknownEvent):
                 continue
             if isinstance(event, m.Thought):
                 self.thought += event.text
@@ -234,6 +239,7 @@ class Stream:
                 self._end()
                 raise error
             if isinstance(event, m.Done):
+                self.remote = event.remote
                 self.result = Completion(**vars(event), text=self.text, n_dropped=self.n_dropped)
             self._end()
             if isinstance(event, m.Cancelled):
@@ -1072,7 +1078,7 @@ def launch(
     :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...
     """
     fields: dict[str, Any] = {**options}
-    for path in ("mmproj", "draft_model", "embedder"):
+    for path in ("mmproj", "draft_model", "embedder", "fallback_key_file"):
         given = fields.pop(path, None)
         fields |= {path: os.path.abspath(given)} if given else {}
     if "adapters" in fields:

@@ -102,6 +102,19 @@ class LaunchOptions(TypedDict, total=False):
     embedder: str | os.PathLike[str] | None
     """Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process for it.
     That process encodes texts on the CPU at idle priority and uses no VRAM."""
+    fallback: str
+    """Base URL of a server with OpenAI's HTTP interface, such as `https://llm.example.com/v1`; empty: none. Jobs go
+    there while the lease is parked or hibernated or the engine is off, or if the plan cannot meet their deadline. Needs
+    `frameshard[fallback]`."""
+    fallback_model: str
+    """Name of the model that the server is asked for."""
+    fallback_key_file: str | os.PathLike[str] | None
+    """Path of a file with the server's key, which only this user may read; empty: none."""
+    fallback_key_env: str
+    """Name of the environment variable with the server's key; empty: none."""
+    fallback_http: Literal["loopback", "anywhere"]
+    """Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and the
+    key can be read on the way. By default loopback."""
 
 
 class JobOptions(TypedDict, total=False):
@@ -140,6 +153,8 @@ class JobOptions(TypedDict, total=False):
     counts thought and answer. By default 0."""
     template_keywords: str
     """A JSON object with further variables for the model's chat template, such as `reasoning_effort`; empty: none."""
+    local_only: bool
+    """The job never goes to the server of the launch option `fallback`. By default False."""
 
 
 class LeaseTerms(TypedDict, total=False):

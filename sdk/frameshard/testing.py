@@ -241,7 +241,7 @@ class _FakeEngine:
             words=words,
             max_tokens=most if self._args.endless else min(most, n_thought + len(words)),
             n_prompt=len(" ".join(contents).split()),
-            produced=len(request.resume),
+            produced=len(request.given.split()) + len(request.resume),
             mark=Splitter().feed if request.sentences else None,
             n_thought=n_thought,
         )
@@ -250,7 +250,8 @@ class _FakeEngine:
             self._say(em.Failed(job.number, m.ErrorInfo.of(overflow)))
             return
         history = ((job.n_prompt, job.n_prompt, 1),)
-        expected = tuple(self._token(job, index) for index in range(job.produced))
+        n_given = job.produced - len(request.resume)
+        expected = tuple(self._token(job, index) for index in range(n_given, job.produced))
         if request.resume != expected or (request.history or history) != history:
             error = BadArgument("resumed with tokens that this engine has not produced")
             self._say(em.Failed(job.number, m.ErrorInfo.of(error)))
@@ -260,7 +261,7 @@ class _FakeEngine:
         self._jobs[job.number] = job
         seed = request.sampling.seed or 0
         n_reused = max(job.n_prompt - 1, 0)  # as if the KV cache had all but the token that is always computed
-        self._say(em.Started(job.number, job.n_prompt, n_reused, seed=seed, history=history))
+        self._say(em.Started(job.number, job.n_prompt, n_reused, seed=seed, history=history, n_given=n_given))
 
     def _step(self, job: _Job) -> None:
         index = job.produced

@@ -266,6 +266,30 @@ def test_text_that_was_held_back_when_the_engine_died(cpu: EngineProcess) -> Non
     assert len(ids(events)) == 1
 
 
+@pytest.mark.parametrize("mode", ["planned", "stream_only"])
+def test_an_answer_goes_on_from_a_text_of_another_model(mode: str, cpu: EngineProcess, exact: EngineProcess) -> None:
+    child = cpu if mode == "planned" else exact
+    answer = text(child.run(CASTLE, params={"max_tokens": 12}))
+    for given in (answer[:1], answer[: len(answer) // 2]):
+        events = child.run(CASTLE, params={"max_tokens": 16}, given=given)
+        n_given, n_generated = events[0]["n_given"], events[-1]["n_generated"]
+        tokens = [event for event in events if event["ev"] == "token"]
+        assert n_given > 0
+        assert [event["n"] for event in tokens] == list(range(n_given, n_generated))
+    # An answer that dies later goes on from the text and its own tokens.
+    again = child.run(CASTLE, params={"max_tokens": 16}, given=given, resume=ids(events)[:3])
+    assert text(again) == "".join(event["text"] for event in tokens[3:])
+    # The beginning of a stop string at the end of the text is held back with what follows it.
+    stop = answer[10:14] + "\0"
+    assert text(child.run(CASTLE, params={"max_tokens": 8, "stop": [stop]}, given=answer[:14])).startswith(stop[:-1])
+    # A text of as many tokens as are allowed, or more, is a complete answer.
+    events = child.run(CASTLE, params={"max_tokens": 3}, given=answer)
+    assert (ids(events), events[-1]["reason"], events[-1]["n_generated"]) == ([], "length", 3)
+    # A text that the form does not allow fails this job alone.
+    refused = child.run(CASTLE, params={"json_schema": "{}"}, given="no JSON")
+    assert refused[-1]["ev"] == "failed"
+
+
 def test_reading_again_can_be_cancelled_and_lets_others_talk(model_path: Path) -> None:
     with engine(model_path, n_ctx=2048, n_parallel=2, n_ubatch=32) as child:
         talker = child.submit(CASTLE, params={"max_tokens": 400})

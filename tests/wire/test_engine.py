@@ -29,6 +29,7 @@ COMMANDS: list[em.Command] = [
         adapters=(m.Adapter("pirate", -0.5), m.Adapter("old")),
         resume=tuple(range(3000)),
         history=((8, 8, 40), (1, 3, 1)),
+        given="It was",
     ),
     em.Cancel(3),
     em.SetPriority(3, 2),

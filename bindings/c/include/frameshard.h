@@ -236,6 +236,21 @@ typedef struct fs_launch_options {
        for it. That process encodes texts on the CPU at idle priority and uses no VRAM. At most 4096 bytes; NULL
        (default): not given. */
     const char *embedder;
+    /* Base URL of a server with OpenAI's HTTP interface, such as `https://llm.example.com/v1`; empty: none. Jobs
+       go there while the lease is parked or hibernated or the engine is off, or if the plan cannot meet their
+       deadline. Needs `frameshard[fallback]`. At most 2048 bytes; NULL (default): not given. */
+    const char *fallback;
+    /* Name of the model that the server is asked for. At most 256 bytes; NULL (default): not given. */
+    const char *fallback_model;
+    /* Path of a file with the server's key, which only this user may read; empty: none. At most 4096 bytes; NULL
+       (default): not given. */
+    const char *fallback_key_file;
+    /* Name of the environment variable with the server's key; empty: none. At most 256 bytes; NULL (default): not
+       given. */
+    const char *fallback_key_env;
+    /* Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and
+       the key can be read on the way. One of loopback, anywhere; NULL: the default, loopback. */
+    const char *fallback_http;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -456,6 +471,7 @@ typedef struct fs_job_options {
                                     begins. 0 (default): no limit but max_tokens, which counts thought and answer */
     const char *template_keywords; /* a JSON object with further variables for the model's chat template, at most 8192
                                       bytes; NULL (default): none */
+    uint64_t local_only;           /* 1: the job never goes to the server of the launch option `fallback`. Default 0 */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
@@ -846,7 +862,8 @@ typedef struct fs_event {
     /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached.
        FS_REASON_..., or 0 for a value that this library does not know. */
     uint32_t reason;
-    /* Length of the prompt in tokens. */
+    /* FS_EVENT_STARTED: Length of the prompt in tokens; 0: not known, because the job is at a server.
+       FS_EVENT_DONE: Length of the prompt in tokens. */
     uint32_t n_prompt;
     /* Length of the answer in tokens, with its thought. */
     uint32_t n_generated;
@@ -950,6 +967,10 @@ typedef struct fs_event {
     const float *rows;
     /* Number of the tokens in `n_generated` that were thought, sent or not. */
     uint64_t n_thought;
+    /* FS_EVENT_STARTED: True if the server of the launch option `fallback` answers, not the engine.
+       FS_EVENT_DONE: True if the server of the launch option `fallback` has ended the answer. The numbers of
+       tokens are those that it reports; 0: it reports none. */
+    uint64_t remote;
     /* end of fs_event */
 } fs_event;
 

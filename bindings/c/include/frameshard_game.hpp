@@ -43,6 +43,7 @@ struct Ending {
     uint64_t n_dropped = 0;   // oldest questions of the conversation that are not in the prompt; the context is full
     uint64_t n_thought = 0;   // of n_generated, tokens that the model thought
     double prefill_s = 0, decode_s = 0;
+    bool remote = false; // the server of the launch option `fallback` has ended the answer
 };
 
 /* Callbacks for one answer. Each may be empty. on_end is the last call. on_sentence gets whole sentences, as the sidecar
@@ -356,6 +357,7 @@ class Game {
             answer->ending.n_thought = event.n_thought;
             answer->ending.prefill_s = event.prefill_s;
             answer->ending.decode_s = event.decode_s;
+            answer->ending.remote = event.remote != 0;
             break;
         case FS_EVENT_FAILED:
             answer->ending.status = event.status;

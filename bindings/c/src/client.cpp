@@ -195,6 +195,7 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     check_range("timeline", double(options.timeline), 0, double(frameshard_core::kMaxInteger));
     check_range("sentences", double(options.sentences), 0, 1);
     check_range("warm_up", double(options.warm_up), 0, 1);
+    check_range("local_only", double(options.local_only), 0, 1);
     *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, kMaxName);
     *system = options.system;
     json fields = {
@@ -222,6 +223,9 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     }
     if (options.template_keywords != nullptr && *options.template_keywords != '\0') {
         fields["template_keywords"] = text_of("template_keywords", options.template_keywords, 0, 8192);
+    }
+    if (options.local_only != 0) {
+        fields["local_only"] = true;
     }
     check_range("n_adapters", double(options.n_adapters), 0, 2);
     for (uint64_t i = 0; i < options.n_adapters; ++i) {

@@ -202,6 +202,7 @@ const Table kBrokerStats = {
     {"jobs_queued", Type::Int, 0, kMost},
     {"jobs_running", Type::Int, 0, kMost},
     {"uptime_s", Type::Number, 0, 1000000000},
+    {"jobs_remote", Type::Int, 0, kMost, nullptr, false, "0"},
 };
 
 const std::vector<Message> &messages() {
@@ -328,6 +329,7 @@ const std::vector<Message> &messages() {
             {"timeline", Type::Int, 0, kMost},
             {"n_prompt", Type::Int, 0, kMost},
             {"seed", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"remote", Type::Bool, 0, 0, nullptr, false, "false"},
         }},
         {"progress", {
             {"job", Type::Int, 1, kMost},
@@ -380,6 +382,7 @@ const std::vector<Message> &messages() {
             {"n_reused", Type::Int, 0, kMost, nullptr, false, "0"},
             {"n_left", Type::Int, 0, kMost, nullptr, false, "0"},
             {"n_thought", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"remote", Type::Bool, 0, 0, nullptr, false, "false"},
         }},
         {"failed", {
             {"job", Type::Int, 1, kMost},

@@ -124,6 +124,21 @@ json fields_of(const fs_launch_options &given) {
     if (given.embedder != nullptr) {
         fields["embedder"] = text_of("embedder", given.embedder, 0, 4096);
     }
+    if (given.fallback != nullptr) {
+        fields["fallback"] = text_of("fallback", given.fallback, 0, 2048);
+    }
+    if (given.fallback_model != nullptr) {
+        fields["fallback_model"] = text_of("fallback_model", given.fallback_model, 0, 256);
+    }
+    if (given.fallback_key_file != nullptr) {
+        fields["fallback_key_file"] = text_of("fallback_key_file", given.fallback_key_file, 0, 4096);
+    }
+    if (given.fallback_key_env != nullptr) {
+        fields["fallback_key_env"] = text_of("fallback_key_env", given.fallback_key_env, 0, 256);
+    }
+    if (given.fallback_http != nullptr) {
+        fields["fallback_http"] = word_of("fallback_http", given.fallback_http, {"loopback", "anywhere"});
+    }
     return fields;
 }
 

@@ -566,6 +566,7 @@ void Session::job_event(const json &message) {
         event.fields.n_dropped = job.dropped;
         event.fields.n_prompt = message["n_prompt"];
         event.fields.seed = message["seed"];
+        event.fields.remote = message["remote"].get<bool>() ? 1 : 0;
     } else if (name == "progress") {
         event.fields.phase = place_of(message["phase"], {"encode", "prefill"});
         event.fields.done = message["done"];
@@ -588,6 +589,7 @@ void Session::job_event(const json &message) {
             event.fields.n_generated = message["n_generated"];
             event.fields.n_reused = message["n_reused"];
             event.fields.n_left = message["n_left"];
+            event.fields.remote = message["remote"].get<bool>() ? 1 : 0;
             event.fields.n_dropped = job.dropped;
             event.fields.n_thought = message["n_thought"];
             event.fields.prefill_s = message["prefill_s"];

@@ -18,6 +18,11 @@ for its turn, so no client waits for the whole queue of another one. A job of hi
 lower priority. A job has at least the priority of the jobs that wait for it, which are the later ones of its
 conversation: otherwise a background job, which others overtake, would hold up an urgent one (priority inversion; the
 remedy is that of Sha, Rajkumar and Lehoczky, "Priority Inheritance Protocols", 1990).
+
+With a fallback server, jobs without text go there while the engine has no room, and those that the plan cannot answer
+by their deadline. A job whose answer has begun stays where it is. If the server breaks off an answer, the engine
+continues it from that text: the client has it already, and another server would not go on from it. Before any text the
+job goes back into the queue.
 """
 
 from __future__ import annotations
@@ -27,8 +32,11 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+from frameshard.broker import fallback
+from frameshard.broker.fallback import Away, Given
 from frameshard.broker.images import NO_IMAGES, HeldImages, Images
 from frameshard.errors import BadMessage, DeadlineMissed, EngineDied, FrameshardError, Overloaded, UnknownJob
+from frameshard.sentences import Marked
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
@@ -93,6 +101,17 @@ class Job:
     paused: bool = False
     """True after its client was told that it is paused, until it runs again."""
     images: HeldImages = NO_IMAGES
+    away: Away = field(default_factory=lambda: Away(may_go=False))
+
+    @property
+    def n_generated(self) -> int:
+        """How many tokens its answer has, with those of a text that the engine goes on from."""
+        return len(self.tokens) + (0 if self.away.given is None else self.away.given.n_tokens)
+
+    @property
+    def may_go(self) -> bool:
+        """It may go to the fallback server: its answer has not begun."""
+        return self.away.may_go and not self.tokens and self.away.given is None
 
     @property
     def conversation(self) -> str | None:
@@ -137,6 +156,7 @@ class Job:
             thinking=self.request.thinking,
             thinking_tokens=self.request.thinking_tokens,
             template_keywords=self.request.template_keywords,
+            given=self.away.given.text if self.away.given is not None else "",
         )
 
 
@@ -146,9 +166,10 @@ class Jobs:
     :param slots: the most jobs in the engine.
     :param max_jobs: the most jobs of all clients.
     :param max_client_jobs: the most jobs of one client.
+    :param model: the name of the fallback server's model; empty: there is no such server.
     """
 
-    def __init__(self, *, slots: int, max_jobs: int, max_client_jobs: int) -> None:
+    def __init__(self, *, slots: int, max_jobs: int, max_client_jobs: int, model: str = "") -> None:
         self._slots = slots
         self._max_jobs = max_jobs
         self._max_client_jobs = max_client_jobs
@@ -160,8 +181,14 @@ class Jobs:
         self._turns: dict[ServerConnection, int] = {}  # the last turn of each client
         self._engine_ready = False
         self._images = Images()
+        self._model = model
+        self._room = True
+        self._off: FrameshardError | None = None
+        self._attempts = 0
         self.commands: list[em.Command] = []
         """Commands for the engine, in order. The caller removes them."""
+        self.asks: list[fallback.Command] = []
+        """Commands for the connections to the fallback server, in order. The caller removes them."""
 
     @property
     def open(self) -> int:
@@ -170,12 +197,17 @@ class Jobs:
 
     @property
     def queued(self) -> int:
-        return sum(not job.at_engine for job in self._jobs.values())
+        return sum(not job.at_engine for job in self._jobs.values()) - self.remote
 
     @property
     def running(self) -> int:
         """How many jobs are in the engine, including those that are over for their client."""
         return sum(job.at_engine for job in self._jobs.values()) + len(self._leaving)
+
+    @property
+    def remote(self) -> int:
+        """How many jobs are at the fallback server."""
+        return sum(job.away.attempt > 0 for job in self._jobs.values())
 
     def use_adapter(self, name: str) -> bool:
         """Whether a job that has not ended uses the adapter."""
@@ -183,15 +215,20 @@ class Jobs:
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def submit(self, connection: ServerConnection, request: m.Submit, now: float) -> None:
+    def may_go(self, request: m.Submit) -> bool:
+        """Whether the job of this request may go to the fallback server."""
+        return bool(self._model) and fallback.may_go(request)
+
+    def submit(self, connection: ServerConnection, request: m.Submit, now: float) -> int:
         """Adds a job. A repeated request (after the connection was resumed) changes nothing.
 
         :param now: seconds of a monotonic clock.
+        :returns: the job's number at the engine; 0 for a repeated request.
         :raises Overloaded: too many jobs are open.
         :raises BadArgument: an image does not match the request's fields.
         """
         if request.job in connection.jobs:
-            return
+            return 0
         if len(self._jobs) >= self._max_jobs:
             raise Overloaded(f"{self._max_jobs} jobs wait already", max_jobs=self._max_jobs)
         if len(list(connection.jobs)) >= self._max_client_jobs:
@@ -201,10 +238,12 @@ class Jobs:
         self._numbers += 1
         wanted = em.IDLE_PRIORITY if request.warm_up else request.priority
         due = now + request.deadline_ms / 1000 if request.deadline_ms else math.inf
-        job = Job(self._numbers, connection, request, seed, wanted, due, images=images)
+        away = Away(self.may_go(request))
+        job = Job(self._numbers, connection, request, seed, wanted, due, images=images, away=away)
         self._jobs[self._numbers] = job
         connection.open(request.job, request.timeline, request.window)
         self._fill_slots()
+        return job.number
 
     def cancel(self, connection: ServerConnection, job_id: int) -> None:
         """Ends a job early.
@@ -229,6 +268,14 @@ class Jobs:
     def next_due(self) -> float:
         """The earliest deadline that can still be missed; infinite if there is none."""
         return min((job.due for job in self._jobs.values() if not job.cancelling), default=math.inf)
+
+    def next_departure(self, now: float) -> float:
+        """The next time after `now` at which a job that waits may have to go to the fallback server."""
+        times = (self._departure(job) for job in self._jobs.values() if job.may_go and not job.at_engine)
+        return min((time for time in times if time > now), default=math.inf)
+
+    def _departure(self, job: Job) -> float:
+        return max(job.away.retry_at, job.away.late_at if self._room else 0.0)
 
     def fail_overdue(self, now: float) -> None:
         """Fails the jobs that have no token and whose deadlines are over."""
@@ -261,11 +308,111 @@ class Jobs:
                     connection.failed(job.request.job, error)
                 self._leave(job)
 
+    # ---- fallback server --------------------------------------------------------------------------------------------
+
+    def set_room(self, room: bool) -> None:
+        """Called when the sidecar has got VRAM and an engine for jobs, or has lost them."""
+        if room != self._room:
+            self._room = room
+            self._fill_slots()
+
+    def predicted(self, number: int, ttft_s: float, now: float) -> None:
+        """Called with the plan's time to the first token of a job with a deadline."""
+        job = self._jobs.get(number)
+        if job is not None and job.may_go:
+            job.away.late_at = job.due - ttft_s
+            if now > job.away.late_at:
+                self._recall(job, now)
+
+    def depart(self, now: float) -> None:
+        """Sends jobs that wait to the fallback server, if they must not wait here. Takes those without a token back
+        from an engine that has no room."""
+        if not self._model:
+            return
+        for job in self._jobs.values() if not self._room else ():
+            self._recall(job, now)
+        n_free = fallback.MAX_REMOTE - self.remote
+        waiting = sorted(self._first_in_line(), key=self._place) if n_free > 0 else []
+        for job in waiting:
+            if n_free > 0 and job.may_go and self._departure(job) <= now:
+                n_free -= 1
+                self._attempts += 1
+                job.away.attempt, job.away.given = self._attempts, Given(job.request, now)
+                self._take_turn(job)
+                body = fallback.question(job.request, self._model, job.seed)
+                self.asks.append(fallback.Ask(self._attempts, job.number, body, job.request.sampling.max_tokens))
+
+    def _recall(self, job: Job, now: float) -> None:
+        """Takes a job without a token back from the engine, for the fallback server."""
+        if job.at_engine and job.may_go and not (job.pausing or job.cancelling) and job.away.retry_at <= now:
+            job.pausing = job.away.recalled = True
+            self.commands.append(em.Cancel(job.number, pause=True))
+
+    def fallback_event(self, event: fallback.Event, now: float) -> None:
+        """Handles what the fallback server has sent, or that it has failed."""
+        job = self._jobs.get(event.job)
+        if job is None or job.away.attempt != event.attempt:
+            return  # the job has ended, or is elsewhere
+        given = job.away.given
+        assert given is not None
+        if isinstance(event, fallback.Broken):
+            self._broken(job, event, now)
+        elif isinstance(event, fallback.Finished):
+            self._finish(job, given, event, now)
+        else:
+            self._begin(job)
+            job.undelivered += 1
+            if not self._deliver(job, given.add(event.text, now)):
+                return
+            if given.stopped:
+                self._finish(job, given, fallback.Finished(event.attempt, event.job, "stop", 0, 0), now)
+        self._fill_slots()
+
+    def _begin(self, job: Job) -> None:
+        job.due = math.inf
+        job.away.n_failed = 0
+        if job.state is states.Job.QUEUED:
+            job.connection.started(job.request.job, 0, job.seed, remote=True)
+        elif job.paused:
+            job.paused = False
+            job.connection.unpaused(job.request.job)
+        job.state = states.JOB[job.state]["started"]
+
+    def _finish(self, job: Job, given: Given, event: fallback.Finished, now: float) -> None:
+        self._begin(job)
+        if not self._deliver(job, given.end()):
+            return
+        first_at = given.first_at if given.n_pieces else now
+        job.connection.done(
+            job.request.job,
+            reason=event.reason,
+            n_prompt=event.n_prompt,
+            n_generated=event.n_generated,
+            prefill_s=first_at - given.started_at,
+            decode_s=now - first_at,
+            remote=True,
+        )
+        self._end(job, "done")
+
+    def _broken(self, job: Job, event: fallback.Broken, now: float) -> None:
+        assert job.away.given is not None
+        job.away.may_go = job.away.may_go and not event.refused
+        if job.away.given.text:
+            job.away.attempt = 0
+            job.paused = True
+            job.connection.paused(job.request.job)
+        else:
+            job.away.failed(now)
+        if self._off is not None and not job.may_go:
+            message = f"the fallback server failed ({event.error.message}), and {self._off.message}"
+            self._fail(job, EngineDied(message, **self._off.detail))
+
     # ---- engine -----------------------------------------------------------------------------------------------------
 
     def engine_ready(self) -> None:
         """Called when an engine can take jobs. Gives it jobs that wait."""
         self._engine_ready = True
+        self._off = None
         self._fill_slots()
 
     def engine_lost(self, death: FrameshardError | None) -> None:
@@ -286,8 +433,19 @@ class Jobs:
                 blame = f"the engine died {job.deaths} times over this job, the last time because: {death.message}"
                 self._fail(job, EngineDied(blame, **{**death.detail, "reason": death.name}))
 
+    def engine_off(self, error: FrameshardError) -> None:
+        """Called when no engine can be started: ends all jobs that the fallback server cannot answer."""
+        self._off = error
+        for job in list(self._jobs.values()):
+            if not job.may_go and not job.away.attempt:
+                self._fail(job, error)
+
+    def engine_woken(self) -> None:
+        """Called when an engine is started again."""
+        self._off = None
+
     def fail_all(self, error: FrameshardError) -> None:
-        """Called when no engine can be started: ends all jobs."""
+        """Ends all jobs."""
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
@@ -314,9 +472,11 @@ class Jobs:
     def _take(self, job: Job, event: em.JobEvent) -> None:
         connection, job_id = job.connection, job.request.job
         if isinstance(event, em.Started):
+            if not job.n_prompt:
+                job.n_prompt, job.n_reused = event.n_prompt, event.n_reused
+            if job.away.given is not None:
+                job.away.given.n_tokens = event.n_given
             if job.state is states.Job.QUEUED:
-                job.n_prompt = event.n_prompt
-                job.n_reused = event.n_reused
                 connection.started(job_id, job.n_prompt, job.seed)
             elif job.paused:
                 job.paused = False
@@ -328,11 +488,13 @@ class Jobs:
         elif isinstance(event, em.Token):
             self._take_token(job, event)
         elif isinstance(event, em.Done):
+            if not self._deliver_held(job):
+                return
             connection.done(
                 job_id,
                 reason=event.reason,
                 n_prompt=job.n_prompt,
-                n_generated=len(job.tokens),
+                n_generated=job.n_generated,
                 n_reused=job.n_reused,
                 n_left=event.n_left,
                 n_thought=job.n_thought,
@@ -352,35 +514,51 @@ class Jobs:
             self._cancelled(job)
 
     def _take_token(self, job: Job, token: em.Token) -> None:
-        if token.n != len(job.tokens):
-            raise BadMessage(f"the engine sent token {token.n} after {len(job.tokens)} tokens")
+        if token.n != job.n_generated:
+            raise BadMessage(f"the engine sent token {token.n} after {job.n_generated} tokens")
         job.tokens.append(token.id)
         job.undelivered += 1
         job.deaths = 0
         job.due = math.inf
-        if token.text or token.thought:
-            self._deliver(job, token)
+        self._deliver(job, Marked(token.text, token.ends), token.thought)
         if not job.progressed:
             job.progressed = True
             self._fill_slots()
 
-    def _deliver(self, job: Job, token: em.Token) -> None:
+    def _deliver_held(self, job: Job) -> bool:
+        """Sends what was held back of a text from the fallback server if the engine had nothing to add to it.
+
+        :returns: false if the job has failed.
+        """
+        if job.away.given is None or job.tokens:
+            return True
+        return self._deliver(job, job.away.given.end())
+
+    def _deliver(self, job: Job, marked: Marked, thought: str = "") -> bool:
+        """Sends text and thought.
+
+        :returns: false if the job has failed, because its client does not read.
+        """
+        if not (marked.text or thought):
+            return True
         tokens, job.undelivered = job.undelivered, 0
         begin = 0
         try:
-            if token.thought:
+            if thought:
                 job.n_thought += tokens
                 if job.request.thinking == "shown":
-                    job.connection.thought(job.request.job, token.thought, tokens)
+                    job.connection.thought(job.request.job, thought, tokens)
                 tokens = 0
-            for end in token.ends:
-                job.connection.delta(job.request.job, token.text[begin:end], tokens, sentence_end=True)
+            for end in marked.ends:
+                job.connection.delta(job.request.job, marked.text[begin:end], tokens, sentence_end=True)
                 begin, tokens = end, 0
-            if begin < len(token.text):
-                job.connection.delta(job.request.job, token.text[begin:], tokens)
+            if begin < len(marked.text):
+                job.connection.delta(job.request.job, marked.text[begin:], tokens)
         except Overloaded as error:
             job.connection.failed(job.request.job, error)
             self._leave(job)
+            return False
+        return True
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -392,14 +570,19 @@ class Jobs:
             if self.running >= self._slots:
                 self._pause_for(job)
                 return
-            if job.turn == 0:
-                self._turn += 1
-                job.turn = self._turns[job.connection] = self._turn
             job.at_engine, job.progressed, job.rank = True, False, job.priority
             self.commands.append(job.command())
-            for other in self._jobs.values():
-                other.overtaken += not other.at_engine and other.number < job.number and other.order > job.order
+            self._take_turn(job)
             self._inherit_priorities()
+
+    def _take_turn(self, job: Job) -> None:
+        """Notes that a job goes to the engine or to the fallback server."""
+        if job.turn == 0:
+            self._turn += 1
+            job.turn = self._turns[job.connection] = self._turn
+        for other in self._jobs.values():
+            waits = not other.at_engine and not other.away.attempt
+            other.overtaken += waits and other.number < job.number and other.order > job.order
 
     def _inherit_priorities(self) -> None:
         """Gives each job at least the priority of the later jobs of its conversation. Tells the engine of changes."""
@@ -413,29 +596,29 @@ class Jobs:
                 self.commands.append(em.SetPriority(job.number, job.rank))
 
     def _next(self) -> Job | None:
-        """Returns the next job for a free slot, None if no job can run.
+        """Returns the next job for a free slot, None if no job can run."""
+        waiting = (job for job in self._first_in_line() if not job.may_go or (self._room and not job.away.recalled))
+        return min(waiting, key=self._place, default=None)
 
-        Jobs that were in an engine when it died come first, then those of the highest priority, then those with the
-        earliest deadline. Among equals come the jobs that an engine had before, then the oldest job of the client whose
-        last turn is longest ago. The jobs of one conversation run one at a time, in order.
-        """
-        taken = {job.conversation for job in self._jobs.values() if job.at_engine} | set(self._leaving.values())
+    def _first_in_line(self) -> list[Job]:
+        """Returns the jobs that wait, in the order of their numbers. The jobs of one conversation run one at a time, in
+        order."""
+        jobs = self._jobs.values()
+        taken = {job.conversation for job in jobs if job.at_engine or job.away.attempt} | set(self._leaving.values())
         waiting: list[Job] = []
-        for job in self._jobs.values():  # in the order of their numbers
-            if not job.at_engine and (job.conversation is None or job.conversation not in taken):
+        for job in jobs:
+            out = job.at_engine or job.away.attempt
+            if not out and (job.conversation is None or job.conversation not in taken):
                 waiting.append(job)
                 taken.add(job.conversation)
-        return min(
-            waiting,
-            key=lambda job: (
-                job.deaths == 0,
-                job.order,
-                job.turn == 0,
-                job.turn or self._turns.get(job.connection, 0),
-                job.number,
-            ),
-            default=None,
-        )
+        return waiting
+
+    def _place(self, job: Job) -> tuple[object, ...]:
+        """The order of jobs that wait. Jobs that were in an engine when it died come first, then those of the highest
+        priority, then those with the earliest deadline. Among equals come the jobs that had their turn before, then the
+        oldest job of the client whose last turn is longest ago."""
+        turn = job.turn or self._turns.get(job.connection, 0)
+        return job.deaths == 0, job.order, job.turn == 0, turn, job.number
 
     def _pause_for(self, job: Job) -> None:
         """Pauses the running job of the lowest priority, if its priority is below that of ``job`` and no slot is about
@@ -487,4 +670,6 @@ class Jobs:
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.number]
+        if job.away.attempt:
+            self.asks.append(fallback.Drop(job.away.attempt))
         job.images.close()

@@ -6,6 +6,7 @@ leaves no process, socket or directory behind.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 import zmq
@@ -21,11 +23,14 @@ from frameshard.broker import endpoint as places
 from frameshard.broker.httpserver import HttpServer
 from frameshard.broker.listener import Listener
 from frameshard.broker.server import Server
-from frameshard.errors import Unsupported
+from frameshard.errors import BadArgument, Unsupported
 from frameshard.transport import new_number
 from frameshard.wire import launch
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo, ServeConfig
+
+if TYPE_CHECKING:
+    from frameshard.broker.remote import Remote  # needs httpx
 
 PARENT_CHECK_S = 0.25
 MAX_FILES = 65536
@@ -61,6 +66,7 @@ def serve(
     :raises EngineDied: the engine died while it loaded the model. Later deaths are not raised: clients get an event.
     """
     _prepare_process()
+    remote = _open_remote(config) if config.fallback else None
     with ExitStack() as stack:
         directory, wanted = stack.enter_context(places.claim(config.transport, config.endpoint))
         connect_file = Path(config.connect_file) if config.connect_file else directory / places.CONNECT_FILE
@@ -68,7 +74,7 @@ def serve(
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         epoch = new_number()
-        server = Server(config, epoch, on_loading=on_loading)
+        server = Server(config, epoch, remote=remote, on_loading=on_loading)
         http = HttpServer(config, server.http_ended) if config.http else None
         if http is not None:
             stack.callback(http.close)
@@ -100,6 +106,17 @@ def serve(
     if server.error is not None:
         raise server.error
     return ended_by
+
+
+def _open_remote(config: ServeConfig) -> Remote:
+    """
+    :raises BadArgument: httpx is not installed, or the server's key cannot be read.
+    """
+    if importlib.util.find_spec("httpx") is None:
+        raise BadArgument("fallback: this needs httpx: pip install 'frameshard[fallback]'", field="fallback")
+    from frameshard.broker.remote import open_remote
+
+    return open_remote(config)
 
 
 async def _serve(

@@ -38,6 +38,8 @@ class Requests:
     :param epoch: the number of the launch.
     :param n_sessions: returns the number of sessions.
     :param end_engine_if_asked: ends the engine if hibernation was asked for.
+    :param predicted: gets a job's number and the plan's time to its first token, if the job has a deadline and may go
+        to the fallback server.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Requests:
         embedder: Embedder,
         n_sessions: Callable[[], int],
         end_engine_if_asked: Callable[[], None],
+        predicted: Callable[[int, float], None],
     ) -> None:
         self.model: m.ModelInfo | None = None
         """None until the first load is complete."""
@@ -64,7 +67,9 @@ class Requests:
         self._embedder = embedder
         self._n_sessions = n_sessions
         self._end_engine_if_asked = end_engine_if_asked
-        self._asked: dict[int, tuple[ServerConnection, _Asked]] = {}
+        self._predicted = predicted
+        self._asked: dict[int, Callable[[em.Answer | None], None]] = {}
+        """What becomes of the engine's answers, by their numbers."""
         self._numbers = 0
         self._frame_block = FrameBlockMemory()
         self._settings: dict[type, em.Command] = {}  # these are sent to each new engine when it is ready
@@ -76,14 +81,19 @@ class Requests:
         :raises FrameshardError: the request is refused; the caller sends this error as the answer.
         """
         if isinstance(request, m.Submit):
-            self._demand_engine()
+            if self._supervisor.state is states.Engine.OFF:
+                self._supervisor.wake()
+                if not self._jobs.may_go(request):
+                    raise self._supervisor.off()
             for adapter in request.adapters:
                 if adapter.name not in self.adapters:
                     raise unknown_adapter(adapter.name, self.adapters)
             if len({adapter.name for adapter in request.adapters}) < len(request.adapters):
                 raise BadArgument("an adapter is there twice", field="adapters")
-            self._jobs.submit(connection, request, trio.current_time())
+            number = self._jobs.submit(connection, request, trio.current_time())
             connection.ok(request.id)
+            if number and request.deadline_ms and self._jobs.may_go(request):
+                self._predict(number, request)
             self._lease.tick(trio.current_time(), self._jobs.open)
             self._end_engine_if_asked()
         elif isinstance(request, m.Cancel):
@@ -144,20 +154,40 @@ class Requests:
         if self._supervisor.state is states.Engine.READY:
             self._supervisor.send(command)
 
-    def _demand_engine(self) -> None:
-        if self._supervisor.state is states.Engine.OFF:
-            self._supervisor.wake()
-            raise self._supervisor.off()
+    def _predict(self, job: int, request: m.Submit) -> None:
+        """Asks for the plan's time to the first token of a job: first how many tokens its prompt has."""
+
+        def planned(event: em.Answer | None) -> None:
+            if isinstance(event, em.Plans) and event.rows and (ttft_s := event.rows[0].ttft_s) is not None:
+                self._predicted(job, ttft_s)
+
+        def counted(event: em.Answer | None) -> None:
+            if isinstance(event, em.TokenCount) and event.n_tokens:
+                budgets = (self._lease.budget_bytes,)
+                self._ask_engine(lambda seq: em.MakePlans(seq, budgets, event.n_tokens), planned)
+
+        self._ask_engine(lambda seq: em.CountTokens(seq, request.messages), counted)
 
     def _ask(self, connection: ServerConnection, request: _Asked, command: Callable[[int], em.Command]) -> None:
-        if self._supervisor.state is not states.Engine.READY:
-            self._answer(connection, request, None)
-        elif len(self._asked) >= MAX_ASKED:
+        if not self._ask_engine(command, lambda event: self._answer(connection, request, event)):
             raise Overloaded("too many requests wait for the engine")
-        else:
-            self._numbers += 1
-            self._asked[self._numbers] = connection, request
-            self._supervisor.send(command(self._numbers))
+
+    def _ask_engine(self, command: Callable[[int], em.Command], then: Callable[[em.Answer | None], None]) -> bool:
+        """Asks the engine.
+
+        :param command: makes the command from its number.
+        :param then: gets the answer; None if no engine is running.
+        :returns: false if too many answers are waited for; then the engine is not asked.
+        """
+        if self._supervisor.state is not states.Engine.READY:
+            then(None)
+            return True
+        if len(self._asked) >= MAX_ASKED:
+            return False
+        self._numbers += 1
+        self._asked[self._numbers] = then
+        self._supervisor.send(command(self._numbers))
+        return True
 
     def _answer(self, connection: ServerConnection, request: _Asked, event: em.Answer | None) -> None:
         """Answers a request that the engine was asked.
@@ -210,6 +240,7 @@ class Requests:
             jobs_queued=self._jobs.queued,
             jobs_running=self._jobs.running,
             uptime_s=time.monotonic() - self._started_at,
+            jobs_remote=self._jobs.remote,
         )
         connection.reply(m.Stats(request_id, self._epoch, broker, engine))
 
@@ -220,9 +251,9 @@ class Requests:
             self._supervisor.send(command)
 
     def engine_answered(self, event: em.Answer) -> None:
-        asked = self._asked.pop(event.seq, None)
-        if asked is not None:
-            self._answer(*asked, event)
+        then = self._asked.pop(event.seq, None)
+        if then is not None:
+            then(event)
 
     def engine_lost(self, death: FrameshardError | None) -> None:
         """Called when the engine has ended. If it could not load an adapter, the next engine goes on without it, and
@@ -232,5 +263,5 @@ class Requests:
             del self.adapters[culprit]
             logger.warning("the next engine does without the adapter %s: %s", culprit, death)
         waiting, self._asked = self._asked, {}
-        for connection, request in waiting.values():
-            self._answer(connection, request, None)
+        for then in waiting.values():
+            then(None)

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
+from frameshard.broker import fallback
 from frameshard.broker.embedder import Embedder
 from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
@@ -27,6 +29,9 @@ from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
 from frameshard.wire.launch import EngineOptions, ServeConfig
+
+if TYPE_CHECKING:
+    from frameshard.broker.remote import Remote  # needs httpx
 
 logger = logging.getLogger("frameshard.broker")
 
@@ -41,10 +46,16 @@ class Server:
     """The parts of one launch.
 
     :param epoch: the number of the launch.
+    :param remote: the connections to the fallback server, if there is one.
     """
 
     def __init__(
-        self, config: ServeConfig, epoch: int, *, on_loading: Callable[[m.Loading], None] | None = None
+        self,
+        config: ServeConfig,
+        epoch: int,
+        *,
+        remote: Remote | None = None,
+        on_loading: Callable[[m.Loading], None] | None = None,
     ) -> None:
         self.error: FrameshardError | None = None
         self._on_loading = on_loading
@@ -59,7 +70,13 @@ class Server:
             describe=lambda: (self._supervisor.state.value, self._requests.model),
             is_connected=self._is_connected,
         )
-        self._jobs = Jobs(slots=config.n_parallel, max_jobs=config.max_jobs, max_client_jobs=config.max_client_jobs)
+        self._remote = remote
+        self._jobs = Jobs(
+            slots=config.n_parallel,
+            max_jobs=config.max_jobs,
+            max_client_jobs=config.max_client_jobs,
+            model=config.fallback_model if remote is not None else "",
+        )
         self._lease = Lease(config.vram_budget_bytes, epoch)
         self._supervisor = Supervisor(config, self, self._engine_config)
         self._embedder = Embedder(config.embedder, epoch, self._flush)
@@ -72,11 +89,12 @@ class Server:
             embedder=self._embedder,
             n_sessions=lambda: len(self._sessions),
             end_engine_if_asked=self._end_engine_if_asked,
+            predicted=self._predicted,
         )
         self._n_ubatch = config.n_ubatch
         self._announce: Callable[[], None] | None = None
         self._deadline = trio.Event()
-        """Set when a job with a deadline came."""
+        """Set when there may be an earlier time at which a job fails or goes to the fallback server."""
         self._stop = trio.Event()
         self._blocked = trio.Event()
 
@@ -90,6 +108,8 @@ class Server:
             tasks = self._retry, self._watch_silence, self._supervise, self._keep_negotiating, self._keep_deadlines
             for task in (*tasks, self._embedder.run):
                 nursery.start_soon(task)
+            if self._remote is not None:
+                nursery.start_soon(self._remote.run, self._fallback_event)
             await self._stop.wait()
             if self.error is None:
                 self._jobs.fail_all(ConnectionLost("the sidecar is shutting down"))
@@ -158,11 +178,36 @@ class Server:
 
     async def _keep_deadlines(self) -> None:
         while True:
-            with trio.move_on_at(self._jobs.next_due):
+            departure = self._jobs.next_departure(trio.current_time())
+            with trio.move_on_at(min(self._jobs.next_due, departure)):
                 await self._deadline.wait()
                 self._deadline = trio.Event()
             self._jobs.fail_overdue(trio.current_time())
             self._flush()
+
+    def _fallback_event(self, event: fallback.Event) -> None:
+        self._jobs.fallback_event(event, trio.current_time())
+        self._deadline.set()
+        self._flush()
+
+    def _predicted(self, job: int, ttft_s: float) -> None:
+        self._jobs.predicted(job, ttft_s, trio.current_time())
+        self._deadline.set()
+
+    def _send_away(self) -> None:
+        """Sends jobs to the fallback server if there is no room here. After room was lost there is none until an engine
+        is ready: also not while one is loaded after a hibernation."""
+        if self._remote is None:
+            return
+        engine = self._supervisor.state
+        if self._lease.state != "active" or engine is states.Engine.OFF:
+            self._jobs.set_room(False)
+        elif engine is states.Engine.READY:
+            self._jobs.set_room(True)
+        self._jobs.depart(trio.current_time())
+        for command in self._jobs.asks:
+            self._remote.send(command)
+        self._jobs.asks.clear()
 
     def _negotiate(self) -> None:
         self._lease.tick(trio.current_time(), self._jobs.open)
@@ -280,10 +325,11 @@ class Server:
         self._tell_all()
 
     def engine_woken(self) -> None:
+        self._jobs.engine_woken()
         self._tell_all()
 
     def engine_off(self, error: FrameshardError) -> None:
-        self._jobs.fail_all(error)
+        self._jobs.engine_off(error)
         self._lease.fail_all(error)
         self._tell_all()
 
@@ -318,7 +364,9 @@ class Server:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Sends everything that can be sent now, to the engine, to peers without a session and to sessions."""
+        """Sends everything that can be sent now, to the engine, to the fallback server, to peers without a session and
+        to sessions."""
+        self._send_away()
         for commands in (self._lease.commands, self._jobs.commands):
             for command in commands:
                 self._supervisor.send(command)

@@ -79,7 +79,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="read the key for HTTP from FILE, or write a new one there (a new one, in the connect file only)",
     )
+    _add_fallback_args(parser)
     parser.set_defaults(run=run)
+
+
+def _add_fallback_args(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a server for jobs when there is no room here (docs/fallback.md)")
+    group.add_argument("--fallback", default="", metavar="URL", help="base URL of its OpenAI interface (none)")
+    group.add_argument("--fallback-model", default="", metavar="NAME", help="the model that it is asked for")
+    keys = group.add_mutually_exclusive_group()
+    keys.add_argument("--fallback-key-file", default="", metavar="FILE", help="file with its key (no key)")
+    keys.add_argument("--fallback-key-env", default="", metavar="NAME", help="environment variable with its key")
+    group.add_argument(
+        "--fallback-http",
+        choices=("loopback", "anywhere"),
+        default="loopback",
+        help="where it may be if the URL is http:// and prompts can be read on the way (loopback)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,6 +124,11 @@ def run(args: argparse.Namespace) -> int:
         http_key=_http_key(args.http, args.http_key_file),
         endpoint=args.endpoint,
         connect_file=args.connect_file and str(Path(args.connect_file).absolute()),
+        fallback=args.fallback,
+        fallback_model=args.fallback_model,
+        fallback_key_file=args.fallback_key_file and str(Path(args.fallback_key_file).absolute()),
+        fallback_key_env=args.fallback_key_env,
+        fallback_http=args.fallback_http,
     )
 
     def ready(info: ConnectInfo, connect_file: Path) -> None:

@@ -47,6 +47,15 @@ class Answer:
         self._decoder = utf8_decoder()
         self._text = TextStream(stops)
         self._splitter = Splitter() if sentences else None
+        self.n_given = 0
+        """How many tokens the text has that another model has given."""
+        self._begin = ""
+        self._given_left = 0
+
+    def begin(self, text: str, n_tokens: int) -> None:
+        """Lets the answer begin with a text from another model. It takes the place of the pieces of the first tokens,
+        which may have a space in front that the text does not have."""
+        self._begin, self.n_given, self._given_left = text, n_tokens, n_tokens
 
     @property
     def stopped(self) -> bool:
@@ -68,6 +77,10 @@ class Answer:
         :param piece: its bytes.
         :param ends: the model ends its output with it.
         """
+        if self._given_left:
+            self._given_left -= 1
+            text, self._begin = self._begin, ""
+            return self._given(self._text.push(text), Parts())
         before = self._channels.active
         parts = self._channels.push(self._decoder.decode(self._marker_pieces.get(token, piece)))
         self._limit.add(before, self._channels.active, ends=ends)

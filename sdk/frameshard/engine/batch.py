@@ -492,7 +492,7 @@ class Batcher:
             job.answer.answering,
         )
         history = pack_shapes(job.history if answering else [*slot.shapes, *job.shapes]) if exact else ()
-        started = em.Started(job.id, len(job.prompt), n_reused, job.seed, history)
+        started = em.Started(job.id, len(job.prompt), n_reused, job.seed, history, job.answer.n_given)
         return [started, *self._take_up(job)] if answering or not exact else [started]
 
     def _required_shapes(self, job: Job) -> list[Shape]:

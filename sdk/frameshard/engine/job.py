@@ -19,7 +19,8 @@ from frameshard.wire import messages as m
 class Job:
     """One request.
 
-    :param resume: the tokens of the answer that an earlier engine produced.
+    :param resume: the tokens of the answer that an earlier engine produced, behind those of a text that another model
+        has written.
     :param history: the shapes in which the earlier engine decoded the prompt.
     :param shapes: the chunks of the prompt that are not decoded yet.
     :param pictures: the images in the prompt, by the index of their first token. Tokens of an image are negative.

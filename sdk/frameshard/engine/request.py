@@ -82,15 +82,23 @@ class RequestReader:
             raise BadArgument("more tokens to resume than the job may produce", field="resume")
         if max(request.resume, default=0) >= runtime.n_vocab:
             raise BadArgument("a token to resume is not in the vocabulary", field="resume")
+        answer = self._answer(request, begins, formed=grammar is not None)
+        given: list[int] = []
+        if request.given:
+            if begins is Channel.THOUGHT:
+                raise Unsupported("an answer that was broken off cannot go on where a prompt ends inside a thought")
+            # With more text than that the answer is complete.
+            given = runtime.tokenizer.tokenize(request.given, add_special=False)[: sampling.max_tokens]
+            answer.begin(request.given, len(given))
         return Job(
             id=request.job,
             prompt=prompt,
             sampling=sampling,
             seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
             conversation=request.conversation,
-            resume=list(request.resume),
+            resume=[*given, *request.resume],
             history=unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
-            answer=self._answer(request, begins, formed=grammar is not None),
+            answer=answer,
             prepared=Prepared(grammar, self._biases(sampling), self._dry(sampling, prompt)),
             priority=request.priority,
             warm_up=request.warm_up,

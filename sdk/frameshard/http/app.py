@@ -92,7 +92,8 @@ class Answers:
                 await response(scope, receive, send)
 
     def _job(self, asked: request.Asked) -> Stream:
-        options: Any = {name: getattr(asked, name) for name in ("images", "sampling", "conversation", "priority")}
+        names = ("images", "sampling", "conversation", "priority", "local_only")
+        options: Any = {name: getattr(asked, name) for name in names}
         if self._chat:
             return self._client.chat(asked.messages, **options)
         return self._client.complete(asked.prompt, **options)

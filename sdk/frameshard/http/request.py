@@ -20,6 +20,8 @@ from frameshard.wire import messages as m
 
 CONVERSATION_HEADER = "x-frameshard-conversation"
 PRIORITY_HEADER = "x-frameshard-priority"
+LOCAL_HEADER = "x-frameshard-local-only"
+"""Keeps a job in the sidecar. A sidecar whose fallback server this is sends it, so that no job goes in circles."""
 
 IGNORED = frozenset(
     {"model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -78,6 +80,7 @@ class Asked:
     sampling: m.Sampling
     conversation: str | None
     priority: int
+    local_only: bool
     stream: bool
     usage: bool
 
@@ -121,6 +124,7 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
         sampling=_sampling(document, n_ctx),
         conversation=_checked("conversation", conversation, "user"),
         priority=_priority(headers.get(PRIORITY_HEADER)),
+        local_only=headers.get(LOCAL_HEADER) is not None,
         stream=stream,
         usage=options is not None and _usage(options),
     )

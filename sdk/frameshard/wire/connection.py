@@ -183,8 +183,8 @@ class ServerConnection:
         for stream in self._streams.values():
             stream.sent = stream.taken
 
-    def started(self, job: int, n_prompt: int, seed: int) -> None:
-        self._streams[job].add(m.Started, {"n_prompt": n_prompt, "seed": seed}, self.epoch)
+    def started(self, job: int, n_prompt: int, seed: int, *, remote: bool = False) -> None:
+        self._streams[job].add(m.Started, {"n_prompt": n_prompt, "seed": seed, "remote": remote}, self.epoch)
 
     def progress(self, job: int, phase: str, done: int, total: int) -> None:
         """Adds a progress event. Drops it if the window is full, because the next one has newer figures."""
@@ -230,9 +230,10 @@ class ServerConnection:
         n_generated: int,
         prefill_s: float,
         decode_s: float,
-        n_reused: int,
-        n_left: int,
+        n_reused: int = 0,
+        n_left: int = 0,
         n_thought: int = 0,
+        remote: bool = False,
     ) -> None:
         fields = {
             "reason": reason,
@@ -243,6 +244,7 @@ class ServerConnection:
             "n_reused": n_reused,
             "n_left": n_left,
             "n_thought": n_thought,
+            "remote": remote,
         }
         self._streams[job].add(m.Done, fields, self.epoch)
 

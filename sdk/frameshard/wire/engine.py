@@ -72,6 +72,8 @@ class Submit:
     thinking: m.Thinking = "off"
     thinking_tokens: Count = 0
     template_keywords: Annotated[str, checks.text(m.MAX_TEMPLATE_KEYWORDS)] = ""
+    given: Annotated[str, checks.text(codec.ENGINE.string)] = ""
+    """The beginning of the answer that another model has written. The tokens of ``resume`` are behind it."""
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:
@@ -262,6 +264,8 @@ class Started:
     seed: Count
     history: Shapes = ()
     """In mode ``stream_only``: how the prompt is divided into graphs, so that a resumed job has the same bits."""
+    n_given: Count = 0
+    """How many tokens :attr:`Submit.given` has."""
 
 
 @dataclass(frozen=True)

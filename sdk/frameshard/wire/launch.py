@@ -15,6 +15,7 @@ import ipaddress
 import json
 import re
 import sys
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -79,6 +80,38 @@ def check_http_key(key: str, option: str) -> None:
 Path = Annotated[str, checks.path()]
 Duration = Annotated[float, checks.number(0, 1e6, "s")]
 NamedPath = Annotated[str, checks.text(4161, least=1)]
+
+
+def check_fallback(url: str, *, anywhere: bool) -> None:
+    """
+    :param anywhere: plain HTTP is allowed to any host, not only to this machine.
+    :raises BadArgument: `url` is no base URL of a server, or its traffic could be read on the way. The message does not
+        repeat it, because it may have a key in it.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        raise BadArgument("fallback: not a URL", field="fallback") from None
+    plain = re.fullmatch("[\x21-\x7e]+", url) and not (parts.query or parts.fragment or "@" in parts.netloc)
+    if parts.scheme not in ("http", "https") or not host or not plain:
+        raise BadArgument(
+            "fallback: must be a base URL such as https://llm.example.com/v1, without a key, a query or a fragment",
+            field="fallback",
+        )
+    if parts.scheme == "http" and not anywhere and not _is_loopback(host):
+        raise BadArgument(
+            "fallback: http:// is for servers on this machine, because prompts and the key could be read on the way:"
+            " use https://, or set fallback_http to anywhere",
+            field="fallback",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def adapter_of(named: str) -> tuple[str, str]:
@@ -253,6 +286,25 @@ class ServeConfig(EngineOptions):
         "Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a process for"
         " it. That process encodes texts on the CPU at idle priority and uses no VRAM.",
     ] = ""
+    fallback: Annotated[
+        str,
+        checks.text(2048),
+        "Base URL of a server with OpenAI's HTTP interface, such as `https://llm.example.com/v1`; empty: none. Jobs go"
+        " there while the lease is parked or hibernated or the engine is off, or if the plan cannot meet their"
+        " deadline. Needs `frameshard[fallback]`.",
+    ] = ""
+    fallback_model: Annotated[str, checks.text(256), "Name of the model that the server is asked for."] = ""
+    fallback_key_file: Annotated[
+        Path, "Path of a file with the server's key, which only this user may read; empty: none."
+    ] = ""
+    fallback_key_env: Annotated[
+        str, checks.text(256), "Name of the environment variable with the server's key; empty: none."
+    ] = ""
+    fallback_http: Annotated[
+        Literal["loopback", "anywhere"],
+        "Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and"
+        " the key can be read on the way.",
+    ] = "loopback"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,6 +312,12 @@ class ServeConfig(EngineOptions):
             address_of(self.http, "http")
         if self.http_key:
             check_http_key(self.http_key, "http_key")
+        if self.fallback:
+            check_fallback(self.fallback, anywhere=self.fallback_http == "anywhere")
+        if self.fallback and not self.fallback_model:
+            raise BadArgument("fallback_model: name the model that the server is asked for", field="fallback_model")
+        if self.fallback_key_file and self.fallback_key_env:
+            raise BadArgument("fallback_key_env: the key is in a file already", field="fallback_key_env")
         if self.endpoint is not None:
             check_endpoint(self.endpoint, bind=True)
         if not self.engine:

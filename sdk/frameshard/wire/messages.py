@@ -427,6 +427,7 @@ class Submit:
         checks.text(MAX_TEMPLATE_KEYWORDS),
         "A JSON object with further variables for the model's chat template, such as `reasoning_effort`; empty: none.",
     ] = ""
+    local_only: Annotated[bool, "The job never goes to the server of the launch option `fallback`."] = False
 
     def __post_init__(self) -> None:
         if self.kind == "completion" and (self.thinking != "off" or self.template_keywords):
@@ -871,6 +872,7 @@ class BrokerStats:
     jobs_queued: Annotated[Count, "Number of queued jobs."]
     jobs_running: Annotated[Count, "Number of running jobs."]
     uptime_s: Annotated[Seconds, "Time since the launch."]
+    jobs_remote: Annotated[Count, "Number of jobs that are at the server of the launch option `fallback`."] = 0
 
 
 @dataclass(frozen=True)
@@ -909,8 +911,9 @@ class Started:
     seq: Seq
     epoch: Epoch
     timeline: Timeline
-    n_prompt: Annotated[Tokens, "Length of the prompt in tokens."]
+    n_prompt: Annotated[Tokens, "Length of the prompt in tokens; 0: not known, because the job is at a server."]
     seed: Annotated[Count, "Seed of the random numbers: the requested one, or the one that the sidecar chose."] = 0
+    remote: Annotated[bool, "True if the server of the launch option `fallback` answers, not the engine."] = False
 
 
 @dataclass(frozen=True)
@@ -972,7 +975,8 @@ class Thought:
 
 @dataclass(frozen=True)
 class Paused:
-    """A job of higher priority has taken this job's place. The job continues on its own: `resumed` follows."""
+    """A job of higher priority has taken this job's place, or a server has broken off its answer. The job continues on
+    its own: `resumed` follows."""
 
     job: Job
     seq: Seq
@@ -1008,6 +1012,11 @@ class Done:
     n_reused: Annotated[Tokens, "Number of prompt tokens that were already in the KV cache or in the KV store."] = 0
     n_left: Annotated[Tokens, "Number of tokens that still fit into the context behind prompt and answer."] = 0
     n_thought: Annotated[Tokens, "Number of the tokens in `n_generated` that were thought, sent or not."] = 0
+    remote: Annotated[
+        bool,
+        "True if the server of the launch option `fallback` has ended the answer. The numbers of tokens are those that"
+        " it reports; 0: it reports none.",
+    ] = False
 
 
 @dataclass(frozen=True)

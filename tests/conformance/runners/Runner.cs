@@ -227,6 +227,7 @@ internal static class Runner
         if (given.ContainsKey("window")) options.Window = (uint)given["window"];
         if (given.ContainsKey("sentences")) options.Sentences = (bool)given["sentences"];
         if (given.ContainsKey("warm_up")) options.WarmUp = (bool)given["warm_up"];
+        if (given.ContainsKey("local_only")) options.LocalOnly = (bool)given["local_only"];
         if (given.ContainsKey("priority")) options.Priority = (uint)given["priority"];
         if (given.ContainsKey("adapters"))
             options.Adapters = ((JsonObject)given["adapters"]).ToDictionary(each => each.Key, each => (double)each.Value);
@@ -317,6 +318,7 @@ internal static class Runner
             { "reason", Word(done.Reason) }, { "n_prompt", done.NPrompt }, { "n_generated", done.NGenerated },
             { "n_reused", (long)done.NReused }, { "n_left", (long)done.NLeft },
             { "n_dropped", (long)done.NDropped }, { "n_thought", (long)done.NThought },
+            { "remote", done.Remote },
             { "prefill_s", done.PrefillSeconds }, { "decode_s", done.DecodeSeconds },
         }), error => TellOf(job, "failed", Failure(error)), () => TellOf(job, "cancelled", new JsonObject()));
         return Number("job", (long)job.Id);

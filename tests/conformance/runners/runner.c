@@ -87,6 +87,7 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     options.window = (uint32_t)number(given, "window", options.window);
     options.sentences = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "sentences"));
     options.warm_up = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "warm_up"));
+    options.local_only = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(given, "local_only"));
     options.priority = (uint32_t)number(given, "priority", options.priority);
     options.deadline_ms = (uint64_t)number(given, "deadline_ms", 0);
     options.thinking = text(given, "thinking", NULL);
@@ -305,6 +306,7 @@ static cJSON *told(const fs_event *event) {
     add(object, "n_generated", event->n_generated);
     add(object, "n_reused", (double)event->n_reused);
     add(object, "n_left", (double)event->n_left);
+    cJSON_AddBoolToObject(object, "remote", event->remote != 0);
     add(object, "n_dropped", (double)event->n_dropped);
     add(object, "n_thought", (double)event->n_thought);
     add(object, "n_tokens", (double)event->n_tokens);

@@ -48,6 +48,7 @@ struct Options {
         options.window = kept.value("window", options.window);
         options.sentences = kept.value("sentences", false);
         options.warm_up = kept.value("warm_up", false);
+        options.local_only = kept.value("local_only", false);
         options.priority = kept.value("priority", options.priority);
         if (kept.contains("adapters")) {
             for (const auto &[name, scale] : kept["adapters"].items()) {
@@ -121,7 +122,7 @@ json told(const Event &event) {
                 {"floor_bytes", event.floor_bytes},
                 {"full_bytes", event.full_bytes}};
     case FS_EVENT_STARTED:
-        said = {{"type", "started"}, {"n_prompt", event.n_prompt}, {"seed", event.seed}};
+        said = {{"type", "started"}, {"n_prompt", event.n_prompt}, {"seed", event.seed}, {"remote", event.remote != 0}};
         said.update(of_job);
         break;
     case FS_EVENT_TEXT:
@@ -147,6 +148,7 @@ json told(const Event &event) {
                 {"n_generated", event.n_generated},
                 {"n_reused", event.n_reused},
                 {"n_left", event.n_left},
+                {"remote", event.remote != 0},
                 {"n_dropped", event.n_dropped},
                 {"n_thought", event.n_thought},
                 {"prefill_s", event.prefill_s},

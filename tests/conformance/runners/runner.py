@@ -30,6 +30,7 @@ JOB_OPTIONS = (
     "thinking",
     "thinking_tokens",
     "template_keywords",
+    "local_only",
 )
 JOB_OPTIONS += ("adapters",)
 MODES = ("prioritize_graphics", "balance", "prioritize_compute")

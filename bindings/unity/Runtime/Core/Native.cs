@@ -100,6 +100,11 @@ namespace Frameshard
             internal IntPtr Http;
             internal IntPtr HttpKey;
             internal IntPtr Embedder;
+            internal IntPtr Fallback;
+            internal IntPtr FallbackModel;
+            internal IntPtr FallbackKeyFile;
+            internal IntPtr FallbackKeyEnv;
+            internal IntPtr FallbackHttp;
             // end of fs_launch_options
         }
 
@@ -201,6 +206,7 @@ namespace Frameshard
             internal IntPtr Thinking;
             internal ulong ThinkingTokens;
             internal IntPtr TemplateKeywords;
+            internal ulong LocalOnly;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -307,6 +313,7 @@ namespace Frameshard
             internal ulong FileBytes;
             internal ulong NLeft;
             internal ulong NDropped;
+            internal ulong Remote;
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);

@@ -48,6 +48,11 @@ namespace Frameshard
             if (options.Http != null) native.Http = texts.Name(options.Http);
             if (options.HttpKey != null) native.HttpKey = texts.Name(options.HttpKey);
             if (options.Embedder != null) native.Embedder = texts.Name(options.Embedder);
+            if (options.Fallback != null) native.Fallback = texts.Name(options.Fallback);
+            if (options.FallbackModel != null) native.FallbackModel = texts.Name(options.FallbackModel);
+            if (options.FallbackKeyFile != null) native.FallbackKeyFile = texts.Name(options.FallbackKeyFile);
+            if (options.FallbackKeyEnv != null) native.FallbackKeyEnv = texts.Name(options.FallbackKeyEnv);
+            if (options.FallbackHttp != null) native.FallbackHttp = texts.Name(options.FallbackHttp);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)

@@ -581,6 +581,7 @@ namespace Frameshard
             native.Thinking = texts.Name(options.Thinking);
             native.ThinkingTokens = options.ThinkingTokens;
             native.TemplateKeywords = texts.Name(options.TemplateKeywords);
+            native.LocalOnly = options.LocalOnly ? 1UL : 0UL;
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
             if (options.Images != null)
             {
@@ -782,6 +783,7 @@ namespace Frameshard
                         NReused = native.NReused, NLeft = native.NLeft, NDropped = native.NDropped,
                         NThought = native.NThought,
                         PrefillSeconds = native.PrefillS, DecodeSeconds = native.DecodeS,
+                        Remote = native.Remote != 0,
                     });
                     break;
                 case Native.EventType.Failed:

@@ -168,6 +168,19 @@ namespace Frameshard
         /// <summary>Path of the GGUF file of a sentence encoder, for `embed`; empty: none. The first `embed` starts a
         /// process for it. That process encodes texts on the CPU at idle priority and uses no VRAM.</summary>
         public string Embedder;
+        /// <summary>Base URL of a server with OpenAI's HTTP interface, such as `https://llm.example.com/v1`; empty:
+        /// none. Jobs go there while the lease is parked or hibernated or the engine is off, or if the plan cannot meet
+        /// their deadline. Needs `frameshard[fallback]`.</summary>
+        public string Fallback;
+        /// <summary>Name of the model that the server is asked for.</summary>
+        public string FallbackModel;
+        /// <summary>Path of a file with the server's key, which only this user may read; empty: none.</summary>
+        public string FallbackKeyFile;
+        /// <summary>Name of the environment variable with the server's key; empty: none.</summary>
+        public string FallbackKeyEnv;
+        /// <summary>Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where
+        /// prompts and the key can be read on the way. One of loopback, anywhere. Default loopback.</summary>
+        public string FallbackHttp;
         // end of fs_launch_options
     }
 
@@ -271,6 +284,8 @@ namespace Frameshard
         /// <summary>The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other
         /// jobs go first. The answer is empty.</summary>
         public bool WarmUp;
+        /// <summary>The job never goes to the server of <see cref="LaunchOptions.Fallback"/>.</summary>
+        public bool LocalOnly;
         /// <summary>Scales of LoRA adapters by name, at most 2, for the whole job; from -4 to 4. Jobs with equal
         /// adapters are computed together, others in turns. Null: none.</summary>
         public IReadOnlyDictionary<string, double> Adapters;
@@ -431,6 +446,9 @@ namespace Frameshard
         public ulong NReused { get; internal set; }
         /// <summary>Number of tokens that still fit into the context behind prompt and answer.</summary>
         public ulong NLeft { get; internal set; }
+        /// <summary>True if the server of <see cref="LaunchOptions.Fallback"/> has ended the answer. The numbers of
+        /// tokens are those that it reports; 0: it reports none.</summary>
+        public bool Remote { get; internal set; }
         /// <summary>How many of the conversation's oldest questions, with their answers, were not in the prompt because
         /// the context is full.</summary>
         public ulong NDropped { get; internal set; }

@@ -104,6 +104,11 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.http = Texts.Text(From.Http);
 	Made.http_key = Texts.Text(From.HttpKey);
 	Made.embedder = Texts.Path(From.Embedder);
+	Made.fallback = Texts.Text(From.Fallback);
+	Made.fallback_model = Texts.Text(From.FallbackModel);
+	Made.fallback_key_file = Texts.Text(From.FallbackKeyFile);
+	Made.fallback_key_env = Texts.Text(From.FallbackKeyEnv);
+	Made.fallback_http = Texts.Text(From.FallbackHttp);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)

@@ -81,6 +81,7 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 			Answer.ThoughtTokens = static_cast<int32>(Ending.n_thought);
 			Answer.PrefillSeconds = Ending.prefill_s;
 			Answer.DecodeSeconds = Ending.decode_s;
+			Answer.bRemote = Ending.remote;
 			Answer.Timeline = Timeline;
 			OnEnd(Answer, Ending.status, FrameshardText(Ending.message));
 		};
@@ -428,6 +429,7 @@ int32 UFrameshardSubsystem::Ask(
 	                                                                    : "shown";
 	Options.thinking_tokens = static_cast<uint64_t>(Params.ThinkingTokens);
 	Options.template_keywords = Texts.Text(Params.TemplateKeywords);
+	Options.local_only = Params.bLocalOnly ? 1 : 0;
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;

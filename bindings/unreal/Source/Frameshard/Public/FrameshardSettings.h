@@ -170,6 +170,29 @@ public:
 	 * for it. That process encodes texts on the CPU at idle priority and uses no VRAM. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Embedder;
+
+	/** Base URL of a server with OpenAI's HTTP interface, such as `https://llm.example.com/v1`; empty: none. Jobs
+	 * go there while the lease is parked or hibernated or the engine is off, or if the plan cannot meet their
+	 * deadline. Needs `frameshard[fallback]`. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString Fallback;
+
+	/** Name of the model that the server is asked for. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString FallbackModel;
+
+	/** Path of a file with the server's key, which only this user may read; empty: none. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString FallbackKeyFile;
+
+	/** Name of the environment variable with the server's key; empty: none. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString FallbackKeyEnv;
+
+	/** Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and
+	 * the key can be read on the way. One of loopback, anywhere. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
+	FString FallbackHttp = TEXT("loopback");
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

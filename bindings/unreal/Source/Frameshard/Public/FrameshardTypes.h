@@ -248,6 +248,9 @@ struct FRAMESHARD_API FFrameshardAskParams
 	/** A JSON object with further variables for the model's chat template; empty: none. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString TemplateKeywords;
+	/** The question never goes to the server of the launch option Fallback. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	bool bLocalOnly = false;
 
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
@@ -385,6 +388,10 @@ struct FRAMESHARD_API FFrameshardAnswer
 	/** Number of the tokens in GeneratedTokens that the model thought. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 ThoughtTokens = 0;
+	/** True if the server of the launch option Fallback has ended the answer. The numbers of tokens are those that it
+	 * reports; 0: it reports none. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	bool bRemote = false;
 
 	/** Time from the start of the prefill to the first token. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
