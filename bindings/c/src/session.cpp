@@ -311,7 +311,7 @@ void Session::receive(const char *data, size_t size) {
     } else if (name == "notice") {
         Event &event = put(FS_EVENT_NOTICE);
         event.fields.notice =
-            place_of(message["kind"], {"wants", "gives_back", "late", "pressure", "other_process", "state"});
+            place_of(message["kind"], {"wants", "gives_back", "late", "pressure", "other_process", "state", "http"});
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.seconds = message["seconds"];
         event.text = message["detail"];

@@ -14,7 +14,8 @@ static const char *const modes[] = {NULL, "prioritize_graphics", "balance", "pri
 static const char *const reasons[] = {NULL, "stop", "length"};
 static const char *const engines[] = {NULL, "loading", "ready", "restarting", "off", "hibernated"};
 static const char *const decisions[] = {NULL, "granted", "partial"};
-static const char *const notices[] = {NULL, "wants", "gives_back", "late", "pressure", "other_process", "state"};
+static const char *const notices[] = {NULL,       "wants",         "gives_back", "late",
+                                      "pressure", "other_process", "state",      "http"};
 static const char *const formats[] = {NULL, "encoded", "rgb", "rgba"};
 static const char *const phases[] = {NULL, "encode", "prefill"};
 static const char *const types[] = {NULL,          "ready",           "started",         "text",     "done",  "failed",

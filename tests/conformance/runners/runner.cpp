@@ -20,7 +20,8 @@ const std::vector<std::string> kReasons = {"", "stop", "length"};
 const std::vector<std::string> kEngines = {"", "loading", "ready", "restarting", "off", "hibernated"};
 const std::vector<std::string> kDecisions = {"", "granted", "partial"};
 const std::vector<std::string> kStages = {"unknown", "read", "profile", "fill"};
-const std::vector<std::string> kNotices = {"", "wants", "gives_back", "late", "pressure", "other_process", "state"};
+const std::vector<std::string> kNotices = {"",         "wants",         "gives_back", "late",
+                                           "pressure", "other_process", "state",      "http"};
 
 /* Returns the index of a word; -1, which the library refuses, for an unknown word. */
 int32_t place(const std::vector<std::string> &words, const std::string &word) {
