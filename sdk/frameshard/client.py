@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -597,8 +598,7 @@ class Client:
         :raises Overloaded: too many requests wait.
         :raises EngineDied: the embedder's process died twice.
         """
-        asked = self._asked(lambda: self._core.embed(tuple(texts)), m.Embeddings, EMBED_S)
-        return _then(asked, rows_of)
+        return self._asked_then(lambda: self._core.embed(tuple(texts)), m.Embeddings, rows_of, EMBED_S)
 
     def notices(self) -> Inbox[m.Notice]:
         """The sidecar's notices from now on: ``async for notice in client.notices()``. At most 16 wait to be read;
@@ -730,7 +730,9 @@ class Client:
             assert isinstance(found, kind)
             return made(found)
 
-        return answer()
+        coroutine = answer()
+        weakref.finalize(coroutine, self._drop, request_id).atexit = False  # the answer may come, and nobody take it
+        return coroutine
 
     def _expect(self, request_id: int) -> None:
         self._answers[request_id] = Inbox(MAX_REPLIES)
@@ -845,10 +847,6 @@ class Client:
         inboxes = (*self._answers.values(), *self._streams.values(), *self._watchers, *self._listeners)
         for inbox in inboxes:
             inbox.close()
-
-
-async def _then(answer: Awaitable[T], made: Callable[[T], U]) -> U:
-    return made(await answer)
 
 
 @contextlib.contextmanager

@@ -95,6 +95,7 @@ async def test_a_stream_is_cancelled_in_each_way_of_asyncio() -> None:
 async def test_a_task_is_cancelled_at_any_step() -> None:
     """Each task gets one step of the event loop more than the one before."""
     async with launch(engine=fake_engine(endless=True)) as client:
+        answers_awaited = len(client._answers)
         for work in (read, frameshard.Client.stats, frameshard.Client.model_info):
             for steps in range(40):
                 task = asyncio.ensure_future(work(client))
@@ -104,6 +105,8 @@ async def test_a_task_is_cancelled_at_any_step() -> None:
                 outcome = (await asyncio.gather(task, return_exceptions=True))[0]
                 assert isinstance(outcome, asyncio.CancelledError) or (work is not read and steps > 2), outcome
         await idle(client)
+        del task, outcome
+        assert len(client._answers) == answers_awaited
 
 
 async def read_all(client: frameshard.Client, texts: list[str]) -> list[asyncio.Task[str]]:
