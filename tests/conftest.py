@@ -74,7 +74,7 @@ def encoder_path() -> Path:
     path = models.path_of(models.ENCODER)
     with one_at_a_time():
         if not path.is_file():
-            script = Path(__file__).parents[1] / "samples" / "npc_dialogue" / "encoder.py"
+            script = Path(__file__).parents[1] / "samples" / "npc_memory" / "encoder.py"
             subprocess.run([sys.executable, str(script)], check=True)
     return path
 

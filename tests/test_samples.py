@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 import sidecars
 
 REPO = Path(__file__).parents[1]
@@ -47,6 +49,27 @@ def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("model_not_found: ")
     assert "Traceback" not in result.stderr
+
+
+def test_the_innkeeper_remembers_across_saves(model_path: Path, encoder_path: Path, tmp_path: Path) -> None:
+    save = tmp_path / "mira.npz"
+    scene = str(REPO / "samples" / "npc_memory" / "main.py")
+    result = run(scene, "--unattended", "--device", "cpu", "--save", str(save))
+    assert result.returncode == 0, result.stderr
+    assert figures(r"(\d+) of (\d+) questions brought the right memory back", result.stdout) == [3, 3]
+    assert figures(r"Mira remembers (\d+) things\nYou: Can", result.stdout) == [4]
+    with np.load(save) as saved:
+        assert saved["rows"].shape == (7, 384)
+
+
+def test_the_program_for_memory_runs(model_path: Path, encoder_path: Path, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "memory.md").read_text(), flags=re.DOTALL)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 15
+    (tmp_path / "memory.py").write_text(block)
+    result = run(str(tmp_path / "memory.py"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("My goat is called Pip.\n")
+    assert len(result.stdout) > 30
 
 
 def test_hello_runs(model_path: Path) -> None:

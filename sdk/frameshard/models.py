@@ -120,13 +120,13 @@ SPRITES = "sprites"
 """A small vision tower for smollm2-135m. The repository's samples/scene_reasoning/sprites.py builds it."""
 
 ENCODER = "all-minilm-l6-v2"
-"""A sentence encoder. The repository's samples/npc_dialogue/encoder.py makes its file."""
+"""A sentence encoder. The repository's samples/npc_memory/encoder.py makes its file."""
 
 _BUILT = {
     SPRITES: "a vision tower for smollm2-135m that names 36 kinds of game sprites; a clone of the repository builds "
     "it: python samples/scene_reasoning/sprites.py",
     ENCODER: "all-MiniLM-L6-v2, F16, 44 MiB: a sentence encoder for embeddings; a clone of the repository makes the "
-    "file: python samples/npc_dialogue/encoder.py",
+    "file: python samples/npc_memory/encoder.py",
 }
 """Models that are not fetched but built, and what they are."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import sidecars
+from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
 UNITY = REPO / "bindings" / "unity"
@@ -48,6 +50,19 @@ def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path
     (tmp_path / "Greeter.cs").write_text(component)
     engine = [*(UNITY / "Runtime").glob("*.cs"), *(REPO / "tests" / "unity_stubs").glob("*.cs")]
     compiled(tmp_path / "greeter.dll", "-target:library", tmp_path / "Greeter.cs", *engine)
+
+
+def test_the_sample_finds_the_memory_that_a_question_needs(
+    program_env: dict[str, str], encoder_path: Path, tmp_path: Path
+) -> None:
+    sources = [UNITY / "Samples~" / "Memories" / "Memories.cs", REPO / "tests" / "bindings" / "Remember.cs"]
+    program = compiled(tmp_path / "remember.exe", *sources)
+    extra = json.dumps({"engine": fake_engine()})
+    result = subprocess.run(
+        ["mono", program, encoder_path, extra], env=program_env, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "The key is under the mill.\nI am looking for my dog.\n"
 
 
 def test_no_sidecar_outlives_its_domain(program_env: dict[str, str], tmp_path: Path) -> None:

