@@ -178,7 +178,7 @@ def event_fields(manifest: Manifest) -> dict[str, dict[str, str]]:
     return found
 
 
-def _event(manifest: Manifest) -> list[Member]:
+def event_members(manifest: Manifest) -> list[Member]:
     """fs_event: its members in their order, with what they mean in each event."""
     texts: dict[str, dict[str, list[str]]] = {}
     kinds: dict[str, str] = {}
@@ -256,7 +256,7 @@ def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
     statuses = with_region(statuses, "statuses", "\n".join(['    {FS_OK, "ok", false},', *rows]))
     for struct in structs(manifest):
         header = with_region(header, struct.name, "\n".join(_declarations(struct)))
-    lines = [line for member in _event(manifest) for line in (comment(member.text), f"    {declared(member)};")]
+    lines = [line for member in event_members(manifest) for line in (comment(member.text), f"    {declared(member)};")]
     header = with_region(header, "fs_event", "\n".join(lines))
     for name, known in numbers(manifest).items():
         header = with_region(header, name, _enumerators(region(header, name), ENUMS[name], known))

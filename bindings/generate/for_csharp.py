@@ -16,7 +16,14 @@ CORE = BINDINGS / "unity" / "Runtime" / "Core"
 TYPES, NATIVE, OPTIONS = CORE / "Types.cs", CORE / "Native.cs", CORE / "Options.cs"
 
 # What a C type is in a blittable struct; pointers are IntPtr.
-KINDS = {"uint32_t": "uint", "int32_t": "int", "uint64_t": "ulong", "int64_t": "long", "double": "double"}
+KINDS = {
+    "uint32_t": "uint",
+    "int32_t": "int",
+    "uint64_t": "ulong",
+    "int64_t": "long",
+    "double": "double",
+    "fs_status": "int",
+}
 
 # What C# calls the protocol's words and the structs with options.
 ENUMS = {
@@ -47,6 +54,7 @@ def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
         native = with_region(native, struct.name, "\n".join(_members(struct)))
         types = with_region(types, struct.name, "\n".join(_fields(struct)))
         fills.append("\n".join(_fill(struct)))
+    native = with_region(native, "fs_event", "\n".join(_event(manifest)))
     options = with_region(OPTIONS.read_text(), "options", "\n\n".join(fills))
     return {TYPES: types, NATIVE: native, OPTIONS: options}
 
@@ -131,6 +139,12 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
 def _members(struct: for_c.Struct) -> Iterator[str]:
     for member in for_c.members(struct):
         yield f"            internal {KINDS.get(member.kind, 'IntPtr')} {pascal(member.name)};"
+
+
+def _event(manifest: Manifest) -> Iterator[str]:
+    for member in for_c.event_members(manifest):
+        kind = "EventType" if member.name == "type" else KINDS.get(member.kind, "IntPtr")
+        yield f"            internal {kind} {pascal(member.name)};"
 
 
 def pascal(name: str) -> str:

@@ -265,6 +265,7 @@ namespace Frameshard
         [StructLayout(LayoutKind.Sequential)]
         internal struct Event
         {
+            // generated: fs_event
             internal EventType Type;
             internal int Status;
             internal ulong Job;
@@ -313,7 +314,12 @@ namespace Frameshard
             internal ulong FileBytes;
             internal ulong NLeft;
             internal ulong NDropped;
+            internal ulong NDim;
+            internal ulong NRows;
+            internal IntPtr Rows;
+            internal ulong NThought;
             internal ulong Remote;
+            // end of fs_event
         }
 
         [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
