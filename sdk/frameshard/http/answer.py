@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frameshard.client import Completion
+
+if TYPE_CHECKING:
+    from frameshard.client import Rows
 
 Document = dict[str, Any]
 
@@ -28,10 +33,11 @@ class Answer:
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, done: Completion) -> Document:
+    def whole(self, done: Completion, thought: str) -> Document:
         choice: Document = {"text": done.text}
         if self.chat:
-            choice = {"message": {"role": "assistant", "content": done.text, "refusal": None}}
+            thoughts = {"reasoning_content": thought} if thought else {}
+            choice = {"message": {"role": "assistant", "content": done.text, "refusal": None, **thoughts}}
         return {**self._head("chat.completion"), "choices": [_choice(choice, done.reason)], "usage": _usage(done)}
 
     def opening(self) -> list[Document]:
@@ -40,6 +46,9 @@ class Answer:
 
     def part(self, text: str) -> Document:
         return self._chunk({"content": text} if self.chat else {"text": text})
+
+    def thought(self, text: str) -> Document:
+        return self._chunk({"reasoning_content": text})
 
     def closing(self, done: Completion) -> list[Document]:
         """The chunks after the last text."""
@@ -62,6 +71,20 @@ class Answer:
         }
 
 
+def embeddings(rows: Sequence[Rows], model: str, *, base64: bool) -> Document:
+    """The object of ``/v1/embeddings``.
+
+    :param rows: each of shape [dimensions].
+    :param base64: each row is given as the bytes of 32-bit floats.
+    """
+    data: list[Document] = []
+    for index, row in enumerate(rows):
+        numbers = row.astype("<f4")
+        value = b64encode(numbers.tobytes()).decode() if base64 else numbers.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": value})
+    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
+
+
 END = b"data: [DONE]\n\n"
 """Ends a stream that is complete."""
 
@@ -81,4 +104,5 @@ def _usage(done: Completion) -> Document:
         "completion_tokens": done.n_generated,
         "total_tokens": done.n_prompt + done.n_generated,
         "prompt_tokens_details": {"cached_tokens": done.n_reused},
+        "completion_tokens_details": {"reasoning_tokens": done.n_thought},
     }

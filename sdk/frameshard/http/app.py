@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import trio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frameshard.client import Client, Stream
-from frameshard.errors import FrameshardError
+from frameshard.errors import ContextOverflow, FrameshardError
 from frameshard.http import answer, metrics, request
 from frameshard.http.exchange import Exchanges
 from frameshard.http.guard import Access, Guard
@@ -82,44 +84,69 @@ class Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         document = request.parse(await http.body())
-        asked = request.read(document, http.headers, chat=self._chat, n_ctx=self._model.n_ctx)
-        made = answer.Answer(self._chat, self._model.name, asked.usage)
+        model = self._model
+        asked = request.read(document, http.headers, chat=self._chat, n_ctx=model.n_ctx, thinks=model.thinks)
+        made = answer.Answer(self._chat, model.name, asked.usage)
         async with self._job(asked) as stream:
             if asked.stream:
                 await _send_stream(send, stream, made)
             else:
-                response = JSONResponse(made.whole(await stream.completed()))
+                response = JSONResponse(made.whole(await stream.completed(), stream.thought))
                 await response(scope, receive, send)
 
     def _job(self, asked: request.Asked) -> Stream:
         names = ("images", "sampling", "conversation", "priority", "local_only")
         options: Any = {name: getattr(asked, name) for name in names}
         if self._chat:
-            return self._client.chat(asked.messages, **options)
+            return self._client.chat(asked.messages, **options, **asked.thought)
         return self._client.complete(asked.prompt, **options)
 
 
 async def _send_stream(send: Send, stream: Stream, made: answer.Answer) -> None:
     """Sends an answer as server-sent events.
 
-    An error before the first text is raised, so that the response has its status. A later one is the last event.
+    An error before the first part is raised, so that the response has its status. A later one is the last event.
     """
-    delta = await anext(stream, None)
+    put, parts = trio.open_memory_channel[answer.Document | FrameshardError](math.inf)
+    stream.on_thought = lambda thought: put.send_nowait(made.thought(thought.text))
+
+    async def read() -> None:
+        with put:
+            try:
+                async for delta in stream:
+                    put.send_nowait(made.part(delta.text))
+                assert stream.result is not None
+                for last in made.closing(stream.result):
+                    put.send_nowait(last)
+            except FrameshardError as error:
+                put.send_nowait(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        first = await parts.receive()
+        if not isinstance(first, FrameshardError):
+            await _send_parts(send, [*made.opening(), first], parts)
+    if isinstance(first, FrameshardError):
+        raise first
+
+
+async def _send_parts(
+    send: Send, begun: list[answer.Document], parts: trio.MemoryReceiveChannel[answer.Document | FrameshardError]
+) -> None:
+    """Sends the parts `begun` and all of `parts`."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def say(data: bytes, *, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
-    try:
-        await say(b"".join(map(answer.event, made.opening())))
-        while delta is not None:
-            await say(answer.event(made.part(delta.text)))
-            delta = await anext(stream, None)
-        assert stream.result is not None
-        await say(b"".join(map(answer.event, made.closing(stream.result))) + answer.END, more=False)
-    except FrameshardError as error:
-        await say(answer.event(of_error(error).document()), more=False)
+    await say(b"".join(map(answer.event, begun)))
+    async for part in parts:
+        if isinstance(part, FrameshardError):
+            await say(answer.event(of_error(part).document()), more=False)
+            return
+        await say(answer.event(part))
+    await say(answer.END, more=False)
 
 
 class Pages:
@@ -138,25 +165,33 @@ class Pages:
         self._connections = connections
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        names = filter(None, (self._model.name, self._model.embedder))
+        return JSONResponse({"object": "list", "data": [_described(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._model.name:
+        if name not in filter(None, (self._model.name, self._model.embedder)):
             message = f"The model {name!r} does not exist; {self._model.name!r} is loaded"
             raise Refusal(404, message, "model_not_found", "model")
-        return JSONResponse(self._described())
+        return JSONResponse(_described(name))
 
-    def _described(self) -> dict[str, object]:
-        return {"id": self._model.name, "object": "model", "created": 0, "owned_by": "frameshard"}
-
-    async def embeddings(self, _request: Request) -> Response:
-        raise Refusal(
-            501,
-            "this server makes no embeddings",
-            "not_implemented",
-            headers={"x-should-retry": "false"},  # OpenAI's clients ask again after 500 and above
-        )
+    async def embeddings(self, http: Request) -> Response:
+        """Rows for texts. Their tokens are not counted."""
+        if not self._model.embedder:
+            raise Refusal(
+                501,
+                "there is no sentence encoder: launch the sidecar with the option embedder",
+                "not_implemented",
+                headers={"x-should-retry": "false"},  # OpenAI's clients ask again after 500 and above
+            )
+        asked = request.read_embeddings(request.parse(await http.body()))
+        rows = []
+        try:
+            for begin in range(0, len(asked.texts), m.MAX_TEXTS):
+                rows += list(await self._client.embed(asked.texts[begin : begin + m.MAX_TEXTS]))
+        except ContextOverflow as error:
+            raise Refusal(400, error.message, "context_length_exceeded", "input") from None
+        return JSONResponse(answer.embeddings(rows, self._model.embedder, base64=asked.base64))
 
     async def health(self, _request: Request) -> Response:
         """200 if a request would be answered now."""
@@ -189,6 +224,10 @@ class Pages:
             await self._client.set_budget(**_terms(request.parse(await http.body())), observe=False)
         budget = dataclasses.asdict(await self._client.budget())
         return JSONResponse({name: value for name, value in budget.items() if name not in ("id", "epoch")})
+
+
+def _described(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "frameshard"}
 
 
 def _terms(document: request.Document) -> Any:

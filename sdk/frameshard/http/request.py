@@ -26,8 +26,10 @@ LOCAL_HEADER = "x-frameshard-local-only"
 IGNORED = frozenset(
     {"model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"parallel_tool_calls", "prediction"}
+    | {"cache_prompt", "id_slot", "mirostat_eta", "mirostat_tau"}
 )
-"""They do not change the answer. `model`: one model is loaded, and the response names it."""
+"""They do not change the answer. `model`: one model is loaded, and the response names it. The last ones are those of
+llama.cpp's server."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -43,8 +45,11 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "verbosity": (),
+    "dimensions": (),
+    "grammar": ("",),
+    "mirostat": (0,),
+    "typical_p": (1,),
 }
 """Fields of things that are not built, with the values that do not ask for them."""
 
@@ -54,12 +59,21 @@ NOT_SAMPLING = frozenset({"json_schema", "logit_bias", "max_tokens", "stop"})
 SAMPLING = frozenset(checks.fields_of(m.Sampling)) - NOT_SAMPLING
 """Fields of :class:`frameshard.Sampling` that may be given under their own names."""
 
-MESSAGE_FIELDS = frozenset({"role", "content"})
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_FORMATS = ("auto", "deepseek", "none")
+"""Where llama.cpp's server puts the thought. Here it has a field of its own, as with the first two."""
+
+MESSAGE_FIELDS = frozenset({"role", "content", "reasoning_content"})
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 COMMON = frozenset(
     {"logit_bias", "max_tokens", "stop", "stream", "stream_options", "user", *SAMPLING, *IGNORED, *NEUTRAL}
 )
-CHAT = COMMON | {"messages", "max_completion_tokens", "response_format"}
+THOUGHT = frozenset({"reasoning_effort", "chat_template_kwargs", "reasoning_format", "thinking_tokens"})
+CHAT = COMMON | THOUGHT | {"messages", "max_completion_tokens", "response_format"}
+EMBEDDINGS = frozenset({"input", "model", "encoding_format", "dimensions", "user"})
+MAX_TEXTS = 2048
+"""To embed in one request."""
+
 COMPLETION = COMMON | {"prompt"}
 
 Document = dict[str, Any]
@@ -70,6 +84,7 @@ class Asked:
     """What a request asks the sidecar for.
 
     :param messages: of a chat; empty for a completion.
+    :param thought: `thinking`, `thinking_tokens` and `template_keywords` of the job.
     :param stream: the answer is sent as it is generated.
     :param usage: a stream ends with the number of tokens.
     """
@@ -78,6 +93,7 @@ class Asked:
     prompt: str
     images: tuple[bytes, ...]
     sampling: m.Sampling
+    thought: Document
     conversation: str | None
     priority: int
     local_only: bool
@@ -102,12 +118,13 @@ def parse(body: bytes) -> Document:
     return _present(document)
 
 
-def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: int) -> Asked:
+def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: int, thinks: bool = False) -> Asked:
     """Turns a parsed body into what the sidecar is asked.
 
     :param headers: of the HTTP request, by their names in small letters.
     :param chat: the body is of ``/v1/chat/completions``, else of ``/v1/completions``.
     :param n_ctx: the context in tokens; an answer without a limit gets a quarter of it.
+    :param thinks: the model can think before it answers.
     :raises Refusal: a field is wrong, unknown, or asks for something that is not built.
     """
     _check_names(document, CHAT if chat else COMPLETION)
@@ -122,12 +139,40 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
         prompt="" if chat else _prompt(document.get("prompt")),
         images=images,
         sampling=_sampling(document, n_ctx),
+        thought=_thought(document, thinks) if chat else {},
         conversation=_checked("conversation", conversation, "user"),
         priority=_priority(headers.get(PRIORITY_HEADER)),
         local_only=headers.get(LOCAL_HEADER) is not None,
         stream=stream,
         usage=options is not None and _usage(options),
     )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts to embed.
+
+    :param base64: the rows are wanted as base64.
+    """
+
+    texts: tuple[str, ...]
+    base64: bool
+
+
+def read_embeddings(document: Document) -> Texts:
+    """Reads the body of ``/v1/embeddings``.
+
+    :raises Refusal: as :func:`read`.
+    """
+    _check_names(document, EMBEDDINGS)
+    given = document.get("input", ())
+    texts = given if isinstance(given, list) else [given]
+    if not 0 < len(texts) <= MAX_TEXTS or not all(isinstance(text, str) and text for text in texts):
+        raise bad(f"input must be one to {MAX_TEXTS} texts, none of them empty; tokens are not read", "input")
+    form = document.get("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise bad("encoding_format must be float or base64", "encoding_format")
+    return Texts(tuple(texts), form == "base64")
 
 
 def _check_names(document: Document, known: frozenset[str]) -> None:
@@ -153,6 +198,35 @@ def _sampling(document: Document, n_ctx: int) -> m.Sampling:
         names = {"max_tokens": limit, "json_schema": "response_format", "bias": "logit_bias", "token": "logit_bias"}
         name = names.get(refused.field, refused.field)
         raise bad(str(refused), name) from None
+
+
+def _thought(document: Document, thinks: bool) -> Document:
+    """Whether and how long the model thinks, and what its chat template is told."""
+    effort = document.get("reasoning_effort", "none")
+    if effort not in EFFORTS:
+        raise bad(f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    if effort != "none" and not thinks:
+        raise unsupported("the model does not think: leave reasoning_effort out", "reasoning_effort")
+    keywords = document.get("chat_template_kwargs", {})
+    if not isinstance(keywords, dict) or not isinstance(keywords.get("enable_thinking", False), bool):
+        raise bad(
+            "chat_template_kwargs must be an object, and enable_thinking in it true or false", "chat_template_kwargs"
+        )
+    # A template ignores a variable that it does not know, so enable_thinking is no fault for a model that cannot think.
+    thinking = thinks and keywords.get("enable_thinking", effort != "none")
+    told = {name: value for name, value in keywords.items() if name != "enable_thinking"}
+    if effort != "none":
+        told.setdefault("reasoning_effort", effort)
+    where = document.get("reasoning_format", "auto")
+    if where not in REASONING_FORMATS or (where == "none" and thinking):
+        raise unsupported("the thought comes as reasoning_content: leave reasoning_format out", "reasoning_format")
+    return {
+        "thinking": "shown" if thinking else "off",
+        "thinking_tokens": _checked("thinking_tokens", document.get("thinking_tokens", 0), "thinking_tokens"),
+        "template_keywords": _checked(
+            "template_keywords", json.dumps(told, ensure_ascii=False) if told else "", "chat_template_kwargs"
+        ),
+    }
 
 
 def _biases(given: object) -> list[Document]:
@@ -195,6 +269,7 @@ def _message(given: Document, where: str, *, last: bool) -> tuple[str, str, list
         raise bad(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     for name in given.keys() - MESSAGE_FIELDS:
         raise unsupported(f"{where}.{name} is not supported by this server: leave it out", f"{where}.{name}")
+    # A thought in `reasoning_content` is dropped: thoughts of earlier answers are not part of a prompt.
     content = given.get("content", "")
     if isinstance(content, str):
         return ROLES[role], content, []
