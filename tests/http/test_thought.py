@@ -34,7 +34,7 @@ def http(place: Path) -> Iterator[Server]:
 def test_a_thought_is_apart_from_the_answer(http: Server, place: Path) -> None:
     async def asked() -> tuple[str, str, int]:
         async with frameshard.connect(place) as client:
-            sampling = frameshard.Sampling(max_tokens=24, temperature=0)
+            sampling = frameshard.Sampling(max_tokens=60, seed=7, choices=("night", "day"))
             options: Any = {"thinking": "shown", "thinking_tokens": 8, "sampling": sampling}
             async with client.chat([frameshard.ChatMessage("user", "Is it night?")], **options) as stream:
                 done = await stream.completed()
@@ -42,7 +42,12 @@ def test_a_thought_is_apart_from_the_answer(http: Server, place: Path) -> None:
 
     thought, text, n_thought = trio.run(asked)
     assert thought.strip()
-    fields = {"thinking_tokens": 8, "max_tokens": 24, "temperature": 0}
+    fields: Any = {
+        "thinking_tokens": 8,
+        "max_tokens": 60,
+        "seed": 7,
+        "choices": ["night", "day"],
+    }  # the form begins a thought
     for wanted in ({"reasoning_effort": "low"}, {"chat_template_kwargs": {"enable_thinking": True}}):
         whole = http.chat("Is it night?", **fields, **wanted).json
         message = whole["choices"][0]["message"]

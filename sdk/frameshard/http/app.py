@@ -44,7 +44,7 @@ def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Ca
         Route("/v1/embeddings", pages.embeddings, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name}", pages.model),
-        Route("/health", pages.health),
+        Route("/health", pages.health, methods=["GET", "POST"]),  # LLMUnity sends a POST
         Route("/props", pages.props),
         Route("/metrics", pages.metrics),
         Route("/lease", pages.lease, methods=["GET", "PUT"]),
