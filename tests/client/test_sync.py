@@ -36,6 +36,7 @@ from frameshard.sync import (
     Sidecar,
     StatsArrived,
     TextAdded,
+    ThoughtAdded,
 )
 from frameshard.testing import fake_engine
 from frameshard.wire.messages import FEATURES
@@ -316,3 +317,15 @@ def test_calls_wait_for_nobody() -> None:
             thaw(pid)
         # Each takes about 20 microseconds. A call that waits for an answer would take seconds.
         assert max(times) < 2.0
+
+
+def test_a_thought_comes_in_events_of_its_own() -> None:
+    with start() as sidecar:
+        sidecar.wait_ready()
+        job = sidecar.ask("one two", thinking="shown")
+        events = play(sidecar, lambda: job.ended)
+        thoughts = [event.thought.text for event in events if isinstance(event, ThoughtAdded)]
+        assert "".join(thoughts) == job.thought == "hm0 hm1 hm2 "
+        assert job.text == "one two"
+        assert job.result is not None
+        assert job.result.n_thought == 3

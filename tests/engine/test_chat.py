@@ -76,6 +76,27 @@ def test_prompts_over_the_limit_are_refused(template: Callable[[str], ChatTempla
         long.render(user("worst"))
 
 
+def test_json_is_written_as_hugging_face_writes_it(template: Callable[[str], ChatTemplate]) -> None:
+    """jinja2's own filter would sort the keys and escape ``<`` and ``旅``."""
+    value = {"schema": {"type": "object", "b": "<旅&'>", "a": [1, None, True]}}
+    plain = '{"type": "object", "b": "<旅&\'>", "a": [1, null, true]}'
+    assert template("{{ schema | tojson }}").render(HELLO, value) == plain
+    assert template("{{ schema.b | tojson(ensure_ascii=True) }}").render(HELLO, value) == '"<\\u65c5&\'>"'
+    assert template("{{ schema.a | tojson(indent=2) }}").render(HELLO, value) == "[\n  1,\n  null,\n  true\n]"
+    tight = template("{{ schema | tojson(separators=(',', ':'), sort_keys=true) }}").render(HELLO, value)
+    assert tight == '{"a":[1,null,true],"b":"<旅&\'>","type":"object"}'
+
+
+def test_the_body_of_a_generation_block_is_rendered(template: Callable[[str], ChatTemplate]) -> None:
+    marked = template(
+        "{% set at = 1 %}{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}\n"
+        "{% set at = 2 %}{{ m.content }}{{ at }}{% endgeneration %}{% endif %}{% endfor %}{{ at }}"
+    )
+    assert marked.render([*user("q "), {"role": "assistant", "content": "a"}]) == "q a21"
+    with pytest.raises(Unsupported):
+        ChatTemplate("{% generation %}", bos="", eos="")
+
+
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ unclosed", "x" * (256 * 1024 + 1), "{{ " + "(" * 100_000, SLOW, LARGE]
 )
