@@ -1,4 +1,4 @@
-"""Images for the language model: libmtmd's vision tower on the shard device.
+"""Images and sounds for the language model: libmtmd's towers on the shard device.
 
 The tower's weights are in host memory and are streamed while an image is encoded. The tower takes VRAM from the
 language model's budget, and only during that time. On the CPU the tower is stock libmtmd. Embeddings are kept in host
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from frameshard import models
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.runtime import STOCK, Runtime
+from frameshard.engine.sounds import MAX_SECONDS, Sound, is_sound, tone
 from frameshard.errors import (
     BadArgument,
     BadModel,
@@ -88,15 +89,15 @@ class Image:
         return hashlib.sha256(size + self.pixels).digest()
 
     @classmethod
-    def read(cls, image: m.Image) -> Image:
-        """[any thread] Reads an image of a request. An alpha channel is dropped.
+    def read(cls, image: m.Image) -> Image | Sound:
+        """[any thread] Reads an image of a request, whose alpha channel is dropped, or a sound.
 
-        :raises BadArgument: it cannot be read, is not a PNG or JPEG, is cut off or too large.
+        :raises BadArgument: it cannot be read, is not a PNG, JPEG, WAV or MP3, is cut off or too large.
         :raises Unsupported: it is a PNG or JPEG, and Pillow is not installed.
         """
         data = _read(image.path, image.size) if image.path else image.data
         if image.format == "encoded":
-            return _decode(data)
+            return Sound(data) if is_sound(data) else _decode(data)
         width, height, channels = image.width, image.height, _CHANNELS[image.format]
         row = width * channels
         stride = image.stride or row
@@ -135,11 +136,12 @@ def _decode(data: bytes) -> Image:
     except FrameshardError:
         raise
     except Exception as error:  # Pillow's decoders raise many types of exceptions on damaged files
-        raise BadArgument(f"an image is no PNG or JPEG, or cut off: {error}", field="images") from None
+        raise BadArgument(f"an image is no PNG or JPEG (or sound), or cut off: {error}", field="images") from None
 
 
 class Picture:
-    """An image in a prompt, or one tile of an image. It takes ``n_tokens`` KV cells and ``n_pos`` positions."""
+    """An image in a prompt, one tile of an image, or 30 s of a sound. It takes ``n_tokens`` KV cells and ``n_pos``
+    positions."""
 
     def __init__(self, chunk: Any, digest: bytes) -> None:
         """
@@ -159,10 +161,10 @@ class Picture:
 
 
 class Vision:
-    """The vision tower of an mmproj file, for one runtime's model.
+    """The tower of an mmproj file, for one runtime's model. It reads images, or sounds.
 
     :raises ModelNotFound: no such file.
-    :raises BadModel: the file is not a vision tower, contradicts itself, or does not belong to this model; or libmtmd
+    :raises BadModel: the file is not a tower, contradicts itself, or does not belong to this model; or libmtmd
         refuses it.
     :raises Unsupported: there is no libmtmd.
     """
@@ -201,9 +203,11 @@ class Vision:
             self._eval_callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
             params.cb_eval = self._eval_callback
         self._context: Any = mtmd.mtmd_init_from_file(os.fsencode(mmproj), runtime.llama.model, params)
-        if not self._context or not mtmd.mtmd_support_vision(self._context):
+        if not self._context:
             self.close()
             raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
+
+        self._sees = bool(mtmd.mtmd_support_vision(self._context))
 
     def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
         """Callback of ggml's scheduler, so that an encode on the CPU can be aborted and counts its progress.
@@ -221,21 +225,22 @@ class Vision:
         """The text that stands for an image in a prompt. It is random, so a user's text cannot contain it."""
         return self._marker
 
-    def tokenize(self, prompt: str, images: Sequence[Image], *, add_special: bool) -> list[list[int] | Picture]:
+    def tokenize(self, prompt: str, images: Sequence[Image | Sound], *, add_special: bool) -> list[list[int] | Picture]:
         """[any thread] Splits ``prompt`` into text tokens and pictures.
 
         :param prompt: text with one :attr:`marker` for each of ``images``. Control tokens in it are parsed.
         :param add_special: add BOS.
-        :raises BadArgument: libmtmd cannot use an image.
+        :raises BadArgument: libmtmd cannot use an image or sound.
+        :raises Unsupported: the tower reads only images, or only sounds.
         """
-        digests = [image.digest for image in images]
-        bitmaps = [mtmd.mtmd_bitmap_init(i.width, i.height, _bytes(i.pixels)) for i in images]
-        for digest, bitmap in zip(digests, bitmaps, strict=True):
-            mtmd.mtmd_bitmap_set_id(bitmap, digest.hex().encode())
         chunks = mtmd.mtmd_input_chunks_init()
         parts: list[list[int] | Picture] = []
         tiles: collections.Counter[bytes] = collections.Counter()
+        bitmaps: list[Any] = []
         try:
+            for image in images:
+                bitmaps.append(self._bitmap(image))
+                mtmd.mtmd_bitmap_set_id(bitmaps[-1], image.digest.hex().encode())
             data = prompt.encode("utf-8", "replace")
             text = mtmd.mtmd_input_text(data, len(data), add_special, True)
             array = (ctypes.c_void_p * max(1, len(bitmaps)))(*bitmaps)
@@ -257,22 +262,36 @@ class Vision:
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
 
+    def _bitmap(self, image: Image | Sound) -> Any:
+        if isinstance(image, Sound) is self._sees:
+            raise Unsupported(f"{self.name} reads {'images' if self._sees else 'sounds'} only")
+        if isinstance(image, Image):
+            return mtmd.mtmd_bitmap_init(image.width, image.height, _bytes(image.pixels))
+        bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, _bytes(image.data), len(image.data), False)
+        if not bitmap:
+            raise BadArgument("a sound is no WAV or MP3 file, or damaged", field="images")
+        n_samples, rate = mtmd.mtmd_bitmap_get_nx(bitmap), mtmd.mtmd_get_audio_sample_rate(self._context)
+        if not 0 < n_samples <= MAX_SECONDS * rate:
+            mtmd.mtmd_bitmap_free(bitmap)
+            raise BadArgument(f"a sound has {n_samples // rate} s, not from 0 to {MAX_SECONDS}", field="images")
+        return bitmap
+
     def try_out(self) -> None:
-        """Encodes a small image, so that a damaged tower fails at launch and not in a job. A file that has passed is
-        not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
+        """Encodes a small image or a tone, so that a damaged tower fails at launch and not in a job. A file that has
+        passed is not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
 
         :raises BadModel: the embeddings are not finite.
         """
         passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
         if passed.exists():
             return
-        _logger.warning("trying %s with one image; that is done once for a file", self.name)
+        _logger.warning("trying %s with one input; that is done once for a file", self.name)
         grey = Image(TRY_SIDE, TRY_SIDE, bytes(range(256)) * (3 * TRY_SIDE * TRY_SIDE // 256))
         try:
-            for part in self.tokenize(self._marker, [grey], add_special=False):
+            for part in self.tokenize(self._marker, [grey if self._sees else tone(1.0)], add_special=False):
                 if isinstance(part, Picture) and not np.isfinite(self._encode(part)).all():
                     raise BadModel(
-                        f"{self._path} computes NaN or infinity from an image: its weights are damaged, or its numbers"
+                        f"{self._path} computes NaN or infinity from its input: its weights are damaged, or its numbers"
                         " do not fit them",
                         path=self._path,
                     )
@@ -309,7 +328,7 @@ class Vision:
             stats = device.stats()
             if stats.budget_generation == generation:  # otherwise a smaller budget has ended the encode: try it again
                 raise BudgetBelowFloor(
-                    f"an image of this size needs a VRAM budget of {-(-stats.image_floor_bytes >> 20)} MiB:"
+                    f"an image or sound of this size needs a VRAM budget of {-(-stats.image_floor_bytes >> 20)} MiB:"
                     " raise it or send a smaller one",
                     budget_bytes=stats.budget_bytes,
                     floor_bytes=stats.image_floor_bytes,

@@ -1,4 +1,5 @@
-"""Checks the GGUF header of a vision tower (mmproj) for errors that libmtmd does not check and that end the process.
+"""Checks the GGUF header of a tower (mmproj), which reads images or sounds, for errors that libmtmd does not check and
+that end the process.
 
 libmtmd finds most tensors by name, and many are optional. So a damaged name has an effect only in the first encode,
 which the engine therefore runs at launch.
@@ -18,13 +19,14 @@ from frameshard.plan.header import MAX_LAYERS, Header, Value, Wrong, read_header
 
 _MAX_SIDE = 1 << 14  # pixels
 _MAX_WIDTH = 1 << 20
+_MAX_MELS = 1 << 10
 _MAX_STEP = 64  # the most patches along one side that are merged into one token
-_BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"[va]\.blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class Tower:
-    """A checked mmproj file. ``side`` and ``patch`` are in pixels."""
+    """A checked mmproj file. ``side`` and ``patch`` are in pixels, and 0 for a tower that only hears."""
 
     path: Path
     projector: str
@@ -54,31 +56,53 @@ def _check(path: Path, header: Header) -> Tower:
     arch = metadata.get("general.architecture")
     if arch != "clip":
         wrong(f"general.architecture is {arch!r}, and a vision tower is of clip")
-    if metadata.get("clip.has_vision_encoder") is not True:
-        wrong("clip.has_vision_encoder is not true: nothing in it reads images")
-    projector = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
+    sees = metadata.get("clip.has_vision_encoder") is True
+    if not sees and metadata.get("clip.has_audio_encoder") is not True:
+        wrong(
+            "neither clip.has_vision_encoder nor clip.has_audio_encoder is true: nothing in it reads images or sounds"
+        )
+    kind = "vision" if sees else "audio"
+    projector = metadata.get("clip.projector_type") or metadata.get(f"clip.{kind}.projector_type")
     if not isinstance(projector, str):
         wrong("clip.projector_type is missing")
     if not header.tensors:
         wrong("there are no tensors in it")
-    _check_numbers(metadata)
-    side = _between(metadata, "image_size", 1, _MAX_SIDE)
-    patch = _between(metadata, "patch_size", 1, side)
-    n_layer = _between(metadata, "block_count", 0, MAX_LAYERS)
-    _check_heads(metadata, n_layer)
-    _between(metadata, "feed_forward_length", 0, _MAX_WIDTH, 0)
-    _between(metadata, "projection_dim", 0, _MAX_WIDTH, 0)
-    for name in ("spatial_merge_size", "projector.scale_factor"):
-        _between(metadata, name, 1, _MAX_STEP, 1)
-    _check_order(metadata, "image_min_pixels", "image_max_pixels")
-    _check_order(metadata, "preproc_min_tiles", "preproc_max_tiles")
+    _check_numbers(metadata, kind)
+    n_layer = _between(metadata, kind, "block_count", 0, MAX_LAYERS)
+    _check_heads(metadata, kind, n_layer)
+    _between(metadata, kind, "feed_forward_length", 0, _MAX_WIDTH, 0)
+    _between(metadata, kind, "projection_dim", 0, _MAX_WIDTH, 0)
+    side, patch = _check_images(metadata) if sees else (0, 0)
+    if not sees:
+        _between(metadata, kind, "num_mel_bins", 1, _MAX_MELS)
+        _between(metadata, kind, "projector.stack_factor", 1, _MAX_STEP, 1)
     _check_layers([tensor.name for tensor in header.tensors], n_layer)
     return Tower(path, projector, n_layer, side, patch, header.file_bytes)
 
 
-def _between(metadata: Mapping[str, Value], name: str, low: int, high: int, default: int | None = None) -> int:
-    """The number ``clip.vision.NAME``, between ``low`` and ``high``. It must be there unless there is a default."""
-    key = f"clip.vision.{name}"
+def _check_images(metadata: Mapping[str, Value]) -> tuple[int, int]:
+    """Returns the side of an image and of a patch, in pixels."""
+    side = _between(metadata, "vision", "image_size", 1, _MAX_SIDE)
+    patch = _between(metadata, "vision", "patch_size", 1, side)
+    for name in ("spatial_merge_size", "projector.scale_factor"):
+        _between(metadata, "vision", name, 1, _MAX_STEP, 1)
+    _check_order(metadata, "image_min_pixels", "image_max_pixels")
+    _check_order(metadata, "preproc_min_tiles", "preproc_max_tiles")
+    for name in ("image_mean", "image_std"):
+        key = f"clip.vision.{name}"
+        colours = metadata.get(key)
+        if not isinstance(colours, tuple) or len(colours) < 3 or not all(isinstance(each, float) for each in colours):
+            wrong(f"{key} is {colours}, not three numbers")
+        if name == "image_std" and min(colours) <= 0:
+            wrong(f"{key} is {colours}, not above 0")
+    return side, patch
+
+
+def _between(
+    metadata: Mapping[str, Value], kind: str, name: str, low: int, high: int, default: int | None = None
+) -> int:
+    """The number ``clip.KIND.NAME``, between ``low`` and ``high``. It must be there unless there is a default."""
+    key = f"clip.{kind}.{name}"
     if default is None and key not in metadata:
         wrong(f"{key} is missing")
     value = whole(metadata, key, default or 0)
@@ -87,16 +111,16 @@ def _between(metadata: Mapping[str, Value], name: str, low: int, high: int, defa
     return value
 
 
-def _check_heads(metadata: Mapping[str, Value], n_layer: int) -> None:
+def _check_heads(metadata: Mapping[str, Value], kind: str, n_layer: int) -> None:
     least = 1 if n_layer else 0
-    n_embd = _between(metadata, "embedding_length", least, _MAX_WIDTH)
-    n_head = _between(metadata, "attention.head_count", least, _MAX_WIDTH)
-    head_dim = _between(metadata, "attention.head_dim", 1, _MAX_WIDTH, 0)
+    n_embd = _between(metadata, kind, "embedding_length", least, _MAX_WIDTH)
+    n_head = _between(metadata, kind, "attention.head_count", least, _MAX_WIDTH)
+    head_dim = _between(metadata, kind, "attention.head_dim", 1, _MAX_WIDTH, 0)
     if n_head and not head_dim and n_embd % n_head:
-        wrong(f"clip.vision.attention.head_count is {n_head}, which does not divide an embedding of {n_embd}")
-    n_head_kv = _between(metadata, "attention.head_count_kv", least, max(n_head, least), n_head)
+        wrong(f"clip.{kind}.attention.head_count is {n_head}, which does not divide an embedding of {n_embd}")
+    n_head_kv = _between(metadata, kind, "attention.head_count_kv", least, max(n_head, least), n_head)
     if n_head_kv and n_head % n_head_kv:
-        wrong(f"clip.vision.attention.head_count_kv is {n_head_kv}, which does not divide {n_head} heads")
+        wrong(f"clip.{kind}.attention.head_count_kv is {n_head_kv}, which does not divide {n_head} heads")
 
 
 def _check_layers(names: list[str], n_layer: int) -> None:
@@ -113,7 +137,7 @@ def _check_layers(names: list[str], n_layer: int) -> None:
     for part, found in layers.items():
         if len(found) == n_layer - 1 > 1 and not part.startswith(("ffn_", "exp_")):
             (missing,) = set(range(n_layer)) - found
-            wrong(f"tensor v.blk.{missing}.{part} is missing, and every other layer has one")
+            wrong(f"tensor blk.{missing}.{part} is missing, and every other layer has one")
 
 
 def _check_order(metadata: Mapping[str, Value], low: str, high: str) -> None:
@@ -122,19 +146,12 @@ def _check_order(metadata: Mapping[str, Value], low: str, high: str) -> None:
         wrong(f"clip.vision.{low} is {least} and clip.vision.{high} {most}")
 
 
-def _check_numbers(metadata: Mapping[str, Value]) -> None:
+def _check_numbers(metadata: Mapping[str, Value], kind: str) -> None:
     for key, value in metadata.items():
         if key.startswith("clip."):
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 wrong(f"{key} is {value}, not finite")
-    epsilon = metadata.get("clip.vision.attention.layer_norm_epsilon", 0.0)
+    epsilon = metadata.get(f"clip.{kind}.attention.layer_norm_epsilon", 0.0)
     if not isinstance(epsilon, float) or epsilon < 0:
-        wrong(f"clip.vision.attention.layer_norm_epsilon is {epsilon}, not a number from 0 up")
-    for name in ("image_mean", "image_std"):
-        key = f"clip.vision.{name}"
-        colours = metadata.get(key)
-        if not isinstance(colours, tuple) or len(colours) < 3 or not all(isinstance(each, float) for each in colours):
-            wrong(f"{key} is {colours}, not three numbers")
-        if name == "image_std" and min(colours) <= 0:
-            wrong(f"{key} is {colours}, not above 0")
+        wrong(f"clip.{kind}.attention.layer_norm_epsilon is {epsilon}, not a number from 0 up")

@@ -101,12 +101,12 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class Image:
-    """An image. Its bytes are `data`, or the first `size` bytes of the shared memory at `path`."""
+    """An image or a sound. Its bytes are `data`, or the first `size` bytes of the shared memory at `path`."""
 
     format: Annotated[
         ImageFormat,
-        "`encoded`: a PNG or JPEG file. `rgb`, `rgba`: rows of pixels from top to bottom, 8 bits a channel; alpha is"
-        " ignored.",
+        "`encoded`: a PNG or JPEG file, or a sound as a WAV or MP3 file. `rgb`, `rgba`: rows of pixels from top to"
+        " bottom, 8 bits a channel; alpha is ignored.",
     ]
     data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES), "The bytes of the image; empty if `path` is given."] = b""
     path: Annotated[
