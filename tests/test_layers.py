@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "transport": {"wire"},
     "broker": {"wire", "transport", "frame", "sentences", "text"},
     "images": {"wire"},
-    "options": {"wire", "images"},
+    "tools": {"wire"},
+    "options": {"wire", "images", "tools"},
     "conversation": {"wire"},
     "inbox": set(),
     "client": {"wire", "transport", "frame", "images", "inbox", "options", "conversation"},
@@ -52,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "http",
     },
     "__main__": {"cli"},
-    "__init__": {"client", "conversation", "images", "wire"},
+    "__init__": {"client", "conversation", "images", "tools", "wire"},
 }
 EVERYONES = {"errors", "models", "program"}
 

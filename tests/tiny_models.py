@@ -8,7 +8,7 @@ The vocabulary has the 256 byte tokens, so any text can be tokenised.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,16 @@ import numpy as np
 
 N_VOCAB = 1024
 N_CTX_TRAIN = 4096
+BYTES = 3
+"""The token of byte 0. The tokens of the other bytes follow."""
 
 
 class _File:
     """Collects the keys and tensors of a model file. :meth:`close` writes it."""
 
-    def __init__(self, name: str, path: Path, arch: str, n_layer: int, n_embd: int) -> None:
+    def __init__(
+        self, name: str, path: Path, arch: str, n_layer: int, n_embd: int, marks: Mapping[str, int] | None = None
+    ) -> None:
         self.n_layer, self.n_embd, self._arch = n_layer, n_embd, arch
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self._writer = gguf.GGUFWriter(path, arch)
@@ -31,16 +35,18 @@ class _File:
         self.key("context_length", N_CTX_TRAIN)
         self.key("embedding_length", n_embd)
         self.key("attention.layer_norm_rms_epsilon", 1e-6)
-        self._add_vocabulary()
+        self._add_vocabulary(marks or {})
 
-    def _add_vocabulary(self) -> None:
+    def _add_vocabulary(self, marks: Mapping[str, int]) -> None:
         tokens = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % i for i in range(256))]
+        tokens += [mark.encode() for mark in marks]
         tokens += ["▁w%d".encode() % i for i in range(N_VOCAB - len(tokens))]
         writer = self._writer
         writer.add_tokenizer_model("llama")
         writer.add_token_list(tokens)
         writer.add_token_scores([-float(i) for i in range(N_VOCAB)])
-        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (N_VOCAB - 259))
+        types = [2, 3, 3] + [6] * 256 + list(marks.values())
+        writer.add_token_types(types + [1] * (N_VOCAB - len(types)))
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_unk_token_id(0)
@@ -340,10 +346,13 @@ ARCHS: dict[str, Tiny] = {
 }
 
 
-def make(name: str, path: Path, *, chat_template: str = "") -> None:
-    """Writes the model ``name`` of :data:`ARCHS` to ``path``."""
+def make(name: str, path: Path, *, chat_template: str = "", marks: Mapping[str, int] | None = None) -> None:
+    """Writes the model ``name`` of :data:`ARCHS` to ``path``.
+
+    :param marks: further tokens, with their types as GGUF has them: 3 for a control token, 4 for a user-defined one.
+    """
     tiny = ARCHS[name]
-    file = _File(name, path, tiny.arch, tiny.n_layer, tiny.n_embd)
+    file = _File(name, path, tiny.arch, tiny.n_layer, tiny.n_embd, marks)
     if chat_template:
         file.add_chat_template(chat_template)
     tiny.fill(file)

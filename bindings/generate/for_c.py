@@ -72,6 +72,7 @@ EVENTS = {
     "TOKEN_COUNT": "token_count",
     "EMBEDDINGS": "embeddings",
     "THOUGHT": "thought",
+    "TOOL_CALL": "tool_call",
 }
 
 # Members of fs_event that are called otherwise than their field, by event and field or by field. Those of texts and
@@ -95,6 +96,7 @@ MEMBERS = {
     "KV.detail": "text",
     "READY.name": "text",
     "ADAPTERS.adapters": "detail",
+    "TOOL_CALL.arguments": "text",
 }
 INNER = ("epoch", "seq")  # for the library, not for the program
 

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from frameshard.images import Pixels
+from frameshard.tools import Tool
 from frameshard.wire.messages import Sampling
 '''
 

@@ -159,6 +159,17 @@ typedef struct fs_adapter {
   const char *name;
   double scale;
 } fs_adapter;
+typedef struct fs_tool {
+  const char *name;
+  const char *description;
+  const char *schema;
+} fs_tool;
+typedef struct fs_tool_result {
+  const char *call_id;
+  const char *content;
+  int32_t content_length;
+  int32_t reserved;
+} fs_tool_result;
 typedef struct fs_job_options {
   uint32_t struct_size;
   uint32_t window;
@@ -178,6 +189,9 @@ typedef struct fs_job_options {
   uint64_t thinking_tokens;
   const char *template_keywords;
   uint64_t local_only;
+  const fs_tool *tools;
+  uint64_t n_tools;
+  const char *tool_choice;
 } fs_job_options;
 void fs_job_options_init(fs_job_options *options, uint32_t struct_size);
 typedef struct fs_message {
@@ -188,6 +202,8 @@ typedef struct fs_message {
 } fs_message;
 fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
   uint64_t *job);
+fs_status fs_tool_results(fs_client *client, const fs_tool_result *results, uint32_t n_results, const
+  fs_job_options *options, uint64_t *job);
 fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages, const fs_job_options *options,
   uint64_t *job);
 fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
@@ -255,8 +271,8 @@ enum { FS_EVENT_READY = 1, FS_EVENT_STARTED = 2, FS_EVENT_TEXT = 3, FS_EVENT_DON
   FS_EVENT_STATS = 10, FS_EVENT_REFUSED = 11, FS_EVENT_ENGINE = 12, FS_EVENT_CLOSED = 13, FS_EVENT_LEASE = 14,
   FS_EVENT_NOTICE = 15, FS_EVENT_CAPS = 16, FS_EVENT_PLAN = 17, FS_EVENT_FRAME_BLOCK = 18, FS_EVENT_PROGRESS = 19,
   FS_EVENT_LOADING = 20, FS_EVENT_ADAPTERS = 21, FS_EVENT_KV = 22, FS_EVENT_PAUSED = 23, FS_EVENT_RESUMED = 24,
-  FS_EVENT_TOKEN_COUNT = 25, FS_EVENT_EMBEDDINGS = 26, FS_EVENT_THOUGHT = 27 };
-enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, };
+  FS_EVENT_TOKEN_COUNT = 25, FS_EVENT_EMBEDDINGS = 26, FS_EVENT_THOUGHT = 27, FS_EVENT_TOOL_CALL = 28 };
+enum { FS_REASON_STOP = 1, FS_REASON_LENGTH = 2, FS_REASON_TOOL_CALLS = 3, };
 enum { FS_ENGINE_LOADING = 1, FS_ENGINE_READY = 2, FS_ENGINE_RESTARTING = 3, FS_ENGINE_OFF = 4,
   FS_ENGINE_HIBERNATED = 5, };
 enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2, };
@@ -318,6 +334,8 @@ typedef struct fs_event {
   const float *rows;
   uint64_t n_thought;
   uint64_t remote;
+  const char *call_id;
+  const char *name;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -462,7 +480,7 @@ local LEASE_STATES = { "active", "parked", "hibernated" }
 local LOADING_STAGES = { "read", "profile", "fill" }
 local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state", "http" }
 local PHASES = { "encode", "prefill" }
-local REASONS = { "stop", "length" }
+local REASONS = { "stop", "length", "tool_calls" }
 local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
 -- end of words
 

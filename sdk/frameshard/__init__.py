@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from frameshard.conversation import LoadResult
     from frameshard.errors import FrameshardError
     from frameshard.images import Pixels
+    from frameshard.tools import Tool, tool
     from frameshard.wire.launch import ConnectInfo, ServeConfig
     from frameshard.wire.messages import (
         AdapterInfo,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         Stats,
         Thought,
         TokenCount,
+        ToolCall,
     )
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "conversation": ("LoadResult",),
     "errors": ("FrameshardError",),
     "images": ("Pixels",),
+    "tools": ("Tool", "tool"),
     "wire.launch": ("ConnectInfo", "ServeConfig"),
     "wire.messages": (
         "AdapterInfo",
@@ -68,6 +71,7 @@ _HOMES = {
         "Stats",
         "Thought",
         "TokenCount",
+        "ToolCall",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -106,8 +110,11 @@ __all__ = [
     "Stream",
     "Thought",
     "TokenCount",
+    "Tool",
+    "ToolCall",
     "connect",
     "launch",
+    "tool",
 ]
 
 

@@ -16,6 +16,7 @@ cleanup here is complete although any wait in it may be cancelled.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import weakref
@@ -98,10 +99,12 @@ class Completion(m.Done):
     """A finished answer: the job's last event, and the whole text. Times do not include waiting in the queue.
 
     :param n_dropped: see :attr:`Stream.n_dropped`.
+    :param tool_calls: the calls of tools that the answer ends with.
     """
 
     text: str
     n_dropped: int = 0
+    tool_calls: tuple[m.ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,10 @@ class Stream:
         """Called with each new part of :attr:`thought` while the stream is read."""
         self.remote = False
         """Whether the server of the launch option `fallback` has begun the answer; at its end, whether it ended it."""
+        self.tool_calls: tuple[m.ToolCall, ...] = ()
+        """The calls of tools so far. Each is whole, and its arguments match the tool's schema."""
+        self.on_tool_call: Callable[[m.ToolCall], None] | None = None
+        """Called with each new call, while the stream is read."""
         self._images = images
         self._shared: SharedImages | None = None
         self._turn = conversation
@@ -226,6 +233,9 @@ class Stream:
                 if self.on_paused is not None:
                     self.on_paused(self.paused)
                 continue
+            if isinstance(event, m.ToolCalled):
+                self._add_call(m.ToolCall(event.call_id, event.name, event.arguments))
+                continue
             if isinstance(event, m.Progress):
                 self.progress = event
                 if self.on_progress is not None:
@@ -241,11 +251,20 @@ class Stream:
                 raise error
             if isinstance(event, m.Done):
                 self.remote = event.remote
-                self.result = Completion(**vars(event), text=self.text, n_dropped=self.n_dropped)
+                self.result = Completion(
+                    **vars(event), text=self.text, n_dropped=self.n_dropped, tool_calls=self.tool_calls
+                )
             self._end()
             if isinstance(event, m.Cancelled):
                 raise JobCancelled("the job was cancelled")
         raise StopAsyncIteration
+
+    def _add_call(self, call: m.ToolCall) -> None:
+        self.tool_calls += (call,)
+        if self._turn is not None:
+            self._turn.calls = self.tool_calls
+        if self.on_tool_call is not None:
+            self.on_tool_call(call)
 
     async def completed(self) -> Completion:
         """Reads to the end and returns the whole answer. The stream need not be entered with ``async with``.
@@ -403,11 +422,29 @@ class Client:
         :param options: see :class:`frameshard.options.JobOptions`: `conversation`, `sampling`, `images` (bytes of PNG
             or JPEG files, or :class:`Pixels`), `timeline`, `window`, `sentences` (deltas say where sentences end),
             `priority` (0 to 2; 2 is urgent), `adapters` (scales of loaded LoRA adapters by name), `thinking`
-            (``off``, ``hidden`` or ``shown``) with `thinking_tokens` and `template_keywords`. `timeline` is a
-            number that comes back in each event: a game that loads a saved state can recognise answers to questions
-            from before.
+            (``off``, ``hidden`` or ``shown``) with `thinking_tokens` and `template_keywords`, `tools` (that the model
+            may call: see :meth:`tool_results`) and `tool_choice`. `timeline` is a number that comes back in each event:
+            a game that loads a saved state can recognise answers to questions from before.
         """
         turn = Turn(self._conversations, options.get("conversation"), system, text)
+        return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
+
+    def tool_results(self, results: Mapping[str, object], **options: Unpack[JobOptions]) -> Stream:
+        """Has the model go on after an answer of :meth:`ask` that ended with calls of tools.
+
+        A question instead of results is possible, too: then the calls are forgotten.
+
+        :param results: the result of each call, by its id: a text, or a value that is given to the model as JSON.
+        :param options: as for :meth:`ask`; the `conversation` is needed. Give the `tools` again if the model may call
+            further ones.
+        :raises BadArgument: a result is missing or cannot be written as JSON, or there is no such call. When the stream
+            is entered.
+        """
+        try:
+            texts = {call: value if isinstance(value, str) else json.dumps(value) for call, value in results.items()}
+        except (TypeError, ValueError) as error:
+            raise BadArgument(f"results: {error}", field="results") from None
+        turn = Turn(self._conversations, options.get("conversation"), None, texts)
         return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Stream:
@@ -439,6 +476,9 @@ class Client:
         images = fields.pop("images", ())
         if "adapters" in fields:
             fields["adapters"] = tuple(m.Adapter(name, scale) for name, scale in _by_name(fields["adapters"]))
+
+        if "tools" in fields:
+            fields["tools"] = tuple(tool.wire() for tool in fields["tools"])
 
         def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
             return self._core.submit(kind, **content(), **fields, images=shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from frameshard.errors import BadArgument
@@ -42,7 +43,7 @@ class Conversation:
 
     def save(self, model: m.ModelInfo, writer: str) -> bytes:
         exchanges = saves.newest(self.so_far(), len(self.system.encode()))
-        return saves.write(saves.Save(exchanges, model.fingerprint, self.system, model.template_fingerprint, writer))
+        return saves.write(saves.save_of(exchanges, self.system, model.fingerprint, model.template_fingerprint, writer))
 
 
 class Conversations:
@@ -77,7 +78,7 @@ class Conversations:
         there = self._by_name.get(name)
         if there is not None and there.open is not None:
             raise BadArgument("this conversation's last answer is still open: leave its stream first")
-        self._by_name[name] = Conversation(save.system, save.exchanges)
+        self._by_name[name] = Conversation(save.system, saves.exchanges_of(save))
         return LoadResult(
             _same(save.model, model.fingerprint),
             _same(save.template, model.template_fingerprint),
@@ -85,11 +86,18 @@ class Conversations:
 
 
 class Turn:
-    """One question in a conversation."""
+    """One question in a conversation, or the results of the calls that its last answer ended with.
 
-    def __init__(self, conversations: Conversations, name: str | None, system: str | None, question: str) -> None:
+    :param question: the text of the question, or the results by the ids of the calls.
+    """
+
+    def __init__(
+        self, conversations: Conversations, name: str | None, system: str | None, question: str | Mapping[str, str]
+    ) -> None:
         self.answer = ""
         """The text of the answer that was read so far."""
+        self.calls: tuple[m.ToolCall, ...] = ()
+        """The calls of the answer that were read so far."""
         self.n_dropped = 0
         """How many of the oldest exchanges are not in the prompt, because they do not fit."""
         self._n_forgotten = 0
@@ -97,36 +105,51 @@ class Turn:
         self._name = name
         self._conversation = Conversation()
         self._system = system
-        self._system_before = ""
-        self._question = question
+        self._asked = question
+        self._before: tuple[str, list[saves.Exchange]] = "", []  # system text and exchanges
+        self._so_far = saves.Exchange("", "")  # without this answer
+        self._waiting: list[saves.Exchange] = []
+        """The exchange whose calls get results. It stays as it is if there is no answer."""
 
     def messages(self) -> tuple[m.ChatMessage, ...]:
         """The prompt: as much of the conversation as fits into a message, and the question."""
         conversation = self._conversation
-        texts = conversation.system + self._question
-        other_bytes = len(texts.encode(errors="replace"))
+        other_bytes = len(conversation.system.encode(errors="replace")) + self._so_far.n_bytes
         exchanges = saves.newest(conversation.exchanges, other_bytes)
         self.n_dropped = self._n_forgotten + len(conversation.exchanges) - len(exchanges)
-        return (*_messages(conversation.system, exchanges), m.ChatMessage("user", self._question))
+        question = (m.ChatMessage("user", self._so_far.question), *self._so_far.steps)
+        return (*_messages(conversation.system, exchanges), *question)
 
     def exchange(self) -> list[saves.Exchange]:
-        """The question and its answer; nothing if no text of the answer was read."""
+        """The question and its answer; if nothing of the answer was read, only what was there before."""
         answer = self.answer.encode()[: codec.CLIENT.string].decode(errors="ignore")
-        return [(self._question, answer)] if answer else []
+        question, _, steps = self._so_far
+        if self.calls:
+            return [saves.Exchange(question, "", (*steps, m.ChatMessage("assistant", answer, self.calls)))]
+        return [saves.Exchange(question, answer, steps)] if answer else self._waiting
 
     def begin(self) -> None:
         conversation = self._conversations.find(self._name)
         if conversation.open is not None:
             raise BadArgument("this conversation's last answer is still open: leave its stream first")
+        self._before = conversation.system, list(conversation.exchanges)
+        waiting = conversation.exchanges[-1:] if conversation.exchanges and conversation.exchanges[-1].waiting else []
+        if isinstance(self._asked, str):
+            self._so_far = saves.Exchange(self._asked, "")
+            kept = [_without_calls(exchange) for exchange in waiting]
+        else:
+            self._so_far, self._waiting, kept = _with_results(waiting, self._asked), waiting, []
+        if waiting:
+            conversation.exchanges[-1:] = [exchange for exchange in kept if exchange.answer]
         conversation.open = self
         self._conversation = conversation
-        self._system_before = conversation.system
         if self._system is not None:
             conversation.system = self._system
 
     def take_back(self) -> None:
-        """The question could not be sent: the conversation has its system text from before."""
-        self._conversation.system = self._system_before
+        """The question could not be sent: the conversation is as it was before."""
+        self._conversation.system, self._conversation.exchanges = self._before
+        self._waiting = []
 
     def shorten(self) -> bool:
         """Forgets the oldest question and answer of the conversation.
@@ -145,14 +168,24 @@ class Turn:
         conversation.exchanges += self.exchange()
 
 
+def _without_calls(exchange: saves.Exchange) -> saves.Exchange:
+    """An exchange whose last calls got no results, without them. The texts beside calls are its answer."""
+    return saves.Exchange(exchange.question, exchange.steps[-1].content, exchange.steps[:-1])
+
+
+def _with_results(waiting: list[saves.Exchange], results: Mapping[str, str]) -> saves.Exchange:
+    if not waiting:
+        raise BadArgument("the last answer of this conversation has no calls of tools", field="results")
+    calls = [call.id for call in waiting[0].steps[-1].tool_calls]
+    if set(calls) != results.keys():
+        raise BadArgument(f"give a result for each of the calls {', '.join(calls)}, and for no other", field="results")
+    told = (m.ChatMessage("tool", results[call], tool_call_id=call) for call in calls)
+    return saves.Exchange(waiting[0].question, "", (*waiting[0].steps, *told))
+
+
 def _messages(system: str, exchanges: list[saves.Exchange] | tuple[saves.Exchange, ...]) -> tuple[m.ChatMessage, ...]:
     first = (m.ChatMessage("system", system),) if system else ()
-    told = (
-        message
-        for question, answer in exchanges
-        for message in (m.ChatMessage("user", question), m.ChatMessage("assistant", answer))
-    )
-    return (*first, *told)
+    return (*first, *(message for exchange in exchanges for message in exchange.messages()))
 
 
 def _same(saved: str, loaded: str) -> bool:

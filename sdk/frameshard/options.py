@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from frameshard.images import Pixels
+from frameshard.tools import Tool
 from frameshard.wire.messages import Sampling
 
 
@@ -155,6 +156,11 @@ class JobOptions(TypedDict, total=False):
     """A JSON object with further variables for the model's chat template, such as `reasoning_effort`; empty: none."""
     local_only: bool
     """The job never goes to the server of the launch option `fallback`. By default False."""
+    tools: Sequence[Tool]
+    """The tools that the model may call; only for a chat."""
+    tool_choice: str
+    """`auto`: the answer is text, or ends with calls. `required`: it is calls. `none`: it is text. The name of a tool:
+    it is calls of this tool. By default auto."""
 
 
 class LeaseTerms(TypedDict, total=False):

@@ -22,7 +22,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -71,6 +71,7 @@ __all__ = [
     "TextAdded",
     "ThoughtAdded",
     "TokenCountArrived",
+    "ToolCalled",
 ]
 
 T = TypeVar("T")
@@ -88,6 +89,8 @@ class Job:
         self.text = ""
         self.thought = ""
         """What the model has thought so far, if `thinking` is ``shown``."""
+        self.tool_calls: tuple[m.ToolCall, ...] = ()
+        """The calls of tools so far."""
         self.paused = False
         """True while a job of higher priority has its place. It continues on its own."""
         self.result: Completion | None = None
@@ -135,6 +138,14 @@ class ThoughtAdded:
 
     job: Job
     thought: m.Thought
+
+
+@dataclass(frozen=True)
+class ToolCalled:
+    """A job's answer calls a tool. After :class:`Finished`, give the results to :meth:`Sidecar.tool_results`."""
+
+    job: Job
+    call: m.ToolCall
 
 
 @dataclass(frozen=True)
@@ -335,6 +346,7 @@ Event = (
     Ready
     | TextAdded
     | ThoughtAdded
+    | ToolCalled
     | Progressed
     | Paused
     | Resumed
@@ -442,6 +454,8 @@ class Sidecar:
                 event.job.text += event.text
             elif isinstance(event, ThoughtAdded):
                 event.job.thought += event.thought.text
+            elif isinstance(event, ToolCalled):
+                event.job.tool_calls += (event.call,)
             elif isinstance(event, (Paused, Resumed)):
                 event.job.paused = isinstance(event, Paused)
             elif isinstance(event, Finished):
@@ -457,6 +471,11 @@ class Sidecar:
         """See :meth:`frameshard.Client.ask`. Questions of one conversation are answered one after the other."""
         conversation = options.get("conversation")
         return self._begin(conversation, lambda client: client.ask(text, system=system, **options))
+
+    def tool_results(self, results: Mapping[str, object], **options: Unpack[JobOptions]) -> Job:
+        """See :meth:`frameshard.Client.tool_results`."""
+        conversation = options.get("conversation")
+        return self._begin(conversation, lambda client: client.tool_results(results, **options))
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.chat`."""
@@ -831,6 +850,7 @@ class Sidecar:
 
         stream.on_progress = progressed
         stream.on_thought = lambda thought: self._put(ThoughtAdded(job, thought))
+        stream.on_tool_call = lambda call: self._put(ToolCalled(job, call))
         stream.on_paused = lambda paused: self._put(Paused(job) if paused else Resumed(job))
         async with stream:
             async for delta in stream:

@@ -145,6 +145,7 @@ REQUESTS = _sections("Requests")
 ANSWERS = _sections("Answers") | _sections("Events of a job")
 RECORDS = _sections("Records")
 SAVE = _sections("Saves")["Save"]
+RECORDS["Step"] = _sections("Saves")["Step"]
 
 
 def _fits(fields: tuple[Field, ...], value: Any, strict: bool) -> bool:
@@ -257,11 +258,14 @@ def save(data: bytes) -> dict[str, Any]:
         raise Malformed("no save")
     if int.from_bytes(data[8:12], "little") != zlib.crc32(data[:8] + data[12:]):
         raise Malformed("damaged")
-    if int.from_bytes(data[4:8], "little") != 1:
+    if (number := int.from_bytes(data[4:8], "little")) not in (1, 2):
         raise Malformed("newer")
     fields = read(data[12:])
-    if not _fits(SAVE, fields, True):
+    steps = fields.get("steps", [])
+    if not _fits(SAVE, fields, True) or (number == 2) != bool(steps):
         raise Malformed("wrong fields")
+    if any(step["exchange"] >= len(fields["exchanges"]) for step in steps):
+        raise Malformed("a step of no exchange")
     return fields
 
 

@@ -29,6 +29,7 @@ from frameshard.wire import saves
 VECTORS = Path(__file__).parents[2] / "bindings" / "vectors"
 EPOCH = 2**53 - 1
 TALK = (m.ChatMessage("system", "You keep an inn."), m.ChatMessage("user", "Zwei Zimmer, bitte: für ñandú und 猫 🐈."))
+LOOK = m.ToolCall("def", "look", "{}")
 FLOOR = errors.BudgetBelowFloor("the floor is 16777216 bytes", budget_bytes=1, floor_bytes=16777216)
 MODEL = m.ModelInfo(
     "innkeeper.gguf",
@@ -52,6 +53,20 @@ VALID: dict[str, m.Message] = {
     "hello-notices": m.Hello(1, 1, "my game", notices=True),
     "hello-again": m.Hello(9, 1, "my game", epoch=EPOCH, session=4711),
     "submit-chat": m.Submit(2, EPOCH, 7, "chat", messages=TALK, conversation="innkeeper", timeline=3),
+    "submit-tools": m.Submit(
+        27,
+        EPOCH,
+        14,
+        "chat",
+        messages=(
+            *TALK,
+            m.ChatMessage("assistant", "Hm.", (m.ToolCall("abc", "price", '{"item": "Süß"}'), LOOK)),
+            m.ChatMessage("tool", "12", tool_call_id="abc"),
+            m.ChatMessage("tool", "", tool_call_id="def"),
+        ),
+        tools=(m.Tool("price", "What it costs.", '{"properties": {"item": {"type": "string"}}}'), m.Tool("look")),
+        tool_choice="required",
+    ),
     "submit-completion": m.Submit(
         3,
         EPOCH,
@@ -200,6 +215,7 @@ VALID: dict[str, m.Message] = {
     "delta": m.Delta(**{**PLACE, "seq": 1}, text="Zimmer für die 猫? 🐈", tokens=9),
     "delta-sentence_end": m.Delta(**{**PLACE, "seq": 2}, text="走。", tokens=0, sentence_end=True),
     "thought": m.Thought(**{**PLACE, "seq": 1}, text="Ein Zimmer? 猫!", tokens=7),
+    "tool_call": m.ToolCalled(**{**PLACE, "seq": 2}, call_id="x1y2z3abc", name="price", arguments='{"item": "好"}'),
     "paused": m.Paused(**{**PLACE, "seq": 2}),
     "resumed": m.Resumed(**{**PLACE, "seq": 3}),
     "done": m.Done(
@@ -262,6 +278,15 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "claims-4-gi": (b"\x81\xa1t\xdd\xff\xff\xff\xff", "an array that claims to have 2^32 - 1 elements"),
 }
 
+CALL = {"id": "def", "name": "look", "arguments": "{}"}
+
+
+def calling(calls: list[Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A chat whose last answer has calls."""
+    answer = {"role": "assistant", "content": "", "tool_calls": calls or [CALL]}
+    return submit(kind="chat", prompt=None, messages=[{"role": "user", "content": "x"}, answer], **more)
+
+
 # The frame is valid, and the message is not.
 BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "no-t": ({"id": 1, "epoch": 5}, "no t"),
@@ -281,6 +306,18 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "chat-with-prompt": (submit(kind="chat", messages=[{"role": "user", "content": "x"}]), "a chat with a prompt"),
     "completion-without-prompt": (submit(prompt=""), "a completion without a prompt"),
     "messages-map": (submit(kind="chat", prompt=None, messages={"role": "user"}), "messages is a map"),
+    "tools-65": (calling(tools=[{"name": f"t{i}"} for i in range(65)]), "65 tools"),
+    "tools-name": (calling(tools=[{"name": ""}]), "a tool without a name"),
+    "tools-schema": (calling(tools=[{"name": "t", "schema": {}}]), "a schema that is no text"),
+    "tool_choice-empty": (calling(tool_choice=""), "an empty choice of tools"),
+    "tool_calls-17": (
+        calling(calls=[CALL] * 17),
+        "a message with 17 calls",
+    ),
+    "tool_calls-arguments": (
+        calling(calls=[{"id": "a", "name": "t"}]),
+        "a call without arguments",
+    ),
     "role": (submit(kind="chat", prompt=None, messages=[{"role": "narrator", "content": "x"}]), "an unknown role"),
     "window-0": (submit(window=0), "a window of 0"),
     "window-257": (submit(window=257), "a window of 257"),
@@ -443,21 +480,41 @@ def make() -> dict[str, bytes]:
 MIRA = saves.Save(
     exchanges=(("Any rooms left?", "One, under the roof."), ("Für zwei? 好 🐈", "Für zwei.")),
     model="ab" * 32,
+    steps=(),
     system="You are Mira, an innkeeper.",
     template="cd" * 32,
     writer="python",
 )
+SOLD = saves.save_of(
+    [
+        saves.Exchange("Any rooms left?", "One."),
+        saves.Exchange(
+            "What does it cost?",
+            "Two gold.",
+            (
+                m.ChatMessage("assistant", "Let me see. 好", (m.ToolCall("abc123xyz", "price", '{"item": "Süß"}'),)),
+                m.ChatMessage("tool", "2 gold", tool_call_id="abc123xyz"),
+            ),
+        ),
+        saves.Exchange("And a horse?", "", (m.ChatMessage("assistant", "", (m.ToolCall("call_2", "stable", "{}"),)),)),
+    ],
+    "You are Mira.",
+    "ab" * 32,
+    "",
+    "python",
+)
 SAVES = {
+    "calls": (SOLD, "calls of tools; the last one waits for its result"),
     "conversation": (MIRA, "a conversation of two exchanges"),
-    "empty": (saves.Save((), "", "", "", ""), "nothing was said; model and template are not known"),
+    "empty": (saves.Save((), "", (), "", "", ""), "nothing was said; model and template are not known"),
     "long": (
-        saves.Save((("q" * 300, "a" * 65536), *[("", "x")] * 40), "", "s" * 40, "", "c"),
+        saves.Save((("q" * 300, "a" * 65536), *[("", "x")] * 40), "", (), "s" * 40, "", "c"),
         "texts and arrays whose lengths take two and four bytes",
     ),
 }
 
 
-def sealed(body: bytes, *, magic: bytes = b"FSSV", number: int = saves.FORMAT) -> bytes:
+def sealed(body: bytes, *, magic: bytes = b"FSSV", number: int = 1) -> bytes:
     """A save with the right checksum."""
     head = magic + number.to_bytes(4, "little")
     return head + zlib.crc32(head + body).to_bytes(4, "little") + body
@@ -489,6 +546,17 @@ def _bad_saves() -> dict[str, tuple[bytes, str]]:
         "string": ({**fields, "system": "s" * 65537}, "a text of 65537 bytes"),
         "many": ({**fields, "exchanges": [["x", "y"]] * 1025}, "1025 exchanges"),
     }
+    calls: dict[str, Any] = msgpack.unpackb(saves.write(SOLD)[12:])
+    step = calls["steps"][0]
+    new_bodies: dict[str, tuple[Any, str]] = {
+        "no-steps": (fields, "format 2 without steps"),
+        "step-exchange": ({**calls, "steps": [{**step, "exchange": 3}]}, "a step of no exchange"),
+        "step-role": ({**calls, "steps": [{**step, "role": "actor"}]}, "a step with an unknown role"),
+        "step-unknown": ({**calls, "steps": [{**step, "mood": "good"}]}, "a step with an unknown field"),
+        "step-call": ({**calls, "steps": [{**step, "tool_calls": [{"id": "x"}]}]}, "a call without a name"),
+    }
+    bad |= {name: (sealed(msgpack.packb(body), number=2), about) for name, (body, about) in new_bodies.items()}
+    bodies["steps-too-old"] = calls, "steps in format 1"
     bad |= {name: (sealed(msgpack.packb(body)), about) for name, (body, about) in bodies.items()}
     return {**bad, "claims-4-gi": (sealed(b"\x81\xa9exchanges\xdd\xff\xff\xff\xff"), "an array that claims 2^32 - 1")}
 
@@ -500,11 +568,17 @@ def make_saves() -> dict[str, bytes]:
     for name, (save, about) in SAVES.items():
         files[f"{name}.save"] = saves.write(save)
         row = {"file": f"{name}.save", "valid": True, "about": about}
-        index.append({**row, "save": plain(dataclasses.asdict(save))})
+        index.append({**row, "save": as_written(save)})
     for name, (content, about) in _bad_saves().items():
         files[f"invalid-{name}.save"] = content
         index.append({"file": f"invalid-{name}.save", "valid": False, "about": about})
     return {**files, "index.json": as_index(index)}
+
+
+def as_written(save: saves.Save) -> Any:
+    """The fields of a save as JSON, without steps if there are none."""
+    fields = plain(dataclasses.asdict(save))
+    return fields if fields["steps"] else {name: value for name, value in fields.items() if name != "steps"}
 
 
 def as_index(rows: list[dict[str, Any]]) -> bytes:

@@ -140,10 +140,10 @@ def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
     with Runtime.load(config) as runtime:
         pieces = [runtime.tokenizer.piece(token) for token in range(runtime.n_vocab)]
         for name, schema in SCHEMAS.items():
-            grammar = runtime.forms.grammar(Form("json_schema", json.dumps(schema)))
+            form = Form("json_schema", json.dumps(schema))
             endless = 0
             for seed in range(200):
-                draw, matcher, said = random.Random(f"{name} {seed}"), runtime.forms.matcher(grammar), b""
+                draw, matcher, said = random.Random(f"{name} {seed}"), runtime.forms.matcher(form), b""
                 for _ in range(2000):
                     token = int(draw.choice(matcher.allowed()))
                     if runtime.tokenizer.is_end(token):
@@ -253,8 +253,7 @@ def test_forms_that_cannot_be_used(tiny: EngineProcess, form: dict[str, object],
 def test_control_tokens_are_no_text(model_path: Path) -> None:
     config = EngineConfig(str(model_path), n_ctx=512, n_parallel=1, n_threads=1)
     with Runtime.load(config) as runtime:
-        grammar = runtime.forms.grammar(Form("json_schema", '{"type": "string"}'))
-        matcher = runtime.forms.matcher(grammar)
+        matcher = runtime.forms.matcher(Form("json_schema", '{"type": "string"}'))
         for token in runtime.tokenizer.tokenize('"a', add_special=False):
             matcher.accept(token)
         allowed = set(matcher.allowed().tolist())

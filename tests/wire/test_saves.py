@@ -8,9 +8,13 @@ import tracemalloc
 import pytest
 
 from frameshard.errors import BadSave
+from frameshard.wire import messages as m
 from frameshard.wire import saves
 
-MIRA = saves.Save((("Any rooms left?", "One. 🐈"), ("Für zwei?", "Ja.")), "ab" * 32, "Be kind.", "cd" * 32, "python")
+CALL = m.ToolCall("abc", "price", '{"item": "room"}')
+STEPS = m.ChatMessage("assistant", "", (CALL,)), m.ChatMessage("tool", "2 gold", tool_call_id="abc")
+TOLD = [saves.Exchange("Any rooms left?", "One. 🐈"), saves.Exchange("Für zwei?", "Ja.", STEPS)]
+MIRA = saves.save_of(TOLD, "Be kind.", "ab" * 32, "cd" * 32, "python")
 
 
 def damaged(data: bytes, dice: random.Random) -> bytes:
@@ -41,10 +45,25 @@ def test_a_large_save_is_refused_before_it_is_decoded() -> None:
 
 
 def test_the_newest_exchanges_that_fit_are_kept() -> None:
-    exchanges = [(f"question {index}", "a" * 40) for index in range(1000)]
+    exchanges = [saves.Exchange(f"question {index}", "a" * 40) for index in range(1000)]
     assert saves.newest(exchanges, 0) == tuple(exchanges[-510:])
-    long = [(f"question {index}", "ä" * 32768) for index in range(20)]
+    long = [saves.Exchange(f"question {index}", "ä" * 32768) for index in range(20)]
     kept = saves.newest(long, 100)
     assert kept == tuple(long[-13:])
-    assert saves.read(saves.write(saves.Save(kept, "", "s" * 100, "", ""))).exchanges == kept
-    assert len(saves.write(saves.Save(kept, "", "s" * 65536, "", ""))) <= saves.MAX_BYTES
+    assert saves.exchanges_of(saves.read(saves.write(saves.save_of(kept, "s" * 100, "", "", "")))) == kept
+    assert len(saves.write(saves.save_of(kept, "s" * 65536, "", "", ""))) <= saves.MAX_BYTES
+
+
+def test_calls_and_results_are_kept() -> None:
+    """A save without them is as it was before there were tools."""
+    assert saves.exchanges_of(saves.read(saves.write(MIRA))) == tuple(TOLD)
+    assert saves.write(MIRA)[4:8] == b"\2\0\0\0"
+    plain = saves.write(saves.save_of(TOLD[:1], "Be kind.", "", "", "python"))
+    assert plain[4:8] == b"\1\0\0\0"
+    assert b"steps" not in plain
+    many = [saves.Exchange("q", "a", STEPS)] * 1000
+    assert len(saves.newest(many, 0)) == 255
+    large = m.ChatMessage("assistant", "", (m.ToolCall("x", "y", "z" * 60_000),) * 4)
+    kept = saves.newest([saves.Exchange("q", "a", (large,))] * 10, 0)
+    assert len(kept) == 3
+    assert len(saves.write(saves.save_of(kept, "s" * 65536, "", "", ""))) <= saves.MAX_BYTES

@@ -439,6 +439,21 @@ typedef struct fs_adapter {
     double scale;     /* how strongly it changes the model, -4..4; 1: as it was trained, 0: not at all */
 } fs_adapter;
 
+/* A function of the program that the model may call. Texts end with a NUL. */
+typedef struct fs_tool {
+    const char *name;        /* 1 to 64 letters, digits, '_' and '-'; not "auto", "required" or "none" */
+    const char *description; /* what it does and when to use it, for the model; NULL: none */
+    const char *schema;      /* JSON schema of the arguments, which are an object; NULL: it has no arguments */
+} fs_tool;
+
+/* The result of a call. */
+typedef struct fs_tool_result {
+    const char *call_id;    /* event.call_id of the call */
+    const char *content;    /* the result, for the model; at most 65536 bytes */
+    int32_t content_length; /* bytes, or FS_NUL_TERMINATED */
+    int32_t reserved;       /* 0 */
+} fs_tool_result;
+
 /* Options of a job. */
 typedef struct fs_job_options {
     uint32_t struct_size;        /* set by fs_job_options_init */
@@ -472,6 +487,11 @@ typedef struct fs_job_options {
     const char *template_keywords; /* a JSON object with further variables for the model's chat template, at most 8192
                                       bytes; NULL (default): none */
     uint64_t local_only;           /* 1: the job never goes to the server of the launch option `fallback`. Default 0 */
+    const fs_tool *tools;          /* that the model may call: FS_EVENT_TOOL_CALL; not for fs_complete. NULL (default):
+                                    none */
+    uint64_t n_tools;              /* number of `tools`, at most 64 */
+    const char *tool_choice; /* "auto": the answer is text, or ends with calls. "required": it is calls. "none": it
+                                    is text. The name of a tool: it is calls of this tool. NULL (default): auto */
 } fs_job_options;
 
 /* Sets struct_size and every default. Pass sizeof(fs_job_options) as `struct_size`. [any thread] */
@@ -495,6 +515,14 @@ typedef struct fs_message {
 FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
                         uint64_t *job);
 
+/* Has the model go on after an answer of fs_ask that ended with calls of tools: `results` has one for each call.
+ * options->conversation is needed, and options->tools again if the model may call further ones. A question instead of
+ * results is possible, too: then the calls are forgotten.
+ * Returns FS_BAD_ARGUMENT if a result is missing, if there is no such call, or if an answer of the conversation is
+ * open. [client] */
+FS_API fs_status fs_tool_results(fs_client *client, const fs_tool_result *results, uint32_t n_results,
+                                 const fs_job_options *options, uint64_t *job);
+
 /* Like fs_ask, for callers that keep the history themselves: `messages` is the whole prompt. options->conversation only
  * names the KV cache to keep, so that a later prompt that begins with the same messages is computed faster. [client] */
 FS_API fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages,
@@ -515,7 +543,8 @@ FS_API fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t prior
 /* ---- conversations --------------------------------------------------------------------------------------------- */
 
 /* The history of a conversation of fs_ask is its system text and its questions and answers. An answer that is open, or
- * was ended early, is in it as far as it was polled; a question without any text of an answer is not. */
+ * was ended early, is in it as far as it was polled; a question without any text of an answer is not. So are calls of
+ * tools and their results. fs_history gives results as messages with the role "tool", and leaves calls out. */
 
 /* Sets *messages to an array of *n_messages, oldest first: the history of a conversation. It is valid until the next
  * fs_history or fs_close of this client. Also works after FS_EVENT_CLOSED. [client] */
@@ -777,14 +806,18 @@ enum {
     FS_EVENT_EMBEDDINGS = 26,
     /* The next part of what the model thinks before it answers; in no FS_EVENT_TEXT. Only for jobs with `thinking`
        "shown". job, timeline, text, tokens. */
-    FS_EVENT_THOUGHT = 27
+    FS_EVENT_THOUGHT = 27,
+    /* The answer calls a tool. job, timeline, call_id, name, text: the arguments, JSON that matches the tool's schema.
+       The calls come before FS_EVENT_DONE; then give their results to fs_tool_results. */
+    FS_EVENT_TOOL_CALL = 28
 };
 
 /* Why an answer is complete. */
 enum {
     /* generated: Reason */
-    FS_REASON_STOP = 1,   /* the model ended the answer, or a stop string came */
-    FS_REASON_LENGTH = 2, /* max_tokens was reached */
+    FS_REASON_STOP = 1,       /* the model ended the answer, or a stop string came */
+    FS_REASON_LENGTH = 2,     /* max_tokens was reached */
+    FS_REASON_TOOL_CALLS = 3, /* the answer ends with calls of tools */
     /* end of Reason */
 };
 /* State of the engine process. */
@@ -859,8 +892,8 @@ typedef struct fs_event {
        sentence or a thought ends inside a token.
        FS_EVENT_THOUGHT: Number of tokens of this part, including tokens without text. */
     uint32_t tokens;
-    /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached.
-       FS_REASON_..., or 0 for a value that this library does not know. */
+    /* `stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached. `tool_calls`:
+       the answer ends with calls of tools. FS_REASON_..., or 0 for a value that this library does not know. */
     uint32_t reason;
     /* FS_EVENT_STARTED: Length of the prompt in tokens; 0: not known, because the job is at a server.
        FS_EVENT_DONE: Length of the prompt in tokens. */
@@ -971,6 +1004,10 @@ typedef struct fs_event {
        FS_EVENT_DONE: True if the server of the launch option `fallback` has ended the answer. The numbers of
        tokens are those that it reports; 0: it reports none. */
     uint64_t remote;
+    /* Id of the call, which its result repeats. */
+    const char *call_id;
+    /* Name of the tool. */
+    const char *name;
     /* end of fs_event */
 } fs_event;
 

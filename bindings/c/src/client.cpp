@@ -181,6 +181,25 @@ fs_client &open_client(fs_client *client) {
     return *client;
 }
 
+json tools_of(const fs_tool *tools, uint64_t n_tools) {
+    check_range("n_tools", double(n_tools), 0, 64);
+    json told = json::array();
+    for (uint64_t i = 0; i < n_tools; ++i) {
+        if (tools == nullptr) {
+            refuse(FS_BAD_ARGUMENT, "tools is NULL");
+        }
+        json tool = {{"name", text_of("name", tools[i].name, 1, 64)}};
+        if (tools[i].description != nullptr) {
+            tool["description"] = text_of("description", tools[i].description, 0, kMaxString);
+        }
+        if (tools[i].schema != nullptr) {
+            tool["schema"] = text_of("schema", tools[i].schema, 0, kMaxString);
+        }
+        told.push_back(std::move(tool));
+    }
+    return told;
+}
+
 /* Returns the fields of `submit` for the options. Sets *conversation and *system, and adds the images to *images. */
 json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system,
                 Images *images) {
@@ -240,6 +259,12 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
         fs_sampling sampling;
         fs_sampling_init(&sampling, sizeof sampling);
         fields["sampling"] = fields_of(known_part(options.sampling, sampling, "fs_sampling_init"));
+    }
+    if (options.n_tools != 0) {
+        fields["tools"] = tools_of(options.tools, options.n_tools);
+    }
+    if (options.tool_choice != nullptr) {
+        fields["tool_choice"] = text_of("tool_choice", options.tool_choice, 1, 64);
     }
     check_range("n_images", options.n_images, 0, 8);
     if (options.n_images > 0) {
@@ -646,6 +671,31 @@ fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const
     });
 }
 
+fs_status fs_tool_results(fs_client *client, const fs_tool_result *results, uint32_t n_results,
+                          const fs_job_options *options, uint64_t *job) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        std::string conversation;
+        const char *system = nullptr;
+        Images images;
+        json fields = job_fields("chat", options, &conversation, &system, &images);
+        if (conversation.empty()) {
+            refuse(FS_BAD_ARGUMENT, "results need the conversation of their calls");
+        }
+        check_range("n_results", n_results, 1, 16);
+        std::map<std::string, std::string> told;
+        for (uint32_t i = 0; i < n_results; ++i) {
+            if (results == nullptr) {
+                refuse(FS_BAD_ARGUMENT, "results is NULL");
+            }
+            told[text_of("call_id", results[i].call_id, 1, 64)] =
+                text_of("content", results[i].content, results[i].content_length, 0, kMaxString);
+        }
+        open.begun(open.session.answer_calls(told, conversation, std::move(fields)), std::move(images), job);
+        open.flush();
+    });
+}
+
 fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages, const fs_job_options *options,
                   uint64_t *job) {
     return guarded([&] {
@@ -710,7 +760,6 @@ fs_status fs_history(fs_client *client, const char *conversation, const fs_messa
         }
         Save told = client->session.saved(text_of("conversation", conversation, 1, kMaxName));
         std::vector<fs_message> list;
-        list.reserve(1 + 2 * told.exchanges.size());
         client->told = std::move(told);
         auto add = [&](const char *role, const std::string &text) {
             list.push_back({role, text.c_str(), int32_t(text.size()), 0});
@@ -720,7 +769,12 @@ fs_status fs_history(fs_client *client, const char *conversation, const fs_messa
         }
         for (const Exchange &exchange : client->told.exchanges) {
             add("user", exchange.question);
-            add("assistant", exchange.answer);
+            for (const json &step : exchange.steps) {
+                add(step["role"] == "tool" ? "tool" : "assistant", step["content"].get_ref<const std::string &>());
+            }
+            if (!exchange.answer.empty() || exchange.steps.empty()) {
+                add("assistant", exchange.answer);
+            }
         }
         client->messages = std::move(list);
         *messages = client->messages.data();
@@ -932,6 +986,8 @@ int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_
             event.fields.detail = event.detail.c_str();
             event.fields.detail_length = uint32_t(event.detail.size());
             event.fields.rows = event.rows.data();
+            event.fields.call_id = event.call_id.c_str();
+            event.fields.name = event.name.c_str();
             char *place = reinterpret_cast<char *>(events) + size_t(count) * event_size;
             fill(reinterpret_cast<fs_event *>(place), event_size, event.fields);
             if (frameshard_core::is_end(event.fields.type)) {

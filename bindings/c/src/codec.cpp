@@ -357,6 +357,15 @@ const std::vector<Message> &messages() {
             {"text", Type::Text, 1, 65536},
             {"tokens", Type::Int, 0, kMost},
         }},
+        {"tool_call", {
+            {"job", Type::Int, 1, kMost},
+            {"seq", Type::Int, 0, kMost},
+            {"epoch", Type::Int, 1, kMost},
+            {"timeline", Type::Int, 0, kMost},
+            {"call_id", Type::Text, 1, 64},
+            {"name", Type::Text, 1, 64},
+            {"arguments", Type::Text, 0, 65536},
+        }},
         {"paused", {
             {"job", Type::Int, 1, kMost},
             {"seq", Type::Int, 0, kMost},

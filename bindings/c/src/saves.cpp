@@ -1,5 +1,6 @@
 #include "saves.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "codec.h"
@@ -9,12 +10,13 @@ namespace frameshard_core {
 namespace {
 
 constexpr char kMagic[] = {'F', 'S', 'S', 'V'};
-constexpr uint32_t kFormat = 1;
+constexpr uint32_t kFormat = 2;          // of a save with steps; one without has format 1
 constexpr size_t kHead = 8, kStart = 12; // the checksum stands between
 constexpr size_t kMaxFingerprint = 64, kMaxWriter = 64;
-constexpr size_t kMaxExchanges = 510;
+constexpr size_t kMaxMessages = 1020;
 constexpr size_t kMaxTextBytes = kMaxFrame - 2 * kMaxString;
-constexpr size_t kExchangeBytes = 64; // of a frame, for names and lengths around the texts of one exchange
+constexpr size_t kRecordBytes = 64; // of a frame, for names and lengths around the texts of an exchange, step or call
+constexpr size_t kMaxId = 64, kMaxCalls = 16;
 
 /* The CRC-32 of zlib and PNG. */
 uint32_t crc32(uint32_t crc, const char *data, size_t size) {
@@ -60,7 +62,7 @@ std::deque<Exchange> exchanges_of(const json &fields) {
         const json &pair = (*found)[i];
         right = pair.is_array() && pair.size() == 2 && pair[0].is_string() && pair[1].is_string();
         if (right) {
-            exchanges.push_back({pair[0], pair[1]});
+            exchanges.push_back({pair[0], pair[1], json::array()});
         }
     }
     if (!right) {
@@ -69,20 +71,83 @@ std::deque<Exchange> exchanges_of(const json &fields) {
     return exchanges;
 }
 
+bool is_text(const json &fields, const char *name, size_t least, size_t most) {
+    auto found = fields.find(name);
+    return found != fields.end() && found->is_string() && found->get_ref<const std::string &>().size() >= least &&
+           found->get_ref<const std::string &>().size() <= most;
+}
+
+bool is_call(const json &call) {
+    return call.is_object() && call.size() == 3 && is_text(call, "id", 1, kMaxId) && is_text(call, "name", 1, kMaxId) &&
+           is_text(call, "arguments", 0, kMaxString);
+}
+
+bool is_step(const json &step, size_t n_exchanges) {
+    if (!step.is_object() || step.size() != 5 || !is_text(step, "content", 0, kMaxString) ||
+        !is_text(step, "tool_call_id", 0, kMaxId) || !is_text(step, "role", 1, kMaxId)) {
+        return false;
+    }
+    const std::string &role = step["role"].get_ref<const std::string &>();
+    auto calls = step.find("tool_calls"), exchange = step.find("exchange");
+    return (role == "system" || role == "user" || role == "assistant" || role == "tool") && calls != step.end() &&
+           calls->is_array() && calls->size() <= kMaxCalls && std::all_of(calls->begin(), calls->end(), is_call) &&
+           exchange != step.end() && exchange->is_number_unsigned() && exchange->get<uint64_t>() < n_exchanges;
+}
+
+/* Adds the steps of a save to its exchanges. */
+void add_steps(const json &fields, std::deque<Exchange> *exchanges) {
+    auto steps = fields.find("steps");
+    if (steps == fields.end() || !steps->is_array() || steps->empty()) {
+        refuse_save("the save is damaged: steps are missing or have a wrong value");
+    }
+    for (json step : *steps) {
+        if (!is_step(step, exchanges->size())) {
+            refuse_save("the save is damaged: a step has a wrong value");
+        }
+        Exchange &exchange = (*exchanges)[step["exchange"].get<size_t>()];
+        step.erase("exchange");
+        exchange.steps.push_back(std::move(step));
+    }
+}
+
 } // namespace
 
+size_t Exchange::bytes() const {
+    size_t sum = question.size() + answer.size() + kRecordBytes;
+    for (const json &step : steps) {
+        sum += step["content"].get_ref<const std::string &>().size() + kRecordBytes;
+        sum += step["tool_call_id"].get_ref<const std::string &>().size();
+        for (const json &call : step["tool_calls"]) {
+            sum += kRecordBytes;
+            for (const char *name : {"id", "name", "arguments"}) {
+                sum += call[name].get_ref<const std::string &>().size();
+            }
+        }
+    }
+    return sum;
+}
+
 std::string write_save(const Save &save) {
-    json exchanges = json::array();
+    json exchanges = json::array(), steps = json::array();
     for (const Exchange &exchange : save.exchanges) {
+        for (json step : exchange.steps) {
+            step["exchange"] = exchanges.size();
+            steps.push_back(std::move(step));
+        }
         exchanges.push_back(json::array({exchange.question, exchange.answer}));
     }
-    std::string body = encode({{"exchanges", std::move(exchanges)}, // encode() writes keys in alphabetical order
-                               {"model", save.model},
-                               {"system", save.system},
-                               {"template", save.chat_template},
-                               {"writer", save.writer}});
+    json fields = {{"exchanges", std::move(exchanges)}, // encode() writes keys in alphabetical order
+                   {"model", save.model},
+                   {"system", save.system},
+                   {"template", save.chat_template},
+                   {"writer", save.writer}};
+    uint32_t format = steps.empty() ? 1 : kFormat;
+    if (!steps.empty()) {
+        fields["steps"] = std::move(steps);
+    }
+    std::string body = encode(fields);
     std::string bytes(kMagic, sizeof kMagic);
-    put(&bytes, kFormat);
+    put(&bytes, format);
     put(&bytes, crc32(crc32(0, bytes.data(), kHead), body.data(), body.size()));
     return bytes + body;
 }
@@ -99,9 +164,10 @@ Save read_save(const void *data, size_t size) {
     if (number(bytes + kHead) != crc32(crc32(0, bytes, kHead), bytes + kStart, size - kStart)) {
         refuse_save("the save is damaged: its checksum is wrong");
     }
-    if (number(bytes + sizeof kMagic) != kFormat) {
-        refuse_save("the save has format " + std::to_string(number(bytes + sizeof kMagic)) +
-                    ", this version reads format " + std::to_string(kFormat) + ": update frameshard");
+    uint32_t format = number(bytes + sizeof kMagic);
+    if (format < 1 || format > kFormat) {
+        refuse_save("the save has format " + std::to_string(format) + ", this version reads formats 1 to " +
+                    std::to_string(kFormat) + ": update frameshard");
     }
     json fields;
     std::string why;
@@ -110,18 +176,22 @@ Save read_save(const void *data, size_t size) {
     }
     Save save{exchanges_of(fields), text(fields, "model", kMaxFingerprint), text(fields, "system", kMaxString),
               text(fields, "template", kMaxFingerprint), text(fields, "writer", kMaxWriter)};
-    if (fields.size() != 5) {
-        refuse_save("the save is damaged: it has a field that format 1 has not");
+    if (format > 1) {
+        add_steps(fields, &save.exchanges);
+    }
+    if (fields.size() != (format > 1 ? 6 : 5)) {
+        refuse_save("the save is damaged: it has a field that its format has not");
     }
     return save;
 }
 
 size_t first_that_fits(const std::deque<Exchange> &exchanges, size_t other_bytes) {
-    size_t first = exchanges.size(), bytes = other_bytes;
-    while (first > 0 && exchanges.size() - first < kMaxExchanges) {
+    size_t first = exchanges.size(), bytes = other_bytes, messages = 0;
+    while (first > 0) {
         const Exchange &exchange = exchanges[first - 1];
-        bytes += exchange.question.size() + exchange.answer.size() + kExchangeBytes;
-        if (bytes > kMaxTextBytes) {
+        bytes += exchange.bytes();
+        messages += 2 + exchange.steps.size();
+        if (bytes > kMaxTextBytes || messages > kMaxMessages) {
             break;
         }
         --first;

@@ -5,10 +5,17 @@
 #include <deque>
 #include <string>
 
+#include "codec.h"
+
 namespace frameshard_core {
 
 struct Exchange {
     std::string question, answer;
+    json steps = json::array(); // ChatMessages between them: calls of tools, and their results
+    /* True if it ends with calls that have no results yet. */
+    bool waiting() const { return !steps.empty() && !steps.back()["tool_calls"].empty(); }
+    /* Bytes of a frame that its texts take, at most. */
+    size_t bytes() const;
 };
 
 /* The content of a save. */

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "seam.h"
+
 namespace frameshard_core {
 namespace {
 
@@ -63,6 +65,24 @@ std::vector<float> floats(const std::vector<uint8_t> &halves) {
 
 json message(const char *role, const std::string &content) { return {{"role", role}, {"content", content}}; }
 
+/* A message with all its fields, as saves have it. */
+json step(const char *role, const std::string &content, const std::string &call_id, json calls = json::array()) {
+    return {{"role", role}, {"content", content}, {"tool_call_id", call_id}, {"tool_calls", std::move(calls)}};
+}
+
+/* Removes the calls of the last answer if they got no results. The text beside them stays. */
+void forget_calls(std::deque<Exchange> *exchanges) {
+    if (exchanges->empty() || !exchanges->back().waiting()) {
+        return;
+    }
+    Exchange &last = exchanges->back();
+    last.answer = last.steps.back()["content"];
+    last.steps.erase(last.steps.size() - 1);
+    if (last.answer.empty()) {
+        exchanges->pop_back();
+    }
+}
+
 } // namespace
 
 Error error_of(const json &info) {
@@ -119,6 +139,52 @@ uint64_t Session::ask(std::string text, const std::string &conversation, const s
     return number;
 }
 
+uint64_t Session::answer_calls(const std::map<std::string, std::string> &results, const std::string &conversation,
+                               json fields) {
+    Conversation &said = conversations_[conversation];
+    if (said.speaking != 0 || !said.waiting.empty()) {
+        refuse(FS_BAD_ARGUMENT, "an answer of this conversation is still open");
+    }
+    if (said.exchanges.empty() || !said.exchanges.back().waiting()) {
+        refuse(FS_BAD_ARGUMENT, "the last answer of this conversation has no calls of tools");
+    }
+    Exchange &last = said.exchanges.back();
+    json steps = last.steps;
+    for (const json &call : last.steps.back()["tool_calls"]) {
+        auto result = results.find(call["id"].get<std::string>());
+        if (result == results.end() || results.size() != last.steps.back()["tool_calls"].size()) {
+            refuse(FS_BAD_ARGUMENT, "give one result for each call, and no other");
+        }
+        steps.push_back(step("tool", result->second, result->first));
+    }
+    uint64_t number = ++handles_;
+    Job &job = jobs_[number];
+    job.fields = std::move(fields);
+    job.turn = true;
+    job.question = last.question;
+    job.steps = std::move(steps);
+    job.conversation = conversation;
+    job.unanswered.push_back(std::move(last));
+    said.exchanges.pop_back();
+    said.waiting.push_back({number, nullptr});
+    advance(conversation);
+    return number;
+}
+
+/* The exchange of a job, with what the program has taken of its answer. If that is nothing, what was there before. */
+std::deque<Exchange> Session::spoken(const Job &job) const {
+    std::string answer = cut(job.answer.substr(0, job.taken), kMaxString);
+    if (!job.calls.empty()) {
+        Exchange exchange{job.question, "", job.steps};
+        exchange.steps.push_back(step("assistant", answer, "", job.calls));
+        return {std::move(exchange)};
+    }
+    if (answer.empty()) {
+        return job.unanswered;
+    }
+    return {Exchange{job.question, std::move(answer), job.steps}};
+}
+
 Save Session::saved(const std::string &conversation) const {
     Save save;
     auto found = conversations_.find(conversation);
@@ -126,9 +192,8 @@ Save Session::saved(const std::string &conversation) const {
         save.system = found->second.system;
         save.exchanges = found->second.exchanges;
         if (found->second.speaking != 0) {
-            const Job &job = jobs_.at(found->second.speaking);
-            if (job.taken > 0) {
-                save.exchanges.push_back({job.question, cut(job.answer.substr(0, job.taken), kMaxString)});
+            for (Exchange &exchange : spoken(jobs_.at(found->second.speaking))) {
+                save.exchanges.push_back(std::move(exchange));
             }
         }
     }
@@ -167,6 +232,9 @@ void Session::advance(const std::string &conversation) {
             if (job.system) {
                 said.system = *job.system;
             }
+            if (job.steps.empty()) {
+                forget_calls(&said.exchanges);
+            }
             said.speaking = next.job;
             open(next.job);
         }
@@ -185,13 +253,18 @@ void Session::open(uint64_t number) {
             told.push_back(message("system", system));
         }
         // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
-        size_t first = first_that_fits(said.exchanges, system.size() + job.question.size());
+        size_t first = first_that_fits(said.exchanges, system.size() + Exchange{job.question, "", job.steps}.bytes());
         job.dropped = job.forgotten + first;
         for (; first < said.exchanges.size(); ++first) {
-            told.push_back(message("user", said.exchanges[first].question));
-            told.push_back(message("assistant", said.exchanges[first].answer));
+            const Exchange &exchange = said.exchanges[first];
+            told.push_back(message("user", exchange.question));
+            told.insert(told.end(), exchange.steps.begin(), exchange.steps.end());
+            if (!exchange.answer.empty() || exchange.steps.empty()) {
+                told.push_back(message("assistant", exchange.answer));
+            }
         }
         told.push_back(message("user", job.question));
+        told.insert(told.end(), job.steps.begin(), job.steps.end());
         job.fields["messages"] = std::move(told);
         if (!job.conversation.empty()) {
             job.fields["conversation"] = job.conversation;
@@ -548,15 +621,16 @@ void Session::job_event(const json &message) {
         job.granted = seq + 1; // a question submitted again with less history starts twice; the program gets one event
         return;
     }
-    Event &event = put(name == "started"    ? FS_EVENT_STARTED
-                       : name == "delta"    ? FS_EVENT_TEXT
-                       : name == "progress" ? FS_EVENT_PROGRESS
-                       : name == "thought"  ? FS_EVENT_THOUGHT
-                       : name == "paused"   ? FS_EVENT_PAUSED
-                       : name == "resumed"  ? FS_EVENT_RESUMED
-                       : name == "done"     ? FS_EVENT_DONE
-                       : name == "failed"   ? FS_EVENT_FAILED
-                                            : FS_EVENT_CANCELLED);
+    Event &event = put(name == "started"     ? FS_EVENT_STARTED
+                       : name == "delta"     ? FS_EVENT_TEXT
+                       : name == "tool_call" ? FS_EVENT_TOOL_CALL
+                       : name == "progress"  ? FS_EVENT_PROGRESS
+                       : name == "thought"   ? FS_EVENT_THOUGHT
+                       : name == "paused"    ? FS_EVENT_PAUSED
+                       : name == "resumed"   ? FS_EVENT_RESUMED
+                       : name == "done"      ? FS_EVENT_DONE
+                       : name == "failed"    ? FS_EVENT_FAILED
+                                             : FS_EVENT_CANCELLED);
     event.fields.job = number;
     event.fields.timeline = message["timeline"];
     event.wire = job.wire;
@@ -581,10 +655,14 @@ void Session::job_event(const json &message) {
         if (job.turn) {
             job.answer += event.text;
         }
+    } else if (name == "tool_call") {
+        event.call_id = message["call_id"];
+        event.name = message["name"];
+        event.text = message["arguments"];
     } else if (name != "paused" && name != "resumed") {
         job.ended = true;
         if (name == "done") {
-            event.fields.reason = place_of(message["reason"], {"stop", "length"});
+            event.fields.reason = place_of(message["reason"], {"stop", "length", "tool_calls"});
             event.fields.n_prompt = message["n_prompt"];
             event.fields.n_generated = message["n_generated"];
             event.fields.n_reused = message["n_reused"];
@@ -748,6 +826,8 @@ Event Session::take() {
     bool last = is_end(event.fields.type);
     if (event.fields.type == FS_EVENT_TEXT) {
         job.taken += event.text.size();
+    } else if (event.fields.type == FS_EVENT_TOOL_CALL) {
+        job.calls.push_back({{"id", event.call_id}, {"name", event.name}, {"arguments", event.text}});
     }
     if (event.wire != 0 && event.wire == job.wire) {
         if (last) {
@@ -759,12 +839,12 @@ Event Session::take() {
     if (last) {
         by_wire_.erase(job.wire);
         std::string conversation = job.conversation;
-        Exchange exchange{std::move(job.question), cut(job.answer, kMaxString)};
+        std::deque<Exchange> exchanges = spoken(job);
         jobs_.erase(found);
         auto said = conversations_.find(conversation);
         if (said != conversations_.end() && said->second.speaking == event.fields.job) {
             said->second.speaking = 0;
-            if (!exchange.answer.empty()) {
+            for (Exchange &exchange : exchanges) {
                 said->second.exchanges.push_back(std::move(exchange));
             }
             advance(conversation);

@@ -28,8 +28,9 @@ struct Error {
 struct Event {
     fs_event fields{};
     std::string text, detail;
-    std::vector<float> rows; // of FS_EVENT_EMBEDDINGS
-    uint64_t wire = 0;       // the protocol's number of the job; 0: the event did not come from the sidecar
+    std::string call_id, name; // of FS_EVENT_TOOL_CALL
+    std::vector<float> rows;   // of FS_EVENT_EMBEDDINGS
+    uint64_t wire = 0;         // the protocol's number of the job; 0: the event did not come from the sidecar
     uint64_t seq = 0;
 };
 
@@ -67,6 +68,10 @@ class Session {
     /* `fields` are those of `submit` without job, epoch and id. Returns the program's number of the job. */
     uint64_t submit(json fields);
     uint64_t ask(std::string text, const std::string &conversation, const std::string *system, json fields);
+    /* `results`: the results of the calls that wait in the conversation, by call id. Throws Refused if they do not
+     * fit. */
+    uint64_t answer_calls(const std::map<std::string, std::string> &results, const std::string &conversation,
+                          json fields);
     /* Both return false if there is no such job. */
     bool cancel(uint64_t job);
     bool set_priority(uint64_t job, uint32_t priority);
@@ -93,6 +98,9 @@ class Session {
     struct Job {
         json fields;
         std::string question, answer;
+        json steps = json::array();      // between them
+        json calls = json::array();      // of the answer, as far as the program has taken them
+        std::deque<Exchange> unanswered; // the exchange whose calls get results; stays if there is no answer
         std::string conversation;
         std::unique_ptr<std::string> system;
         uint64_t wire = 0; // number of the job in the protocol; 0: it waits for its conversation
@@ -123,6 +131,7 @@ class Session {
     void credit(Job &job, uint64_t next);
     void compare(const json &message);
     bool shorten(Job &job);
+    std::deque<Exchange> spoken(const Job &job) const;
     void ready(const json &model);
     Event &put(uint32_t type);
     void put_error(Event &event, const Error &error);

@@ -12,7 +12,7 @@ constexpr const char *kLeaseState[] = {"active", "parked", "hibernated"};
 constexpr const char *kLoadingStage[] = {"read", "profile", "fill"};
 constexpr const char *kNoticeKind[] = {"wants", "gives_back", "late", "pressure", "other_process", "state", "http"};
 constexpr const char *kPhase[] = {"encode", "prefill"};
-constexpr const char *kReason[] = {"stop", "length"};
+constexpr const char *kReason[] = {"stop", "length", "tool_calls"};
 constexpr const char *kSchedulingMode[] = {"prioritize_graphics", "balance", "prioritize_compute"};
 
 } // namespace frameshard_core

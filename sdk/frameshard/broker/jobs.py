@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from frameshard.broker import fallback
@@ -156,6 +157,8 @@ class Job:
             thinking=self.request.thinking,
             thinking_tokens=self.request.thinking_tokens,
             template_keywords=self.request.template_keywords,
+            tools=self.request.tools,
+            tool_choice=self.request.tool_choice,
             given=self.away.given.text if self.away.given is not None else "",
         )
 
@@ -520,7 +523,7 @@ class Jobs:
         job.undelivered += 1
         job.deaths = 0
         job.due = math.inf
-        self._deliver(job, Marked(token.text, token.ends), token.thought)
+        self._deliver(job, Marked(token.text, token.ends), token.thought, token.calls)
         if not job.progressed:
             job.progressed = True
             self._fill_slots()
@@ -534,15 +537,16 @@ class Jobs:
             return True
         return self._deliver(job, job.away.given.end())
 
-    def _deliver(self, job: Job, marked: Marked, thought: str = "") -> bool:
-        """Sends text and thought.
+    def _deliver(self, job: Job, marked: Marked, thought: str = "", calls: Sequence[m.ToolCall] = ()) -> bool:
+        """Sends text, thought and calls.
 
         :returns: false if the job has failed, because its client does not read.
         """
-        if not (marked.text or thought):
+        if not (marked.text or thought or calls):
             return True
-        tokens, job.undelivered = job.undelivered, 0
-        begin = 0
+        tokens, begin = job.undelivered, 0
+        if marked.text or thought:
+            job.undelivered = 0
         try:
             if thought:
                 job.n_thought += tokens
@@ -554,6 +558,8 @@ class Jobs:
                 begin, tokens = end, 0
             if begin < len(marked.text):
                 job.connection.delta(job.request.job, marked.text[begin:], tokens)
+            for call in calls:
+                job.connection.tool_call(job.request.job, call)
         except Overloaded as error:
             job.connection.failed(job.request.job, error)
             self._leave(job)

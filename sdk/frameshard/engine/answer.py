@@ -1,14 +1,16 @@
-"""The output of one job: the bytes of its tokens go in, the text of the answer and the thought come out."""
+"""The output of one job: its tokens go in; the text of the answer, calls of tools and the thought come out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from frameshard.engine.calls import CallReader, Taken
 from frameshard.engine.channels import Channels, Parts
 from frameshard.engine.thinking import ThoughtLimit
 from frameshard.sentences import Splitter
 from frameshard.text import TextStream, utf8_decoder
+from frameshard.wire import messages as m
 
 
 class Given(NamedTuple):
@@ -17,19 +19,21 @@ class Given(NamedTuple):
     text: str
     ends: tuple[int, ...]
     thought: str
+    calls: tuple[m.ToolCall, ...] = ()
 
     def followed_by(self, other: Given) -> Given:
-        ends = (len(self.text) + end for end in other.ends)
-        return Given(self.text + other.text, (*self.ends, *ends), self.thought + other.thought)
+        ends = (*self.ends, *(len(self.text) + end for end in other.ends))
+        return Given(self.text + other.text, ends, self.thought + other.thought, self.calls + other.calls)
 
 
 class Answer:
-    """Stop strings and sentences are those of the answer's text. The thought has none.
+    """Stop strings and sentences are those of the answer's text. The thought and calls have none.
 
     :param stops: the stop strings.
     :param sentences: tell where sentences end.
     :param limit: ends the thought.
     :param marker_pieces: the texts of control tokens that markers have in them. In text control tokens have none.
+    :param calls: for an answer that may have calls of tools.
     """
 
     def __init__(
@@ -40,11 +44,13 @@ class Answer:
         sentences: bool,
         limit: ThoughtLimit,
         marker_pieces: Mapping[int, bytes],
+        calls: CallReader | None = None,
     ) -> None:
         self._channels = channels
         self._limit = limit
         self._marker_pieces = marker_pieces
         self._decoder = utf8_decoder()
+        self._calls = calls
         self._text = TextStream(stops)
         self._splitter = Splitter() if sentences else None
         self.n_given = 0
@@ -61,6 +67,11 @@ class Answer:
     def stopped(self) -> bool:
         """A stop string was found. All text after it is dropped."""
         return self._text.stopped
+
+    @property
+    def called(self) -> bool:
+        """The last thing in the answer is a whole call."""
+        return self._calls is not None and self._calls.called
 
     def answering(self) -> bool:
         """The next token is of the answer's text. A form applies only then."""
@@ -80,19 +91,24 @@ class Answer:
         if self._given_left:
             self._given_left -= 1
             text, self._begin = self._begin, ""
-            return self._given(self._text.push(text), Parts())
+            return self._given(Parts(text))
         before = self._channels.active
         parts = self._channels.push(self._decoder.decode(self._marker_pieces.get(token, piece)))
         self._limit.add(before, self._channels.active, ends=ends)
-        return self._given(self._text.push(parts.text), parts)
+        return self._given(parts)
 
     def finish(self) -> Given:
         """Returns what was held back, at the end of the output. An incomplete code point is dropped, so that the text
-        of a shorter answer is always a prefix of the text of a longer one."""
-        parts = self._channels.finish()
-        return self._given(self._text.push(parts.text) + self._text.finish(), parts, last=True)
+        of a shorter answer is always a prefix of the text of a longer one. A call that is not whole is dropped, too."""
+        return self._given(self._channels.finish(), last=True)
 
-    def _given(self, text: str, parts: Parts, *, last: bool = False) -> Given:
-        if self._splitter is None:
-            return Given(text, (), parts.thought)
-        return Given(*self._splitter.feed(text, last=last), parts.thought)
+    def _given(self, parts: Parts, *, last: bool = False) -> Given:
+        text, calls = Taken(parts.text)
+        if self._calls is not None:
+            text, calls = self._calls.feed(text)
+            text += self._calls.finish() if last else ""
+        text = self._text.push(text) + (self._text.finish() if last else "")
+        ends: tuple[int, ...] = ()
+        if self._splitter is not None:
+            text, ends = self._splitter.feed(text, last=last)
+        return Given(text, ends, parts.thought, calls)

@@ -479,15 +479,12 @@ class Batcher:
             job.draft_state = DraftState()
             if exact:
                 self._draft.forget(slot.seq)  # its drafts may depend on the shapes in which it read the text
-        grammar = job.prepared.grammar
-        matcher = self._runtime.forms.matcher(grammar) if grammar is not None else None
         seen = [token for token in job.prompt if token >= 0]
         job.sampler = Sampler(
             job.sampling,
             job.seed,
             self._runtime.n_vocab,
             seen,
-            matcher,
             job.prepared,
             job.answer.answering,
         )
@@ -594,7 +591,7 @@ class Batcher:
         self._count(now)
         given, reason = self._add(job, token)
         if not resumed:
-            events.append(em.Token(job.id, index, token, given.text, given.ends, given.thought))
+            events.append(em.Token(job.id, index, token, given.text, given.ends, given.thought, given.calls))
         return reason
 
     def _add(self, job: Job, token: int) -> tuple[Given, m.Reason | None]:
@@ -611,7 +608,7 @@ class Batcher:
         ended = ends and job.answer.answering()
         given = job.answer.push(token, b"" if ends else self._runtime.tokenizer.piece(token), ends=ends)
         if ended or job.answer.stopped or (job.sampler is not None and job.sampler.complete):
-            reason: m.Reason = "stop"
+            reason: m.Reason = "tool_calls" if job.answer.called else "stop"
         elif len(job.produced) == job.sampling.max_tokens:
             reason = "length"
         else:

@@ -47,9 +47,9 @@ class ChatTemplate:
             self.close()
             raise Unsupported(f"the model's chat template cannot be used: {answer['reason']}")
 
-    def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-        """Renders the prompt for ``messages``, each with ``role`` and ``content``. The prompt ends where the
-        assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+        """Renders the prompt for ``messages``, in the form of OpenAI's API: each has ``role`` and ``content``. The
+        prompt ends where the assistant's answer begins.
 
         :param variables: further variables of the template.
 
@@ -68,7 +68,7 @@ class ChatTemplate:
         with self._lock:
             self._drop()
 
-    def _ask(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> dict[str, Any]:
         request = {"messages": [dict(each) for each in messages], "variables": {**self._variables, **variables}}
         status = 0
         with self._lock:

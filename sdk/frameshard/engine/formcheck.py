@@ -3,7 +3,8 @@ process, because llguidance does not limit the time and memory of every form: an
 large ``multipleOf`` can take very much.
 
 A request is ``{"form", "text"}``. The form is ``json_schema``, ``choices`` (the text is a JSON list of strings),
-``regex`` or ``lark``. The answer is ``{"grammar"}``, or ``{"error", "reason"}`` with the error ``refused``.
+``regex``, ``lark`` or ``tools`` (the text is JSON: see :class:`_Calls`). The answer is ``{"grammar"}``, or
+``{"error", "reason"}`` with the error ``refused``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -62,6 +63,8 @@ class Worker:
                 return self._schema(text)
             case "choices":
                 return self._checked("start: " + " | ".join(map(json.dumps, json.loads(text))))
+            case "tools":
+                return self._tools(json.loads(text))
             case "regex":
                 escaped = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], text)
                 return self._checked(f"start: /{escaped}/")
@@ -74,22 +77,36 @@ class Worker:
         return _refused(reason) if reason else {"grammar": grammar}
 
     def _schema(self, text: str) -> dict[str, str]:
-        try:
-            return self._closed_schema(json.loads(text))
-        except ValueError as error:
-            return _refused(f"not JSON: {error}")
-        except RecursionError:
-            return _refused("too deep")
+        schema, reason = self._closed_schema(text)
+        return _refused(reason) if reason else {"grammar": _HEAD + "start: %json " + json.dumps(schema)}
 
-    def _closed_schema(self, schema: Any) -> dict[str, str]:
-        if not isinstance(schema, dict):
-            return _refused("a schema is an object")
-        _close_objects(schema)
-        schema["x-guidance"] = _LAYOUT
-        reason = self._schema_refusal(schema)
-        if reason:
-            return _refused(f"at {self._place(reason, schema, schema, '#', time.process_time() + _PLACE_S)}: {reason}")
-        return {"grammar": _HEAD + "start: %json " + json.dumps(schema)}
+    def _tools(self, spec: Mapping[str, Any]) -> dict[str, str]:
+        schemas: list[Schema] = []
+        for name, text in spec["tools"]:
+            schema, reason = self._closed_schema(text)
+            if reason:
+                return _refused(f"the schema of {name!r}: {reason}")
+            schemas.append(schema)
+        # The tokens of this process are bytes, so marks are checked as texts.
+        refusal = self._refusal(_HEAD + _Calls(spec, schemas, mark_tokens=False).lark())
+        return _refused(refusal) if refusal else {"grammar": _HEAD + _Calls(spec, schemas, mark_tokens=True).lark()}
+
+    def _closed_schema(self, text: str) -> tuple[Schema, str]:
+        """Returns the schema of a text as llguidance takes it, and the reason why it cannot be used, or ""."""
+        try:
+            schema = json.loads(text)
+            if not isinstance(schema, dict):
+                return {}, "a schema is an object"
+            _close_objects(schema)
+            schema["x-guidance"] = _LAYOUT
+            if reason := self._schema_refusal(schema):
+                until = time.process_time() + _PLACE_S
+                return {}, f"at {self._place(reason, schema, schema, '#', until)}: {reason}"
+        except ValueError as error:
+            return {}, f"not JSON: {error}"
+        except RecursionError:
+            return {}, "too deep"
+        return schema, ""
 
     def _schema_refusal(self, schema: Schema) -> str:
         return self._refusal(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
@@ -115,6 +132,53 @@ class Worker:
             if isinstance(part, dict) and self._schema_refusal({**shared, **part}) == reason:
                 return self._place(reason, root, part, f"{at}/{name}", until)
         return at
+
+
+class _Calls:
+    """The grammar of an answer that may call tools.
+
+    :param spec: ``tools``, pairs of a name and a schema; ``choice``; ``max_calls``; ``trigger``, the text at which a
+        call begins; and ``syntax``: ``trigger``, ``begin`` (what follows the trigger), ``between``, ``join`` and
+        ``end``, each in parts: a text, and the id of its token if it is a mark, else null.
+    :param schemas: those of the tools.
+    :param mark_tokens: marks are tokens; otherwise they are written out.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], schemas: Sequence[Schema], *, mark_tokens: bool) -> None:
+        self._spec = spec
+        self._schemas = schemas
+
+        def term(text: str, token: int | None) -> str:
+            return f"<[{token}]>" if mark_tokens and token is not None else json.dumps(text)
+
+        self._syntax = {name: " ".join(term(*part) for part in parts) for name, parts in spec["syntax"].items()}
+
+    def lark(self) -> str:
+        """The grammar."""
+        spec, syntax = self._spec, self._syntax
+        if spec["choice"] == "none":
+            trigger = "".join(map(_plain, spec["trigger"]))
+            return f"start: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{trigger}(.|\\n)*/\n"
+        if spec["choice"] == "auto":
+            # A lazy rule ends with the first trigger: the text before a call has none.
+            marked = f" | TEXT? {syntax['trigger']}" if syntax["trigger"].startswith("<") else ""
+            lines = [f"start: TEXT | (written{marked}) calls", "TEXT: /(.|\\n)*/"]
+            lines.append(f"written[lazy]: TEXT {json.dumps(spec['trigger'])}")
+        else:
+            lines = [f"start: {syntax['trigger']} calls"]
+        more = f" ({syntax['join']} call)~0..{spec['max_calls'] - 1}" if syntax["join"] else ""
+        lines.append(f"calls: {syntax['begin']} call{more} {syntax['end']}")
+        called = [i for i, (name, _) in enumerate(spec["tools"]) if spec["choice"] in ("auto", "required", name)]
+        lines.append("call: " + " | ".join(f"call_{i}" for i in called))
+        for i in called:
+            name, schema = json.dumps(spec["tools"][i][0]), json.dumps(self._schemas[i])
+            lines.append(f"call_{i}: {name} {syntax['between']} %json {schema}")
+        return "\n".join(lines) + "\n"
+
+
+def _plain(char: str) -> str:
+    """A regular expression for one character."""
+    return f"\\x{{{ord(char):x}}}"
 
 
 def _close_objects(schema: dict[str, Any]) -> None:

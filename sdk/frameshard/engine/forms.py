@@ -41,8 +41,9 @@ _TOO_COMPLEX = "too complex for an answer that has begun: "
 class Form(NamedTuple):
     """The form of an answer.
 
-    :param name: the field of :class:`Sampling` that has the form.
-    :param text: the field's value, as text for :mod:`frameshard.engine.formcheck`.
+    :param name: the field of :class:`Sampling` that has the form, or ``tools``.
+    :param text: the field's value, or the tools and the syntax of calls, as text for
+        :mod:`frameshard.engine.formcheck`.
     """
 
     name: str
@@ -63,29 +64,20 @@ def form_of(sampling: Sampling) -> Form | None:
     return forms[0] if forms else None
 
 
-class Grammar(NamedTuple):
-    """A checked form.
-
-    :param field: the field of :class:`Sampling` that has the form.
-    :param text: its grammar for llguidance.
-    """
-
-    field: str
-    text: str
-
-
 class Matcher:
     """Computes which tokens may come next in one answer.
 
+    :param field: the name of the form.
+    :param grammar: its grammar for llguidance.
     :raises BadArgument: the form cannot be used with this vocabulary. :meth:`allowed` and :meth:`accept` raise it if
         the form turns out to be too complex in the middle of the answer.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: Grammar) -> None:
-        self._field = grammar.field
+    def __init__(self, tokenizer: LLTokenizer, field: str, grammar: str) -> None:
+        self._field = field
         self._n_vocab = tokenizer.vocab_size
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        self._matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits)
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._mask = allocate_token_bitmask(1, self._n_vocab)
         self._check("")
 
@@ -129,8 +121,9 @@ class Forms:
         self._lock = threading.Lock()
         self._try = functools.lru_cache(_REMEMBERED)(self._try_confined)
 
-    def grammar(self, form: Form) -> Grammar:
-        """Checks a form and returns its grammar. A new form may take a second or two, a cached one milliseconds.
+    def matcher(self, form: Form) -> Matcher:
+        """Checks a form and returns a matcher for a new answer. A new form may take a second or two, a cached one
+        milliseconds.
 
         :raises BadArgument: ``form`` cannot be used. The error says why and, for a JSON schema, where.
         :raises Unsupported: the model's vocabulary has no token that ends an answer.
@@ -141,15 +134,7 @@ class Forms:
                 raise _refused(form.name, refusal)
             if self._tokenizer is None:
                 self._tokenizer = _make_tokenizer(form.name, *self._vocabulary())
-        grammar = Grammar(form.name, text)
-        self.matcher(grammar)  # raises if the form exceeds the limits with the model's vocabulary
-        return grammar
-
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """Returns a matcher for a new answer. This takes 1 to 3 ms for an ordinary form, and does not wait for other
-        threads."""
-        assert self._tokenizer is not None
-        return Matcher(self._tokenizer, grammar)
+        return Matcher(self._tokenizer, form.name, text)
 
     def close(self) -> None:
         """Ends the process that checks forms. Safe to call twice."""

@@ -147,4 +147,5 @@ def _is_short(request: Submit) -> bool:
     sampling = request.sampling
     forms = sampling.json_schema, sampling.regex, sampling.lark, *sampling.choices
     texts = request.prompt, *(message.content for message in request.messages)
-    return not request.images and sum(map(len, (*texts, *forms))) <= SHORT_CHARS
+    schemas = (tool.schema for tool in request.tools)
+    return not request.images and sum(map(len, (*texts, *forms, *schemas))) <= SHORT_CHARS

@@ -11,14 +11,16 @@ import functools
 import json
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from frameshard.engine import speculation
+from frameshard.engine import speculation, tools
 from frameshard.engine.answer import Answer
+from frameshard.engine.calls import CallReader, call_id
 from frameshard.engine.channels import Channel, Channels
 from frameshard.engine.chat import OURS
-from frameshard.engine.forms import form_of
+from frameshard.engine.forms import Form, form_of
 from frameshard.engine.job import Job
 from frameshard.engine.lookup import Lookup
 from frameshard.engine.runtime import Runtime
@@ -60,17 +62,19 @@ class RequestReader:
         """Makes the job of a request.
 
         :raises BadArgument: the prompt is empty, the chat template refuses it, ``resume`` or ``history`` do not fit the
-            job, a biased token is not in the vocabulary, or the template keywords cannot be used.
+            job, a form, a tool or the choice of tools is wrong, a biased token is not in the vocabulary, or the
+            template keywords cannot be used.
         :raises ContextOverflow: prompt and answer together are longer than a sequence.
         :raises Unsupported: it is a chat and the model has no chat template; it has images and there is no vision
-            tower; it asks for a form and the model has no token that ends an answer; it asks for a thought and the
-            model does not think; or it is a warm-up and the model has a recurrent state.
+            tower; it asks for a form and the model has no token that ends an answer; it has tools and the chat template
+            cannot have them; it asks for a thought and the model does not think; or it is a warm-up and the model has a
+            recurrent state.
         """
         runtime, sampling = self._runtime, request.sampling
         if request.warm_up:
             self._check_warm_up()
-        form = form_of(sampling)
-        grammar = runtime.forms.grammar(form) if form is not None else None
+        form = self._form(request)
+        matcher = runtime.forms.matcher(form) if form is not None else None
         if request.thinking != "off" and runtime.tokenizer.thinking is None:
             raise Unsupported("this model does not think before it answers: leave out thinking, or set it to off")
         prompt, pictures, begins = self._prompt(request)
@@ -82,7 +86,8 @@ class RequestReader:
             raise BadArgument("more tokens to resume than the job may produce", field="resume")
         if max(request.resume, default=0) >= runtime.n_vocab:
             raise BadArgument("a token to resume is not in the vocabulary", field="resume")
-        answer = self._answer(request, begins, formed=grammar is not None)
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        answer = self._answer(request, begins, partial(call_id, seed, n_prompt), formed=matcher is not None)
         given: list[int] = []
         if request.given:
             if begins is Channel.THOUGHT:
@@ -94,12 +99,12 @@ class RequestReader:
             id=request.job,
             prompt=prompt,
             sampling=sampling,
-            seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
+            seed=seed,
             conversation=request.conversation,
             resume=[*given, *request.resume],
             history=unpack_shapes(request.history, n_prompt, n_prompt if pictures else runtime.n_ubatch),
             answer=answer,
-            prepared=Prepared(grammar, self._biases(sampling), self._dry(sampling, prompt)),
+            prepared=Prepared(matcher, self._biases(sampling), self._dry(sampling, prompt)),
             priority=request.priority,
             warm_up=request.warm_up,
             wanted=request.adapters,
@@ -107,7 +112,20 @@ class RequestReader:
             lookup=Lookup(prompt) if speculation.worthwhile(runtime) else None,
         )
 
-    def _answer(self, request: Submit, begins: Channel, *, formed: bool) -> Answer:
+    def _form(self, request: Submit) -> Form | None:
+        """The form of the answer: that which the request asks for, or that of calls of its tools."""
+        form = form_of(request.sampling)
+        if not (request.tools or request.tool_choice != "auto"):
+            return form
+        tools.check(request.tools, request.tool_choice)
+        if form is not None:
+            raise BadArgument(f"{form.name}: an answer with tools has no other form: leave it out", field=form.name)
+        if request.kind != "chat":
+            raise BadArgument("tools: only a chat has tools: ask with messages", field="tools")
+        tokenizer = self._runtime.tokenizer
+        return tools.form(request.tools, request.tool_choice, tokenizer.call_syntax, tokenizer.with_marks)
+
+    def _answer(self, request: Submit, begins: Channel, make_id: Callable[[int], str], *, formed: bool) -> Answer:
         tokenizer, thinking = self._runtime.tokenizer, self._runtime.tokenizer.thinking
         if thinking is None or request.kind == "completion":
             channels, limit, marker_pieces = Channels(), ThoughtLimit(), _NO_PIECES
@@ -117,8 +135,18 @@ class RequestReader:
             closing = thinking.closing.rstrip() if formed else thinking.closing
             most = 0 if request.thinking == "off" else request.thinking_tokens or None
             limit = ThoughtLimit(most, tokenizer.tokenize(closing, add_special=False, parse_special=True))
+        calls = None
+        if request.tools:
+            marker_pieces = {**marker_pieces, **tokenizer.call_pieces}
+            must_call = request.tool_choice not in ("auto", "none")
+            calls = CallReader(tokenizer.call_syntax, make_id, must_call=must_call)
         return Answer(
-            channels, request.sampling.stop, sentences=request.sentences, limit=limit, marker_pieces=marker_pieces
+            channels,
+            request.sampling.stop,
+            sentences=request.sentences,
+            limit=limit,
+            marker_pieces=marker_pieces,
+            calls=calls,
         )
 
     def _check_warm_up(self) -> None:
@@ -183,7 +211,7 @@ class RequestReader:
             return _Prompt(self._prompt_before_a_question(request), {})
         parts, add_special = [request.prompt], True
         if chat:
-            parts, add_special = tokenizer.chat_parts(_messages(request), _variables(request))
+            parts, add_special = tokenizer.chat_parts(request.messages, _tools(request), _variables(request))
             parts[-1], begins = self._ended(parts[-1], request)
         n_answer = _n_answer(request) if isinstance(request, Submit) else 1
         self._check_fits(sum(map(tokenizer.least_tokens, parts)), n_answer, least=True)
@@ -195,7 +223,7 @@ class RequestReader:
         thinking = self._runtime.tokenizer.thinking
         if thinking is None:
             return prompt, Channel.TEXT
-        formed = isinstance(request, Submit) and form_of(request.sampling) is not None
+        formed = isinstance(request, Submit) and (bool(request.tools) or form_of(request.sampling) is not None)
         end, begins = thinking.prompt_end(prompt, wanted=_thinks(request), formed=formed)
         return prompt + end, begins
 
@@ -227,23 +255,24 @@ class RequestReader:
         :returns: the text of the prompt, whether BOS must be added, and the channel in which the answer begins.
         :raises BadArgument: a message contains a control token.
         """
-        if request.kind == "completion":
-            contents, text, add_special, begins = [request.prompt], marks + request.prompt, True, Channel.TEXT
-        else:
-            messages = _messages(request)
-            contents = [each["content"] for each in messages]
-            last = {**messages[-1], "content": marks + messages[-1]["content"]}
-            text, add_special = self._runtime.tokenizer.chat_text([*messages[:-1], last], _variables(request))
-            text, begins = self._ended(text, request)
-        for content in contents:
-            if (token := self._runtime.tokenizer.control_token(content)) is not None:
+        tokenizer = self._runtime.tokenizer
+
+        def checked(text: str, _syntax: object = None) -> str:
+            if (token := tokenizer.control_token(text)) is not None:
                 raise BadArgument(f"beside images a prompt cannot have {token} in it: leave it out", field="messages")
+            return text
+
+        if request.kind == "completion":
+            return marks + checked(request.prompt), True, Channel.TEXT
+        *before, last = request.messages
+        marked = [*before, dataclasses.replace(last, content=marks + last.content)]
+        text, add_special = tokenizer.chat_text(marked, _tools(request), _variables(request), checked)
+        text, begins = self._ended(text, request)
         return text, add_special, begins
 
 
-def _messages(request: Submit | CountTokens) -> list[dict[str, str]]:
-    """The messages in the form that chat templates take."""
-    return [{"role": message.role, "content": message.content} for message in request.messages]
+def _tools(request: Submit | CountTokens) -> Sequence[m.Tool]:
+    return request.tools if isinstance(request, Submit) else ()
 
 
 def _thinks(request: Submit | CountTokens) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import llama_cpp
 import numpy as np
 
-from frameshard.engine.forms import Grammar, Matcher
+from frameshard.engine.forms import Matcher
 from frameshard.wire.messages import Sampling
 
 PENALTY_WINDOW = 64
@@ -79,12 +79,12 @@ class Dry:
 class Prepared(NamedTuple):
     """What takes long to make for a sampler. The threads that prepare requests make it.
 
-    :param grammar: the grammar of the form that the answer must have; ``None`` for any text.
+    :param matcher: computes the tokens that the form of the answer allows; ``None`` for any text.
     :param biases: pairs of a token and what is added to its logit.
     :param dry: the DRY sampler after the prompt; ``None``: off.
     """
 
-    grammar: Grammar | None = None
+    matcher: Matcher | None = None
     biases: Sequence[tuple[int, float]] = ()
     dry: Dry | None = None
 
@@ -98,7 +98,7 @@ class Sampler:
 
     :param seed: the job's seed.
     :param context_tokens: the prompt's tokens, which the penalties apply to as well.
-    :param matcher: for an answer with a form: the chain gets only the tokens that it allows.
+    :param prepared: of an answer with a form, the chain gets only the tokens that the matcher allows.
     :param answering: whether the next token is of the answer's text. Else the form does not apply to it.
     """
 
@@ -108,14 +108,13 @@ class Sampler:
         seed: int,
         n_vocab: int,
         context_tokens: Sequence[int],
-        matcher: Matcher | None = None,
         prepared: Prepared = NOTHING_PREPARED,
         answering: Callable[[], bool] = lambda: True,
     ) -> None:
         self._params = params
         self._seed = seed
         self._n_vocab = n_vocab
-        self._matcher = matcher
+        self._matcher = prepared.matcher
         self._answering = answering
         self._draws = params.temperature >= GREEDY_BELOW
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())

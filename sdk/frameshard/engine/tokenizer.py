@@ -8,15 +8,18 @@ import functools
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
 
 from frameshard.engine.chat import NO_VARIABLES, ChatTemplate
 from frameshard.engine.thinking import Thinking, find_thinking
+from frameshard.engine.tools import RESULT, CallSyntax, find_syntax
+from frameshard.engine.tools import chat as for_template
 from frameshard.engine.vocabulary import LeastTokens
 from frameshard.errors import BadArgument, Unsupported
+from frameshard.wire import messages as m
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -39,6 +42,15 @@ def tokenize(vocab: Any, text: str, *, add_special: bool, parse_special: bool) -
         room = -n
 
 
+_CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds these texts. The longest comes first, because one may begin with another."""
+    ordered = sorted({*texts} - {""}, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
 class Tokenizer:
     """The vocabulary of a loaded model. Free it with :meth:`close`.
 
@@ -54,7 +66,7 @@ class Tokenizer:
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
         self._bos = ""
         self._no_chat = "it has no chat template"
-        self._control_tokens = self._find_control_tokens()
+        self._control_tokens = _any_of(self._texts_with(_CONTROL))
 
     def close(self) -> None:
         """Ends the process that renders chat templates."""
@@ -138,16 +150,20 @@ class Tokenizer:
         found = self._control_tokens.search(text)
         return found and found[0]
 
-    def _find_control_tokens(self) -> re.Pattern[str]:
-        special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-        texts = {
-            self._piece(token, special=True).decode("utf-8", "replace")
+    def _texts_with(self, attributes: int) -> dict[str, int]:
+        """The tokens that have one of these attributes, by their texts."""
+        return {
+            self._piece(token, special=True).decode("utf-8", "replace"): token
             for token in range(self.n_vocab)
-            if llama_cpp.llama_vocab_get_attr(self.vocab, token) & special
+            if llama_cpp.llama_vocab_get_attr(self.vocab, token) & attributes
         }
-        # The longest name comes first, because one name may begin with another.
-        ordered = sorted(texts - {""}, key=lambda text: (-len(text), text))
-        return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+    @functools.cached_property
+    def marks(self) -> dict[str, int]:
+        """The tokens that have no bytes in :meth:`grammar_tokens`, by their texts."""
+        user_defined = self._texts_with(llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        marks = {text: token for text, token in user_defined.items() if text.startswith("<") and text.endswith(">")}
+        return {text: token for text, token in (marks | self._texts_with(_CONTROL)).items() if text}
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
@@ -190,38 +206,78 @@ class Tokenizer:
         return {token: self._piece(token, special=True) for token in tokens if not self.piece(token)}
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = NO_VARIABLES
+        self,
+        messages: Sequence[m.ChatMessage],
+        tools: Sequence[m.Tool] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        apart: Callable[[str, CallSyntax | None], str] = lambda text, syntax: text,
     ) -> tuple[str, bool]:
-        """Renders ``messages`` with the model's chat template.
+        """Renders ``messages`` and ``tools`` with the model's chat template.
 
         :param variables: further variables of the template.
+        :param apart: changes each text of messages and tools; gets the syntax of calls if there are any.
         :returns: the prompt, and true if BOS must still be added to it.
 
-        :raises Unsupported: the model has no usable chat template.
-        :raises BadArgument: the template refuses the messages.
+        :raises Unsupported: the model has no usable chat template, or cannot have tools.
+        :raises BadArgument: the template refuses the messages, or a call, a result or a schema is wrong.
         """
-        if self.chat is None:
-            raise Unsupported(f"no chat with this model: {self._no_chat}; ask for a completion instead")
-        prompt = self.chat.render(messages, variables)
+        template = self._chat_template
+        syntax = self.call_syntax if tools or any(each.tool_calls or each.role == "tool" for each in messages) else None
+        rendered, described = for_template(messages, tools, syntax, lambda text: apart(text, syntax))
+        prompt = template.render(rendered, {**variables, "tools": described})
         return prompt, not (self._bos and prompt.startswith(self._bos))
 
     def chat_parts(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = NO_VARIABLES
+        self,
+        messages: Sequence[m.ChatMessage],
+        tools: Sequence[m.Tool] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> tuple[list[str], bool]:
         """Like :meth:`chat_text`, but returns the prompt in parts for :meth:`tokenize_parts`. The names of control
-        tokens in messages are cut into single characters, so they do not become control tokens. Otherwise the text of a
-        message could end that message and begin one with another role.
+        tokens in messages and tools are cut into single characters, so they do not become control tokens. Otherwise the
+        text of a message could end that message and begin one with another role. With tools, this holds also for the
+        marks of calls.
 
-        :raises Unsupported: the model has no usable chat template.
-        :raises BadArgument: the template refuses the messages.
+        :raises Unsupported: as :meth:`chat_text`.
+        :raises BadArgument: as :meth:`chat_text`.
         """
         cut = secrets.token_hex(16)
 
-        def apart(found: re.Match[str]) -> str:
-            return cut + cut.join(found[0]) + cut
+        def apart(text: str, syntax: CallSyntax | None) -> str:
+            marks = self._control_tokens if syntax is None else self._call_marks
+            return marks.sub(lambda found: cut + cut.join(found[0]) + cut, text)
 
-        text, add_special = self.chat_text(
-            [{**message, "content": self._control_tokens.sub(apart, message["content"])} for message in messages],
-            variables,
-        )
+        text, add_special = self.chat_text(messages, tools, variables, apart)
         return text.split(cut), add_special
+
+    @property
+    def _chat_template(self) -> ChatTemplate:
+        if self.chat is None:
+            raise Unsupported(f"no chat with this model: {self._no_chat}; ask for a completion instead")
+        return self.chat
+
+    @functools.cached_property
+    def call_syntax(self) -> CallSyntax:
+        """How the model calls tools.
+
+        :raises Unsupported: the model has no usable chat template, or cannot have tools.
+        """
+        ends = [token for token in range(self.n_vocab) if self.is_end(token)]
+        texts = [self._piece(token, special=True).decode("utf-8", "replace") for token in ends]
+        return find_syntax(self._chat_template, texts)
+
+    @functools.cached_property
+    def call_pieces(self) -> Mapping[int, bytes]:
+        """The texts of the control tokens that the syntax of calls has in it."""
+        syntax = self.call_syntax
+        parts = self.with_marks("".join((syntax.begin, syntax.between, syntax.join, syntax.end)))
+        return {token: text.encode() for text, token in parts if token is not None}
+
+    @functools.cached_property
+    def _call_marks(self) -> re.Pattern[str]:
+        return _any_of([*self.marks, self.call_syntax.trigger, *RESULT])
+
+    def with_marks(self, text: str) -> list[tuple[str, int | None]]:
+        """Divides a text of the model's syntax into texts, without a token, and marks, with theirs."""
+        found = re.split(f"({_any_of(self.marks).pattern})", text)
+        return [(part, self.marks.get(part) if i % 2 else None) for i, part in enumerate(found) if part]

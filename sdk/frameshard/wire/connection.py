@@ -80,14 +80,14 @@ class _Outbox:
             self.waiting.pop()
         else:
             self.waiting.append((kind, fields))
-        self.held_bytes += len(fields.get("text", "").encode())
+        self.held_bytes += _text_bytes(fields)
         self.ended = self.ended or kind in m.TERMINAL
         self.number(epoch)
 
     def number(self, epoch: int) -> None:
         while self.waiting and self.numbered < self.taken + self.window:
             kind, fields = self.waiting.popleft()
-            self.held_bytes -= len(fields.get("text", "").encode())
+            self.held_bytes -= _text_bytes(fields)
             event = kind(job=self.job, seq=self.numbered, epoch=epoch, timeline=self.timeline, **fields)
             self.kept.append(m.encode(event))
             self.numbered += 1
@@ -95,6 +95,11 @@ class _Outbox:
     @property
     def over(self) -> bool:
         return self.ended and not self.waiting and self.taken == self.numbered
+
+
+def _text_bytes(fields: dict[str, Any]) -> int:
+    """The bytes of an event's text: of a delta, or of a tool's arguments."""
+    return len(fields.get("text", "").encode()) + len(fields.get("arguments", "").encode())
 
 
 class ServerConnection:
@@ -209,9 +214,16 @@ class ServerConnection:
         """
         self._say(m.Thought, job, {"text": text, "tokens": tokens})
 
+    def tool_call(self, job: int, call: m.ToolCall) -> None:
+        """Adds a call of a tool.
+
+        :raises Overloaded: as :meth:`delta`.
+        """
+        self._say(m.ToolCalled, job, {"call_id": call.id, "name": call.name, "arguments": call.arguments})
+
     def _say(self, kind: type[Any], job: int, fields: dict[str, Any]) -> None:
         stream = self._streams[job]
-        if stream.waiting and stream.held_bytes + len(fields["text"].encode()) > self._held_bytes:
+        if stream.waiting and stream.held_bytes + _text_bytes(fields) > self._held_bytes:
             raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
         stream.add(kind, fields, self.epoch)
 

@@ -74,6 +74,8 @@ class Submit:
     template_keywords: Annotated[str, checks.text(m.MAX_TEMPLATE_KEYWORDS)] = ""
     given: Annotated[str, checks.text(codec.ENGINE.string)] = ""
     """The beginning of the answer that another model has written. The tokens of ``resume`` are behind it."""
+    tools: Annotated[tuple[m.Tool, ...], m.MAX_TOOLS] = ()
+    tool_choice: Annotated[str, checks.text(64, least=1)] = "auto"
 
     def __post_init__(self) -> None:
         if self.kind == "chat" and not self.messages:
@@ -293,6 +295,8 @@ class Token:
     :attr:`Submit.sentences`."""
     thought: Text = ""
     """The part of the model's thought that is complete with this token; it is not in ``text``."""
+    calls: Annotated[tuple[m.ToolCall, ...], m.MAX_CALLS] = ()
+    """The calls of tools that are complete with this token. They come after ``text``."""
 
     def __post_init__(self) -> None:
         places = (0, *self.ends)

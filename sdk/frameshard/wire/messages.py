@@ -38,7 +38,7 @@ Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 StopString = Annotated[str, checks.text(256, least=1)]
 MAX_PRIORITY = 2
 Priority = Annotated[int, checks.integer(0, MAX_PRIORITY)]
@@ -47,7 +47,7 @@ EmbedText = Annotated[str, checks.text(codec.CLIENT.string, least=1)]
 AdapterName = Annotated[str, checks.text(64, least=1), "Name of the adapter."]
 Breaker = Annotated[str, checks.text(40, least=1)]
 Kind = Literal["chat", "completion"]
-Reason = Literal["stop", "length"]
+Reason = Literal["stop", "length", "tool_calls"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
 LeaseState = Literal["active", "parked", "hibernated"]
 Decision = Literal["granted", "partial"]
@@ -80,6 +80,12 @@ MAX_JOB_ADAPTERS = 2
 MAX_TEXTS = 64
 """Of one embed. The rows of an encoder with 4,096 dimensions then fit into one message."""
 
+MAX_TOOLS = 64
+"""Of one job."""
+
+MAX_CALLS = 16
+"""Of tools, in one answer."""
+
 MAX_INLINE_BYTES = 900_000
 """Of an image inside a message; larger ones are read from shared memory."""
 
@@ -88,15 +94,43 @@ MAX_IMAGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
+class Tool:
+    """A function of the program that the model may call."""
+
+    name: Annotated[
+        str,
+        checks.text(64, least=1),
+        "Name of the tool: letters, digits, `_` and `-`; not `auto`, `required` or `none`.",
+    ]
+    description: Annotated[Text, "What the tool does and when to use it, for the model."] = ""
+    schema: Annotated[Text, "JSON schema of the arguments, which are an object; empty: the tool has no arguments."] = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, in an answer of the model."""
+
+    id: Annotated[str, checks.text(64, least=1), "Id of the call, which its result repeats."]
+    name: Annotated[str, checks.text(64, least=1), "Name of the tool."]
+    arguments: Annotated[Text, "The arguments as JSON: an object that matches the tool's schema."]
+
+
+@dataclass(frozen=True)
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Annotated[Role, "Who wrote the message."]
+    role: Annotated[Role, "Who wrote the message. `tool`: it is the result of a call."]
     content: Annotated[
         Text,
         "The text. Control tokens written out in it, such as <|im_end|>, are plain text; in a job with images they are"
         " refused.",
     ]
+    tool_calls: Annotated[
+        tuple[ToolCall, ...], MAX_CALLS, "The calls of an `assistant` message, which come after its text."
+    ] = ()
+    tool_call_id: Annotated[
+        str, checks.text(64), "Id of the call that a `tool` message is the result of; else empty."
+    ] = ""
 
 
 @dataclass(frozen=True)
@@ -428,6 +462,13 @@ class Submit:
         "A JSON object with further variables for the model's chat template, such as `reasoning_effort`; empty: none.",
     ] = ""
     local_only: Annotated[bool, "The job never goes to the server of the launch option `fallback`."] = False
+    tools: Annotated[tuple[Tool, ...], MAX_TOOLS, "The tools that the model may call; only for a chat."] = ()
+    tool_choice: Annotated[
+        str,
+        checks.text(64, least=1),
+        "`auto`: the answer is text, or ends with calls. `required`: it is calls. `none`: it is text. The name of a"
+        " tool: it is calls of this tool.",
+    ] = "auto"
 
     def __post_init__(self) -> None:
         if self.kind == "completion" and (self.thinking != "off" or self.template_keywords):
@@ -974,6 +1015,19 @@ class Thought:
 
 
 @dataclass(frozen=True)
+class ToolCalled:
+    """The model calls a tool. The event comes when the call is whole."""
+
+    job: Job
+    seq: Seq
+    epoch: Epoch
+    timeline: Timeline
+    call_id: Annotated[str, checks.text(64, least=1), "Id of the call, which its result repeats."]
+    name: Annotated[str, checks.text(64, least=1), "Name of the tool."]
+    arguments: Annotated[Text, "The arguments as JSON: an object that matches the tool's schema."]
+
+
+@dataclass(frozen=True)
 class Paused:
     """A job of higher priority has taken this job's place, or a server has broken off its answer. The job continues on
     its own: `resumed` follows."""
@@ -1003,7 +1057,9 @@ class Done:
     epoch: Epoch
     timeline: Timeline
     reason: Annotated[
-        Reason, "`stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached."
+        Reason,
+        "`stop`: the model ended the answer, or a stop string came. `length`: `max_tokens` was reached. `tool_calls`:"
+        " the answer ends with calls of tools.",
     ]
     n_prompt: Annotated[Tokens, "Length of the prompt in tokens."]
     n_generated: Annotated[Tokens, "Length of the answer in tokens, with its thought."]
@@ -1127,7 +1183,9 @@ Request = (
     | Bye
     | Shutdown
 )
-JobEvent = Started | Progress | Delta | Thought | Paused | Resumed | Done | Failed | Cancelled | UnknownEvent
+JobEvent = (
+    Started | Progress | Delta | Thought | ToolCalled | Paused | Resumed | Done | Failed | Cancelled | UnknownEvent
+)
 Reply = (
     Welcome
     | Model
@@ -1197,6 +1255,7 @@ ANSWERS: dict[str, type[Any]] = {
     "progress": Progress,
     "delta": Delta,
     "thought": Thought,
+    "tool_call": ToolCalled,
     "paused": Paused,
     "resumed": Resumed,
     "done": Done,

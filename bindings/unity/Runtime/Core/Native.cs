@@ -319,6 +319,8 @@ namespace Frameshard
             internal IntPtr Rows;
             internal ulong NThought;
             internal ulong Remote;
+            internal IntPtr CallId;
+            internal IntPtr Name;
             // end of fs_event
         }
 

@@ -366,6 +366,7 @@ namespace Frameshard
         // generated: StopReason
         Stop = 1,
         Length = 2,
+        ToolCalls = 3,
         // end of StopReason
     }
 

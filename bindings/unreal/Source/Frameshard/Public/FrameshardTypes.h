@@ -42,6 +42,7 @@ enum class EFrameshardReason : uint8
 	Unknown = 0 UMETA(Hidden),
 	Stop = 1,
 	Length = 2,
+	ToolCalls = 3,
 };
 
 UENUM(BlueprintType)

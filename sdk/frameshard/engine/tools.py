@@ -1,0 +1,376 @@
+"""Calls of tools: how a model writes them, and what a request may ask for.
+
+A model has learned one syntax for calls, and its chat template shows it. So the template is rendered with calls whose
+names and arguments are known, and the text around these is the syntax. No list of models is needed. A template that
+shows no calls, or no JSON in them, gets a syntax of our own: the tools are described in the system message, calls are
+part of the text of the assistant, and results are messages of the user.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from frameshard.engine.chat import ChatTemplate
+from frameshard.engine.forms import Form
+from frameshard.errors import BadArgument, Unsupported
+from frameshard.wire import messages as m
+
+CHOICES = ("auto", "required", "none")
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # a mark with which calls may begin, such as <tool_call>
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+Message = dict[str, Any]
+"""A message, tool or call in the form that chat templates take."""
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """The text around the names and arguments of the calls in an answer.
+
+    :param begin: before the first name.
+    :param between: between a name and its arguments.
+    :param join: between the arguments of a call and the name of the next; empty if an answer has only one call.
+    :param end: after the last arguments.
+    :param native: the chat template renders tools, calls and results.
+    :param text_arguments: the chat template takes arguments as text, not as an object.
+    """
+
+    begin: str
+    between: str
+    join: str
+    end: str
+    native: bool = True
+    text_arguments: bool = False
+
+    @property
+    def trigger(self) -> str:
+        """The beginning of :attr:`begin` that does not occur in the text of an answer: a call follows it."""
+        mark = _MARK.match(self.begin)
+        return mark[0] if mark else self.begin
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Returns the text of calls.
+
+        :param calls: the name and the arguments of each.
+        """
+        texts = (f"{name}{self.between}{arguments}" for name, arguments in calls)
+        return self.begin + (self.join or self.end + self.begin).join(texts) + self.end
+
+
+OWN = CallSyntax(
+    begin='<tool_call>\n{"name": "',
+    between='", "arguments": ',
+    join='}\n</tool_call>\n<tool_call>\n{"name": "',
+    end="}\n</tool_call>",
+    native=False,
+)
+"""The syntax for models without one: that of Hermes, which many models have seen."""
+
+RESULT = "<tool_response>", "</tool_response>"
+"""Around the result of a call, in our own syntax."""
+
+
+# ---- what a request asks for -----------------------------------------------------------------------------------------
+
+
+def check(tools: Sequence[m.Tool], choice: str) -> None:
+    """Checks the names of tools and the choice among them.
+
+    :raises BadArgument: a name is invalid or there twice, or there is no such choice.
+    """
+    names = [tool.name for tool in tools]
+    for name in names:
+        if not _NAME.fullmatch(name) or name in CHOICES:
+            raise BadArgument(
+                f"tools: {name!r} is no name of a tool: take 1 to 64 letters, digits, '_' and '-', and not"
+                f" {', '.join(CHOICES)}",
+                field="tools",
+            )
+        if names.count(name) > 1:
+            raise BadArgument(f"tools: {name!r} is there twice", field="tools")
+    if not tools and choice != "auto":
+        raise BadArgument("tool_choice: there are no tools", field="tool_choice")
+    if choice not in (*CHOICES, *names):
+        raise BadArgument(
+            f"tool_choice: there is no tool {choice!r}: name one of the tools, or {', '.join(CHOICES)}",
+            field="tool_choice",
+        )
+
+
+def form(
+    tools: Sequence[m.Tool], choice: str, syntax: CallSyntax, with_marks: Callable[[str], list[tuple[str, int | None]]]
+) -> Form:
+    """The form of an answer that may have calls.
+
+    :param with_marks: divides a text into texts and marks: see :meth:`Tokenizer.with_marks`.
+    :raises BadArgument: as :func:`schema_of`.
+    """
+    first = with_marks(syntax.begin)[:1]
+    if first[0][1] is None:
+        first = [(syntax.trigger, None)]
+    ((trigger, _),) = first
+    spec = {
+        "tools": [(tool.name, json.dumps(schema_of(tool))) for tool in tools],
+        "choice": choice,
+        "max_calls": m.MAX_CALLS,
+        "trigger": trigger,
+        "syntax": {
+            "trigger": first,
+            "begin": with_marks(syntax.begin[len(trigger) :]),
+            "between": with_marks(syntax.between),
+            "join": with_marks(syntax.join),
+            "end": with_marks(syntax.end),
+        },
+    }
+    return Form("tools", json.dumps(spec))
+
+
+def schema_of(tool: m.Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments.
+
+    :raises BadArgument: it is not the schema of an object.
+    """
+    try:
+        schema = json.loads(tool.schema) if tool.schema else _NO_ARGUMENTS
+    except (ValueError, RecursionError) as error:
+        raise BadArgument(f"tools: the schema of {tool.name!r} is not JSON: {error}", field="tools") from None
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise BadArgument(f"tools: the schema of {tool.name!r} is not that of an object", field="tools")
+    return {"type": "object", **schema}
+
+
+def _for_template(tools: Sequence[m.Tool]) -> list[Message]:
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": schema_of(tool)},
+        }
+        for tool in tools
+    ]
+
+
+def chat(
+    messages: Iterable[m.ChatMessage], tools: Sequence[m.Tool], syntax: CallSyntax | None, apart: Callable[[str], str]
+) -> tuple[list[Message], list[Message] | None]:
+    """The messages and tools in the form that the chat template takes.
+
+    :param syntax: None if there are neither tools nor calls.
+    :param apart: changes each text that comes from outside.
+    :returns: the messages, and the tools for the template.
+    :raises BadArgument: a call, a result or a schema is wrong.
+    """
+    rendered: list[Message] = []
+    names: dict[str, str] = {}  # of the calls so far, by id
+    for message in messages:
+        _check_message(message, names)
+        names |= {call.id: call.name for call in message.tool_calls}
+        content = apart(message.content)
+        if syntax is None or not (message.tool_calls or message.role == "tool"):
+            rendered.append({"role": message.role, "content": content})
+        elif syntax.native and message.role == "tool":
+            call_id = message.tool_call_id
+            rendered.append(_result(apart(call_id), names[call_id], content))
+        elif syntax.native:
+            rendered.append({"role": message.role, "content": content, "tool_calls": _calls(message, syntax, apart)})
+        elif message.role == "tool":
+            _add_own_result(rendered, content)
+        else:
+            calls = syntax.written([(call.name, apart(call.arguments)) for call in message.tool_calls])
+            rendered.append({"role": message.role, "content": "\n".join(filter(None, (content, calls)))})
+    if syntax is None or not tools:
+        return rendered, None
+    described = [_through(apart, tool) for tool in _for_template(tools)]
+    if syntax.native:
+        return rendered, described
+    system = rendered.pop(0)["content"] if rendered[0]["role"] == "system" else ""
+    first = {"role": "system", "content": "\n\n".join(filter(None, (system, _described(described))))}
+    return [first, *rendered], None
+
+
+def _add_own_result(rendered: list[Message], content: str) -> None:
+    """Adds a result in our own syntax. The results of one answer are one message."""
+    result = f"{RESULT[0]}\n{content}\n{RESULT[1]}"
+    if rendered[-1]["role"] == "user":
+        rendered[-1]["content"] += "\n" + result
+    else:
+        rendered.append({"role": "user", "content": result})
+
+
+def _through(apart: Callable[[str], str], value: Any) -> Any:
+    """A JSON value with all its texts changed."""
+    if isinstance(value, str):
+        return apart(value)
+    if isinstance(value, dict):
+        return {apart(key): _through(apart, each) for key, each in value.items()}
+    return [_through(apart, each) for each in value] if isinstance(value, list) else value
+
+
+def _check_message(message: m.ChatMessage, names: Mapping[str, str]) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise BadArgument("messages: only an assistant message has tool_calls", field="messages")
+    if message.role != "tool" and message.tool_call_id:
+        raise BadArgument("messages: only a tool message has a tool_call_id", field="messages")
+    if message.role == "tool" and message.tool_call_id not in names:
+        raise BadArgument(
+            f"messages: no call before this tool message has the id {message.tool_call_id!r}", field="messages"
+        )
+    for call in message.tool_calls:
+        try:
+            valid = isinstance(json.loads(call.arguments), dict)
+        except (ValueError, RecursionError):
+            valid = False
+        if not valid or not _NAME.fullmatch(call.name):
+            raise BadArgument(
+                f"messages: the call {call.id!r} has no valid name, or its arguments are no JSON object",
+                field="messages",
+            )
+
+
+def _calls(message: m.ChatMessage, syntax: CallSyntax, apart: Callable[[str], str]) -> list[Message]:
+    def arguments(text: str) -> Any:
+        return apart(text) if syntax.text_arguments else _through(apart, json.loads(text))
+
+    return [_call(apart(call.id), call.name, arguments(call.arguments)) for call in message.tool_calls]
+
+
+def _call(call_id: str, name: str, arguments: object) -> Message:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _result(call_id: str, name: str, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+
+
+def _described(tools: Sequence[Message]) -> str:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = OWN.written([("NAME", "{...}")])
+    return (
+        "You can call functions. Each line describes one, with the JSON schema of its arguments:\n"
+        f"{lines}\n"
+        f"To call a function, end the answer with its name and arguments, in this form:\n{example}\n"
+        f"The result follows in {RESULT[0]}{RESULT[1]}."
+    )
+
+
+# ---- the syntax of a model -------------------------------------------------------------------------------------------
+
+_PROBE_NAMES = "probe_first_tool", "probe_second_tool"
+_PROBE_IDS = "probe0001", "probe0002"  # some templates accept only nine letters and digits
+_PROBE_ARGUMENTS: tuple[dict[str, Any], ...] = ({"probe_key": "first value"}, {"probe_key": "second value"})
+_PROBE_TEXT, _PROBE_WORDS, _PROBE_RESULT = "Probe text.", "Probe description.", "Probe result."
+_PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": _PROBE_WORDS,
+            "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}},
+        },
+    }
+    for name in _PROBE_NAMES
+]
+_USER: Message = {"role": "user", "content": "Probe question?"}
+_ID = "|".join(_PROBE_IDS)
+_ID_FIELD = re.compile(rf',\s*"id":\s*"(?:{_ID})"|"id":\s*"(?:{_ID})",\s*')
+
+
+def find_syntax(template: ChatTemplate, ends: Sequence[str]) -> CallSyntax:
+    """Returns the syntax of calls that a chat template shows; :data:`OWN` if it shows none.
+
+    :param ends: the texts of the tokens that end an answer.
+    :raises Unsupported: it shows none, and it drops or refuses system messages.
+    """
+    for text_arguments in (False, True):
+        syntax = _shown(template, ends, text_arguments=text_arguments)
+        if syntax is not None:
+            return syntax
+    system = _rendered(template, [{"role": "system", "content": _PROBE_WORDS}, _USER])
+    if system is None or _PROBE_WORDS not in system:
+        raise Unsupported("no tools with this model: its chat template shows none, and takes no system message")
+    return OWN
+
+
+def _shown(template: ChatTemplate, ends: Sequence[str], *, text_arguments: bool) -> CallSyntax | None:
+    calls = [
+        _call(call_id, name, json.dumps(arguments) if text_arguments else arguments)
+        for call_id, name, arguments in zip(_PROBE_IDS, _PROBE_NAMES, _PROBE_ARGUMENTS, strict=True)
+    ]
+    plain = _rendered(template, [_USER, {"role": "assistant", "content": _PROBE_TEXT}], open_answer=False)
+    one = _parts(template, plain, calls[:1])
+    if one is None or not _takes_results(template, calls[0]):
+        return None
+    begin, between, end = one[0].lstrip(), one[1], _without_turn_end(one[2], ends)
+    if not begin or any(call_id in part for call_id in _PROBE_IDS for part in (begin, between, end)):
+        return None
+    two = _parts(template, plain, calls)
+    same = two is not None and [two[0].lstrip(), two[1], two[3]] == [begin, between, between]
+    join = two[2] if two is not None and same and _without_turn_end(two[4], ends) == end else ""
+    return CallSyntax(begin, between, join, end, text_arguments=text_arguments)
+
+
+def _parts(template: ChatTemplate, plain: str | None, calls: Sequence[Message]) -> list[str] | None:
+    """The text before, between and after the names and arguments of calls, as the template renders them.
+
+    :param plain: the same conversation, with text instead of the calls.
+    """
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+    text = _rendered(template, [_USER, answer], open_answer=False)
+    if text is None or plain is None or _PROBE_WORDS not in text:
+        return None
+    at = _common(text, plain[: plain.rfind(_PROBE_TEXT)])
+    parts: list[str] = []
+    for call, arguments in zip(calls, _PROBE_ARGUMENTS, strict=False):
+        name = call["function"]["name"]
+        found = text.find(name, at)
+        json_at = _find_json(text, found + len(name), arguments)
+        if found < 0 or json_at is None:
+            return None
+        parts += [text[at:found], text[found + len(name) : json_at[0]]]
+        at = json_at[1]
+    return [_ID_FIELD.sub("", part) for part in (*parts, text[at:])]
+
+
+def _takes_results(template: ChatTemplate, call: Message) -> bool:
+    assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = _result(call["id"], call["function"]["name"], _PROBE_RESULT)
+    return _PROBE_RESULT in (_rendered(template, [_USER, assistant, result]) or "")
+
+
+def _rendered(template: ChatTemplate, messages: list[Message], *, open_answer: bool = True) -> str | None:
+    """The text of messages with the probe tools; None if the template refuses them."""
+    try:
+        return template.render(messages, {"tools": _PROBE_TOOLS, "add_generation_prompt": open_answer})
+    except BadArgument:
+        return None
+
+
+def _common(one: str, other: str) -> int:
+    """The length of the beginning that both texts have."""
+    n = min(len(one), len(other))
+    return next((i for i in range(n) if one[i] != other[i]), n)
+
+
+def _find_json(text: str, at: int, value: object) -> tuple[int, int] | None:
+    """Where ``value`` stands in a text, as JSON."""
+    decoder = json.JSONDecoder()
+    while (at := text.find("{", at)) >= 0:
+        try:
+            found, end = decoder.raw_decode(text, at)
+        except ValueError:
+            found, end = None, at
+        if found == value:
+            return at, end
+        at += 1
+    return None
+
+
+def _without_turn_end(text: str, ends: Sequence[str]) -> str:
+    """Cuts a text at the first token that ends an answer."""
+    found = [at for end in ends if end and (at := text.find(end)) >= 0]
+    return text[: min(found, default=len(text))].rstrip()

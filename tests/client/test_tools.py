@@ -1,0 +1,270 @@
+"""Tools of programs: schemas from functions, and calls, results and their history in conversations."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional, TypedDict
+
+import jsonschema
+import pytest
+import trio
+
+import frameshard
+import tiny_models
+from frameshard import sync
+from frameshard.conversation import Conversations, Turn
+from frameshard.errors import BadArgument
+from frameshard.tools import Tool, tool
+from frameshard.wire import saves
+from frameshard.wire.messages import ChatMessage, ModelInfo, ToolCall
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+class Mood(enum.Enum):
+    CALM = "calm"
+    ANGRY = "angry"
+
+
+@dataclass
+class Item:
+    name: str
+    count: int = 1
+    tags: list[str] = field(default_factory=list)
+
+
+class Place(TypedDict, total=False):
+    x: float
+    y: float
+
+
+@tool
+def sell(
+    item: Item,
+    mood: Mood,
+    how: Literal["fast", "slow", 3],
+    place: Place,
+    prices: dict[str, float],
+    to: Optional[str] = None,  # noqa: UP045
+    bulk: list[Item] | bool = False,
+) -> str:
+    """Sells an item.
+
+    Only by day."""
+    return f"{item.name} {item.count} {mood.name} {how} {place.get('x')} {prices} {to} {bulk}"
+
+
+ARGUMENTS: dict[str, Any] = {
+    "item": {"name": "sword", "count": 2, "tags": ["old"]},
+    "mood": "angry",
+    "how": 3,
+    "place": {"x": 1},
+    "prices": {"gold": 2},
+    "to": None,
+    "bulk": [{"name": "nail"}],
+}
+
+
+def test_the_schema_comes_from_the_hints() -> None:
+    assert (sell.name, sell.description) == ("sell", "Sells an item.\n\nOnly by day.")
+    assert isinstance(sell.schema, dict)
+    jsonschema.Draft202012Validator.check_schema(sell.schema)
+    jsonschema.validate(ARGUMENTS, sell.schema)
+    assert sell.schema["required"] == ["item", "mood", "how", "place", "prices"]
+    for wrong in (
+        {"mood": "glad"},
+        {"how": 4},
+        {"item": {"count": 1}},
+        {"item": {"name": "x", "colour": 1}},
+        {"place": {"x": "far"}},
+        {"prices": {"gold": "much"}},
+        {"to": 5},
+        {"bulk": 5},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**ARGUMENTS, **wrong}, sell.schema)
+
+
+def test_a_tool_is_the_function_and_runs_calls() -> None:
+    said = "sword 2 ANGRY 3 1.0 {'gold': 2.0} None [Item(name='nail', count=1, tags=[])]"
+    assert sell.run(ToolCall("a", "sell", json.dumps(ARGUMENTS))) == said
+    assert sell(Item("axe"), Mood.CALM, "fast", {}, {}) == "axe 1 CALM fast None {} None False"
+    with pytest.raises(BadArgument, match="no call of 'sell'"):
+        sell.run(ToolCall("a", "buy", "{}"))
+    with pytest.raises(BadArgument, match="no function"):
+        Tool("look").run(ToolCall("a", "look", "{}"))
+
+
+def test_what_has_no_schema_is_refused_at_once() -> None:
+    def no_hint(item) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    def no_schema(item: Path) -> None:
+        pass
+
+    def many(*items: str) -> None:
+        pass
+
+    for function, why in ((no_hint, "give the parameter item a type"), (no_schema, "no JSON schema"), (many, "a name")):
+        with pytest.raises(BadArgument, match=why):
+            tool(function)
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+PRICE, LOOK = ToolCall("id1", "price", '{"item": "ale"}'), ToolCall("id2", "look", "{}")
+
+
+def turn(conversations: Conversations, question: Any, answer: str = "", *calls: ToolCall) -> tuple[ChatMessage, ...]:
+    """Plays a turn; returns its prompt."""
+    told = Turn(conversations, "mira", None, question)
+    told.begin()
+    prompt = told.messages()
+    told.answer, told.calls = answer, calls
+    told.end()
+    return prompt
+
+
+def test_the_history_keeps_calls_and_results() -> None:
+    conversations = Conversations("python")
+    turn(conversations, "Hello.", "Welcome.")
+    turn(conversations, "What is ale?", "Let me see.", PRICE, LOOK)
+    prompt = turn(conversations, {"id2": "dark", "id1": "2 gold"}, "Two gold.")
+    assert prompt == (
+        ChatMessage("user", "Hello."),
+        ChatMessage("assistant", "Welcome."),
+        ChatMessage("user", "What is ale?"),
+        ChatMessage("assistant", "Let me see.", (PRICE, LOOK)),
+        ChatMessage("tool", "2 gold", tool_call_id="id1"),
+        ChatMessage("tool", "dark", tool_call_id="id2"),
+    )
+    assert conversations.history("mira") == (*prompt, ChatMessage("assistant", "Two gold."))
+
+
+def test_calls_wait_for_their_results_in_a_save_too() -> None:
+    model = ModelInfo("m", "llama", "cpu", 1, 1, 1, 1, True, 1, 1, {})
+    conversations = Conversations("python")
+    turn(conversations, "What is ale?", "", PRICE)
+    loaded = Conversations("python")
+    loaded.load(conversations.save("mira", model), "mira", model)
+    assert loaded.history("mira") == conversations.history("mira")
+    for results in ({}, {"id2": "x"}, {"id1": "x", "id2": "y"}):
+        with pytest.raises(BadArgument, match="for each of the calls id1"):
+            turn(loaded, results)
+    prompt = turn(loaded, {"id1": "2 gold"})  # and there is no answer
+    assert len(prompt) == 3
+    assert turn(loaded, {"id1": "2 gold"}, "Two.") == prompt
+    with pytest.raises(BadArgument, match="no calls"):
+        turn(loaded, {"id1": "2 gold"})
+
+
+def test_a_question_instead_of_results_forgets_the_calls() -> None:
+    conversations = Conversations("python")
+    turn(conversations, "What is ale?", "Let me see.", PRICE)
+    turn(conversations, "And wine?", "", PRICE)
+    assert turn(conversations, "Never mind.", "As you wish.") == (
+        ChatMessage("user", "What is ale?"),
+        ChatMessage("assistant", "Let me see."),
+        ChatMessage("user", "Never mind."),
+    )
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+
+@tool
+def price(item: Literal["ale", "bread"], count: Literal[1, 2, 3]) -> str:
+    """The price of an item."""
+    return f"{2 * count} gold for {item}"
+
+
+HOT = frameshard.Sampling(max_tokens=150, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+OPTIONS: dict[str, Any] = {"device": "emulated", "mode": "stream_only", "n_ctx": 4096, "n_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tools") / "tiny.gguf"
+    tiny_models.make("llama", path, chat_template=CHATML)
+    return path
+
+
+def play(scene: Callable[[frameshard.Client], Any], model: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(300):
+            async with frameshard.launch(model, log=subprocess.DEVNULL, **OPTIONS) as client:
+                await scene(client)
+
+    trio.run(main)
+
+
+def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(tiny: Path) -> None:
+    """The engine is killed inside a call. There is one event for it, that of an undisturbed run."""
+
+    async def scene(client: frameshard.Client) -> None:
+        asked: dict[str, Any] = {"tools": [price], "tool_choice": "price", "sampling": HOT}
+        expected = await client.ask("What is ale?", **asked).completed()
+        (call, *_) = expected.tool_calls
+        jsonschema.validate(json.loads(call.arguments), price.schema)
+
+        heard: list[ToolCall] = []
+        async with client.ask("What is ale?", conversation="mira", **asked) as stream:
+            stream.on_tool_call = heard.append
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.completed)
+                while (await client.stats()).engine["tokens_per_second"] == 0:  # type: ignore[index]
+                    await trio.sleep(0.01)
+                before = (await client.stats()).broker
+                assert before.engine_pid is not None
+                assert not heard
+                os.kill(before.engine_pid, signal.SIGKILL)
+        assert tuple(heard) == stream.tool_calls == expected.tool_calls
+        assert (await client.stats()).broker.engine_restarts == before.engine_restarts + 1
+
+        results = {each.id: price.run(each) for each in heard}
+        said = frameshard.Sampling(max_tokens=8, temperature=0.0)
+        answer = await client.tool_results(results, conversation="mira", sampling=said).completed()
+        assert answer.reason == "length"
+        assert [message.role for message in client.history("mira")][:3] == ["user", "assistant", "tool"]
+        assert client.history("mira")[2] == ChatMessage("tool", results[call.id], tool_call_id=call.id)
+        assert saves.exchanges_of(saves.read(client.save("mira")))[0].steps[0].tool_calls == stream.tool_calls
+        with pytest.raises(BadArgument, match="no calls"):
+            await client.tool_results(results, conversation="mira").completed()
+        with pytest.raises(BadArgument, match="JSON"):
+            client.tool_results({"x": object()}, conversation="mira")
+
+    play(scene, tiny)
+
+
+def test_the_polled_client_has_calls_too(tiny: Path) -> None:
+    with sync.Sidecar.launch(tiny, log=subprocess.DEVNULL, **OPTIONS) as sidecar:
+
+        def finished(job: sync.Job) -> list[sync.Event]:
+            events: list[sync.Event] = []
+            deadline = time.monotonic() + 300
+            while not job.ended:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+                events += sidecar.poll()
+            return events
+
+        job = sidecar.ask("What is ale?", conversation="mira", tools=[price], tool_choice="required", sampling=HOT)
+        called = [event.call for event in finished(job) if isinstance(event, sync.ToolCalled)]
+        assert called
+        assert job.result is not None
+        assert job.tool_calls == job.result.tool_calls == tuple(called)
+        said = frameshard.Sampling(max_tokens=8, temperature=0.0)
+        answer = sidecar.tool_results({call.id: 12 for call in called}, conversation="mira", sampling=said)
+        finished(answer)
+        assert answer.error is None
