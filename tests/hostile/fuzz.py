@@ -25,7 +25,7 @@ import msgpack
 import trio
 
 import frameshard
-from frameshard import errors
+from frameshard import errors, models
 from frameshard.wire import messages as m
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for a program Python does not search tests/
@@ -83,6 +83,7 @@ BASES: dict[str, dict[str, Any]] = {
     "budget_get": {},
     "caps_and_requirements": {},
     "plan": {"budgets": [1 << 28], "prompt_tokens": 64},
+    "embed": {"texts": ["once upon a time"]},
     "frame_block": {},
     "pacing": {"scheduling_mode": "balance", "target_tokens_per_second": 0.0},
     "model_info": {},
@@ -251,7 +252,14 @@ async def fuzz(model: Path, *, seconds: float, seed: int) -> Report:
     """Launches a sidecar on the emulated device and sends it wrong messages."""
     report, over = Report(seed), trio.Event()
     scope = frameshard.launch(
-        model, device="emulated", mode="stream_only", n_ctx=256, n_parallel=4, n_threads=1, log=subprocess.DEVNULL
+        model,
+        device="emulated",
+        mode="stream_only",
+        n_ctx=256,
+        n_parallel=4,
+        n_threads=1,
+        embedder=models.resolve(models.ENCODER),
+        log=subprocess.DEVNULL,
     )
     async with scope as client, trio.open_nursery() as nursery:
         nursery.start_soon(good_client, client, report, over)

@@ -2,10 +2,11 @@
 
     python tests/hostile/storm.py MODEL.gguf --seconds 600 --seed 1
 
-A good client repeats the same questions. Meanwhile a seeded script kills, crashes and stops engine and broker, changes
-the budget, parks and hibernates, cancels jobs, and makes other clients vanish or stop reading. The sidecar runs in
-stream-only mode. With one conversation at a time, each text must be that of an undisturbed run. With several, texts are
-not compared: the last bits of the logits depend on which conversations share a decode.
+A good client repeats the same questions and embeds a text. Meanwhile a seeded script kills, crashes and stops engine
+and broker, kills the embedder, changes the budget, parks and hibernates, cancels jobs, and makes other clients vanish
+or stop reading. The sidecar runs in stream-only mode. With one conversation at a time, each text must be that of an
+undisturbed run. With several, texts are not compared: the last bits of the logits depend on which conversations share a
+decode.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import commandline
 import trio
 
 import frameshard
-from frameshard import errors
+from frameshard import errors, models
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a program Python does not search tests/
+from sidecars import children
 
 PEERS = Path(__file__).with_name("peers.py")
 WORDS = "mira pours another cup and tells of the road that leads north past the mill into the hills where rain falls"
@@ -42,6 +46,7 @@ class Report:
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
     answers: int = 0
+    embeddings: int = 0
     changed: int = 0
     cancelled: int = 0
     given_up: int = 0
@@ -91,6 +96,7 @@ class Storm:
             for worker in range(WORKERS):
                 nursery.start_soon(self._ask, worker)
             nursery.start_soon(self._watch)
+            nursery.start_soon(self._embed)
             while (passed := trio.current_time() - started) < seconds:
                 await self._fault()
                 if before is None and passed > seconds / 4:
@@ -155,6 +161,20 @@ class Storm:
             finally:
                 del self._streams[worker]
             self._hear(worker)
+
+    async def _embed(self) -> None:
+        expected = b""
+        while not self._over:
+            try:
+                rows = (await self._client.embed([WORDS])).tobytes()
+            except errors.EngineDied:
+                self.report.given_up += 1  # the process died twice during the request
+                continue
+            expected = expected or rows
+            self.report.embeddings += 1
+            if rows != expected:
+                self.report.problems.append("another embedding of the same text")
+            await trio.sleep(0.1)
 
     def _compare(self, number: int, text: str) -> None:
         expected = self._expected[number]
@@ -222,6 +242,12 @@ class Storm:
 
     async def fault_crash(self) -> None:
         self._signal(self._engine, signal.SIGSEGV)
+
+    async def fault_kill_embedder(self) -> None:
+        for pid in children(self._broker):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if b"frameshard.engine.embedder" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    self._signal(pid, signal.SIGKILL)
 
     async def fault_freeze_engine(self) -> None:
         await self._freeze((self._engine,), self._random.uniform(0.1, 2.0))
@@ -311,6 +337,7 @@ async def storm(model: Path, *, seconds: float, seed: int, pause: float = 1.0, p
             n_parallel=parallel,
             n_threads=1,
             connect_file=connect_file,
+            embedder=models.resolve(models.ENCODER),
             log=subprocess.DEVNULL,
         ) as client:
             return await Storm(client, connect_file, seed, same_texts=parallel == 1).run(seconds, pause)

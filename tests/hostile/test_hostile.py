@@ -33,7 +33,7 @@ def show(report: fuzz.Report | storm.Report) -> None:
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], parallel: int) -> None:
+def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], encoder_path: Path, parallel: int) -> None:
     report = trio.run(
         lambda: storm.storm(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED, pause=0.5, parallel=parallel)
     )
@@ -47,7 +47,7 @@ def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], parallel: i
     assert report.broker_fds[1] < report.broker_fds[0] + FDS
 
 
-def test_no_message_takes_the_service_down(tiny_model: Callable[[str], Path]) -> None:
+def test_no_message_takes_the_service_down(tiny_model: Callable[[str], Path], encoder_path: Path) -> None:
     report = trio.run(lambda: fuzz.fuzz(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED))
     show(report)
     assert report.problems == []

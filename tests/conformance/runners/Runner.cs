@@ -283,6 +283,7 @@ internal static class Runner
                     { "n_ctx", model.NCtx }, { "n_parallel", model.NParallel }, { "n_vocab", model.NVocab },
                     { "n_layer", model.NLayer }, { "chat", model.Chat }, { "floor_bytes", model.FloorBytes },
                     { "full_bytes", model.FullBytes }, { "plan", JsonValue.Parse(model.PlanJson) },
+                    { "embedder", model.Embedder },
                 }
             },
         }));
