@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "inbox": set(),
     "client": {"wire", "transport", "frame", "images", "inbox", "options", "conversation"},
     "sync": {"wire", "client", "conversation", "frame", "options"},
-    "http": {"wire", "client"},
+    "http": {"wire", "client", "tools"},
     "testing": {"wire", "sentences"},
     "cpu": set(),
     "native": {"cpu"},

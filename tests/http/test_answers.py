@@ -104,6 +104,50 @@ def test_user_or_a_header_names_the_conversation() -> None:
         assert request.read(document, headers, chat=False, n_ctx=512).conversation == conversation
 
 
+PRICE = {
+    "type": "object",
+    "properties": {"item": {"enum": ["sword", "shield"]}, "count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["item", "count"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "price", "description": "What it costs.", "parameters": PRICE}}]
+
+
+def test_tools_are_called_and_their_results_read(http: Server) -> None:
+    # With this seed and temperature it calls twice. A model as small as this one often calls until max_tokens.
+    asked: dict[str, Any] = {
+        "temperature": 0.9,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "seed": 1,
+        "max_tokens": 120,
+    }
+    choice = http.chat("How much are two swords?", **asked).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    call = message["tool_calls"][0]
+    assert (call["type"], call["function"]["name"], message["content"]) == ("function", "price", None)
+    jsonschema.validate(json.loads(call["function"]["arguments"]), PRICE)
+
+    named = {"tool_choice": {"type": "function", "function": {"name": "price"}}, "parallel_tool_calls": False}
+    chunks = http.chat("How much are two swords?", **{**asked, **named}, stream=True).events()
+    (streamed,) = [each for chunk in chunks for each in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert streamed["index"] == 0
+    assert streamed["function"] == call["function"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    turns = [{"role": "user", "content": "How much are two swords?"}, message]
+    turns += [{"role": "tool", "tool_call_id": each["id"], "content": "24"} for each in message["tool_calls"]]
+    whole = http.ask("POST", "/v1/chat/completions", {"messages": turns, "tools": TOOLS, "max_tokens": 8}).json
+    assert whole["choices"][0]["message"]["content"]
+    silent = http.chat("How much?", **{**asked, "tool_choice": "none", "max_tokens": 4}).json["choices"][0]["message"]
+    assert "tool_calls" not in silent
+    cut = http.chat("How much?", **{**asked, "max_tokens": 3}).json["choices"][0]
+    assert (cut["finish_reason"], "tool_calls" in cut["message"]) == ("length", False)
+    form = {"type": "json_object"}
+    assert http.chat("How much?", **asked, response_format=form).error["param"] == "response_format"
+
+
 def test_an_image_is_read(http: Server) -> None:
     file = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(file, "PNG")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from frameshard.client import Completion
+from frameshard.wire import messages as m
 
 if TYPE_CHECKING:
     from frameshard.client import Rows
@@ -24,20 +25,26 @@ class Answer:
 
     :param chat: of ``/v1/chat/completions``, else of ``/v1/completions``.
     :param model: the name of the model that is loaded.
+    :param max_calls: further calls are left out.
     :param usage: each chunk has the field `usage`; only the last one has figures in it.
     """
 
     chat: bool
     model: str
     usage: bool = False
+    max_calls: int = m.MAX_CALLS
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, done: Completion, thought: str) -> Document:
         choice: Document = {"text": done.text}
         if self.chat:
-            thoughts = {"reasoning_content": thought} if thought else {}
-            choice = {"message": {"role": "assistant", "content": done.text, "refusal": None, **thoughts}}
+            message: Document = {"role": "assistant", "content": done.text, "refusal": None}
+            if thought:
+                message["reasoning_content"] = thought
+            if done.tool_calls:
+                message |= {"content": done.text or None, "tool_calls": list(map(_call, self._kept(done.tool_calls)))}
+            choice = {"message": message}
         return {**self._head("chat.completion"), "choices": [_choice(choice, done.reason)], "usage": _usage(done)}
 
     def opening(self) -> list[Document]:
@@ -49,6 +56,14 @@ class Answer:
 
     def thought(self, text: str) -> Document:
         return self._chunk({"reasoning_content": text})
+
+    def calls(self, calls: Sequence[m.ToolCall]) -> list[Document]:
+        """The chunks for the last one of `calls`: none if it is left out."""
+        index = len(calls) - 1
+        return [self._chunk({"tool_calls": [{"index": index, **_call(call)}]}) for call in self._kept(calls)[index:]]
+
+    def _kept(self, calls: Sequence[m.ToolCall]) -> Sequence[m.ToolCall]:
+        return calls[: self.max_calls]
 
     def closing(self, done: Completion) -> list[Document]:
         """The chunks after the last text."""
@@ -96,6 +111,10 @@ def event(document: Document) -> bytes:
 
 def _choice(content: Document, reason: str | None) -> Document:
     return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _call(call: m.ToolCall) -> Document:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _usage(done: Completion) -> Document:

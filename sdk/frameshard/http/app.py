@@ -86,7 +86,7 @@ class Answers:
         document = request.parse(await http.body())
         model = self._model
         asked = request.read(document, http.headers, chat=self._chat, n_ctx=model.n_ctx, thinks=model.thinks)
-        made = answer.Answer(self._chat, model.name, asked.usage)
+        made = answer.Answer(self._chat, model.name, asked.usage, asked.max_calls)
         async with self._job(asked) as stream:
             if asked.stream:
                 await _send_stream(send, stream, made)
@@ -98,7 +98,8 @@ class Answers:
         names = ("images", "sampling", "conversation", "priority", "local_only")
         options: Any = {name: getattr(asked, name) for name in names}
         if self._chat:
-            return self._client.chat(asked.messages, **options, **asked.thought)
+            options |= {"tools": asked.tools, "tool_choice": asked.tool_choice, **asked.thought}
+            return self._client.chat(asked.messages, **options)
         return self._client.complete(asked.prompt, **options)
 
 
@@ -108,7 +109,13 @@ async def _send_stream(send: Send, stream: Stream, made: answer.Answer) -> None:
     An error before the first part is raised, so that the response has its status. A later one is the last event.
     """
     put, parts = trio.open_memory_channel[answer.Document | FrameshardError](math.inf)
+
+    def called(_call: m.ToolCall) -> None:
+        for chunk in made.calls(stream.tool_calls):
+            put.send_nowait(chunk)
+
     stream.on_thought = lambda thought: put.send_nowait(made.thought(thought.text))
+    stream.on_tool_call = called
 
     async def read() -> None:
         with put:

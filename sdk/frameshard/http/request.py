@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from frameshard.http.refusal import Refusal, bad, unsupported
+from frameshard.tools import Tool
 from frameshard.wire import checks
 from frameshard.wire import messages as m
 
@@ -25,7 +27,7 @@ LOCAL_HEADER = "x-frameshard-local-only"
 
 IGNORED = frozenset(
     {"model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-    | {"parallel_tool_calls", "prediction"}
+    | {"prediction"}
     | {"cache_prompt", "id_slot", "mirostat_eta", "mirostat_tau"}
 )
 """They do not change the answer. `model`: one model is loaded, and the response names it. The last ones are those of
@@ -39,8 +41,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "tools": (),
-    "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -63,13 +63,22 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 REASONING_FORMATS = ("auto", "deepseek", "none")
 """Where llama.cpp's server puts the thought. Here it has a field of its own, as with the first two."""
 
-MESSAGE_FIELDS = frozenset({"role", "content", "reasoning_content"})
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MESSAGE_FIELDS = frozenset({"role", "content"})
+OF_ROLES = {
+    "assistant": MESSAGE_FIELDS | {"reasoning_content", "tool_calls"},
+    "tool": MESSAGE_FIELDS | {"tool_call_id", "name"},
+}
+"""Fields of messages. The thought in `reasoning_content` is dropped, because thoughts of earlier answers are not part
+of a prompt; so is the `name` of a tool, which its call has."""
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TOOL_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 COMMON = frozenset(
     {"logit_bias", "max_tokens", "stop", "stream", "stream_options", "user", *SAMPLING, *IGNORED, *NEUTRAL}
 )
 THOUGHT = frozenset({"reasoning_effort", "chat_template_kwargs", "reasoning_format", "thinking_tokens"})
-CHAT = COMMON | THOUGHT | {"messages", "max_completion_tokens", "response_format"}
+TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+CHAT = COMMON | THOUGHT | TOOLS | {"messages", "max_completion_tokens", "response_format"}
 EMBEDDINGS = frozenset({"input", "model", "encoding_format", "dimensions", "user"})
 MAX_TEXTS = 2048
 """To embed in one request."""
@@ -85,6 +94,7 @@ class Asked:
 
     :param messages: of a chat; empty for a completion.
     :param thought: `thinking`, `thinking_tokens` and `template_keywords` of the job.
+    :param max_calls: further calls of the answer are left out.
     :param stream: the answer is sent as it is generated.
     :param usage: a stream ends with the number of tokens.
     """
@@ -94,6 +104,9 @@ class Asked:
     images: tuple[bytes, ...]
     sampling: m.Sampling
     thought: Document
+    tools: tuple[Tool, ...]
+    tool_choice: str
+    max_calls: int
     conversation: str | None
     priority: int
     local_only: bool
@@ -134,11 +147,18 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
     if options is not None and not stream:
         raise bad("stream_options is for requests with stream", "stream_options")
     conversation = headers.get(CONVERSATION_HEADER) or document.get("user")
+    tools = _tools(document.get("tools", []))
+    sampling = _sampling(document, n_ctx)
+    if tools and sampling.json_schema:
+        raise unsupported("an answer with tools has no other form: leave response_format out", "response_format")
     return Asked(
         messages=messages,
         prompt="" if chat else _prompt(document.get("prompt")),
         images=images,
-        sampling=_sampling(document, n_ctx),
+        sampling=sampling,
+        tools=tools,
+        tool_choice=_tool_choice(document.get("tool_choice", "auto"), [tool.name for tool in tools]),
+        max_calls=m.MAX_CALLS if _flag(document, "parallel_tool_calls", True) else 1,
         thought=_thought(document, thinks) if chat else {},
         conversation=_checked("conversation", conversation, "user"),
         priority=_priority(headers.get(PRIORITY_HEADER)),
@@ -256,23 +276,91 @@ def _messages(given: object) -> tuple[tuple[m.ChatMessage, ...], tuple[bytes, ..
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise bad("messages must be a list of objects, at least one", "messages")
     read = [_message(_present(each), f"messages[{i}]", last=i == len(given) - 1) for i, each in enumerate(given)]
-    messages = _checked("messages", [{"role": role, "content": text} for role, text, _ in read], "messages")
-    return messages, tuple(image for _, _, images in read for image in images)
+    messages = _checked("messages", [message for message, _ in read], "messages")
+    return messages, tuple(image for _, images in read for image in images)
 
 
-def _message(given: Document, where: str, *, last: bool) -> tuple[str, str, list[bytes]]:
-    """The role, the text and the images of a message."""
+def _message(given: Document, where: str, *, last: bool) -> tuple[Document, list[bytes]]:
+    """The fields of a message, and its images."""
     role = given.get("role")
-    if role in ("tool", "function") or "tool_calls" in given or "function_call" in given:
-        raise unsupported("tool calls are not supported by this server", where)
     if not isinstance(role, str) or role not in ROLES:
         raise bad(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    for name in given.keys() - MESSAGE_FIELDS:
+    for name in given.keys() - OF_ROLES.get(role, MESSAGE_FIELDS):
         raise unsupported(f"{where}.{name} is not supported by this server: leave it out", f"{where}.{name}")
-    # A thought in `reasoning_content` is dropped: thoughts of earlier answers are not part of a prompt.
+    text, images = _content(given, where, last=last and role == "user")
+    message: Document = {"role": ROLES[role], "content": text}
+    if role == "tool":
+        if not given.get("tool_call_id"):
+            raise bad(f"{where}.tool_call_id is missing: the id of the call", f"{where}.tool_call_id")
+        message["tool_call_id"] = given["tool_call_id"]
+    if "tool_calls" in given:
+        message["tool_calls"] = _calls(given["tool_calls"], f"{where}.tool_calls")
+    return message, images
+
+
+def _calls(given: object, where: str) -> list[Document]:
+    calls = []
+    for each in given if isinstance(given, list) else [given]:
+        match each:
+            case {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}:
+                calls.append({"id": id, "name": name, "arguments": arguments})
+            case _:
+                raise bad(f'{where} must be {{"id", "type": "function", "function": {{"name", "arguments"}}}}', where)
+    return calls
+
+
+def _tools(given: object) -> tuple[Tool, ...]:
+    if not isinstance(given, list):
+        raise bad("tools must be a list of objects", "tools")
+    tools = tuple(_tool(each, f"tools[{i}]") for i, each in enumerate(given))
+    _checked("tools", [dataclasses.asdict(tool.wire()) for tool in tools], "tools")
+    return tools
+
+
+def _tool(given: object, where: str) -> Tool:
+    """A tool. Calls always match its schema, so `strict` changes nothing."""
+    match given:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            function = _present(function)
+        case _:
+            raise bad(
+                f'{where} must be {{"type": "function", "function": {{"name": ..., "parameters": {{...}}}}}}', where
+            )
+    for field in function.keys() - TOOL_FIELDS:
+        raise unsupported(f"{where}.function.{field} is not supported by this server: leave it out", where)
+    description, schema = function.get("description", ""), function.get("parameters", {})
+    if not isinstance(description, str) or not isinstance(schema, dict):
+        raise bad(f"{where}: description must be a text and parameters an object", where)
+    return Tool(name, description, schema or "")
+
+
+def _tool_choice(given: object, tools: list[str]) -> str:
+    """As the sidecar has it.
+
+    :param tools: names of the tools.
+    """
+    match given:
+        case "auto" | "none":
+            return str(given) if tools else "auto"
+        case "required" if tools:
+            return "required"
+        case {"type": "function", "function": {"name": str(name)}} if name in tools:
+            return name
+    raise bad(
+        'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}, with the '
+        "name of one of the tools",
+        "tool_choice",
+    )
+
+
+def _content(given: Document, where: str, *, last: bool) -> tuple[str, list[bytes]]:
+    """The text and the images of a message.
+
+    :param last: it may have images.
+    """
     content = given.get("content", "")
     if isinstance(content, str):
-        return ROLES[role], content, []
+        return content, []
     texts, images = [], []
     for i, part in enumerate(content if isinstance(content, list) else [content]):
         place = f"{where}.content[{i}]"
@@ -285,7 +373,7 @@ def _message(given: Document, where: str, *, last: bool) -> tuple[str, str, list
                 raise unsupported("images are read in the last message only: leave earlier ones out", place)
             case _:
                 raise bad(f"{place} must be a text or an image_url with a url", place)
-    return ROLES[role], "\n".join(texts), images
+    return "\n".join(texts), images
 
 
 def _image(url: str, where: str) -> bytes:
@@ -320,8 +408,8 @@ def _usage(options: object) -> bool:
     return _flag(options, "include_usage")
 
 
-def _flag(document: Document, name: str) -> bool:
-    value = document.get(name, False)
+def _flag(document: Document, name: str, default: bool = False) -> bool:
+    value = document.get(name, default)
     if not isinstance(value, bool):
         raise bad(f"{name} must be true or false", name)
     return value
