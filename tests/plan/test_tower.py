@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mutants
+import tiny_audio
 from frameshard.errors import BadModel, ModelNotFound
 from frameshard.plan.model import read_model
 from frameshard.plan.tower import read_tower
@@ -80,3 +81,28 @@ def test_mutants_are_read_or_refused(mmproj_path: Path, tmp_path: Path) -> None:
         mutants.mutate(file, random.Random(seed))
         with suppress(BadModel):
             read_tower(file.write(tmp_path / "mutant.gguf", sparse=True))
+
+
+@pytest.mark.parametrize(
+    ("says", "spoil"),
+    [
+        ("num_mel_bins is missing", lambda f: f.keys.remove(f.key("clip.audio.num_mel_bins"))),
+        ("stack_factor is 0", lambda f: setattr(f.key("clip.audio.projector.stack_factor"), "value", 0)),
+        ("does not divide", lambda f: setattr(f.key("clip.audio.attention.head_count"), "value", 5)),
+        ("beyond the 2", lambda f: setattr(f.key("clip.audio.block_count"), "value", 2)),
+        ("neither", lambda f: setattr(f.key("clip.has_audio_encoder"), "value", False)),
+        (
+            "a.blk.1.attn_q.weight is missing",
+            lambda f: setattr(next(t for t in f.tensors if t.name == b"a.blk.1.attn_q.weight"), "name", b"a.blk.1.q"),
+        ),
+    ],
+)
+def test_bad_towers_for_sounds_are_refused_in_words(
+    says: str, spoil: Callable[[mutants.Gguf], object], tmp_path: Path
+) -> None:
+    tiny_audio.make(tmp_path / "ear.gguf")
+    assert read_tower(tmp_path / "ear.gguf").n_layer == tiny_audio.LAYERS
+    file = mutants.Gguf(tmp_path / "ear.gguf")
+    spoil(file)
+    with pytest.raises(BadModel, match=says):
+        read_tower(file.write(tmp_path / "bad.gguf"))

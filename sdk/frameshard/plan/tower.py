@@ -21,7 +21,7 @@ _MAX_SIDE = 1 << 14  # pixels
 _MAX_WIDTH = 1 << 20
 _MAX_MELS = 1 << 10
 _MAX_STEP = 64  # the most patches along one side that are merged into one token
-_BLOCK = re.compile(r"[va]\.blk\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"([va])\.blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _check(path: Path, header: Header) -> Tower:
     if not sees:
         _between(metadata, kind, "num_mel_bins", 1, _MAX_MELS)
         _between(metadata, kind, "projector.stack_factor", 1, _MAX_STEP, 1)
-    _check_layers([tensor.name for tensor in header.tensors], n_layer)
+    _check_layers([tensor.name for tensor in header.tensors], kind[0], n_layer)
     return Tower(path, projector, n_layer, side, patch, header.file_bytes)
 
 
@@ -123,21 +123,21 @@ def _check_heads(metadata: Mapping[str, Value], kind: str, n_layer: int) -> None
         wrong(f"clip.{kind}.attention.head_count_kv is {n_head_kv}, which does not divide {n_head} heads")
 
 
-def _check_layers(names: list[str], n_layer: int) -> None:
+def _check_layers(names: list[str], tower: str, n_layer: int) -> None:
     """Checks that no tensor is missing in a single layer: libmtmd would follow a null pointer. Feed-forward networks
     are not checked, because in some mixtures of experts the first layer has other ones."""
     layers: dict[str, set[int]] = {}
     for name in names:
         match = _BLOCK.fullmatch(name)
-        if match is None:
+        if match is None or match[1] != tower:
             continue
-        if int(match[1]) >= n_layer:
+        if int(match[2]) >= n_layer:
             wrong(f"tensor {name} belongs to a layer beyond the {n_layer} there are")
-        layers.setdefault(match[2], set()).add(int(match[1]))
+        layers.setdefault(match[3], set()).add(int(match[2]))
     for part, found in layers.items():
         if len(found) == n_layer - 1 > 1 and not part.startswith(("ffn_", "exp_")):
             (missing,) = set(range(n_layer)) - found
-            wrong(f"tensor blk.{missing}.{part} is missing, and every other layer has one")
+            wrong(f"tensor {tower}.blk.{missing}.{part} is missing, and every other layer has one")
 
 
 def _check_order(metadata: Mapping[str, Value], low: str, high: str) -> None:
