@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,24 @@ def test_the_program_for_memory_runs(model_path: Path, encoder_path: Path, tmp_p
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("My goat is called Pip.\n")
     assert len(result.stdout) > 30
+
+
+def test_the_traders_keep_to_the_rules(model_path: Path) -> None:
+    """They call tools. Whatever they call, nothing is made or lost, and each move has an outcome."""
+    result = run(str(REPO / "samples" / "traders" / "main.py"), "--model", str(model_path), "--device", "emulated:8")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [int(line.split(".")[0]) for line in lines if re.match(r" ?\d+\. ", line)] == [*range(1, 9)]
+    assert sum(int(count) for count in re.findall(r"(\d+) [a-z]+", lines[-1])) == 8
+    assert "dithered" not in lines[-1]
+
+    def goods(said: list[str]) -> Counter[str]:
+        totals: Counter[str] = Counter()
+        for count, good in re.findall(r"(\d+) (bread|honey|wool|cheese)", " ".join(said)):
+            totals[good] += int(count)
+        return totals
+
+    assert goods(lines[:1]) == goods(lines[-3:-1]) == {"bread": 9, "honey": 3, "wool": 6, "cheese": 4}
 
 
 def test_hello_runs(model_path: Path) -> None:
