@@ -281,7 +281,8 @@ internal static class Runner
                 {
                     { "name", model.Name }, { "arch", model.Arch }, { "device", model.Device },
                     { "n_ctx", model.NCtx }, { "n_parallel", model.NParallel }, { "n_vocab", model.NVocab },
-                    { "n_layer", model.NLayer }, { "chat", model.Chat }, { "floor_bytes", model.FloorBytes },
+                    { "n_layer", model.NLayer }, { "chat", model.Chat }, { "thinks", model.Thinks },
+                    { "floor_bytes", model.FloorBytes },
                     { "full_bytes", model.FullBytes }, { "plan", JsonValue.Parse(model.PlanJson) },
                     { "embedder", model.Embedder },
                 }
