@@ -4,7 +4,9 @@ sidecar, behind a proxy that cuts, stalls and lies."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -24,9 +26,12 @@ import frameshard
 from frameshard import errors
 from frameshard.broker import fallback
 from frameshard.broker.answer import AnswerReader, BadAnswer
+from frameshard.broker.jobs import Jobs
 from frameshard.testing import fake_engine
+from frameshard.wire import engine as em
 from frameshard.wire import launch as options
 from frameshard.wire import messages as m
+from frameshard.wire.connection import ServerConnection
 from proxy import PASS, REFUSE, Fault, Proxy, proxy, response
 from servers import Server, server, sidecar
 from sidecars import DEADLINE_S, in_trio, launch, until
@@ -83,6 +88,7 @@ async def test_jobs_go_to_the_server_while_the_lease_is_parked(http: Server, pla
         stopped = await client.ask(TEXT, sampling=frameshard.Sampling(stop=("word7",))).completed()
         assert stopped.text == TEXT[: TEXT.index("word7")]
         assert stopped.reason == "stop"
+        assert stopped.n_generated > 0
         short = await client.ask(TEXT, sampling=frameshard.Sampling(max_tokens=2)).completed()
         assert (short.text, short.n_generated, short.remote) == ("One two", 2, True)
 
@@ -319,6 +325,54 @@ async def test_every_job_of_a_storm_ends_once_and_no_text_is_doubled(http: Serve
     assert "fallback server fails" in log.read_text()
     for shown in (*seen, log.read_text(), http.log.read_text()):
         assert KEY not in shown
+
+
+def test_the_engine_gives_a_job_back_that_has_no_token() -> None:
+    jobs = Jobs(slots=2, max_jobs=9, max_client_jobs=9, model=MODEL)
+    client = ServerConnection(1, epoch=1, held_bytes=1 << 14, now=0.0)
+    jobs.engine_ready()
+    number = jobs.submit(client, submit(deadline_ms=5000, conversation="inn"), 0.0)
+    jobs.engine_event(em.Started(number, 9, 0, 0))
+    assert jobs.unread(number, 100) == 100
+    jobs.predicted(number, 6.0, 1.0)  # it would have its first token 2 s late
+    assert jobs.commands[1:] == [em.Cancel(number, pause=True)]
+    jobs.engine_event(em.Cancelled(number))
+    assert jobs.commands[2:] == []  # it does not go back to the engine
+    jobs.depart(1.0)
+    (asked,) = jobs.asks
+    assert isinstance(asked, fallback.Ask)
+    broken = fallback.Broken(asked.attempt, number, errors.ConnectionLost("gone"), False)
+    jobs.fallback_event(broken, 2.0)  # there is room, so the engine has it again
+    assert isinstance(jobs.commands[2], em.Submit)
+    jobs.fallback_event(broken, 2.0)  # of an old attempt: nothing happens
+    jobs.set_room(False)
+    jobs.depart(2.1)
+    assert jobs.commands[3:] == []  # not before its pause is over
+    assert jobs.next_departure(2.1) == math.inf
+    jobs.depart(2.5)
+    assert jobs.commands[3:] == [em.Cancel(number, pause=True)]
+    jobs.engine_event(em.Cancelled(number))
+    jobs.depart(2.5)
+    again = jobs.asks[1]
+    assert isinstance(again, fallback.Ask)
+    jobs.fallback_event(fallback.Text(again.attempt, number, "Hello"), 3.0)
+    jobs.set_room(True)
+    jobs.depart(9.0)
+    jobs.fallback_event(fallback.Finished(again.attempt, number, "stop", 0, 0), 9.0)
+    jobs.fallback_event(fallback.Finished(again.attempt, number, "stop", 0, 0), 9.0)
+    told = []
+    while (frame := client.next_frame()) is not None:
+        client.sent()
+        told.append(m.decode_answer(frame))
+    assert [type(event) for event in told] == [m.Started, m.Paused, m.Resumed, m.Delta, m.Done]
+    assert told[-1].remote
+    assert jobs.open == 0
+
+    local = jobs.submit(client, dataclasses.replace(submit(conversation="inn"), job=2), 0.0)
+    for event in (em.Started(local, 9, 0, 0), em.Token(local, 0, 5, "a"), em.Done(local, "stop", 9, 1, 0.0, 0.0)):
+        jobs.engine_event(event)
+    later = jobs.submit(client, dataclasses.replace(submit(conversation="inn"), job=3), 0.0)
+    assert (jobs.unread(later, 100), jobs.unread(later, 3)) == (90, 1)
 
 
 def read_all(data: bytes, sizes: list[int]) -> tuple[str, AnswerReader]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import select
@@ -131,9 +132,13 @@ class Play:
         self.names: dict[str, Any] = {}
         self.sidecars: list[subprocess.Popen[bytes]] = []
         self.strangers: list[Stranger | newer.Newer] = []
+        self.servers: list[http.server.ThreadingHTTPServer] = []
         self.files = 0
 
     def close(self) -> None:
+        for server in self.servers:
+            server.shutdown()
+            server.server_close()
         for stranger in self.strangers:
             stranger.close()
         for sidecar in self.sidecars:
@@ -271,6 +276,31 @@ class Play:
         stats = self.stats()
         (http,) = set(sidecars.children(stats["pid"])) - {stats["engine_pid"]} or {None}
         os.kill({"sidecar": stats["pid"], "engine": stats["engine_pid"], "http": http}[step["kill"]], signal.SIGKILL)
+
+    def _serve(self, step: dict[str, Any]) -> None:
+        """Starts a server with OpenAI's interface that answers each chat with a text. The name of the step stands for
+        its base URL."""
+        pytest.importorskip("httpx")  # the sidecar needs it
+        parts = [{"delta": {"content": step["serve"]}}, {"delta": {}, "finish_reason": "stop"}]
+        usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+        events = [*({"choices": [part]} for part in parts), usage]
+        stream = b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in events) + b"data: [DONE]\n\n"
+
+        class Chat(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                self.wfile.write(stream)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chat)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.servers.append(server)
+        self._keep(step, f"http://127.0.0.1:{server.server_port}/v1")
 
     def _fetch(self, step: dict[str, Any]) -> None:
         url, key = step["at"]

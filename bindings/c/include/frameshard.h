@@ -1002,7 +1002,8 @@ typedef struct fs_event {
     uint64_t n_thought;
     /* FS_EVENT_STARTED: True if the server of the launch option `fallback` answers, not the engine.
        FS_EVENT_DONE: True if the server of the launch option `fallback` has ended the answer. The numbers of
-       tokens are those that it reports; 0: it reports none. */
+       tokens are those that it reports; if it reports none, `n_prompt` is 0 and `n_generated` the number of parts
+       that it sent. */
     uint64_t remote;
     /* Id of the call, which its result repeats. */
     const char *call_id;

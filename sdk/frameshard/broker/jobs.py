@@ -47,6 +47,9 @@ MAX_DEATHS = 2
 OVERTAKEN_PER_RANK = 8
 """The priority of a waiting job rises by one each time so many later jobs have overtaken it."""
 
+MAX_CONVERSATIONS = 256
+"""So many conversations are remembered, for predictions."""
+
 _TERMINAL = (em.Done, em.Failed, em.Cancelled)
 
 
@@ -188,6 +191,8 @@ class Jobs:
         self._room = True
         self._off: FrameshardError | None = None
         self._attempts = 0
+        self._read: dict[str, int] = {}
+        """How many tokens the engine has read of the conversations that ran last."""
         self.commands: list[em.Command] = []
         """Commands for the engine, in order. The caller removes them."""
         self.asks: list[fallback.Command] = []
@@ -319,6 +324,12 @@ class Jobs:
             self._room = room
             self._fill_slots()
 
+    def unread(self, number: int, n_tokens: int) -> int:
+        """How many of the tokens of a job's prompt the engine has to read: those that its conversation did not have."""
+        job = self._jobs.get(number)
+        known = 0 if job is None or job.conversation is None else self._read.get(job.conversation, 0)
+        return max(1, n_tokens - known)
+
     def predicted(self, number: int, ttft_s: float, now: float) -> None:
         """Called with the plan's time to the first token of a job with a deadline."""
         job = self._jobs.get(number)
@@ -390,7 +401,7 @@ class Jobs:
             job.request.job,
             reason=event.reason,
             n_prompt=event.n_prompt,
-            n_generated=event.n_generated,
+            n_generated=max(event.n_generated, given.n_pieces),  # a part has a token or more
             prefill_s=first_at - given.started_at,
             decode_s=now - first_at,
             remote=True,
@@ -425,6 +436,7 @@ class Jobs:
         :param death: why it died; None if it was told to end.
         """
         self._engine_ready = False
+        self._read.clear()
         self._leaving.clear()
         self.commands.clear()
         for job in list(self._jobs.values()):
@@ -493,6 +505,7 @@ class Jobs:
         elif isinstance(event, em.Done):
             if not self._deliver_held(job):
                 return
+            self._remember(job)
             connection.done(
                 job_id,
                 reason=event.reason,
@@ -515,6 +528,13 @@ class Jobs:
             self._fill_slots()
         else:
             self._cancelled(job)
+
+    def _remember(self, job: Job) -> None:
+        if self._model and job.conversation is not None:
+            self._read.pop(job.conversation, None)
+            self._read[job.conversation] = job.n_prompt + job.n_generated
+            if len(self._read) > MAX_CONVERSATIONS:
+                del self._read[next(iter(self._read))]
 
     def _take_token(self, job: Job, token: em.Token) -> None:
         if token.n != job.n_generated:

@@ -164,7 +164,8 @@ class Requests:
         def counted(event: em.Answer | None) -> None:
             if isinstance(event, em.TokenCount) and event.n_tokens:
                 budgets = (self._lease.budget_bytes,)
-                self._ask_engine(lambda seq: em.MakePlans(seq, budgets, event.n_tokens), planned)
+                n_tokens = self._jobs.unread(job, event.n_tokens)
+                self._ask_engine(lambda seq: em.MakePlans(seq, budgets, n_tokens), planned)
 
         self._ask_engine(lambda seq: em.CountTokens(seq, request.messages), counted)
 

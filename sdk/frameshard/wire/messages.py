@@ -1071,7 +1071,7 @@ class Done:
     remote: Annotated[
         bool,
         "True if the server of the launch option `fallback` has ended the answer. The numbers of tokens are those that"
-        " it reports; 0: it reports none.",
+        " it reports; if it reports none, `n_prompt` is 0 and `n_generated` the number of parts that it sent.",
     ] = False
 
 

@@ -448,7 +448,7 @@ namespace Frameshard
         /// <summary>Number of tokens that still fit into the context behind prompt and answer.</summary>
         public ulong NLeft { get; internal set; }
         /// <summary>True if the server of <see cref="LaunchOptions.Fallback"/> has ended the answer. The numbers of
-        /// tokens are those that it reports; 0: it reports none.</summary>
+        /// tokens are those that it reports, if it does.</summary>
         public bool Remote { get; internal set; }
         /// <summary>How many of the conversation's oldest questions, with their answers, were not in the prompt because
         /// the context is full.</summary>

@@ -390,7 +390,7 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int32 ThoughtTokens = 0;
 	/** True if the server of the launch option Fallback has ended the answer. The numbers of tokens are those that it
-	 * reports; 0: it reports none. */
+	 * reports, if it does. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	bool bRemote = false;
 
