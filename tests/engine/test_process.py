@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import shutil
 import subprocess
 import sys
@@ -285,6 +286,9 @@ def test_an_answer_goes_on_from_a_text_of_another_model(mode: str, cpu: EnginePr
     # A text of as many tokens as are allowed, or more, is a complete answer.
     events = child.run(CASTLE, params={"max_tokens": 3}, given=answer)
     assert (ids(events), events[-1]["reason"], events[-1]["n_generated"]) == ([], "length", 3)
+    schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
+    formed = child.run(CASTLE, params={"json_schema": schema, "max_tokens": 40}, given='{"n": 4')
+    assert str(json.loads('{"n": 4' + text(formed))["n"]).startswith("4")
     # A text that the form does not allow fails this job alone.
     refused = child.run(CASTLE, params={"json_schema": "{}"}, given="no JSON")
     assert refused[-1]["ev"] == "failed"

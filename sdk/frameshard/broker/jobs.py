@@ -459,6 +459,11 @@ class Jobs:
         """Called when an engine is started again."""
         self._off = None
 
+    def fail(self, number: int, error: FrameshardError) -> None:
+        """Ends a job, if it has not ended."""
+        if number in self._jobs:
+            self._fail(self._jobs[number], error)
+
     def fail_all(self, error: FrameshardError) -> None:
         """Ends all jobs."""
         for job in list(self._jobs.values()):

@@ -186,7 +186,10 @@ class Server:
             self._flush()
 
     def _fallback_event(self, event: fallback.Event) -> None:
-        self._jobs.fallback_event(event, trio.current_time())
+        try:
+            self._jobs.fallback_event(event, trio.current_time())
+        except Exception as error:
+            self._jobs.fail(event.job, internal(logger, "a job at the fallback server", error))
         self._deadline.set()
         self._flush()
 
