@@ -470,7 +470,7 @@ end
 
 local EVENTS = { "ready", "started", "text", "done", "failed", "cancelled", "budget_released", "budget_observed",
   "budget", "stats", "refused", "engine", "closed", "lease", "notice", "caps", "plan", "frame_block", "progress",
-  "loading", "adapters", "kv", "paused", "resumed", "token_count", "embeddings", "thought" }
+  "loading", "adapters", "kv", "paused", "resumed", "token_count", "embeddings", "thought", "tool_call" }
 local STATES = { "loading", "ready", "closed" }
 -- generated: words
 local DECISIONS = { "granted", "partial" }
@@ -681,7 +681,8 @@ local KNOWN = {
   lease = OPTIONS.fs_lease,
   job = { conversation = true, system = true, sampling = true, timeline = true, window = true, priority = true,
     deadline_ms = true, thinking = true, thinking_tokens = true, template_keywords = true, images = true, sentences = true, warm_up = true, local_only = true, adapters = true, response_updated = true,
-    response_finished = true, response_failed = true },
+    response_finished = true, response_failed = true, tools = true, tool_choice = true },
+  tool = { name = true, description = true, schema = true },
   logit_bias = { bias = true, token = true, text = true },
   image = { format = true, width = true, height = true, stride = true, data = true },
 }
@@ -785,6 +786,19 @@ local function adapters_of(adapters, keep)
   return made, #names
 end
 
+local function tools_of(tools, keep)
+  local made = ffi.new("fs_tool[?]", #tools + 1)
+  for index, tool in ipairs(tools) do
+    known(tool, "tool")
+    local one = made[index - 1]
+    one.name = name_of(tool.name, "name")
+    one.description = tool.description and name_of(tool.description, "description") or nil
+    one.schema = tool.schema and name_of(tool.schema, "schema") or nil
+  end
+  keep[#keep + 1] = made
+  return made, #tools
+end
+
 local function job_options_of(options, keep)
   known(options, "job")
   local made = ffi.new("fs_job_options")
@@ -827,6 +841,12 @@ local function job_options_of(options, keep)
   if options.template_keywords ~= nil then
     made.template_keywords = name_of(options.template_keywords, "template_keywords")
   end
+  if options.tools ~= nil then
+    made.tools, made.n_tools = tools_of(options.tools, keep)
+  end
+  if options.tool_choice ~= nil then
+    made.tool_choice = name_of(options.tool_choice, "tool_choice")
+  end
   if options.adapters ~= nil then
     made.adapters, made.n_adapters = adapters_of(options.adapters, keep)
   end
@@ -838,7 +858,7 @@ end
 
 -- ---- jobs -----------------------------------------------------------------------------------------------------------
 
---- A job. `text` is the answer so far, `thought` what the model thinks before (with `thinking` "shown"). `paused` is true while a job of higher priority has its place; it continues on
+--- A job. `tool_calls` are the calls of tools so far. `text` is the answer so far, `thought` what the model thinks before (with `thinking` "shown"). `paused` is true while a job of higher priority has its place; it continues on
 -- its own. `ended` is true when the job has ended; then `result` (the event "done") or
 -- `error` is set. Fields change only inside `poll`.
 local Job = {}
@@ -966,6 +986,7 @@ local function begin(self, options, submit)
     number = tonumber(self._number[0]),
     text = "",
     thought = "",
+    tool_calls = {},
     paused = false,
     ended = false,
     _updated = options.response_updated,
@@ -998,6 +1019,9 @@ end
 --   - `thinking_tokens`: maximum length of the thought;
 --   - `template_keywords`: a JSON object (a string) with further variables for the model's chat template;
 --   - `local_only`: if true, the job never goes to the server of the launch option `fallback`;
+--   - `tools`: a list of tables with `name`, `description` and `schema` (the JSON schema of the arguments, a string):
+--     functions that the model may call. Each call is an event "tool_call", and is in `job.tool_calls`;
+--   - `tool_choice`: "auto" (the default: text, or calls at its end), "required", "none" or the name of a tool;
 --   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
 --     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,
@@ -1006,6 +1030,24 @@ function Sidecar:ask(text, options)
   text_of(text, "text")
   return begin(self, options, function(client, made, number)
     return lib.fs_ask(client, text, #text, made, number)
+  end)
+end
+
+--- Has the model go on after an answer that ended with calls of tools. `results` has a text for each call, by its
+-- `call_id`. `options.conversation` is needed. A question instead is possible, too: then the calls are forgotten.
+function Sidecar:tool_results(results, options)
+  local ids = {}
+  for id in pairs(results) do
+    ids[#ids + 1] = name_of(id, "call_id")
+  end
+  local made_results = ffi.new("fs_tool_result[?]", #ids + 1)
+  for index, id in ipairs(ids) do
+    local made = made_results[index - 1]
+    made.call_id, made.content = id, text_of(results[id], "content")
+    made.content_length = #results[id]
+  end
+  return begin(self, options, function(client, made, number)
+    return lib.fs_tool_results(client, made_results, #ids, made, number)
   end)
 end
 
@@ -1234,6 +1276,8 @@ local function convert(self, raw)
     event.text, event.tokens, event.sentence_end = text, raw.tokens, raw.sentence_end ~= 0
   elseif kind == "thought" then
     event.text, event.tokens = text, raw.tokens
+  elseif kind == "tool_call" then
+    event.call_id, event.name, event.arguments = ffi.string(raw.call_id), ffi.string(raw.name), text
   elseif kind == "started" then
     event.n_prompt, event.seed, event.n_dropped = raw.n_prompt, tonumber(raw.seed), tonumber(raw.n_dropped)
     event.remote = raw.remote ~= 0
@@ -1310,6 +1354,8 @@ local function deliver(self, event)
     end
   elseif kind == "thought" then
     job.thought = job.thought .. event.text
+  elseif kind == "tool_call" then
+    job.tool_calls[#job.tool_calls + 1] = { call_id = event.call_id, name = event.name, arguments = event.arguments }
   elseif kind == "paused" or kind == "resumed" then
     job.paused = kind == "paused"
   elseif kind == "done" then
@@ -1336,6 +1382,7 @@ end
 -- | "done" | `job`, `reason`, `n_prompt`, `n_generated`, `n_reused`, `n_left`, `remote`, `n_dropped` (oldest
 --   questions of the conversation that are not in the prompt, because the context is full), `n_thought`, `prefill_s`,
 --   `decode_s` |
+-- | "tool_call" | `job`, `call_id`, `name`, `arguments` (JSON); give the results to `tool_results` after "done" |
 -- | "thought" | `job`, `text`, `tokens`; only for jobs with `thinking` "shown" |
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
 -- | "paused" (a job of higher priority has its place), "resumed" | `job` |

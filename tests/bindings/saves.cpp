@@ -38,15 +38,23 @@ bool refused(const std::string &bytes) {
 }
 
 json shown(const Save &save) {
-    json exchanges = json::array();
+    json exchanges = json::array(), steps = json::array();
     for (const auto &exchange : save.exchanges) {
+        for (json step : exchange.steps) {
+            step["exchange"] = exchanges.size();
+            steps.push_back(step);
+        }
         exchanges.push_back(json::array({exchange.question, exchange.answer}));
     }
-    return {{"exchanges", exchanges},
-            {"model", save.model},
-            {"system", save.system},
-            {"template", save.chat_template},
-            {"writer", save.writer}};
+    json fields = {{"exchanges", exchanges},
+                   {"model", save.model},
+                   {"system", save.system},
+                   {"template", save.chat_template},
+                   {"writer", save.writer}};
+    if (!steps.empty()) {
+        fields["steps"] = steps;
+    }
+    return fields;
 }
 
 /* Changes, removes or adds some bytes. */

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tiny_models
+
 REPO = Path(__file__).parents[2]
 LUA = REPO / "bindings" / "lua"
 
@@ -21,6 +23,19 @@ def luajit(env: dict[str, str], *arguments: str | Path) -> str:
 
 def test_the_module(program_env: dict[str, str]) -> None:
     assert luajit(program_env, REPO / "tests" / "bindings" / "module.lua") == "ok\n"
+
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path: Path) -> None:
+    """Through the C library, so this is also its test."""
+    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=CHATML)
+    script = REPO / "tests" / "bindings" / "tools.lua"
+    assert luajit(program_env, script, sys.executable, tmp_path / "tiny.gguf") == "ok\n"
 
 
 def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path: Path, tmp_path: Path) -> None:

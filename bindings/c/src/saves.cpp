@@ -91,7 +91,8 @@ bool is_step(const json &step, size_t n_exchanges) {
     auto calls = step.find("tool_calls"), exchange = step.find("exchange");
     return (role == "system" || role == "user" || role == "assistant" || role == "tool") && calls != step.end() &&
            calls->is_array() && calls->size() <= kMaxCalls && std::all_of(calls->begin(), calls->end(), is_call) &&
-           exchange != step.end() && exchange->is_number_unsigned() && exchange->get<uint64_t>() < n_exchanges;
+           exchange != step.end() && exchange->is_number_integer() && exchange->get<int64_t>() >= 0 &&
+           exchange->get<uint64_t>() < n_exchanges;
 }
 
 /* Adds the steps of a save to its exchanges. */
