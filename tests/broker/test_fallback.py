@@ -436,6 +436,9 @@ def test_only_what_the_server_can_be_asked_for_goes_there() -> None:
         submit(warm_up=True),
         submit(adapters=(m.Adapter("a"),)),
         submit(images=(m.Image("encoded", b"x"),)),
+        submit(thinking="shown"),
+        submit(tools=(m.Tool("look", "looks", "{}"),)),
+        submit(messages=(m.ChatMessage("user", "x"), m.ChatMessage("tool", "y"))),
         *(
             sampling(**{name: value})
             for name, value in {

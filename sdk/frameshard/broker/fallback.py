@@ -161,6 +161,8 @@ def may_go(request: m.Submit) -> bool:
     """Whether the server can be asked for this job, and the client lets it go."""
     if request.local_only or request.kind != "chat" or not _is_carried(request, _OURS):
         return False
+    if any(message.role == "tool" for message in request.messages):
+        return False
     schema = request.sampling.json_schema
     try:
         return isinstance(json.loads(schema or "{}"), dict)
