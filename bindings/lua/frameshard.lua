@@ -1022,8 +1022,9 @@ end
 --   - `tools`: a list of tables with `name`, `description` and `schema` (the JSON schema of the arguments, a string):
 --     functions that the model may call. Each call is an event "tool_call", and is in `job.tool_calls`;
 --   - `tool_choice`: "auto" (the default: text, or calls at its end), "required", "none" or the name of a tool;
---   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file, or pixels
---     with `format` ("rgb" or "rgba"), `width`, `height` and `stride` (bytes). They are placed before the text;
+--   - `images`: a list of tables, for models with a vision tower. `data` is a string: a PNG or JPEG file (or a
+--     sound, a WAV or MP3 file, for a tower that hears), or pixels with `format` ("rgb" or "rgba"),
+--     `width`, `height` and `stride` (bytes). They are placed before the text;
 --   - callbacks: `response_updated(delta, job, sentence_end)`, `response_finished(text, job)`,
 --     `response_failed(error, job)`.
 function Sidecar:ask(text, options)

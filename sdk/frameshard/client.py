@@ -420,7 +420,8 @@ class Client:
 
         :param system: the system message of the conversation from now on.
         :param options: see :class:`frameshard.options.JobOptions`: `conversation`, `sampling`, `images` (bytes of PNG
-            or JPEG files, or :class:`Pixels`), `timeline`, `window`, `sentences` (deltas say where sentences end),
+            or JPEG files, of WAV or MP3 files for a tower that hears, or :class:`Pixels`), `timeline`, `window`,
+            `sentences` (deltas say where sentences end),
             `priority` (0 to 2; 2 is urgent), `adapters` (scales of loaded LoRA adapters by name), `thinking`
             (``off``, ``hidden`` or ``shown``) with `thinking_tokens` and `template_keywords`, `tools` (that the model
             may call: see :meth:`tool_results`) and `tool_choice`. `timeline` is a number that comes back in each event:

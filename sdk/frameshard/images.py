@@ -42,7 +42,7 @@ class Pixels:
 class SharedImages:
     """The images of one job. :attr:`wire` has them for the request. Close it when the job has ended.
 
-    :param images: each is the bytes of an image file, or :class:`Pixels`.
+    :param images: each is the bytes of an image or sound file, or :class:`Pixels`.
     :raises BadArgument: an image is empty or too large.
     """
 

@@ -417,7 +417,7 @@ FS_API void fs_sampling_init(fs_sampling *sampling, uint32_t struct_size);
 /* Format of an image. */
 enum {
     /* generated: ImageFormat */
-    FS_IMAGE_ENCODED = 1, /* a PNG or JPEG file */
+    FS_IMAGE_ENCODED = 1, /* a PNG or JPEG file, or a sound: a WAV or MP3 file */
     FS_IMAGE_RGB = 2,     /* rows of pixels from top to bottom, 8 bits a channel */
     FS_IMAGE_RGBA = 3,    /* the same with an alpha channel, which is ignored */
     /* end of ImageFormat */

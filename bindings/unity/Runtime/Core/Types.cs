@@ -303,8 +303,8 @@ namespace Frameshard
         public string TemplateKeywords;
     }
 
-    /// <summary>Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
-    /// ignored.</summary>
+    /// <summary>Encoded: a PNG or JPEG file, or a sound as a WAV or MP3 file. Rgb, Rgba: rows of pixels from top to
+    /// bottom, 8 bits a channel; alpha is ignored.</summary>
     public enum ImageFormat
     {
         // generated: ImageFormat

@@ -87,8 +87,8 @@ struct FRAMESHARD_API FFrameshardImage
 {
 	GENERATED_BODY()
 
-	/** Encoded: a PNG or JPEG file. Rgb, Rgba: rows of pixels from top to bottom, 8 bits a channel; alpha is
-	 * ignored. */
+	/** Encoded: a PNG or JPEG file, or a sound as a WAV or MP3 file. Rgb, Rgba: rows of pixels from top to bottom,
+	 * 8 bits a channel; alpha is ignored. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	EFrameshardImageFormat Format = EFrameshardImageFormat::Encoded;
 
