@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from test_lua import CHATML
+
 import sidecars
+import tiny_models
 from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
@@ -63,6 +66,15 @@ def test_the_sample_finds_the_memory_that_a_question_needs(
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "The key is under the mill.\nI am looking for my dog.\n"
+
+
+def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path: Path) -> None:
+    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=CHATML)
+    program = compiled(tmp_path / "calls.exe", REPO / "tests" / "bindings" / "ToolCalls.cs")
+    command = ["mono", program, sys.executable, tmp_path / "tiny.gguf"]
+    result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == 'True\nprice {"item":"ale"}\nuser assistant tool\n'
 
 
 def test_no_sidecar_outlives_its_domain(program_env: dict[str, str], tmp_path: Path) -> None:

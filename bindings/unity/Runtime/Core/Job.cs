@@ -1,4 +1,5 @@
 using System;
+using System.Collections.Generic;
 using System.Text;
 using System.Threading;
 using System.Threading.Tasks;
@@ -10,6 +11,7 @@ namespace Frameshard
     {
         private readonly StringBuilder _text = new StringBuilder();
         private readonly StringBuilder _thought = new StringBuilder();
+        private readonly List<ToolCall> _calls = new List<ToolCall>();
         private int _spoken; // of the text, up to the end of the last sentence
         private readonly TaskCompletionSource<Completion> _end = new TaskCompletionSource<Completion>();
         internal CancellationTokenRegistration Registration;
@@ -44,6 +46,12 @@ namespace Frameshard
         /// <see cref="OnToken"/> for its last part. Only for a job with <see cref="JobOptions.Sentences"/>.</summary>
         public event Action<string> OnSentence;
 
+        /// <summary>Raised with each call of a tool, when it is whole.</summary>
+        public event Action<ToolCall> OnToolCall;
+
+        /// <summary>The calls of tools so far.</summary>
+        public IReadOnlyList<ToolCall> ToolCalls => _calls;
+
         /// <summary>Raised with the next part of the thought. It never ends within a character.</summary>
         public event Action<string> OnThought;
 
@@ -74,6 +82,12 @@ namespace Frameshard
             var sentence = _text.ToString(_spoken, _text.Length - _spoken).Trim();
             _spoken = _text.Length;
             OnSentence?.Invoke(sentence);
+        }
+
+        internal void Call(ToolCall call)
+        {
+            _calls.Add(call);
+            OnToolCall?.Invoke(call);
         }
 
         internal void Think(string text)

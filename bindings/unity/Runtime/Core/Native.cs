@@ -54,7 +54,7 @@ namespace Frameshard
             Ready = 1, Started = 2, Text = 3, Done = 4, Failed = 5, Cancelled = 6, BudgetReleased = 7,
             BudgetObserved = 8, Budget = 9, Stats = 10, Refused = 11, Engine = 12, Closed = 13, Lease = 14, Notice = 15,
             Caps = 16, Plan = 17, FrameBlock = 18, Progress = 19, Loading = 20, Adapters = 21, Kv = 22, Paused = 23,
-            Resumed = 24, TokenCount = 25, Embeddings = 26, Thought = 27,
+            Resumed = 24, TokenCount = 25, Embeddings = 26, Thought = 27, ToolCall = 28,
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -207,6 +207,26 @@ namespace Frameshard
             internal ulong ThinkingTokens;
             internal IntPtr TemplateKeywords;
             internal ulong LocalOnly;
+            internal IntPtr Tools;
+            internal ulong NTools;
+            internal IntPtr ToolChoice;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct Tool
+        {
+            internal IntPtr Name;
+            internal IntPtr Description;
+            internal IntPtr Schema;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct ToolResult
+        {
+            internal IntPtr CallId;
+            internal IntPtr Content;
+            internal int ContentLength;
+            internal int Reserved;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -338,6 +358,9 @@ namespace Frameshard
         [DllImport(Library)] internal static extern void fs_job_options_init(out JobOptions options, uint size);
         [DllImport(Library)]
         internal static extern int fs_ask(ClientHandle client, IntPtr text, int length, ref JobOptions options, out ulong job);
+        [DllImport(Library)]
+        internal static extern int fs_tool_results(
+            ClientHandle client, [In] ToolResult[] results, uint count, ref JobOptions options, out ulong job);
         [DllImport(Library)]
         internal static extern int fs_chat(
             ClientHandle client, [In] Message[] messages, uint count, ref JobOptions options, out ulong job);

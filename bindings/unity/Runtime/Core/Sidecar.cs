@@ -151,6 +151,29 @@ namespace Frameshard
             }
         }
 
+        /// <summary>Has the model go on after an answer of <see cref="Ask"/> that ended with calls of tools.
+        /// <paramref name="results"/> has a text for each call, by its id. <see cref="JobOptions.Conversation"/> is
+        /// needed. A question instead is possible, too: then the calls are forgotten.</summary>
+        public Job ToolResults(IReadOnlyDictionary<string, string> results, JobOptions options,
+            Action<string> onToken = null, CancellationToken cancellation = default(CancellationToken))
+        {
+            using (var texts = new Utf8())
+            {
+                var natives = new Native.ToolResult[results.Count];
+                var index = 0;
+                foreach (var result in results)
+                {
+                    var content = texts.Text(result.Value ?? "", out var length);
+                    natives[index++] = new Native.ToolResult
+                    {
+                        CallId = texts.Name(result.Key), Content = content, ContentLength = length,
+                    };
+                }
+                return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions native, out ulong id) =>
+                    Native.fs_tool_results(_client, natives, (uint)natives.Length, ref native, out id));
+            }
+        }
+
         /// <summary>Like <see cref="Ask"/>, for games that keep the history themselves: <paramref name="messages"/>
         /// is the whole prompt.</summary>
         public Job Chat(IReadOnlyList<ChatMessage> messages, JobOptions options = null, Action<string> onToken = null,
@@ -593,6 +616,12 @@ namespace Frameshard
                 native.NAdapters = (ulong)options.Adapters.Count;
                 native.Adapters = Pin(texts, options.Adapters);
             }
+            if (options.Tools != null)
+            {
+                native.NTools = (ulong)options.Tools.Length;
+                native.Tools = Pin(texts, options.Tools);
+            }
+            native.ToolChoice = texts.Name(options.ToolChoice);
             var job = new Job(this, options.Timeline, onToken);
             lock (_gate)
             {
@@ -611,6 +640,22 @@ namespace Frameshard
             Options.Fill(ref native, sampling, texts);
             var block = texts.Block(Marshal.SizeOf(typeof(Native.Sampling)));
             Marshal.StructureToPtr(native, block, false);
+            return block;
+        }
+
+        private static IntPtr Pin(Utf8 texts, Tool[] tools)
+        {
+            var size = Marshal.SizeOf(typeof(Native.Tool));
+            var block = texts.Block(tools.Length * size);
+            for (var index = 0; index < tools.Length; index++)
+            {
+                var native = new Native.Tool
+                {
+                    Name = texts.Name(tools[index].Name), Description = texts.Name(tools[index].Description),
+                    Schema = texts.Name(tools[index].Schema),
+                };
+                Marshal.StructureToPtr(native, block + index * size, false);
+            }
             return block;
         }
 
@@ -765,6 +810,12 @@ namespace Frameshard
                     break;
                 case Native.EventType.Thought:
                     Find(native.Job, false)?.Think(text);
+                    break;
+                case Native.EventType.ToolCall:
+                    Find(native.Job, false)?.Call(new ToolCall
+                    {
+                        CallId = Utf8.Read(native.CallId), Name = Utf8.Read(native.Name), Arguments = text,
+                    });
                     break;
                 case Native.EventType.Progress:
                     Find(native.Job, false)?.Tell(new Progress

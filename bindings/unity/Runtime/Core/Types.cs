@@ -260,6 +260,28 @@ namespace Frameshard
         // end of fs_sampling
     }
 
+    /// <summary>A function of the program that the model may call.</summary>
+    public sealed class Tool
+    {
+        /// <summary>1 to 64 letters, digits, '_' and '-'.</summary>
+        public string Name;
+        /// <summary>What it does and when to use it, for the model.</summary>
+        public string Description;
+        /// <summary>JSON schema of the arguments, an object. Null: it has no arguments.</summary>
+        public string Schema;
+    }
+
+    /// <summary>A call of a tool, in an answer of the model.</summary>
+    public sealed class ToolCall
+    {
+        /// <summary>Id of the call, for <see cref="Sidecar.ToolResults"/>.</summary>
+        public string CallId { get; internal set; }
+        /// <summary>Name of the tool.</summary>
+        public string Name { get; internal set; }
+        /// <summary>The arguments: JSON that matches the tool's schema.</summary>
+        public string Arguments { get; internal set; }
+    }
+
     /// <summary>Options of a job.</summary>
     public sealed class JobOptions
     {
@@ -299,6 +321,11 @@ namespace Frameshard
         /// <summary>Maximum length of the thought in tokens; then it is ended, and the answer begins. 0: no limit but
         /// <see cref="Sampling.MaxTokens"/>, which counts thought and answer.</summary>
         public ulong ThinkingTokens;
+        /// <summary>Functions that the model may call: <see cref="Job.OnToolCall"/>. At most 64.</summary>
+        public Tool[] Tools;
+        /// <summary>"auto" (null): the answer is text, or ends with calls. "required": it is calls. "none": it is text.
+        /// The name of a tool: it is calls of this tool.</summary>
+        public string ToolChoice;
         /// <summary>A JSON object with further variables for the model's chat template. Null: none.</summary>
         public string TemplateKeywords;
     }
