@@ -115,21 +115,19 @@ class Price(BaseModel):
     """What an item costs."""
 
     item: Literal["sword", "shield"]
-    count: int
+    count: Literal[1, 2]
 
 
 def test_tools(client: Any) -> None:
     asked: Any = {"model": "any", "tools": [openai.pydantic_function_tool(Price)], "tool_choice": "required"}
     asked |= {"temperature": 0.9, "seed": 1}  # with these the model ends its calls
-    parsed = client.chat.completions.parse(messages=messages("How much are two swords?"), **asked).choices[0].message
-    assert isinstance(parsed.tool_calls[0].function.parsed_arguments, Price)
     with client.chat.completions.stream(messages=messages("How much are two swords?"), **asked) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion().choices[0].message
     assert "tool_calls.function.arguments.done" in kinds
-    assert final.tool_calls[0].function.arguments == parsed.tool_calls[0].function.arguments
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "24 gold"} for call in parsed.tool_calls]
-    turns = [*messages("How much are two swords?"), parsed, *results]
+    assert isinstance(final.tool_calls[0].function.parsed_arguments, Price)
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "24 gold"} for call in final.tool_calls]
+    turns = [*messages("How much are two swords?"), final, *results]
     answer = client.chat.completions.create(model="any", messages=turns, tools=asked["tools"], max_tokens=8)
     assert answer.choices[0].message.content
 
