@@ -289,7 +289,7 @@ def test_an_object_has_only_what_is_named_unless_it_says_otherwise(tiny_model: C
     with Runtime.load(EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
 
         def goes_on(schema: dict[str, Any]) -> bool:
-            matcher = runtime.forms.matcher(runtime.forms.grammar(Form("json_schema", json.dumps(schema))))
+            matcher = runtime.forms.matcher(Form("json_schema", json.dumps(schema)))
             for byte in rest[:-1]:
                 matcher.accept(3 + byte)
             return 3 + rest[-1] in matcher.allowed()
