@@ -42,7 +42,17 @@ def test_what_is_installed_is_whole() -> None:
     check({str(file) for file in distribution.files or []})
     assert [(entry.group, entry.name) for entry in distribution.entry_points] == [("console_scripts", "frameshard")]
     needed = {re.split(r"[^A-Za-z0-9-]", line)[0] for line in distribution.requires or [] if "extra" not in line}
-    packages = {"jinja2", "llama-cpp-python", "llguidance", "msgpack", "numpy", "nvidia-ml-py", "pyzmq", "trio"}
+    packages = {
+        "anyio",
+        "jinja2",
+        "llama-cpp-python",
+        "llguidance",
+        "msgpack",
+        "numpy",
+        "nvidia-ml-py",
+        "pyzmq",
+        "trio",
+    }
     assert needed == packages
     assert "llama-cpp-python==0.3.36" in (distribution.requires or [])
 
