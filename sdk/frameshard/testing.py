@@ -8,7 +8,9 @@ It is a real process with the messages of :mod:`frameshard.wire.engine`. The rea
 It answers a chat with the words of the last message, and a completion with the words of the prompt. With `endless` it
 repeats them up to ``max_tokens``. A token is a word with the space before it, so a resumed stream can be compared. Any
 file serves as an adapter; a job with adapters gets their names and scales before its words. A job that thinks gets
-three words of thought, or as many as its limit allows. The other arguments cause faults.
+three words of thought, or as many as its limit allows. With a `tool_choice` that asks for calls, the answer is no text
+but a call of each tool, or of the one that is named: the last message, which should be a JSON object, is the arguments.
+The other arguments cause faults.
 """
 
 from __future__ import annotations
@@ -104,6 +106,8 @@ class _Job:
     """:meth:`frameshard.sentences.Splitter.feed`, where sentences are asked for."""
     n_thought: int = 0
     """So many tokens are thought before the words."""
+    calls: tuple[m.ToolCall, ...] = ()
+    """They come with the last of the words, none of which is sent."""
 
 
 class _FakeEngine:
@@ -236,14 +240,16 @@ class _FakeEngine:
         words = [word if at == 0 else f" {word}" for at, word in enumerate(said)] or [""]
         most = 0 if request.warm_up else request.sampling.max_tokens
         n_thought = 0 if request.thinking == "off" else request.thinking_tokens or N_THOUGHT
+        called = [tool.name for tool in request.tools if request.tool_choice in ("required", tool.name)]
         job = _Job(
             number=request.job,
             words=words,
-            max_tokens=most if self._args.endless else min(most, n_thought + len(words)),
+            max_tokens=most if self._args.endless and not called else min(most, n_thought + len(words)),
             n_prompt=len(" ".join(contents).split()),
             produced=len(request.given.split()) + len(request.resume),
             mark=Splitter().feed if request.sentences else None,
             n_thought=n_thought,
+            calls=tuple(m.ToolCall(f"call{at}", name, contents[-1]) for at, name in enumerate(called)),
         )
         if job.n_prompt > self._n_ctx:
             overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
@@ -268,6 +274,8 @@ class _FakeEngine:
         if index >= job.max_tokens:
             del self._jobs[job.number]
             reason: m.Reason = "stop" if job.max_tokens and not self._args.endless else "length"
+            if job.calls:
+                reason = "tool_calls" if index == job.n_thought + len(job.words) else "length"
             decode_s = self._args.delay * index
             n_left = max(0, self._n_ctx - job.n_prompt - index)
             self._say(em.Done(job.number, reason, job.n_prompt, index, 0.0, decode_s, n_left))
@@ -281,16 +289,18 @@ class _FakeEngine:
         job.produced += 1
         self._say(em.Token(job.number, index, self._token(job, index), *self._text(job, index)))
 
-    def _text(self, job: _Job, index: int) -> tuple[str, tuple[int, ...], str]:
-        """What a token sets free, where sentences end in it, and its thought. To be asked for each token once, in
-        order."""
+    def _text(self, job: _Job, index: int) -> tuple[str, tuple[int, ...], str, tuple[m.ToolCall, ...]]:
+        """What a token sets free, where sentences end in it, its thought and its calls. To be asked for each token
+        once, in order."""
         if index < job.n_thought:
-            return "", (), f"hm{index} "
+            return "", (), f"hm{index} ", ()
         at = index - job.n_thought
+        if job.calls:
+            return "", (), "", job.calls if at + 1 == len(job.words) else ()
         word = job.words[at % len(job.words)]
         if at and not at % len(job.words):
             word = f" {word}"
-        return (*(job.mark(word, last=index + 1 == job.max_tokens) if job.mark else (word, ())), "")
+        return (*(job.mark(word, last=index + 1 == job.max_tokens) if job.mark else (word, ())), "", ())
 
     def _token(self, job: _Job, index: int) -> int:
         return sum(job.words[index % len(job.words)].encode()) + index

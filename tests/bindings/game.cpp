@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <map>
 #include <string>
 #include <thread>
 
@@ -117,6 +118,39 @@ int main(int argc, char **argv) {
     check("cancels", game.cancel(job) == FS_OK);
     play(game, 64, [&] { return second.ends > 0; });
     check("says that it was cancelled", second.ends == 1 && second.ending.status == FS_CANCELLED);
+
+    Heard calls, answer;
+    std::string said_by_call;
+    Listener does = calls.listener();
+    does.on_tool_call = [&](const frameshard::ToolCall &call) { said_by_call = call.name + call.arguments; };
+    does.on_end = [&](const Ending &end) {
+        calls.ending = end;
+        std::map<std::string, std::string> results;
+        for (const frameshard::ToolCall &call : end.tool_calls) {
+            results[call.call_id] = "2 gold";
+        }
+        fs_job_options plain = options;
+        plain.tools = nullptr;
+        plain.n_tools = 0;
+        plain.tool_choice = nullptr;
+        check("takes results in on_end", game.tool_results(results, plain, answer.listener()) == FS_OK);
+    };
+    fs_tool price = {"price", "The price of an item.",
+                     R"({"type": "object", "properties": {"item": {"enum": ["ale"]}}, "required": ["item"]})"};
+    sampling.max_tokens = 48;
+    options.conversation = "mira";
+    options.tools = &price;
+    options.n_tools = 1;
+    options.tool_choice = "price";
+    game.ask("What is ale?", options, std::move(does));
+    play(game, 64, [&] { return answer.ends > 0; });
+    said_by_call.erase(std::remove(said_by_call.begin(), said_by_call.end(), ' '), said_by_call.end());
+    check("tells of a call", !calls.ending.tool_calls.empty() && said_by_call == R"(price{"item":"ale"})");
+    check("goes on with its result", answer.ending.status == FS_OK && !answer.text.empty());
+    options.conversation = nullptr;
+    options.tools = nullptr;
+    options.n_tools = 0;
+    options.tool_choice = nullptr;
 
     Heard third;
     Listener closes = third.listener();

@@ -510,7 +510,8 @@ typedef struct fs_message {
  * conversation are answered one after the other. When the context is full, its oldest questions and answers are
  * dropped; event.n_dropped tells how many. Sets *job to the number of the job. `options` and `job` may be NULL.
  * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
- * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_THOUGHT, FS_EVENT_PAUSED and FS_EVENT_RESUMED may come in between. A job that ends early may have no FS_EVENT_STARTED.
+ * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_THOUGHT, FS_EVENT_TOOL_CALL, FS_EVENT_PAUSED and FS_EVENT_RESUMED
+ * may come in between. A job that ends early may have no FS_EVENT_STARTED.
  * Returns FS_BAD_ARGUMENT if an argument is invalid. [client] */
 FS_API fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
                         uint64_t *job);

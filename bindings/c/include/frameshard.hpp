@@ -16,6 +16,7 @@
 #define FRAMESHARD_HPP
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -115,6 +116,17 @@ class Client {
     uint64_t ask(std::string_view text, const JobOptions &options = {}) {
         uint64_t job = 0;
         check(fs_ask(client_, text.data(), length(text), &options, &job));
+        return job;
+    }
+    /* `results` has the result of each call, by event.call_id. */
+    uint64_t tool_results(const std::map<std::string, std::string> &results, const JobOptions &options) {
+        std::vector<fs_tool_result> told;
+        told.reserve(results.size());
+        for (const auto &[call_id, content] : results) {
+            told.push_back({call_id.c_str(), content.data(), length(content), 0});
+        }
+        uint64_t job = 0;
+        check(fs_tool_results(client_, told.data(), uint32_t(told.size()), &options, &job));
         return job;
     }
     uint64_t chat(const std::vector<Message> &messages, const JobOptions &options = {}) {

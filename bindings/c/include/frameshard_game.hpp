@@ -25,10 +25,18 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "frameshard.h"
 
 namespace frameshard {
+
+/* A call of a tool, in an answer. */
+struct ToolCall {
+    std::string call_id;
+    std::string name;      // of the tool
+    std::string arguments; // JSON that matches the tool's schema
+};
 
 /* How an answer ended. */
 struct Ending {
@@ -44,6 +52,8 @@ struct Ending {
     uint64_t n_thought = 0;   // of n_generated, tokens that the model thought
     double prefill_s = 0, decode_s = 0;
     bool remote = false; // the server of the launch option `fallback` has ended the answer
+    /* Give the results of these to tool_results, if there are any. */
+    std::vector<ToolCall> tool_calls;
 };
 
 /* Callbacks for one answer. Each may be empty. on_end is the last call. on_sentence gets whole sentences, as the sidecar
@@ -51,7 +61,8 @@ struct Ending {
 struct Listener {
     std::function<void(const fs_event &)> on_progress; // FS_EVENT_PROGRESS, with images or a long prompt
     std::function<void(bool)> on_paused; // true: a job of higher priority has its place. false: it continues
-    std::function<void(std::string_view)> on_thought; // with `thinking` "shown"; a thought is in no text or sentence
+    std::function<void(std::string_view)> on_thought;   // with `thinking` "shown"; a thought is in no text or sentence
+    std::function<void(const ToolCall &)> on_tool_call; // the call is whole; its result is due after on_end
     std::function<void(std::string_view)> on_text;
     std::function<void(std::string_view)> on_sentence;
     std::function<void(const Ending &)> on_end;
@@ -125,19 +136,22 @@ class Game {
 
     /* Calls fs_ask. If it returns FS_OK, `listener` receives the answer. `job` may be NULL. */
     fs_status ask(std::string_view text, const fs_job_options &options, Listener listener, uint64_t *job = nullptr) {
-        uint64_t number = 0;
-        fs_job_options asked = options;
-        asked.sentences = listener.on_sentence ? 1 : options.sentences;
-        fs_status status = fs_ask(client_, text.data(), int32_t(text.size()), &asked, &number);
-        if (status == FS_OK) {
-            auto answer = std::make_shared<Answer>();
-            answer->listener = std::move(listener);
-            answers_.emplace(number, std::move(answer));
+        return begin(options, std::move(listener), job, [&](const fs_job_options &asked, uint64_t *number) {
+            return fs_ask(client_, text.data(), int32_t(text.size()), &asked, number);
+        });
+    }
+
+    /* Calls fs_tool_results with the result of each call, by its call_id. If it returns FS_OK, `listener` receives the
+     * answer that follows. `job` may be NULL. on_end of the answer with the calls may call this. */
+    fs_status tool_results(const std::map<std::string, std::string> &results, const fs_job_options &options,
+                           Listener listener, uint64_t *job = nullptr) {
+        std::vector<fs_tool_result> told;
+        for (const auto &[call_id, content] : results) {
+            told.push_back({call_id.c_str(), content.data(), int32_t(content.size()), 0});
         }
-        if (job != nullptr) {
-            *job = number;
-        }
-        return status;
+        return begin(options, std::move(listener), job, [&](const fs_job_options &asked, uint64_t *number) {
+            return fs_tool_results(client_, told.data(), uint32_t(told.size()), &asked, number);
+        });
     }
 
     /* Ends an answer early. Its on_end follows with FS_CANCELLED, unless the answer has ended otherwise before. */
@@ -240,6 +254,23 @@ class Game {
         std::function<void(const BudgetResult &)> done;
     };
 
+    template <class Submit>
+    fs_status begin(const fs_job_options &options, Listener listener, uint64_t *job, Submit submit) {
+        uint64_t number = 0;
+        fs_job_options asked = options;
+        asked.sentences = listener.on_sentence ? 1 : options.sentences;
+        fs_status status = submit(asked, &number);
+        if (status == FS_OK) {
+            auto answer = std::make_shared<Answer>();
+            answer->listener = std::move(listener);
+            answers_.emplace(number, std::move(answer));
+        }
+        if (job != nullptr) {
+            *job = number;
+        }
+        return status;
+    }
+
     static std::string_view trimmed(std::string_view text) {
         constexpr const char *space = " \t\r\n";
         size_t begin = std::min(text.find_first_not_of(space), text.size());
@@ -330,6 +361,12 @@ class Game {
         case FS_EVENT_THOUGHT:
             if (answer->listener.on_thought) {
                 answer->listener.on_thought(text);
+            }
+            return;
+        case FS_EVENT_TOOL_CALL:
+            answer->ending.tool_calls.push_back({event.call_id, event.name, std::string(text)});
+            if (answer->listener.on_tool_call) {
+                answer->listener.on_tool_call(answer->ending.tool_calls.back());
             }
             return;
         case FS_EVENT_TEXT: {

@@ -62,6 +62,10 @@ internal static class Runner
                 return none;
             case "ask":
                 return Watch(Client.Ask((string)command["text"], Options(command)));
+            case "tool_results":
+                var results = command["results"].Cast<JsonValue>().ToDictionary(
+                    pair => (string)pair[0], pair => (string)pair[1]);
+                return Watch(Client.ToolResults(results, Options(command)));
             case "chat":
                 return Watch(Client.Chat(Messages(command), Options(command)));
             case "complete":
@@ -235,6 +239,13 @@ internal static class Runner
         if (given.ContainsKey("thinking")) options.Thinking = (string)given["thinking"];
         if (given.ContainsKey("thinking_tokens")) options.ThinkingTokens = (ulong)given["thinking_tokens"];
         if (given.ContainsKey("template_keywords")) options.TemplateKeywords = (string)given["template_keywords"];
+        if (given.ContainsKey("tools"))
+            options.Tools = given["tools"].Cast<JsonValue>().Select(tool => new Tool
+            {
+                Name = (string)tool["name"], Schema = (string)tool["schema"],
+                Description = (string)tool["description"],
+            }).ToArray();
+        if (given.ContainsKey("tool_choice")) options.ToolChoice = (string)given["tool_choice"];
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];
         var sampling = options.Sampling = new Sampling();
@@ -313,6 +324,10 @@ internal static class Runner
             TellOf(job, "text", last = new JsonObject { { "text", text }, { "sentence_end", false } });
         job.OnSentence += sentence => last["sentence_end"] = true; // raised behind the token that ends it
         job.OnThought += text => TellOf(job, "thought", new JsonObject { { "text", text } });
+        job.OnToolCall += call => TellOf(job, "tool_call", new JsonObject
+        {
+            { "call_id", call.CallId }, { "name", call.Name }, { "arguments", call.Arguments },
+        });
         job.OnPaused += () => TellOf(job, "paused", new JsonObject());
         job.OnResumed += () => TellOf(job, "resumed", new JsonObject());
         After(job.Completion, done => TellOf(job, "done", new JsonObject

@@ -11,18 +11,19 @@ static fs_client *client;
 
 static const char *const states[] = {NULL, "active", "parked", "hibernated"};
 static const char *const modes[] = {NULL, "prioritize_graphics", "balance", "prioritize_compute"};
-static const char *const reasons[] = {NULL, "stop", "length"};
+static const char *const reasons[] = {NULL, "stop", "length", "tool_calls"};
 static const char *const engines[] = {NULL, "loading", "ready", "restarting", "off", "hibernated"};
 static const char *const decisions[] = {NULL, "granted", "partial"};
 static const char *const notices[] = {NULL,       "wants",         "gives_back", "late",
                                       "pressure", "other_process", "state",      "http"};
 static const char *const formats[] = {NULL, "encoded", "rgb", "rgba"};
 static const char *const phases[] = {NULL, "encode", "prefill"};
-static const char *const types[] = {NULL,          "ready",           "started",         "text",     "done",  "failed",
-                                    "cancelled",   "budget_released", "budget_observed", "budget",   "stats", "refused",
-                                    "engine",      "closed",          "lease",           "notice",   "caps",  "plan",
-                                    "frame_block", "progress",        "loading",         "adapters", "kv",    "paused",
-                                    "resumed",     "token_count",     "embeddings",      "thought"};
+static const char *const types[] = {
+    NULL,          "ready",           "started",         "text",     "done",     "failed",
+    "cancelled",   "budget_released", "budget_observed", "budget",   "stats",    "refused",
+    "engine",      "closed",          "lease",           "notice",   "caps",     "plan",
+    "frame_block", "progress",        "loading",         "adapters", "kv",       "paused",
+    "resumed",     "token_count",     "embeddings",      "thought",  "tool_call"};
 static const char *const stages[] = {NULL, "read", "profile", "fill"};
 
 /* ---- what the driver says -------------------------------------------------------------------------------------- */
@@ -78,7 +79,8 @@ static void *content(const char *path, uint64_t *size) {
 
 /* Makes the job's options. They point into the other arguments. The caller frees the images' bytes. */
 static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
-                                  fs_logit_bias biases[16], fs_image images[8], fs_adapter adapters[8]) {
+                                  fs_logit_bias biases[16], fs_image images[8], fs_adapter adapters[8],
+                                  fs_tool tools[8]) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
@@ -118,6 +120,11 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
         adapters[options.n_adapters].name = wanted->string;
         adapters[options.n_adapters++].scale = wanted->valuedouble;
     }
+    options.tools = tools;
+    cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "tools")) if (options.n_tools < 8)
+        tools[options.n_tools++] =
+            (fs_tool){text(wanted, "name", NULL), text(wanted, "description", NULL), text(wanted, "schema", NULL)};
+    options.tool_choice = text(given, "tool_choice", NULL);
     options.images = images;
     cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "images")) if (options.n_images < 8) {
         fs_image *image = &images[options.n_images++];
@@ -174,16 +181,33 @@ static cJSON *cosines(const fs_event *event) {
     return list;
 }
 
+static fs_status tool_results(const cJSON *command, const fs_job_options *options, uint64_t *job) {
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "results"), *pair;
+    fs_tool_result *results = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *results);
+    uint32_t count = 0;
+    cJSON_ArrayForEach(pair, list) {
+        results[count].call_id = cJSON_GetArrayItem(pair, 0)->valuestring;
+        results[count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
+        results[count++].content_length = FS_NUL_TERMINATED;
+    }
+    fs_status status = fs_tool_results(client, results, count, options, job);
+    free(results);
+    return status;
+}
+
 static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     fs_sampling sampling;
     const char *stop[16];
     fs_logit_bias biases[16];
     fs_image images[8];
     fs_adapter adapters[8];
-    fs_job_options options = job_options(command, &sampling, stop, biases, images, adapters);
+    fs_tool tools[8];
+    fs_job_options options = job_options(command, &sampling, stop, biases, images, adapters, tools);
     fs_status status = FS_OK;
     if (strcmp(what, "ask") == 0) {
         status = fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);
+    } else if (strcmp(what, "tool_results") == 0) {
+        status = tool_results(command, &options, job);
     } else if (strcmp(what, "complete") == 0) {
         status = fs_complete(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, &options, job);
     } else {
@@ -349,6 +373,11 @@ static cJSON *told(const fs_event *event) {
         add_text(object, "state", event->engine_state ? engines[event->engine_state] : states[event->lease_state]);
     if (event->type == FS_EVENT_CAPS)
         add_text(object, "device", event->text);
+    if (event->type == FS_EVENT_TOOL_CALL) {
+        add_text(object, "call_id", event->call_id);
+        add_text(object, "name", event->name);
+        add_text(object, "arguments", event->text);
+    }
     if (event->type == FS_EVENT_FRAME_BLOCK)
         add_text(object, "path", event->text);
     return object;
@@ -386,7 +415,8 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
         status = launch(command);
     else if (strcmp(what, "connect") == 0)
         status = fs_connect(text(command, "file", ""), "C runner", &client);
-    else if (strcmp(what, "ask") == 0 || strcmp(what, "chat") == 0 || strcmp(what, "complete") == 0)
+    else if (strcmp(what, "ask") == 0 || strcmp(what, "chat") == 0 || strcmp(what, "complete") == 0 ||
+             strcmp(what, "tool_results") == 0)
         status = submit(command, what, &job);
     else if (strcmp(what, "cancel") == 0)
         status = fs_cancel(client, (uint64_t)number(command, "job", 0));

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <iostream>
+#include <map>
 #include <numeric>
 #include <optional>
 
@@ -16,7 +17,7 @@ namespace {
 
 const std::vector<std::string> kStates = {"", "active", "parked", "hibernated"};
 const std::vector<std::string> kModes = {"", "prioritize_graphics", "balance", "prioritize_compute"};
-const std::vector<std::string> kReasons = {"", "stop", "length"};
+const std::vector<std::string> kReasons = {"", "stop", "length", "tool_calls"};
 const std::vector<std::string> kEngines = {"", "loading", "ready", "restarting", "off", "hibernated"};
 const std::vector<std::string> kDecisions = {"", "granted", "partial"};
 const std::vector<std::string> kStages = {"unknown", "read", "profile", "fill"};
@@ -62,6 +63,14 @@ struct Options {
         options.thinking = text(kept, "thinking");
         options.thinking_tokens = kept.value("thinking_tokens", options.thinking_tokens);
         options.template_keywords = text(kept, "template_keywords");
+        if (kept.contains("tools")) {
+            for (const json &tool : kept["tools"]) {
+                tools.push_back({text(tool, "name"), text(tool, "description"), text(tool, "schema")});
+            }
+        }
+        options.tools = tools.data();
+        options.n_tools = tools.size();
+        options.tool_choice = text(kept, "tool_choice");
         auto wanted = kept.find("sampling");
         if (wanted == kept.end()) {
             return;
@@ -92,6 +101,7 @@ struct Options {
 
     json kept;
     std::vector<fs_adapter> adapters;
+    std::vector<fs_tool> tools;
     std::vector<const char *> stop;
     std::vector<fs_logit_bias> biases;
     frameshard::Sampling sampling;
@@ -135,6 +145,10 @@ json told(const Event &event) {
         break;
     case FS_EVENT_THOUGHT:
         said = {{"type", "thought"}, {"text", event.text()}, {"tokens", event.tokens}};
+        said.update(of_job);
+        break;
+    case FS_EVENT_TOOL_CALL:
+        said = {{"type", "tool_call"}, {"call_id", event.call_id}, {"name", event.name}, {"arguments", event.text()}};
         said.update(of_job);
         break;
     case FS_EVENT_PAUSED:
@@ -297,6 +311,12 @@ class Runner {
             throw frameshard::Error(FS_CONNECTION_LOST, "there is no client");
         } else if (what == "ask") {
             return {{"job", client_->ask(text(command, "text"), Options(command).options)}};
+        } else if (what == "tool_results") {
+            std::map<std::string, std::string> results;
+            for (const json &pair : command["results"]) {
+                results.emplace(pair[0], pair[1]);
+            }
+            return {{"job", client_->tool_results(results, Options(command).options)}};
         } else if (what == "chat") {
             return {{"job", client_->chat(messages_of(command), Options(command).options)}};
         } else if (what == "complete") {

@@ -87,6 +87,14 @@ function commands.ask(command)
   return said_job(client():ask(command.text, command.options))
 end
 
+function commands.tool_results(command)
+  local results = {}
+  for _, result in ipairs(command.results) do
+    results[result[1]] = result[2]
+  end
+  return said_job(client():tool_results(results, command.options))
+end
+
 local function messages_of(command)
   local messages = {}
   for index, message in ipairs(command.messages) do

@@ -32,7 +32,7 @@ JOB_OPTIONS = (
     "template_keywords",
     "local_only",
 )
-JOB_OPTIONS += ("adapters",)
+JOB_OPTIONS += ("adapters", "tool_choice")
 MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
@@ -141,6 +141,7 @@ class Session:
         sampling["logit_bias"] = tuple(frameshard.LogitBias(**bias) for bias in sampling.get("logit_bias", ()))
         given = {name: options[name] for name in JOB_OPTIONS if name in options}
         given["sampling"] = frameshard.Sampling(**sampling)
+        given["tools"] = [frameshard.Tool(**tool) for tool in options.get("tools", ())]
         number = self._number()
         before, after = self._turns.get(turn or ""), trio.Event()
         if turn is not None:
@@ -170,6 +171,9 @@ class Session:
                         stream.on_paused = lambda paused: aside.send_nowait({"type": "paused" if paused else "resumed"})
                         stream.on_thought = lambda thought: aside.send_nowait(
                             {"type": "thought", "text": thought.text, "tokens": thought.tokens}
+                        )
+                        stream.on_tool_call = lambda call: aside.send_nowait(
+                            {"type": "tool_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
                         )
                         async for delta in stream:
                             marked = {"text": delta.text, "tokens": delta.tokens, "sentence_end": delta.sentence_end}
@@ -332,6 +336,11 @@ class Runner:
         options = options or {}
         turn = options.get("conversation")
         return {"job": self.session.job(options, turn, lambda client, **given: client.ask(text, **given))}
+
+    async def do_tool_results(self, results: list[list[str]], options: dict[str, Any]) -> Event:
+        turn = options.get("conversation")
+        told = dict(results)
+        return {"job": self.session.job(options, turn, lambda client, **given: client.tool_results(told, **given))}
 
     async def do_chat(self, messages: list[list[str]], options: dict[str, Any] | None = None) -> Event:
         told = _told(messages)
