@@ -128,7 +128,9 @@ def test_tools(client: Any) -> None:
     assert isinstance(final.tool_calls[0].function.parsed_arguments, Price)
     results = [{"role": "tool", "tool_call_id": call.id, "content": "24 gold"} for call in final.tool_calls]
     turns = [*messages("How much are two swords?"), final, *results]
-    answer = client.chat.completions.create(model="any", messages=turns, tools=asked["tools"], max_tokens=8)
+    answer = client.chat.completions.create(
+        model="any", messages=turns, tools=asked["tools"], tool_choice="none", temperature=0, max_tokens=8
+    )
     assert answer.choices[0].message.content
 
 

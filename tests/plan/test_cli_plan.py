@@ -185,7 +185,7 @@ def test_models_lists_and_finds(model_path: Path, tmp_path: Path, monkeypatch: p
         "bytes": models.KNOWN["smollm2-135m"].n_bytes,
         "path": None,
     }
-    assert [each["name"] for each in listed["known"][1:]] == [models.SPRITES, *models.VISION]
+    assert [each["name"] for each in listed["known"][1:]] == [models.SPRITES, models.ENCODER, *models.VISION]
     assert listed["others"] == [{"path": str(other), "bytes": 4}]
     text = frameshard("models", "list").stdout
     assert "not fetched yet" in text
