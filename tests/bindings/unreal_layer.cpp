@@ -34,6 +34,71 @@ template <class Done> void play(UFrameshardSubsystem &sidecar, Done done) {
     }
 }
 
+/* Has a character and a node call a tool, and go on with the results. */
+void call_tools(UFrameshardSubsystem &sidecar, UWorld &world) {
+    FFrameshardTool price;
+    price.Name = TEXT("price");
+    price.Description = TEXT("The price of an item.");
+    price.Schema = TEXT("{\"type\": \"object\", \"properties\": {\"item\": {\"enum\": [\"ale\"]}}, "
+                        "\"required\": [\"item\"]}");
+    UFrameshardNpcComponent npc;
+    npc.World = &world;
+    npc.Params.Conversation = TEXT("shop");
+    npc.Params.Temperature = 0;
+    npc.Params.MaxTokens = 200;
+    npc.Params.Tools.Add(price);
+    npc.Params.ToolChoice = price.Name;
+    FFrameshardLogitBias end;
+    end.Token = 2;  // <|im_end|>
+    end.Bias = 100; // so that the answer ends after one call
+    npc.Params.LogitBias.Add(end);
+
+    TMap<FString, FString> results;
+    int calls = 0, right = 0, errors = 0;
+    EFrameshardReason reason = EFrameshardReason::Unknown;
+    npc.OnToolCall.Listeners.push_back([&](const FString &name, const FString &arguments, const FString &call) {
+        ++calls;
+        right += name == price.Name && FrameshardUtf8(arguments).find("\"ale\"") != std::string::npos;
+        results.Add(call, TEXT("2 gold"));
+        npc.GiveToolResults(results); // before the answer has ended
+    });
+    npc.OnResponseGenerated.Listeners.push_back([&](const FFrameshardAnswer &whole) { reason = whole.Reason; });
+    npc.OnError.Listeners.push_back([&](const FString &, int32 code) { errors += code == FS_BAD_ARGUMENT; });
+    npc.Ask(TEXT("What does an ale cost?"));
+    play(sidecar, [&] { return !npc.IsSpeaking(); });
+    check("calls a tool", calls > 0 && right == calls && reason == EFrameshardReason::ToolCalls);
+    check("refuses results before the answer has ended", errors == calls);
+
+    const FFrameshardAskParams params = npc.Params;
+    npc.Params.ToolChoice = TEXT("none");
+    npc.Params.LogitBias = {};
+    npc.Params.MaxTokens = 5;
+    npc.GiveToolResults(results);
+    play(sidecar, [&] { return !npc.IsSpeaking(); });
+    check("goes on with results", reason != EFrameshardReason::ToolCalls && errors == calls);
+    int kept = 0;
+    for (const FFrameshardMessage &message : sidecar.History(params.Conversation)) {
+        kept += message.Role == TEXT("tool") && message.Content == TEXT("2 gold");
+    }
+    check("keeps results in the history", kept == calls);
+
+    results = {};
+    int completed = 0, refused = 0;
+    auto run = [&](UFrameshardAskAsync *node) {
+        node->OnToolCall.Listeners.push_back(
+            [&](const FString &, const FString &, const FString &call) { results.Add(call, TEXT("4 gold")); });
+        node->OnCompleted.Listeners.push_back([&](const FFrameshardAnswer &) { ++completed; });
+        node->OnFailed.Listeners.push_back([&](const FString &, int32 code) { refused = code; });
+        node->Activate();
+        play(sidecar, [&] { return node->Ready; });
+    };
+    run(UFrameshardAskAsync::AskFrameshard(&npc, TEXT("And two?"), params));
+    run(UFrameshardAskAsync::GiveFrameshardToolResults(&npc, {}, npc.Params));
+    check("a node needs all results", completed == 1 && refused == FS_BAD_ARGUMENT);
+    run(UFrameshardAskAsync::GiveFrameshardToolResults(&npc, results, npc.Params));
+    check("a node goes on with results", completed == 2);
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
@@ -200,6 +265,8 @@ int main(int argc, char **argv) {
     });
     check("an image is more to read",
           seen.first == FS_OK && encoded && seen.second.PromptTokens > whole.second.PromptTokens);
+
+    call_tools(sidecar, world);
 
     npc->Params.MaxTokens = 800;
     token = TEXT("");

@@ -180,6 +180,8 @@ template <class... Params> class TStubDelegate {
 #define DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(Name, Type1, Param1) using Name = TStubDelegate<Type1>
 #define DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(Name, Type1, Param1, Type2, Param2)                               \
     using Name = TStubDelegate<Type1, Type2>
+#define DECLARE_DYNAMIC_MULTICAST_DELEGATE_ThreeParams(Name, Type1, Param1, Type2, Param2, Type3, Param3)              \
+    using Name = TStubDelegate<Type1, Type2, Type3>
 
 struct TStatId {};
 #define RETURN_QUICK_DECLARE_CYCLE_STAT(Class, Group) return TStatId()

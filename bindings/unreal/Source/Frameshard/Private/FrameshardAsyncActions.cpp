@@ -31,6 +31,15 @@ UFrameshardAskAsync* UFrameshardAskAsync::AskFrameshard(
 	return Node;
 }
 
+UFrameshardAskAsync* UFrameshardAskAsync::GiveFrameshardToolResults(
+	UObject* WorldContextObject, const TMap<FString, FString>& Results, const FFrameshardAskParams& Params)
+{
+	UFrameshardAskAsync* Node = AskFrameshard(WorldContextObject, FString(), Params);
+	Node->bGivesResults = true;
+	Node->Given = Results;
+	return Node;
+}
+
 void UFrameshardAskAsync::Activate()
 {
 	const TWeakObjectPtr<UFrameshardAskAsync> Weak(this);
@@ -63,6 +72,13 @@ void UFrameshardAskAsync::Activate()
 			Self->OnThought.Broadcast(Piece);
 		}
 	};
+	Listener.OnToolCall = [Weak](const FString& Name, const FString& Arguments, const FString& CallId)
+	{
+		if (UFrameshardAskAsync* Self = Weak.Get())
+		{
+			Self->OnToolCall.Broadcast(Name, Arguments, CallId);
+		}
+	};
 	Listener.OnPaused = [Weak](bool bPaused)
 	{
 		if (UFrameshardAskAsync* Self = Weak.Get())
@@ -86,8 +102,12 @@ void UFrameshardAskAsync::Activate()
 		}
 	};
 	FString Error = NoGame;
-	const int32 Code = Sidecar.IsValid()
-		? Sidecar->Ask(Question, AskParams, std::move(Listener), Job, Error) : FS_CONNECTION_LOST;
+	int32 Code = FS_CONNECTION_LOST;
+	if (Sidecar.IsValid())
+	{
+		Code = bGivesResults ? Sidecar->ToolResults(Given, AskParams, std::move(Listener), Job, Error)
+		                     : Sidecar->Ask(Question, AskParams, std::move(Listener), Job, Error);
+	}
 	if (Code != FS_OK)
 	{
 		OnFailed.Broadcast(Error, Code);

@@ -21,6 +21,21 @@ UFrameshardSubsystem* SidecarOf(const UActorComponent& Component)
 void UFrameshardNpcComponent::Ask(const FString& Text)
 {
 	StopGeneration();
+	Start([&Text](UFrameshardSubsystem& Sidecar, const FFrameshardAskParams& Asked, FFrameshardListener Listener,
+			  int64& Started, FString& Error)
+		{ return Sidecar.Ask(Text, Asked, std::move(Listener), Started, Error); });
+}
+
+void UFrameshardNpcComponent::GiveToolResults(const TMap<FString, FString>& Results)
+{
+	Start([&Results](UFrameshardSubsystem& Sidecar, const FFrameshardAskParams& Asked, FFrameshardListener Listener,
+			  int64& Started, FString& Error)
+		{ return Sidecar.ToolResults(Results, Asked, std::move(Listener), Started, Error); });
+}
+
+void UFrameshardNpcComponent::Start(const std::function<int32(UFrameshardSubsystem& Sidecar,
+		const FFrameshardAskParams& Asked, FFrameshardListener Listener, int64& Started, FString& Error)>& Call)
+{
 	UFrameshardSubsystem* Sidecar = SidecarOf(*this);
 	if (!Sidecar)
 	{
@@ -69,6 +84,13 @@ void UFrameshardNpcComponent::Ask(const FString& Text)
 			Self->OnThought.Broadcast(Piece);
 		}
 	};
+	Listener.OnToolCall = [Listening](const FString& Name, const FString& Arguments, const FString& CallId)
+	{
+		if (UFrameshardNpcComponent* Self = Listening())
+		{
+			Self->OnToolCall.Broadcast(Name, Arguments, CallId);
+		}
+	};
 	Listener.OnPaused = [Listening](bool bPaused)
 	{
 		if (UFrameshardNpcComponent* Self = Listening())
@@ -91,9 +113,14 @@ void UFrameshardNpcComponent::Ask(const FString& Text)
 			}
 		}
 	};
+	int64 Started = 0;
 	FString Error;
-	const int32 Code = Sidecar->Ask(Text, Asked, std::move(Listener), Job, Error);
-	if (Code != FS_OK)
+	const int32 Code = Call(*Sidecar, Asked, std::move(Listener), Started, Error);
+	if (Code == FS_OK)
+	{
+		Job = Started;
+	}
+	else
 	{
 		OnError.Broadcast(Error, Code);
 	}

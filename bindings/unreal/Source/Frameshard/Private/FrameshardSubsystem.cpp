@@ -49,6 +49,11 @@ frameshard::Listener Wrapped(FFrameshardListener Listener, int64 Timeline)
 		Inner.on_thought = [OnThought = std::move(Listener.OnThought)](std::string_view Piece)
 		{ OnThought(FrameshardText(Piece)); };
 	}
+	if (Listener.OnToolCall)
+	{
+		Inner.on_tool_call = [OnToolCall = std::move(Listener.OnToolCall)](const frameshard::ToolCall& Call)
+		{ OnToolCall(FrameshardText(Call.name), FrameshardText(Call.arguments), FrameshardText(Call.call_id)); };
+	}
 	if (Listener.OnSentence)
 	{
 		Inner.on_sentence = [OnSentence = std::move(Listener.OnSentence)](std::string_view Sentence)
@@ -396,6 +401,34 @@ void UFrameshardSubsystem::LoadKv(const FString& File, const FString& Conversati
 int32 UFrameshardSubsystem::Ask(
 	const FString& Text, const FFrameshardAskParams& Params, FFrameshardListener Listener, int64& Job, FString& Error)
 {
+	return Start(
+		[&](const fs_job_options& Options, uint64_t& Number)
+		{
+			return Game->ask(
+				FrameshardUtf8(Text), Options, Wrapped(std::move(Listener), Params.Timeline), &Number);
+		},
+		Params, Job, Error);
+}
+
+int32 UFrameshardSubsystem::ToolResults(const TMap<FString, FString>& Results, const FFrameshardAskParams& Params,
+	FFrameshardListener Listener, int64& Job, FString& Error)
+{
+	return Start(
+		[&](const fs_job_options& Options, uint64_t& Number)
+		{
+			std::map<std::string, std::string> Told;
+			for (const auto& Result : Results)
+			{
+				Told[FrameshardUtf8(Result.Key)] = FrameshardUtf8(Result.Value);
+			}
+			return Game->tool_results(Told, Options, Wrapped(std::move(Listener), Params.Timeline), &Number);
+		},
+		Params, Job, Error);
+}
+
+int32 UFrameshardSubsystem::Start(const std::function<int32(const fs_job_options& Options, uint64_t& Number)>& Call,
+	const FFrameshardAskParams& Params, int64& Job, FString& Error)
+{
 	Job = 0;
 	if (!Game || !Game->client())
 	{
@@ -430,11 +463,18 @@ int32 UFrameshardSubsystem::Ask(
 	Options.thinking_tokens = static_cast<uint64_t>(Params.ThinkingTokens);
 	Options.template_keywords = Texts.Text(Params.TemplateKeywords);
 	Options.local_only = Params.bLocalOnly ? 1 : 0;
+	std::vector<fs_tool> Tools;
+	for (const FFrameshardTool& Tool : Params.Tools)
+	{
+		Tools.push_back({Texts.Text(Tool.Name), Texts.Text(Tool.Description), Texts.Text(Tool.Schema)});
+	}
+	Options.tools = Tools.data();
+	Options.n_tools = static_cast<uint64_t>(Tools.size());
+	Options.tool_choice = Texts.Text(Params.ToolChoice);
 	Options.images = Images.data();
 	Options.n_images = static_cast<uint32_t>(Images.size());
 	uint64_t Number = 0;
-	const fs_status Status =
-		Game->ask(FrameshardUtf8(Text), Options, Wrapped(std::move(Listener), Params.Timeline), &Number);
+	const int32 Status = Call(Options, Number);
 	Job = static_cast<int64>(Number);
 	if (Status != FS_OK)
 	{

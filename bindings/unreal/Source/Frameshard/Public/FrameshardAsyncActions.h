@@ -9,7 +9,8 @@
 
 class UFrameshardSubsystem;
 
-/** A Blueprint node that asks the model a question. It needs no FrameshardNpcComponent. */
+/** Blueprint nodes that ask the model a question, or give it the results of its calls of tools. They need no
+ * FrameshardNpcComponent. */
 UCLASS()
 class FRAMESHARD_API UFrameshardAskAsync : public UBlueprintAsyncActionBase
 {
@@ -30,6 +31,10 @@ public:
 	UPROPERTY(BlueprintAssignable)
 	FFrameshardText OnThought;
 
+	/** Called with each call of a tool, when it is whole. Arguments is JSON that matches the tool's schema. */
+	UPROPERTY(BlueprintAssignable)
+	FFrameshardToolCalled OnToolCall;
+
 	/** Called with true when a question of higher priority has taken the place of this one, and with false when it
 	 * continues. */
 	UPROPERTY(BlueprintAssignable)
@@ -46,6 +51,14 @@ public:
 	static UFrameshardAskAsync* AskFrameshard(
 		UObject* WorldContextObject, const FString& Text, const FFrameshardAskParams& Params);
 
+	/** Has the model go on after an answer with calls of tools. Results has the result of each call by its CallId.
+	 * Params must name the conversation, and the Tools again if the model may call further ones. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
+			DisplayName = "Give frameshard tool results"))
+	static UFrameshardAskAsync* GiveFrameshardToolResults(
+		UObject* WorldContextObject, const TMap<FString, FString>& Results, const FFrameshardAskParams& Params);
+
 	/** Ends the answer early. OnFailed follows with the protocol's code for `cancelled`. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Cancel();
@@ -59,7 +72,9 @@ public:
 
 private:
 	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
+	bool bGivesResults = false;
 	FString Question;
+	TMap<FString, FString> Given;
 	FFrameshardAskParams AskParams;
 	int64 Job = 0;
 };

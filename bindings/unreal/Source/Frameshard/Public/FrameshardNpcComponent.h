@@ -5,7 +5,12 @@
 
 #include "FrameshardTypes.h"
 
+#include <functional>
+
 #include "FrameshardNpcComponent.generated.h"
+
+class UFrameshardSubsystem;
+struct FFrameshardListener;
 
 /** A character with its own persona and its own conversation. */
 UCLASS(ClassGroup = (frameshard), meta = (BlueprintSpawnableComponent))
@@ -34,6 +39,10 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardText OnThought;
 
+	/** Called with each call of a tool, when it is whole. Arguments is JSON that matches the tool's schema. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardToolCalled OnToolCall;
+
 	/** Called with true when a question of higher priority has taken the place of this one, and with false when it
 	 * continues. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
@@ -48,6 +57,11 @@ public:
 	/** Asks the character. Ends its current answer first, if there is one. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Ask(const FString& Text);
+
+	/** Has the character go on after an answer with calls of tools. Results has the result of each call
+	 * by its CallId. OnError is called if a result is missing, or if the answer with the calls has not ended. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard")
+	void GiveToolResults(const TMap<FString, FString>& Results);
 
 	/** Ends the current answer. No more delegates are called for it. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
@@ -64,6 +78,10 @@ public:
 	virtual void EndPlay(const EEndPlayReason::Type EndPlayReason) override;
 
 private:
+	/** Starts an answer by Call, which is Ask or ToolResults of the subsystem. */
+	void Start(const std::function<int32(UFrameshardSubsystem& Sidecar, const FFrameshardAskParams& Asked,
+			FFrameshardListener Listener, int64& Started, FString& Error)>& Call);
+
 	/** The job of the current answer; 0: none. */
 	int64 Job = 0;
 	/** Number of questions so far. Identifies late events of an earlier answer. */

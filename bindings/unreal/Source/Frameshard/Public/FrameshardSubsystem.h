@@ -16,6 +16,7 @@ namespace frameshard
 {
 class Game;
 }
+struct fs_job_options;
 
 /** Callbacks for one answer, for C++. Each may be empty. OnEnd is the last call. */
 struct FFrameshardListener
@@ -24,6 +25,8 @@ struct FFrameshardListener
 	std::function<void(const FString& Sentence)> OnSentence;
 	/** Only for a question whose Thinking is Shown. */
 	std::function<void(const FString& Piece)> OnThought;
+	/** Called with each call of a tool, when it is whole. Arguments is JSON that matches the tool's schema. */
+	std::function<void(const FString& Name, const FString& Arguments, const FString& CallId)> OnToolCall;
 	/** Only for a question with images. */
 	std::function<void(const FFrameshardProgress& Progress)> OnProgress;
 	/** True: a question of higher priority has its place. False: it continues. */
@@ -153,6 +156,12 @@ public:
 	int32 Ask(
 		const FString& Text, const FFrameshardAskParams& Params, FFrameshardListener Listener, int64& Job, FString& Error);
 
+	/** For C++. Has the model go on after an answer with calls of tools. Results has the result of each call by its
+	 * CallId. Params must name the conversation, and the Tools again if the model may call further ones. Returns as Ask
+	 * does. */
+	int32 ToolResults(const TMap<FString, FString>& Results, const FFrameshardAskParams& Params,
+		FFrameshardListener Listener, int64& Job, FString& Error);
+
 	/** Ends an answer early. */
 	void Cancel(int64 Job);
 
@@ -187,6 +196,10 @@ public:
 
 private:
 	void Report(int32 Status);
+
+	/** Starts a job by Call, with the options of Params. */
+	int32 Start(const std::function<int32(const fs_job_options& Options, uint64_t& Number)>& Call,
+		const FFrameshardAskParams& Params, int64& Job, FString& Error);
 
 	/** The files of SaveKv and LoadKv, by request. */
 	std::map<uint64_t, FString> KvFiles;

@@ -114,7 +114,7 @@ struct FRAMESHARD_API FFrameshardMessage
 {
 	GENERATED_BODY()
 
-	/** "system", "user" or "assistant". */
+	/** "system", "user", "assistant", or "tool" for the result of a call. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	FString Role;
 
@@ -189,6 +189,25 @@ enum class EFrameshardThinking : uint8
 	Shown = 2,
 };
 
+/** A function of the game that the model may call. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardTool
+{
+	GENERATED_BODY()
+
+	/** 1 to 64 letters, digits, '_' and '-'; not "auto", "required" or "none". */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString Name;
+
+	/** What it does and when to use it, for the model. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString Description;
+
+	/** A JSON schema of the arguments, which are an object. Empty: it has no arguments. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString Schema;
+};
+
 /** Options of a question. In mode stream_only the same seed, prompt and values give the same text. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardAskParams
@@ -252,6 +271,15 @@ struct FRAMESHARD_API FFrameshardAskParams
 	/** The question never goes to the server of the launch option Fallback. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	bool bLocalOnly = false;
+
+	/** Functions of the game that the model may call, at most 64. OnToolCall tells each call. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	TArray<FFrameshardTool> Tools;
+
+	/** "auto" or empty: the answer is text, or ends with calls. "required": it is calls. "none": it is text. The name
+	 * of a tool: it is calls of this tool. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	FString ToolChoice;
 
 	// generated: sampling
 	/** Maximum length of the answer in tokens. */
@@ -363,7 +391,8 @@ struct FRAMESHARD_API FFrameshardAnswer
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	FString Text;
 
-	/** Stop: the model ended the answer, or a stop string came. Length: MaxTokens was reached. */
+	/** Stop: the model ended the answer, or a stop string came. Length: MaxTokens was reached. ToolCalls: the answer ends
+	 * with calls of tools, which wait for their results. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	EFrameshardReason Reason = EFrameshardReason::Unknown;
 
@@ -546,6 +575,8 @@ DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardProgressed, const FFrames
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardCounted, int32, NTokens, int32, NLeft);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(FFrameshardEmbedded, const TArray<float>&, Rows, int32, NDim);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardPaused, bool, bPaused);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_ThreeParams(
+	FFrameshardToolCalled, const FString&, Name, const FString&, Arguments, const FString&, CallId);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardAnswered, const FFrameshardAnswer&, Answer);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardDecided, const FFrameshardDecision&, Decision);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardBudgetChanged, const FFrameshardBudget&, Budget);
