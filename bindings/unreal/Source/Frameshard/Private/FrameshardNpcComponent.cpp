@@ -28,6 +28,11 @@ void UFrameshardNpcComponent::Ask(const FString& Text)
 
 void UFrameshardNpcComponent::GiveToolResults(const TMap<FString, FString>& Results)
 {
+	if (IsSpeaking()) // its end may be polled already, so the library does not always refuse this
+	{
+		OnError.Broadcast(TEXT("the answer with the calls has not ended"), FS_BAD_ARGUMENT);
+		return;
+	}
 	Start([&Results](UFrameshardSubsystem& Sidecar, const FFrameshardAskParams& Asked, FFrameshardListener Listener,
 			  int64& Started, FString& Error)
 		{ return Sidecar.ToolResults(Results, Asked, std::move(Listener), Started, Error); });
