@@ -40,8 +40,9 @@ QUIET_S = 60.0
 
 @dataclass
 class Report:
-    """The result: among others ``faults`` by kind, and ``longest_silence_s``, the longest time that a job was without
-    an event."""
+    """The result: among others ``faults`` by kind, and ``longest_silence_s``, the longest time that a job with text
+    was without an event. The wait for its turn is not part of it: that is as long as the other clients' jobs are, and
+    ``fault_pacing`` makes these slow."""
 
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
@@ -142,7 +143,7 @@ class Storm:
             number = pick.randrange(N_QUESTIONS)
             prompt, sampling = question(number)
             stream = self._client.complete(prompt, sampling=sampling)
-            self._streams[worker], self._heard[worker] = stream, trio.current_time()
+            self._streams[worker] = stream
             try:
                 async with stream:
                     async for _ in stream:
@@ -160,7 +161,9 @@ class Storm:
                 await trio.sleep(1.0)
             finally:
                 del self._streams[worker]
-            self._hear(worker)
+                if worker in self._heard:
+                    self._hear(worker)
+                    del self._heard[worker]
 
     async def _embed(self) -> None:
         expected = b""
@@ -185,15 +188,15 @@ class Storm:
 
     def _hear(self, worker: int) -> None:
         now = trio.current_time()
-        self.report.longest_silence_s = max(self.report.longest_silence_s, now - self._heard[worker])
+        self.report.longest_silence_s = max(self.report.longest_silence_s, now - self._heard.get(worker, now))
         self._heard[worker] = now
 
     async def _watch(self) -> None:
         """Updates the longest silence, also while a silence lasts."""
         while True:
             await trio.sleep(1.0)
-            for worker in self._streams:
-                silence = trio.current_time() - self._heard[worker]
+            for heard in self._heard.values():
+                silence = trio.current_time() - heard
                 self.report.longest_silence_s = max(self.report.longest_silence_s, silence)
 
     # --- faults ---------------------------------------------------------------------------------------------------
