@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from frameshard.testing import fake_engine
-from sidecars import DEADLINE_S
+from sidecars import DEADLINE_S, started
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ def sidecar(directory: Path, **options: Any) -> Iterator[tuple[Path, int]]:
     if options["model"] == "no model":
         options.setdefault("engine", fake_engine())
     command = [sys.executable, "-c", HOST, json.dumps(options)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         line = host.stdout.readline()
         assert line, "the sidecar did not start"
@@ -148,7 +148,7 @@ def server(connect_file: Path, *args: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "frameshard", "http", "--connect", str(connect_file), *args]
     with (
         log.open("w") as written,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=written, text=True) as process,
+        started(command, stdout=subprocess.PIPE, stderr=written, text=True) as process,
     ):
         assert process.stdout is not None
         line = process.stdout.readline()

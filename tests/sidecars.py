@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,17 @@ async def until_lost(client: frameshard.Client) -> None:
 def directory_of(info: frameshard.ConnectInfo) -> Path:
     """The directory with the sidecar's socket."""
     return Path(info.endpoint.removeprefix("ipc://")).parent
+
+
+@contextmanager
+def started(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Starts a process. If the block fails, the process is killed: the end of a block of Popen would wait for it."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def host(script: str, *args: str) -> subprocess.Popen[str]:

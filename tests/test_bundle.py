@@ -20,6 +20,7 @@ import pytest
 import trio
 
 import frameshard
+import sidecars
 from frameshard import cpu
 from frameshard.wire import launch
 
@@ -72,17 +73,12 @@ def test_the_bundle_talks_with_nothing_else_there(bundled: tuple[Path, dict[str,
     place, _ = bundled
     connect_file = tmp_path / "connect.json"
     model = next((place / "models").iterdir())
-    sidecar = subprocess.Popen(
-        [place / "sidecar" / "python", "-m", "frameshard.broker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin"},
-    )
-    assert sidecar.stdin is not None
-    assert sidecar.stdout is not None
+    command = [place / "sidecar" / "python", "-m", "frameshard.broker"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": {"PATH": "/usr/bin:/bin"}}
     config = {"model": str(model), "device": "emulated", "connect_file": str(connect_file), "n_threads": 1}
-    with sidecar:
+    with sidecars.started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options) as sidecar:
+        assert sidecar.stdin is not None
+        assert sidecar.stdout is not None
         sidecar.stdin.write(json.dumps(config).encode() + b"\n")
         sidecar.stdin.flush()
         launch.parse_ready(sidecar.stdout.readline())

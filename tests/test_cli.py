@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import frameshard as frameshard_client
+import sidecars
 from frameshard import Sampling
 from frameshard.cli import COMMANDS
 from frameshard.cli.common import UNITS, parse_budgets, parse_size
@@ -174,7 +175,7 @@ def test_chat_answers_what_comes_through_a_pipe(model_path: Path) -> None:
 def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:
     command = [sys.executable, "-m", "frameshard", "chat", "--model", str(model_path), "--device", "emulated:0.5"]
     command += ["--vram-budget", "120"]
-    with subprocess.Popen(
+    with sidecars.started(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as chat:
         assert chat.stdin is not None
@@ -200,7 +201,7 @@ def test_serve_serves_until_it_is_told_to_stop(model_path: Path, tmp_path: Path)
         async with frameshard_client.connect(connect_file) as client:
             return (await client.complete("Once upon a time", sampling=Sampling(max_tokens=8)).completed()).text
 
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with sidecars.started(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         while not (line := server.stdout.readline()).startswith("}"):
             assert line, "the server ended"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import sidecars
 from frameshard import models
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
 
@@ -181,7 +182,7 @@ def test_a_killed_process_is_continued(hub: Hub) -> None:
     """Two processes: the first is killed while the server keeps it waiting, the second fetches the rest."""
     hub.stall_at = 3_000_000
     command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+    with sidecars.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         part = models.path_of(NAME).with_name(".file-q4.gguf.part")
         deadline = time.monotonic() + 60
         while not (part.exists() and part.stat().st_size >= 2_000_000):

@@ -119,7 +119,7 @@ def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
 def test_the_scene_ends_with_its_sidecar(model_path: Path) -> None:
     """The sidecar is killed while it reads and talks. The link is so slow that the scene would take minutes."""
     options = ["--unattended", "--model", str(model_path), "--device", "emulated:0.05"]
-    with subprocess.Popen(
+    with sidecars.started(
         [sys.executable, str(SCENE), *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     ) as scene:  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import sidecars
 from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
@@ -147,7 +148,7 @@ def test_a_sidecar_that_is_killed(
     """It is killed during an answer that would take at least half a minute."""
     python = changed(tmp_path / "bin", engine=fake_engine(endless=True, delay_s=0.5))
     command = [*programs[language], str(model_path), str(python)]
-    with subprocess.Popen(
+    with sidecars.started(
         command, env=environment(program_env, python), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as program:
         assert program.stdout is not None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import sidecars
 from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def ask_the_runner(
 ) -> list[dict[str, Any]]:
     """Gives commands to the C runner, and polls until the event `last` comes; returns all events."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([built / "runner_c"], cwd=cwd, **pipes) as runner:
+    with sidecars.started([built / "runner_c"], cwd=cwd, **pipes) as runner:
         assert runner.stdin is not None
         assert runner.stdout is not None
 

@@ -79,7 +79,7 @@ def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path:
 
 def test_no_sidecar_outlives_its_domain(program_env: dict[str, str], tmp_path: Path) -> None:
     program = compiled(tmp_path / "reload.exe", REPO / "tests" / "bindings" / "DomainReload.cs")
-    with subprocess.Popen(
+    with sidecars.started(
         ["mono", program], env=program_env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None

@@ -34,7 +34,7 @@ from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
 from proxy import PASS, REFUSE, Fault, Proxy, proxy, response
 from servers import Server, server, sidecar
-from sidecars import DEADLINE_S, in_trio, launch, until
+from sidecars import DEADLINE_S, in_trio, launch, started, until
 
 remote = pytest.importorskip("frameshard.broker.remote", reason="httpx is not installed", exc_type=ImportError)
 
@@ -492,7 +492,7 @@ def test_wrong_launch_options_are_refused(url: str, more: dict[str, Any]) -> Non
 def first_line(code: str, given: dict[str, Any], **environment: str) -> dict[str, Any]:
     """What a sidecar's process says first when it is started."""
     program = f"{code}; import runpy; runpy.run_module('frameshard.broker', run_name='__main__')"
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -265,6 +265,7 @@ async def fuzz(model: Path, *, seconds: float, seed: int) -> Report:
         nursery.start_soon(good_client, client, report, over)
         try:
             await attack(client, client.info, report, seconds)
+            await client.set_pacing("balance", target_tokens_per_second=0.0)  # the last job may be slowed down
         finally:
             over.set()
     return report

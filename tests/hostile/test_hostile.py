@@ -27,6 +27,8 @@ STUCK_S = 30.0 if "FRAMESHARD_HOSTILE_S" in os.environ else 600.0
 RSS_MB = 8.0
 FDS = 4
 
+pytestmark = pytest.mark.timeout(SECONDS + 900)
+
 
 def show(report: fuzz.Report | storm.Report) -> None:
     print(json.dumps(dataclasses.asdict(report), indent=2))

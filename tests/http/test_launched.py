@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ import frameshard
 from frameshard.errors import BadArgument
 from frameshard.sync import Ready, Sidecar
 from frameshard.testing import fake_engine
-from sidecars import DEADLINE_S, alive, children, gone_after, in_trio
+from sidecars import DEADLINE_S, alive, children, gone_after, in_trio, started
 
 launch = partial(frameshard.launch, "no model", http="127.0.0.1:0", log=subprocess.DEVNULL)
 
@@ -126,16 +127,15 @@ def test_serve_offers_it_too(model_path: Path, tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     options = ["--device", "cpu", "--ctx", "256", "--http", "127.0.0.1:0", "--http-key-file", str(key_file), "--json"]
     command = [sys.executable, "-m", "frameshard", "serve", "--model", str(model_path), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as sidecar:
-        try:
-            assert sidecar.stdout is not None
-            ready = json.loads("".join(iter(sidecar.stdout.readline, "}\n")) + "}")
-            key = key_file.read_text().strip()
-            assert json.loads(Path(ready["connect_file"]).read_text())["http_key"] == key
-            assert chat(ready["http_url"], key)
-            started = children(ready["pid"])
-            assert len(started) == 2
-        finally:
-            sidecar.terminate()
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as sidecar:
+        assert sidecar.stdout is not None
+        lines = [*itertools.takewhile(lambda line: line != "}\n", sidecar.stdout), "}"]
+        ready = json.loads("".join(lines))
+        key = key_file.read_text().strip()
+        assert json.loads(Path(ready["connect_file"]).read_text())["http_key"] == key
+        assert chat(ready["http_url"], key)
+        processes = children(ready["pid"])
+        assert len(processes) == 2
+        sidecar.terminate()
         assert sidecar.wait(DEADLINE_S) == 0
-    assert not any(map(alive, started))
+    assert not any(map(alive, processes))
