@@ -110,6 +110,16 @@ def tiny_model() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def talking_model() -> Path:
+    """A tiny model with a chat template."""
+    return made(
+        "tiny-talking",
+        Path(tiny_models.__file__),
+        lambda path: tiny_models.make("llama", path, chat_template=tiny_models.CHATML),
+    )
+
+
+@pytest.fixture(scope="session")
 def mmproj_path() -> Path:
     """A vision tower with random weights for SmolLM2."""
     return made("tiny-vision", Path(tiny_vision.__file__), tiny_vision.make)

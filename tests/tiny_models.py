@@ -20,6 +20,12 @@ N_CTX_TRAIN = 4096
 BYTES = 3
 """The token of byte 0. The tokens of the other bytes follow."""
 
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""A chat template that shows no tools."""
+
 
 class _File:
     """Collects the keys and tensors of a model file. :meth:`close` writes it."""

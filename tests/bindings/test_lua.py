@@ -25,15 +25,9 @@ def test_the_module(program_env: dict[str, str]) -> None:
     assert luajit(program_env, REPO / "tests" / "bindings" / "module.lua") == "ok\n"
 
 
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-
 def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path: Path) -> None:
     """Through the C library, so this is also its test."""
-    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=CHATML)
+    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=tiny_models.CHATML)
     script = REPO / "tests" / "bindings" / "tools.lua"
     assert luajit(program_env, script, sys.executable, tmp_path / "tiny.gguf") == "ok\n"
 

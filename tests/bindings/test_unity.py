@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_lua import CHATML
-
 import sidecars
 import tiny_models
 from frameshard.testing import fake_engine
@@ -69,7 +67,7 @@ def test_the_sample_finds_the_memory_that_a_question_needs(
 
 
 def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path: Path) -> None:
-    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=CHATML)
+    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=tiny_models.CHATML)
     program = compiled(tmp_path / "calls.exe", REPO / "tests" / "bindings" / "ToolCalls.cs")
     command = ["mono", program, sys.executable, tmp_path / "tiny.gguf"]
     result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)

@@ -26,11 +26,6 @@ from frameshard.tools import Tool, tool
 from frameshard.wire import saves
 from frameshard.wire.messages import ChatMessage, ModelInfo, ToolCall
 
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
 
 class Mood(enum.Enum):
     CALM = "calm"
@@ -196,7 +191,7 @@ OPTIONS: dict[str, Any] = {"device": "emulated", "mode": "stream_only", "n_ctx":
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tools") / "tiny.gguf"
-    tiny_models.make("llama", path, chat_template=CHATML)
+    tiny_models.make("llama", path, chat_template=tiny_models.CHATML)
     return path
 
 

@@ -74,28 +74,40 @@ TEXTS = (
     *SCHEMAS,
 )
 WRONG: tuple[Any, ...] = (None, True, False, b"", b"\xff" * 300, [], [[]] * 20, {}, {"a": 1}, {"t": {"t": {"t": {}}}})
-BASES: dict[str, dict[str, Any]] = {
-    "hello": {"protocol": m.VERSION, "client": "fuzz"},
-    "submit": {"kind": "completion", "prompt": "once upon a time", "sampling": {"max_tokens": 8}},
-    "cancel": {"job": 1},
-    "credit": {"job": 1, "next": 8},
-    "budget_set": {"vram_budget_bytes": 0},
-    "budget_get": {},
-    "caps_and_requirements": {},
-    "plan": {"budgets": [1 << 28], "prompt_tokens": 64},
-    "embed": {"texts": ["once upon a time"]},
-    "frame_block": {},
-    "pacing": {"scheduling_mode": "balance", "target_tokens_per_second": 0.0},
-    "model_info": {},
-    "stats": {},
-    "ping": {},
-    "bye": {},
+TALK = {"kind": "chat", "messages": [{"role": "user", "content": "hello"}], "sampling": {"max_tokens": 40}}
+BASES: dict[str, list[dict[str, Any]]] = {
+    "hello": [{"protocol": m.VERSION, "client": "fuzz"}],
+    "submit": [
+        {"kind": "completion", "prompt": "once upon a time", "sampling": {"max_tokens": 8}},
+        {**TALK, "tools": [{"name": "look"}], "tool_choice": "required"},
+        {**TALK, "thinking": "shown"},
+    ],
+    "cancel": [{"job": 1}],
+    "priority_set": [{"job": 1, "priority": 0}],
+    "count_tokens": [{"prompt": "once upon a time"}, {"messages": TALK["messages"]}],
+    "adapter_load": [{"name": "pirate", "path": "/no/such.gguf"}],
+    "adapter_unload": [{"name": "pirate"}],
+    "kv_save": [{"conversation": "inn", "path": "/no/such/directory/kv"}],
+    "kv_load": [{"conversation": "inn", "path": "/no/such/directory/kv"}],
+    "credit": [{"job": 1, "next": 8}],
+    "budget_set": [{"vram_budget_bytes": 0}],
+    "budget_get": [{}],
+    "caps_and_requirements": [{}],
+    "plan": [{"budgets": [1 << 28], "prompt_tokens": 64}],
+    "embed": [{"texts": ["once upon a time"]}],
+    "frame_block": [{}],
+    "pacing": [{"scheduling_mode": "balance", "target_tokens_per_second": 0.0}],
+    "model_info": [{}],
+    "stats": [{}],
+    "ping": [{}],
+    "bye": [{}],
 }
-"""A valid message of each kind, except for ``shutdown``, which would end the sidecar."""
+"""Valid messages of each kind, except for ``shutdown``, which would end the sidecar."""
 
 NESTED: dict[str, dict[str, Any]] = {
     "sampling": {each.name: None for each in dataclasses.fields(m.Sampling)},
-    "messages": {"role": "user", "content": "hello"},
+    "messages": {each.name: None for each in dataclasses.fields(m.ChatMessage)} | {"role": "user", "content": "hello"},
+    "tools": {each.name: None for each in dataclasses.fields(m.Tool)} | {"name": "look"},
     "images": {each.name: None for each in dataclasses.fields(m.Image)},
 }
 
@@ -149,7 +161,7 @@ class Fuzzer:
     def fields(self) -> dict[str, Any]:
         """The map of a message, without number and epoch."""
         kind = self._random.choice(list(BASES))
-        fields = {"t": kind, **BASES[kind]}
+        fields = {"t": kind, **self._random.choice(BASES[kind])}
         allowed = [each.name for each in dataclasses.fields(m.REQUESTS[kind]) if each.name not in ("id", "epoch")]
         for name in self._random.sample(allowed, min(len(allowed), self._random.randint(0, 3))):
             fields[name] = self.nested(name) if name in NESTED and self._random.random() < 0.7 else self.value()

@@ -49,8 +49,8 @@ def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], encoder_pat
     assert report.broker_fds[1] < report.broker_fds[0] + FDS
 
 
-def test_no_message_takes_the_service_down(tiny_model: Callable[[str], Path], encoder_path: Path) -> None:
-    report = trio.run(lambda: fuzz.fuzz(tiny_model("llama"), seconds=SECONDS / 3, seed=SEED))
+def test_no_message_takes_the_service_down(talking_model: Path, encoder_path: Path) -> None:
+    report = trio.run(lambda: fuzz.fuzz(talking_model, seconds=SECONDS / 3, seed=SEED))
     show(report)
     assert report.problems == []
     assert report.changed == 0
