@@ -46,6 +46,7 @@ from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
 from frameshard.inbox import EndOfChannel, Inbox
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
+from frameshard.tools import Tool
 from frameshard.transport import Flooded, Socket, configure
 from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
@@ -610,18 +611,22 @@ class Client:
         budgets = tuple(mebibytes(budget) for budget in budgets_mb)
         return self._asked_then(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer, lambda plan: plan.rows)
 
-    def count_tokens(self, content: str | Sequence[m.ChatMessage]) -> Awaitable[m.TokenCount]:
+    def count_tokens(
+        self, content: str | Sequence[m.ChatMessage], *, tools: Sequence[Tool] = ()
+    ) -> Awaitable[m.TokenCount]:
         """Counts the tokens of the prompt of a completion, or of a chat as the model's chat template renders it. No job
         waits for it. The result also says how many tokens still fit into the context behind the prompt.
 
-        :raises BadArgument: `content` is empty, or the chat template refuses the messages.
+        :param tools: those of the chat: the prompt describes them.
+        :raises BadArgument: `content` is empty, the chat template refuses the messages, or a tool is wrong.
         :raises ContextOverflow: the prompt is so long that it cannot fit into the context. (A prompt that is only a
             little too long is counted, and no token is left.)
         :raises EngineDied: no engine is running.
-        :raises Unsupported: it is a chat and the model has no chat template.
+        :raises Unsupported: it is a chat and the model has no chat template, or one that cannot have tools.
         """
         messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
-        return self._asked(lambda: self._core.count_tokens(messages, prompt), m.TokenCount)
+        told = tuple(tool.wire() for tool in tools)
+        return self._asked(lambda: self._core.count_tokens(messages, prompt, told), m.TokenCount)
 
     def embed(self, texts: Sequence[str]) -> Awaitable[Rows]:
         """Embeds texts with the sentence encoder that the sidecar was launched with (`embedder`). Texts of similar

@@ -35,6 +35,7 @@ from frameshard.conversation import LoadResult
 from frameshard.errors import BadArgument, ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
+from frameshard.tools import Tool
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo
 
@@ -589,9 +590,9 @@ class Sidecar:
         """See :meth:`frameshard.Client.plan`; :class:`PlanArrived` follows."""
         return self._query(lambda client: client.plan(budgets_mb, prompt_tokens=prompt_tokens), PlanArrived)
 
-    def count_tokens(self, content: str | Sequence[m.ChatMessage]) -> int:
+    def count_tokens(self, content: str | Sequence[m.ChatMessage], *, tools: Sequence[Tool] = ()) -> int:
         """See :meth:`frameshard.Client.count_tokens`; :class:`TokenCountArrived` follows."""
-        return self._query(lambda client: client.count_tokens(content), TokenCountArrived)
+        return self._query(lambda client: client.count_tokens(content, tools=tools), TokenCountArrived)
 
     def embed(self, texts: Sequence[str]) -> int:
         """See :meth:`frameshard.Client.embed`; :class:`EmbeddingsArrived` follows."""

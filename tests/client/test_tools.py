@@ -210,6 +210,8 @@ def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(tiny: Path
     async def scene(client: frameshard.Client) -> None:
         asked: dict[str, Any] = {"tools": [price], "tool_choice": "price", "sampling": HOT}
         expected = await client.ask("What is ale?", **asked).completed()
+        question = [ChatMessage("user", "What is ale?")]
+        assert (await client.count_tokens(question, tools=[price])).n_tokens == expected.n_prompt
         (call, *_) = expected.tool_calls
         jsonschema.validate(json.loads(call.arguments), price.schema)
 

@@ -210,7 +210,8 @@ def valid(direction: str, frame: bytes) -> bool:
     if name == "submit":
         return _one_kind(message)
     if name == "count_tokens":
-        return bool(message.get("messages")) != bool(message.get("prompt"))
+        chat = bool(message.get("messages"))
+        return chat != bool(message.get("prompt")) and (chat or not message.get("tools"))
     if name == "embed":
         return bool(message["texts"])
     return True

@@ -47,6 +47,7 @@ MODEL = m.ModelInfo(
     template_fingerprint="cd" * 32,
 )
 PLACE = {"job": 7, "seq": 0, "epoch": EPOCH, "timeline": 3}
+TOOLS = (m.Tool("price", "What it costs.", '{"properties": {"item": {"type": "string"}}}'), m.Tool("look"))
 
 VALID: dict[str, m.Message] = {
     "hello": m.Hello(1, 1, "my game"),
@@ -64,7 +65,7 @@ VALID: dict[str, m.Message] = {
             m.ChatMessage("tool", "12", tool_call_id="abc"),
             m.ChatMessage("tool", "", tool_call_id="def"),
         ),
-        tools=(m.Tool("price", "What it costs.", '{"properties": {"item": {"type": "string"}}}'), m.Tool("look")),
+        tools=TOOLS,
         tool_choice="required",
     ),
     "submit-completion": m.Submit(
@@ -132,6 +133,7 @@ VALID: dict[str, m.Message] = {
     "caps_and_requirements": m.CapsGet(6, EPOCH),
     "plan": m.PlanGet(6, EPOCH, (268435456, 1610612736, 0), 2048),
     "count_tokens": m.CountTokens(6, EPOCH, messages=TALK),
+    "count_tokens-tools": m.CountTokens(6, EPOCH, messages=TALK, tools=TOOLS),
     "count_tokens-prompt": m.CountTokens(6, EPOCH, prompt="Once upon a time"),
     "embed": m.Embed(6, EPOCH, texts=("the cat sits outside", "größer")),
     "budget_get": m.BudgetGet(6, EPOCH),
@@ -358,6 +360,10 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
         "a reason of 65 bytes",
     ),
     "count_tokens-nothing": ({"t": "count_tokens", "id": 1, "epoch": 5}, "neither messages nor a prompt"),
+    "count_tokens-prompt-tools": (
+        {"t": "count_tokens", "id": 1, "epoch": 5, "prompt": "Once", "tools": [{"name": "look"}]},
+        "tools beside a prompt",
+    ),
     "embed-nothing": ({"t": "embed", "id": 1, "epoch": 5, "texts": []}, "no texts"),
     "embed-65": ({"t": "embed", "id": 1, "epoch": 5, "texts": ["a"] * 65}, "65 texts"),
     "embed-empty": ({"t": "embed", "id": 1, "epoch": 5, "texts": ["a", ""]}, "an empty text"),

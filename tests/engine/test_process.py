@@ -65,9 +65,14 @@ def test_greedy_chat_streams_what_llama_cpp_says(cpu: EngineProcess, model_path:
 
 
 def test_tokens_are_counted_as_a_job_reads_them(cpu: EngineProcess) -> None:
-    for prompt, fields in ((CASTLE, {"messages": CASTLE}), ("Once upon a time", {"prompt": "Once upon a time"})):
-        events = cpu.run(prompt, params={"max_tokens": 5})
-        cpu.send(op="count", seq=7, **fields)
+    tool = {"name": "price", "description": "What an item costs.", "schema": '{"properties": {"item": {}}}'}
+    for prompt, fields, more in (
+        (CASTLE, {"messages": CASTLE}, {}),
+        (CASTLE, {"messages": CASTLE}, {"tools": [tool]}),
+        ("Once upon a time", {"prompt": "Once upon a time"}, {}),
+    ):
+        events = cpu.run(prompt, params={"max_tokens": 5}, **more)
+        cpu.send(op="count", seq=7, **fields, **more)
         count = cpu.wait_for("count")
         assert count["n_tokens"] == events[0]["n_prompt"]
         assert count["n_left"] == 512 - count["n_tokens"] == last(events)["n_left"] + last(events)["n_generated"]

@@ -184,6 +184,23 @@ def test_each_syntax_gives_valid_calls(name: str, tmp_path: Path) -> None:
             assert child.run(history, tools=TOOLS[2:], params={"max_tokens": 2})[-1]["ev"] == "done"
 
 
+def test_tools_calls_and_results_are_counted_as_a_job_reads_them(tiny: EngineProcess) -> None:
+    call = {"id": "abc", "name": "price", "arguments": '{"item": "sword"}'}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "content": "twelve", "tool_call_id": "abc"},
+    ]
+    counts = []
+    for tools in ([], TOOLS[:1], TOOLS):
+        tiny.send(op="count", seq=len(counts), messages=messages, tools=tools)
+        counts.append(tiny.wait_for("count")["n_tokens"])
+        assert counts[-1] == tiny.run(messages, tools=tools, params={"max_tokens": 1})[0]["n_prompt"]
+    assert counts == sorted({*counts})
+    tiny.send(op="count", seq=9, messages=QUESTION, tools=[tool("t"), tool("t")])
+    assert "twice" in tiny.wait_for("count")["error"]["message"]
+
+
 def test_what_max_tokens_cuts_off_is_no_call(tiny: EngineProcess) -> None:
     params = {**WARM, "seed": 1}
     whole = tiny.run(QUESTION, tools=TOOLS, tool_choice="price", params=params)

@@ -34,6 +34,7 @@ COMMANDS: list[em.Command] = [
     em.Cancel(3),
     em.SetPriority(3, 2),
     em.CountTokens(3, prompt="Once"),
+    em.CountTokens(3, (m.ChatMessage("user", "Hi"),), tools=(m.Tool("look"),)),
     em.SetBudget(4, 64 * MIB, 0.5, parked=True),
     em.OpenFrameBlock("/proc/1/fd/4"),
     em.SetPacing("balance", 12.5),

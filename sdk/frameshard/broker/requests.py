@@ -132,7 +132,8 @@ class Requests:
             key = conversation_key(connection, request.conversation)
             self._ask(connection, request, lambda seq: command(seq, key, request.path))
         elif isinstance(request, m.CountTokens):
-            self._ask(connection, request, lambda seq: em.CountTokens(seq, request.messages, request.prompt))
+            content = (request.messages, request.prompt, request.tools)
+            self._ask(connection, request, lambda seq: em.CountTokens(seq, *content))
         elif isinstance(request, m.Embed):
             self._embedder.ask(connection, request)
         elif isinstance(request, m.FrameBlockGet):
@@ -167,7 +168,7 @@ class Requests:
                 n_tokens = self._jobs.unread(job, event.n_tokens)
                 self._ask_engine(lambda seq: em.MakePlans(seq, budgets, n_tokens), planned)
 
-        self._ask_engine(lambda seq: em.CountTokens(seq, request.messages), counted)
+        self._ask_engine(lambda seq: em.CountTokens(seq, request.messages, tools=request.tools), counted)
 
     def _ask(self, connection: ServerConnection, request: _Asked, command: Callable[[int], em.Command]) -> None:
         if not self._ask_engine(command, lambda event: self._answer(connection, request, event)):

@@ -11,7 +11,7 @@ import functools
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -158,10 +158,12 @@ class RequestReader:
     def count(self, request: CountTokens) -> int:
         """Counts the tokens of a prompt.
 
-        :raises BadArgument: the chat template refuses the messages.
+        :raises BadArgument: the chat template refuses the messages, or a tool is wrong.
         :raises ContextOverflow: the prompt is so long that it cannot fit, and counting its tokens would take long.
-        :raises Unsupported: it is a chat and the model has no chat template.
+        :raises Unsupported: it is a chat and the model has no chat template, or it has tools and the chat template
+            cannot have them.
         """
+        tools.check(request.tools, "auto")
         return len(self._text_prompt(request).tokens)
 
     def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:
@@ -211,7 +213,7 @@ class RequestReader:
             return _Prompt(self._prompt_before_a_question(request), {})
         parts, add_special = [request.prompt], True
         if chat:
-            parts, add_special = tokenizer.chat_parts(request.messages, _tools(request), _variables(request))
+            parts, add_special = tokenizer.chat_parts(request.messages, request.tools, _variables(request))
             parts[-1], begins = self._ended(parts[-1], request)
         n_answer = _n_answer(request) if isinstance(request, Submit) else 1
         self._check_fits(sum(map(tokenizer.least_tokens, parts)), n_answer, least=True)
@@ -223,7 +225,7 @@ class RequestReader:
         thinking = self._runtime.tokenizer.thinking
         if thinking is None:
             return prompt, Channel.TEXT
-        formed = isinstance(request, Submit) and (bool(request.tools) or form_of(request.sampling) is not None)
+        formed = bool(request.tools) or (isinstance(request, Submit) and form_of(request.sampling) is not None)
         end, begins = thinking.prompt_end(prompt, wanted=_thinks(request), formed=formed)
         return prompt + end, begins
 
@@ -266,13 +268,9 @@ class RequestReader:
             return marks + checked(request.prompt), True, Channel.TEXT
         *before, last = request.messages
         marked = [*before, dataclasses.replace(last, content=marks + last.content)]
-        text, add_special = tokenizer.chat_text(marked, _tools(request), _variables(request), checked)
+        text, add_special = tokenizer.chat_text(marked, request.tools, _variables(request), checked)
         text, begins = self._ended(text, request)
         return text, add_special, begins
-
-
-def _tools(request: Submit | CountTokens) -> Sequence[m.Tool]:
-    return request.tools if isinstance(request, Submit) else ()
 
 
 def _thinks(request: Submit | CountTokens) -> bool:

@@ -399,8 +399,8 @@ class ClientConnection:
     def plan(self, budgets: tuple[int, ...], prompt_tokens: int) -> int:
         return self._request(m.PlanGet, budgets=budgets, prompt_tokens=prompt_tokens)
 
-    def count_tokens(self, messages: tuple[m.ChatMessage, ...], prompt: str) -> int:
-        return self._request(m.CountTokens, messages=messages, prompt=prompt)
+    def count_tokens(self, messages: tuple[m.ChatMessage, ...], prompt: str, tools: tuple[m.Tool, ...]) -> int:
+        return self._request(m.CountTokens, messages=messages, prompt=prompt, tools=tools)
 
     def embed(self, texts: tuple[str, ...]) -> int:
         return self._request(m.Embed, texts=texts)

@@ -177,6 +177,7 @@ class CountTokens:
     seq: Count
     messages: Annotated[tuple[m.ChatMessage, ...], codec.ENGINE.array] = ()
     prompt: Annotated[str, checks.text(codec.ENGINE.string)] = ""
+    tools: Annotated[tuple[m.Tool, ...], m.MAX_TOOLS] = ()
 
 
 @dataclass(frozen=True)

@@ -646,10 +646,15 @@ class CountTokens:
         tuple[ChatMessage, ...], "Messages of a chat. They are counted as the chat template renders them."
     ] = ()
     prompt: Annotated[Text, "Prompt of a completion, if there are no messages."] = ""
+    tools: Annotated[
+        tuple[Tool, ...], MAX_TOOLS, "Tools of a chat, which its prompt describes; none for a completion."
+    ] = ()
 
     def __post_init__(self) -> None:
         if bool(self.messages) == bool(self.prompt):
             raise checks.Refused("prompt: either messages or a prompt is counted")
+        if self.tools and not self.messages:
+            raise checks.Refused("tools: only a chat has tools")
 
 
 @dataclass(frozen=True)
