@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from frameshard import Sampling
 from frameshard.cli import COMMANDS
 from frameshard.cli.common import UNITS, parse_budgets, parse_size
 from frameshard.errors import BadArgument
+from servers import until
 
 
 def frameshard(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -261,10 +261,14 @@ def test_chat_edits_lines_and_gives_the_terminal_back(model_path: Path) -> None:
         chat.type(f"{up}\r")
         chat.read_until("begin the conversation anew")
         chat.read_until("> ")
-        chat.type("Who are you?\r")
-        while not termios.tcgetattr(chat.theirs)[3] & termios.ICANON:  # plain lines while the answer comes
-            time.sleep(0.001)
-        chat.type("/budget 120\r")
+        (broker,) = sidecars.children(chat.process.pid)
+        sidecars.freeze(broker)  # the answer must not end before the next line is typed
+        try:
+            chat.type("Who are you?\r")
+            until(lambda: bool(termios.tcgetattr(chat.theirs)[3] & termios.ICANON))  # plain lines while it comes
+            chat.type("/budget 120\r")
+        finally:
+            sidecars.thaw(broker)
         chat.read_until("budget 120 MiB")
         chat.read_until("tokens/s")
         chat.read_until("> ")

@@ -173,6 +173,7 @@ def test_top_gives_the_terminal_back(model_path: Path) -> None:
         os.close(theirs)
         seen = b""
         while b"tokens/s" not in seen:
+            assert select.select([ours], [], [], HANGS_S)[0], seen
             seen += os.read(ours, 1 << 16)
         top.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the terminal is closed

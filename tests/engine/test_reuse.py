@@ -131,13 +131,19 @@ def test_a_paused_job_goes_on_where_it_was(model_path: Path, mode: str) -> None:
         alone = child.run(LORE, params=params)
         assert len(ids(alone)) == 24
         for n_tokens in (0, 7):
+            before = child.stats()["prompt_tokens"]
             job = child.submit(LORE, params={**params, "max_tokens": 700})
             started = child.wait_for("started", job=job)
             said = [child.wait_for("token", job=job)["id"] for _ in range(n_tokens)]
-            while not n_tokens and child.stats()["prompt_tokens"] % alone[0]["n_prompt"] < 128:
-                pass
+            while not said:
+                child.send(op="stats", seq=0)
+                event = child.wait_for("stats", "token")
+                if event["ev"] == "token":
+                    said.append(event["id"])
+                elif event["stats"]["prompt_tokens"] - before >= 128:
+                    break
             child.send(op="cancel", job=job, pause=True)
-            while (event := child.next_event())["ev"] == "token":
+            while (event := child.wait_for("token", "done", "cancelled"))["ev"] == "token":
                 said.append(event["id"])
             assert event["ev"] == "cancelled"
             child.run("Who goes there?", params=FEW)
