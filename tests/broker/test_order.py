@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from frameshard.broker.jobs import OVERTAKEN_PER_RANK, Jobs
+from frameshard.broker.job import OVERTAKEN_PER_RANK
+from frameshard.broker.jobs import Jobs
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection

@@ -1,5 +1,6 @@
 """Jobs at the fallback server: which may go there, what it is asked, and the text that it gives. This module does no
-I/O; :mod:`frameshard.broker.remote` has the connections, and :mod:`frameshard.broker.jobs` decides when a job goes.
+I/O; :mod:`frameshard.broker.remote` has the connections, and :mod:`frameshard.broker.departures` decides when a job
+goes.
 
 A job goes only if the server can be asked for all of it: a field that OpenAI's interface does not have keeps the job
 here. Fields of `Sampling` that have their defaults are left to the server. A field that is added to the protocol keeps

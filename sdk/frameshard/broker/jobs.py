@@ -13,29 +13,26 @@ one at a time: the next one when the one before has produced a new token or has 
 first, at most one job in the engine has produced nothing new, and that job is the cause.
 
 A free slot goes to the waiting job of the highest priority, among equals to the one with the earliest deadline for its
-first token. Without deadlines it goes to the client that has waited longest
-for its turn, so no client waits for the whole queue of another one. A job of higher priority pauses a running one of
-lower priority. A job has at least the priority of the jobs that wait for it, which are the later ones of its
-conversation: otherwise a background job, which others overtake, would hold up an urgent one (priority inversion; the
-remedy is that of Sha, Rajkumar and Lehoczky, "Priority Inheritance Protocols", 1990).
+first token. Without deadlines it goes to the client that has waited longest for its turn, so no client waits for the
+whole queue of another one. A job of higher priority pauses a running one of lower priority. A job has at least the
+priority of the jobs that wait for it, which are the later ones of its conversation: otherwise a background job, which
+others overtake, would hold up an urgent one (priority inversion; the remedy is that of Sha, Rajkumar and Lehoczky,
+"Priority Inheritance Protocols", 1990).
 
-With a fallback server, jobs without text go there while the engine has no room, and those that the plan cannot answer
-by their deadline. A job whose answer has begun stays where it is. If the server breaks off an answer, the engine
-continues it from that text: the client has it already, and another server would not go on from it. Before any text the
-job goes back into the queue.
+Which jobs go to the fallback server is decided in :mod:`frameshard.broker.departures`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from frameshard.broker import fallback
-from frameshard.broker.fallback import Away, Given
-from frameshard.broker.images import NO_IMAGES, HeldImages, Images
+from frameshard.broker.departures import Departures
+from frameshard.broker.fallback import Away
+from frameshard.broker.images import Images
+from frameshard.broker.job import Job
 from frameshard.errors import BadMessage, DeadlineMissed, EngineDied, FrameshardError, Overloaded, UnknownJob
 from frameshard.sentences import Marked
 from frameshard.wire import engine as em
@@ -44,126 +41,8 @@ from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
 
 MAX_DEATHS = 2
-OVERTAKEN_PER_RANK = 8
-"""The priority of a waiting job rises by one each time so many later jobs have overtaken it."""
-
-MAX_CONVERSATIONS = 256
-"""So many conversations are remembered, for predictions."""
 
 _TERMINAL = (em.Done, em.Failed, em.Cancelled)
-
-
-def conversation_key(connection: ServerConnection, name: str) -> str:
-    """The engine's name for a conversation. It includes the session, because clients do not share conversations of the
-    same name."""
-    return f"{connection.session}/{name}"
-
-
-@dataclass(eq=False)
-class Job:
-    """One job.
-
-    :param number: its number at the engine. The numbers that clients choose may collide.
-    :param at_engine: the engine has the job.
-    :param cancelling: the client has cancelled it, and the engine has not answered yet.
-    :param tokens: ids of the tokens that it has produced.
-    """
-
-    number: int
-    connection: ServerConnection
-    request: m.Submit
-    seed: int
-    wanted: int
-    """The priority that its client asked for; that of a warm-up is idle."""
-    due: float = math.inf
-    """The time by which it must have a token; infinite without a deadline, and once it has a token."""
-    state: states.Job = states.Job.QUEUED
-    at_engine: bool = False
-    cancelling: bool = False
-    tokens: list[int] = field(default_factory=list)
-    undelivered: int = 0
-    """Tokens since the last text or thought. A token without text sends no delta."""
-    n_thought: int = 0
-    n_prompt: int = 0
-    n_reused: int = 0
-    history: em.Shapes = ()
-    """How the engine has divided the prompt into graphs, in mode ``stream_only``."""
-    deaths: int = 0
-    """How many engines died with this job since its last new token."""
-    progressed: bool = False
-    """True if it has produced a new token in the present engine."""
-    turn: int = 0
-    """Its position in the order in which jobs were first given to an engine; 0: not yet given."""
-    overtaken: int = 0
-    """How many later jobs were preferred to this one while it waited."""
-    inherited: int = em.IDLE_PRIORITY
-    """The highest priority of the jobs that wait for it."""
-    rank: int = 0
-    """The priority that the engine knows."""
-    pausing: bool = False
-    """True while it leaves the engine to make room for a job of higher priority. It continues later."""
-    paused: bool = False
-    """True after its client was told that it is paused, until it runs again."""
-    images: HeldImages = NO_IMAGES
-    away: Away = field(default_factory=lambda: Away(may_go=False))
-
-    @property
-    def n_generated(self) -> int:
-        """How many tokens its answer has, with those of a text that the engine goes on from."""
-        return len(self.tokens) + (0 if self.away.given is None else self.away.given.n_tokens)
-
-    @property
-    def may_go(self) -> bool:
-        """It may go to the fallback server: its answer has not begun."""
-        return self.away.may_go and not self.tokens and self.away.given is None
-
-    @property
-    def conversation(self) -> str | None:
-        """The engine's name for its conversation."""
-        name = self.request.conversation
-        return None if name is None else conversation_key(self.connection, name)
-
-    @property
-    def priority(self) -> int:
-        """The priority by which it pauses other jobs, and by which they pause it."""
-        return min(self._level, m.MAX_PRIORITY)
-
-    @property
-    def order(self) -> tuple[int, float]:
-        """Of two jobs that wait, the one with the lower value goes first."""
-        return -self._level, self.due
-
-    @property
-    def _level(self) -> int:
-        """The priority that was asked for or inherited, raised after many jobs have overtaken it. It may exceed the
-        highest priority, so that no job waits for ever, also not for urgent jobs with deadlines. A warm-up waits for
-        all jobs, except for those that wait for it."""
-        level = max(self.wanted, self.inherited)
-        return level if level == em.IDLE_PRIORITY else level + self.overtaken // OVERTAKEN_PER_RANK
-
-    def command(self) -> em.Submit:
-        """Returns the command that starts or resumes the job."""
-        return em.Submit(
-            job=self.number,
-            kind=self.request.kind,
-            sampling=dataclasses.replace(self.request.sampling, seed=self.seed),
-            messages=self.request.messages,
-            prompt=self.request.prompt,
-            images=self.images.images,
-            conversation=self.conversation,
-            resume=tuple(self.tokens),
-            history=self.history,
-            sentences=self.request.sentences,
-            priority=self.rank,
-            warm_up=self.request.warm_up,
-            adapters=self.request.adapters,
-            thinking=self.request.thinking,
-            thinking_tokens=self.request.thinking_tokens,
-            template_keywords=self.request.template_keywords,
-            tools=self.request.tools,
-            tool_choice=self.request.tool_choice,
-            given=self.away.given.text if self.away.given is not None else "",
-        )
 
 
 class Jobs:
@@ -187,16 +66,15 @@ class Jobs:
         self._turns: dict[ServerConnection, int] = {}  # the last turn of each client
         self._engine_ready = False
         self._images = Images()
-        self._model = model
-        self._room = True
+        self._departures = Departures(model)
         self._off: FrameshardError | None = None
-        self._attempts = 0
-        self._read: dict[str, int] = {}
-        """How many tokens the engine has read of the conversations that ran last."""
         self.commands: list[em.Command] = []
         """Commands for the engine, in order. The caller removes them."""
-        self.asks: list[fallback.Command] = []
+
+    @property
+    def asks(self) -> list[fallback.Command]:
         """Commands for the connections to the fallback server, in order. The caller removes them."""
+        return self._departures.asks
 
     @property
     def open(self) -> int:
@@ -225,7 +103,7 @@ class Jobs:
 
     def may_go(self, request: m.Submit) -> bool:
         """Whether the job of this request may go to the fallback server."""
-        return bool(self._model) and fallback.may_go(request)
+        return self._departures.may_go(request)
 
     def submit(self, connection: ServerConnection, request: m.Submit, now: float) -> int:
         """Adds a job. A repeated request (after the connection was resumed) changes nothing.
@@ -279,11 +157,8 @@ class Jobs:
 
     def next_departure(self, now: float) -> float:
         """The next time after `now` at which a job that waits may have to go to the fallback server."""
-        times = (self._departure(job) for job in self._jobs.values() if job.may_go and not job.at_engine)
+        times = (self._departures.time(job) for job in self._jobs.values() if job.may_go and not job.at_engine)
         return min((time for time in times if time > now), default=math.inf)
-
-    def _departure(self, job: Job) -> float:
-        return max(job.away.retry_at, job.away.late_at if self._room else 0.0)
 
     def fail_overdue(self, now: float) -> None:
         """Fails the jobs that have no token and whose deadlines are over."""
@@ -320,15 +195,13 @@ class Jobs:
 
     def set_room(self, room: bool) -> None:
         """Called when the sidecar has got VRAM and an engine for jobs, or has lost them."""
-        if room != self._room:
-            self._room = room
+        if room != self._departures.room:
+            self._departures.room = room
             self._fill_slots()
 
     def unread(self, number: int, n_tokens: int) -> int:
         """How many of the tokens of a job's prompt the engine has to read: those that its conversation did not have."""
-        job = self._jobs.get(number)
-        known = 0 if job is None or job.conversation is None else self._read.get(job.conversation, 0)
-        return max(1, n_tokens - known)
+        return self._departures.unread(self._jobs.get(number), n_tokens)
 
     def predicted(self, number: int, ttft_s: float, now: float) -> None:
         """Called with the plan's time to the first token of a job with a deadline."""
@@ -341,20 +214,15 @@ class Jobs:
     def depart(self, now: float) -> None:
         """Sends jobs that wait to the fallback server, if they must not wait here. Takes those without a token back
         from an engine that has no room."""
-        if not self._model:
+        if not self._departures.model:
             return
-        for job in self._jobs.values() if not self._room else ():
+        for job in self._jobs.values() if not self._departures.room else ():
             self._recall(job, now)
         n_free = fallback.MAX_REMOTE - self.remote
         waiting = sorted(self._first_in_line(), key=self._place) if n_free > 0 else []
-        for job in waiting:
-            if n_free > 0 and job.may_go and self._departure(job) <= now:
-                n_free -= 1
-                self._attempts += 1
-                job.away.attempt, job.away.given = self._attempts, Given(job.request, now)
-                self._take_turn(job)
-                body = fallback.question(job.request, self._model, job.seed)
-                self.asks.append(fallback.Ask(self._attempts, job.number, body, job.request.sampling.max_tokens))
+        for job in [job for job in waiting if job.may_go and self._departures.time(job) <= now][:n_free]:
+            self._departures.ask(job, now)
+            self._take_turn(job)
 
     def _recall(self, job: Job, now: float) -> None:
         """Takes a job without a token back from the engine, for the fallback server."""
@@ -367,59 +235,15 @@ class Jobs:
         job = self._jobs.get(event.job)
         if job is None or job.away.attempt != event.attempt:
             return  # the job has ended, or is elsewhere
-        given = job.away.given
-        assert given is not None
-        if isinstance(event, fallback.Broken):
-            self._broken(job, event, now)
-        elif isinstance(event, fallback.Finished):
-            self._finish(job, given, event, now)
-        else:
-            self._begin(job)
-            job.undelivered += 1
-            if not self._deliver(job, given.add(event.text, now)):
-                return
-            if given.stopped:
-                self._finish(job, given, fallback.Finished(event.attempt, event.job, "stop", 0, 0), now)
-        self._fill_slots()
-
-    def _begin(self, job: Job) -> None:
-        job.due = math.inf
-        job.away.n_failed = 0
-        if job.state is states.Job.QUEUED:
-            job.connection.started(job.request.job, 0, job.seed, remote=True)
-        elif job.paused:
-            job.paused = False
-            job.connection.unpaused(job.request.job)
-        job.state = states.JOB[job.state]["started"]
-
-    def _finish(self, job: Job, given: Given, event: fallback.Finished, now: float) -> None:
-        self._begin(job)
-        if not self._deliver(job, given.end()):
-            return
-        first_at = given.first_at if given.n_pieces else now
-        job.connection.done(
-            job.request.job,
-            reason=event.reason,
-            n_prompt=event.n_prompt,
-            n_generated=max(event.n_generated, given.n_pieces),  # a part has a token or more
-            prefill_s=first_at - given.started_at,
-            decode_s=now - first_at,
-            remote=True,
-        )
-        self._end(job, "done")
-
-    def _broken(self, job: Job, event: fallback.Broken, now: float) -> None:
-        assert job.away.given is not None
-        job.away.may_go = job.away.may_go and not event.refused
-        if job.away.given.text:
-            job.away.attempt = 0
-            job.paused = True
-            job.connection.paused(job.request.job)
-        else:
-            job.away.failed(now)
-        if self._off is not None and not job.may_go:
+        try:
+            if self._departures.take(job, event, now):
+                self._end(job, "done")
+        except Overloaded as error:
+            self._drop_unread(job, error)
+        if isinstance(event, fallback.Broken) and self._off is not None and not job.may_go:
             message = f"the fallback server failed ({event.error.message}), and {self._off.message}"
             self._fail(job, EngineDied(message, **self._off.detail))
+        self._fill_slots()
 
     # ---- engine -----------------------------------------------------------------------------------------------------
 
@@ -436,7 +260,7 @@ class Jobs:
         :param death: why it died; None if it was told to end.
         """
         self._engine_ready = False
-        self._read.clear()
+        self._departures.nothing_read()
         self._leaving.clear()
         self.commands.clear()
         for job in list(self._jobs.values()):
@@ -510,7 +334,7 @@ class Jobs:
         elif isinstance(event, em.Done):
             if not self._deliver_held(job):
                 return
-            self._remember(job)
+            self._departures.remember(job)
             connection.done(
                 job_id,
                 reason=event.reason,
@@ -533,13 +357,6 @@ class Jobs:
             self._fill_slots()
         else:
             self._cancelled(job)
-
-    def _remember(self, job: Job) -> None:
-        if self._model and job.conversation is not None:
-            self._read.pop(job.conversation, None)
-            self._read[job.conversation] = job.n_prompt + job.n_generated
-            if len(self._read) > MAX_CONVERSATIONS:
-                del self._read[next(iter(self._read))]
 
     def _take_token(self, job: Job, token: em.Token) -> None:
         if token.n != job.n_generated:
@@ -567,29 +384,16 @@ class Jobs:
 
         :returns: false if the job has failed, because its client does not read.
         """
-        if not (marked.text or thought or calls):
-            return True
-        tokens, begin = job.undelivered, 0
-        if marked.text or thought:
-            job.undelivered = 0
         try:
-            if thought:
-                job.n_thought += tokens
-                if job.request.thinking == "shown":
-                    job.connection.thought(job.request.job, thought, tokens)
-                tokens = 0
-            for end in marked.ends:
-                job.connection.delta(job.request.job, marked.text[begin:end], tokens, sentence_end=True)
-                begin, tokens = end, 0
-            if begin < len(marked.text):
-                job.connection.delta(job.request.job, marked.text[begin:], tokens)
-            for call in calls:
-                job.connection.tool_call(job.request.job, call)
+            job.deliver(marked, thought, calls)
         except Overloaded as error:
-            job.connection.failed(job.request.job, error)
-            self._leave(job)
+            self._drop_unread(job, error)
             return False
         return True
+
+    def _drop_unread(self, job: Job, error: Overloaded) -> None:
+        job.connection.failed(job.request.job, error)
+        self._leave(job)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -628,7 +432,7 @@ class Jobs:
 
     def _next(self) -> Job | None:
         """Returns the next job for a free slot, None if no job can run."""
-        waiting = (job for job in self._first_in_line() if not job.may_go or (self._room and not job.away.recalled))
+        waiting = filter(self._departures.stays, self._first_in_line())
         return min(waiting, key=self._place, default=None)
 
     def _first_in_line(self) -> list[Job]:
@@ -701,6 +505,5 @@ class Jobs:
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.number]
-        if job.away.attempt:
-            self.asks.append(fallback.Drop(job.away.attempt))
+        self._departures.forget(job)
         job.images.close()

@@ -12,7 +12,8 @@ import trio
 
 from frameshard.broker.embedder import Embedder
 from frameshard.broker.frameblock import FrameBlockMemory
-from frameshard.broker.jobs import Jobs, conversation_key
+from frameshard.broker.job import conversation_key
+from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import BadArgument, EngineDied, FrameshardError, Overloaded, unknown_adapter
