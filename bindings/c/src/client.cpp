@@ -98,15 +98,6 @@ struct fs_client {
     frameshard_core::Save told;       // of the last fs_history
     std::vector<fs_message> messages; // of `told`
     std::map<uint64_t, frameshard_core::Images> images; // by job, until its last event is polled
-
-    void begun(uint64_t job, frameshard_core::Images &&shown, uint64_t *place) {
-        if (!shown.empty()) {
-            images.emplace(job, std::move(shown));
-        }
-        if (place != nullptr) {
-            *place = job;
-        }
-    }
 };
 
 namespace {
@@ -181,13 +172,18 @@ fs_client &open_client(fs_client *client) {
     return *client;
 }
 
+/* Throws Refused unless `items`, the caller's array, has `least` to `most` items. */
+void check_array(const std::string &what, const void *items, uint64_t count, double least, double most) {
+    check_range(("n_" + what).c_str(), double(count), least, most);
+    if (items == nullptr && count != 0) {
+        refuse(FS_BAD_ARGUMENT, what + " is NULL");
+    }
+}
+
 json tools_of(const fs_tool *tools, uint64_t n_tools) {
-    check_range("n_tools", double(n_tools), 0, 64);
+    check_array("tools", tools, n_tools, 0, 64);
     json told = json::array();
     for (uint64_t i = 0; i < n_tools; ++i) {
-        if (tools == nullptr) {
-            refuse(FS_BAD_ARGUMENT, "tools is NULL");
-        }
         json tool = {{"name", text_of("name", tools[i].name, 1, 64)}};
         if (tools[i].description != nullptr) {
             tool["description"] = text_of("description", tools[i].description, 0, kMaxString);
@@ -200,9 +196,15 @@ json tools_of(const fs_tool *tools, uint64_t n_tools) {
     return told;
 }
 
-/* Returns the fields of `submit` for the options. Sets *conversation and *system, and adds the images to *images. */
-json job_fields(const char *kind, const fs_job_options *given, std::string *conversation, const char **system,
-                Images *images) {
+/* What the options of a job say. */
+struct JobRequest {
+    json fields;                  // of `submit`, without messages and prompt
+    std::string conversation;     // "": none
+    const char *system = nullptr; // the caller's text
+    Images images;
+};
+
+JobRequest job_request(const char *kind, const fs_job_options *given) {
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
     if (given != nullptr) {
@@ -215,10 +217,13 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     check_range("sentences", double(options.sentences), 0, 1);
     check_range("warm_up", double(options.warm_up), 0, 1);
     check_range("local_only", double(options.local_only), 0, 1);
-    *conversation = options.conversation == nullptr ? "" : text_of("conversation", options.conversation, 1, kMaxName);
-    *system = options.system;
-    json fields = {
-        {"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
+    JobRequest request;
+    if (options.conversation != nullptr) {
+        request.conversation = text_of("conversation", options.conversation, 1, kMaxName);
+    }
+    request.system = options.system;
+    json &fields = request.fields;
+    fields = {{"kind", kind}, {"sampling", json::object()}, {"timeline", options.timeline}, {"window", options.window}};
     if (options.sentences != 0) {
         fields["sentences"] = true;
     }
@@ -246,11 +251,8 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     if (options.local_only != 0) {
         fields["local_only"] = true;
     }
-    check_range("n_adapters", double(options.n_adapters), 0, 2);
+    check_array("adapters", options.adapters, options.n_adapters, 0, 2);
     for (uint64_t i = 0; i < options.n_adapters; ++i) {
-        if (options.adapters == nullptr) {
-            refuse(FS_BAD_ARGUMENT, "adapters is NULL");
-        }
         const fs_adapter &adapter = options.adapters[i];
         check_range("scale", adapter.scale, -4, 4);
         fields["adapters"].push_back({{"name", text_of("name", adapter.name, 1, 64)}, {"scale", adapter.scale}});
@@ -266,17 +268,14 @@ json job_fields(const char *kind, const fs_job_options *given, std::string *conv
     if (options.tool_choice != nullptr) {
         fields["tool_choice"] = text_of("tool_choice", options.tool_choice, 1, 64);
     }
-    check_range("n_images", options.n_images, 0, 8);
+    check_array("images", options.images, options.n_images, 0, 8);
     if (options.n_images > 0) {
         fields["images"] = json::array();
     }
     for (uint32_t i = 0; i < options.n_images; ++i) {
-        if (options.images == nullptr) {
-            refuse(FS_BAD_ARGUMENT, "images is NULL");
-        }
-        fields["images"].push_back(images->add(options.images[i]));
+        fields["images"].push_back(request.images.add(options.images[i]));
     }
-    return fields;
+    return request;
 }
 
 void need_model(const fs_client &client) {
@@ -324,6 +323,23 @@ std::string absolute(const char *path) {
 void ask_for(fs_client &client, json fields, uint64_t *request) {
     give(request, client.session.request(std::move(fields)));
     client.flush();
+}
+
+/* Keeps the images of a job that the session has taken, and sends it. */
+void begin(fs_client &client, uint64_t job, Images &&images, uint64_t *place) {
+    if (!images.empty()) {
+        client.images.emplace(job, std::move(images));
+    }
+    give(place, job);
+    client.flush();
+}
+
+/* Submits a job whose fields have the whole prompt. */
+void submit(fs_client &client, JobRequest request, uint64_t *job) {
+    if (!request.conversation.empty()) {
+        request.fields["conversation"] = request.conversation;
+    }
+    begin(client, client.session.submit(std::move(request.fields)), std::move(request.images), job);
 }
 
 } // namespace
@@ -658,16 +674,12 @@ fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const
                  uint64_t *job) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        std::string conversation;
-        const char *system = nullptr;
-        Images images;
-        json fields = job_fields("chat", options, &conversation, &system, &images);
+        JobRequest request = job_request("chat", options);
         std::string question = text_of("text", text, text_length, 0, kMaxString);
-        std::string persona = system == nullptr ? "" : text_of("system", system, 0, kMaxString);
-        open.begun(open.session.ask(std::move(question), conversation, system == nullptr ? nullptr : &persona,
-                                    std::move(fields)),
-                   std::move(images), job);
-        open.flush();
+        std::string persona = request.system == nullptr ? "" : text_of("system", request.system, 0, kMaxString);
+        uint64_t number = open.session.ask(std::move(question), request.conversation,
+                                           request.system == nullptr ? nullptr : &persona, std::move(request.fields));
+        begin(open, number, std::move(request.images), job);
     });
 }
 
@@ -675,24 +687,18 @@ fs_status fs_tool_results(fs_client *client, const fs_tool_result *results, uint
                           const fs_job_options *options, uint64_t *job) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        std::string conversation;
-        const char *system = nullptr;
-        Images images;
-        json fields = job_fields("chat", options, &conversation, &system, &images);
-        if (conversation.empty()) {
+        JobRequest request = job_request("chat", options);
+        if (request.conversation.empty()) {
             refuse(FS_BAD_ARGUMENT, "results need the conversation of their calls");
         }
-        check_range("n_results", n_results, 1, 16);
+        check_array("results", results, n_results, 1, 16);
         std::map<std::string, std::string> told;
         for (uint32_t i = 0; i < n_results; ++i) {
-            if (results == nullptr) {
-                refuse(FS_BAD_ARGUMENT, "results is NULL");
-            }
             told[text_of("call_id", results[i].call_id, 1, 64)] =
                 text_of("content", results[i].content, results[i].content_length, 0, kMaxString);
         }
-        open.begun(open.session.answer_calls(told, conversation, std::move(fields)), std::move(images), job);
-        open.flush();
+        uint64_t number = open.session.answer_calls(told, request.conversation, std::move(request.fields));
+        begin(open, number, std::move(request.images), job);
     });
 }
 
@@ -700,16 +706,9 @@ fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_mess
                   uint64_t *job) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        std::string conversation;
-        const char *system = nullptr;
-        Images images;
-        json fields = job_fields("chat", options, &conversation, &system, &images);
-        fields["messages"] = messages_of(messages, n_messages);
-        if (!conversation.empty()) {
-            fields["conversation"] = conversation;
-        }
-        open.begun(open.session.submit(std::move(fields)), std::move(images), job);
-        open.flush();
+        JobRequest request = job_request("chat", options);
+        request.fields["messages"] = messages_of(messages, n_messages);
+        submit(open, std::move(request), job);
     });
 }
 
@@ -717,16 +716,9 @@ fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_leng
                       uint64_t *job) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        std::string conversation;
-        const char *system = nullptr;
-        Images images;
-        json fields = job_fields("completion", options, &conversation, &system, &images);
-        fields["prompt"] = text_of("prompt", prompt, prompt_length, 1, kMaxString);
-        if (!conversation.empty()) {
-            fields["conversation"] = conversation;
-        }
-        open.begun(open.session.submit(std::move(fields)), std::move(images), job);
-        open.flush();
+        JobRequest request = job_request("completion", options);
+        request.fields["prompt"] = text_of("prompt", prompt, prompt_length, 1, kMaxString);
+        submit(open, std::move(request), job);
     });
 }
 

@@ -438,14 +438,6 @@ bool is_integer(const json &value, double least, double most) {
     return value.is_number_integer() && double(value.get<int64_t>()) >= least && double(value.get<int64_t>()) <= most;
 }
 
-bool is_text(const json &value, double least, double most) {
-    if (!value.is_string()) {
-        return false;
-    }
-    double size = double(value.get_ref<const std::string &>().size());
-    return least <= size && size <= most;
-}
-
 bool is_count(const json &pair) {
     return pair.is_array() && pair.size() == 2 && is_integer(pair[0], 1, kMost) && is_integer(pair[1], 0, kMost);
 }
@@ -613,6 +605,14 @@ std::string encode(const json &message) {
     msgpack::packer<Sink> packer(sink);
     write(packer, message);
     return std::move(sink.bytes);
+}
+
+bool is_text(const json &value, double least, double most) {
+    if (!value.is_string()) {
+        return false;
+    }
+    double size = double(value.get_ref<const std::string &>().size());
+    return least <= size && size <= most;
 }
 
 bool is_utf8(const char *text, size_t size) {

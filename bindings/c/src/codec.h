@@ -31,6 +31,9 @@ bool decode_answer(const char *data, size_t size, json *message, std::string *wh
 /* Encodes a message. The message must keep the protocol's rules. */
 std::string encode(const json &message);
 
+/* True if `value` is a text of `least` to `most` bytes. */
+bool is_text(const json &value, double least, double most);
+
 /* True if `text` is valid UTF-8; surrogates and overlong forms are not. */
 bool is_utf8(const char *text, size_t size);
 

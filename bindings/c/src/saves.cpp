@@ -46,12 +46,16 @@ uint32_t number(const char *bytes) {
 
 [[noreturn]] void refuse_save(const std::string &why) { refuse(FS_BAD_SAVE, why); }
 
-std::string text(const json &fields, const char *name, size_t most) {
+bool has_text(const json &fields, const char *name, size_t least, size_t most) {
     auto found = fields.find(name);
-    if (found == fields.end() || !found->is_string() || found->get_ref<const std::string &>().size() > most) {
+    return found != fields.end() && is_text(*found, least, most);
+}
+
+std::string text(const json &fields, const char *name, size_t most) {
+    if (!has_text(fields, name, 0, most)) {
         refuse_save(std::string("the save is damaged: ") + name + " is missing or has a wrong value");
     }
-    return *found;
+    return fields[name];
 }
 
 std::deque<Exchange> exchanges_of(const json &fields) {
@@ -71,20 +75,14 @@ std::deque<Exchange> exchanges_of(const json &fields) {
     return exchanges;
 }
 
-bool is_text(const json &fields, const char *name, size_t least, size_t most) {
-    auto found = fields.find(name);
-    return found != fields.end() && found->is_string() && found->get_ref<const std::string &>().size() >= least &&
-           found->get_ref<const std::string &>().size() <= most;
-}
-
 bool is_call(const json &call) {
-    return call.is_object() && call.size() == 3 && is_text(call, "id", 1, kMaxId) && is_text(call, "name", 1, kMaxId) &&
-           is_text(call, "arguments", 0, kMaxString);
+    return call.is_object() && call.size() == 3 && has_text(call, "id", 1, kMaxId) &&
+           has_text(call, "name", 1, kMaxId) && has_text(call, "arguments", 0, kMaxString);
 }
 
 bool is_step(const json &step, size_t n_exchanges) {
-    if (!step.is_object() || step.size() != 5 || !is_text(step, "content", 0, kMaxString) ||
-        !is_text(step, "tool_call_id", 0, kMaxId) || !is_text(step, "role", 1, kMaxId)) {
+    if (!step.is_object() || step.size() != 5 || !has_text(step, "content", 0, kMaxString) ||
+        !has_text(step, "tool_call_id", 0, kMaxId) || !has_text(step, "role", 1, kMaxId)) {
         return false;
     }
     const std::string &role = step["role"].get_ref<const std::string &>();

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "seam.h"
+#include "words.h"
 
 namespace frameshard_core {
 namespace {
@@ -23,30 +24,18 @@ std::string cut(const std::string &text, size_t size) {
 }
 
 /* Returns the number of a word in a list, counted from 1; 0 for a word that only a newer sidecar knows. */
-uint32_t place_of(const std::string &word, std::initializer_list<const char *> words) {
-    uint32_t at = 1;
-    for (const char *known : words) {
-        if (word == known) {
-            return at;
-        }
-        ++at;
-    }
-    return 0;
+template <size_t N> uint32_t place_of(const std::string &word, const char *const (&words)[N]) {
+    const char *const *found = std::find(words, words + N, word);
+    return found == words + N ? 0 : uint32_t(found - words) + 1;
 }
-
-uint32_t engine_state(const std::string &word) {
-    return place_of(word, {"loading", "ready", "restarting", "off", "hibernated"});
-}
-
-uint32_t lease_state(const std::string &word) { return place_of(word, {"active", "parked", "hibernated"}); }
 
 int64_t or_unknown(const json &bytes) { return bytes.is_null() ? -1 : bytes.get<int64_t>(); }
 
 /* True if the program receives the answers to this request as events. */
 bool asked_by_program(const json &request) {
     const std::string &name = request["t"].get_ref<const std::string &>();
-    return name != "submit" && name != "cancel" && name != "priority_set" && name != "priority_set" &&
-           name != "model_info" && name != "shutdown" && name != "bye";
+    return name != "submit" && name != "cancel" && name != "priority_set" && name != "model_info" &&
+           name != "shutdown" && name != "bye";
 }
 
 /* Converts little-endian 16-bit floats. */
@@ -376,15 +365,14 @@ void Session::receive(const char *data, size_t size) {
         compare(message);
     } else if (name == "engine") {
         Event &event = put(FS_EVENT_ENGINE);
-        event.fields.engine_state = engine_state(message["state"]);
+        event.fields.engine_state = place_of(message["state"], kEngineState);
         event.fields.restarts = message["restarts"];
         if (!message["error"].is_null()) {
             put_error(event, error_of(message["error"]));
         }
     } else if (name == "notice") {
         Event &event = put(FS_EVENT_NOTICE);
-        event.fields.notice =
-            place_of(message["kind"], {"wants", "gives_back", "late", "pressure", "other_process", "state", "http"});
+        event.fields.notice = place_of(message["kind"], kNoticeKind);
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.seconds = message["seconds"];
         event.text = message["detail"];
@@ -397,7 +385,7 @@ void Session::receive(const char *data, size_t size) {
 
 void Session::loading(const json &message) {
     Event &event = put(FS_EVENT_LOADING);
-    event.fields.stage = place_of(message["stage"], {"read", "profile", "fill"});
+    event.fields.stage = place_of(message["stage"], kLoadingStage);
     event.fields.done = message["done"];
     event.fields.total = message["total"];
 }
@@ -493,7 +481,7 @@ void Session::answered_by(const json &message) {
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.seconds = message["seconds"];
         if (name == "lease") {
-            event.fields.decision = place_of(message["decision"], {"granted", "partial"});
+            event.fields.decision = place_of(message["decision"], kDecision);
             event.fields.version = message["version"];
         } else {
             event.fields.used_bytes = message["used_bytes"];
@@ -513,7 +501,7 @@ void Session::answered_by(const json &message) {
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.floor_bytes = message["floor_bytes"];
         event.fields.full_bytes = message["full_bytes"];
-        event.fields.lease_state = lease_state(message["state"]);
+        event.fields.lease_state = place_of(message["state"], kLeaseState);
         event.fields.version = message["version"];
         event.fields.wanted_bytes = message["wanted_bytes"];
         event.fields.used_bytes = message["used_bytes"];
@@ -573,7 +561,7 @@ void Session::answered_by(const json &message) {
         Event &event = put(FS_EVENT_STATS);
         event.fields.request = id;
         event.fields.restarts = message["broker"]["engine_restarts"];
-        event.fields.engine_state = engine_state(message["broker"]["engine"]);
+        event.fields.engine_state = place_of(message["broker"]["engine"], kEngineState);
         event.detail = to_text({{"broker", message["broker"]}, {"engine", message["engine"]}});
     } else if (name == "model_info") {
         ready(message["model"]);
@@ -642,7 +630,7 @@ void Session::job_event(const json &message) {
         event.fields.seed = message["seed"];
         event.fields.remote = message["remote"].get<bool>() ? 1 : 0;
     } else if (name == "progress") {
-        event.fields.phase = place_of(message["phase"], {"encode", "prefill"});
+        event.fields.phase = place_of(message["phase"], kPhase);
         event.fields.done = message["done"];
         event.fields.total = message["total"];
     } else if (name == "thought") {
@@ -662,7 +650,7 @@ void Session::job_event(const json &message) {
     } else if (name != "paused" && name != "resumed") {
         job.ended = true;
         if (name == "done") {
-            event.fields.reason = place_of(message["reason"], {"stop", "length", "tool_calls"});
+            event.fields.reason = place_of(message["reason"], kReason);
             event.fields.n_prompt = message["n_prompt"];
             event.fields.n_generated = message["n_generated"];
             event.fields.n_reused = message["n_reused"];
