@@ -164,6 +164,11 @@ typedef struct fs_tool {
   const char *description;
   const char *schema;
 } fs_tool;
+typedef struct fs_tool_call {
+  const char *call_id;
+  const char *name;
+  const char *arguments;
+} fs_tool_call;
 typedef struct fs_tool_result {
   const char *call_id;
   const char *content;
@@ -200,17 +205,29 @@ typedef struct fs_message {
   int32_t content_length;
   int32_t reserved;
 } fs_message;
+typedef struct fs_chat_message {
+  const char *role;
+  const char *content;
+  int32_t content_length;
+  uint32_t n_tool_calls;
+  const fs_tool_call *tool_calls;
+  const char *tool_call_id;
+} fs_chat_message;
 fs_status fs_ask(fs_client *client, const char *text, int32_t text_length, const fs_job_options *options,
   uint64_t *job);
 fs_status fs_tool_results(fs_client *client, const fs_tool_result *results, uint32_t n_results, const
   fs_job_options *options, uint64_t *job);
 fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages, const fs_job_options *options,
   uint64_t *job);
+fs_status fs_chat_with_tools(fs_client *client, const fs_chat_message *messages, uint32_t n_messages, const
+  fs_job_options *options, uint64_t *job);
 fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
   uint64_t *job);
 fs_status fs_cancel(fs_client *client, uint64_t job);
 fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t priority);
 fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages);
+fs_status fs_history_with_tools(fs_client *client, const char *conversation, const fs_chat_message **messages,
+  uint32_t *n_messages);
 fs_status fs_forget(fs_client *client, const char *conversation);
 fs_status fs_save(fs_client *client, const char *conversation, const void **data, uint64_t *size);
 typedef struct fs_load_result {
@@ -243,6 +260,8 @@ fs_status fs_get_caps(fs_client *client, uint64_t *request);
 fs_status fs_get_plan(fs_client *client, uint64_t vram_budget_bytes, uint32_t prompt_tokens, uint64_t *request);
 fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t prompt_length, uint64_t *request);
 fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages, uint64_t *request);
+fs_status fs_count_chat_tokens_with_tools(fs_client *client, const fs_chat_message *messages, uint32_t n_messages, const
+  fs_tool *tools, uint32_t n_tools, uint64_t *request);
 fs_status fs_embed(fs_client *client, const char *const *texts, const int32_t *lengths, uint32_t n_texts,
   uint64_t *request);
 fs_status fs_shutdown(fs_client *client);
@@ -1052,24 +1071,47 @@ function Sidecar:tool_results(results, options)
   end)
 end
 
-local function messages_of(messages)
-  local made_messages = ffi.new("fs_message[?]", #messages + 1)
+local function calls_of(calls, keep)
+  local made = ffi.new("fs_tool_call[?]", #calls + 1)
+  for index, call in ipairs(calls) do
+    local one = made[index - 1]
+    one.call_id = name_of(call.call_id, "call_id")
+    one.name = name_of(call.name, "name")
+    one.arguments = name_of(call.arguments, "arguments")
+  end
+  keep[#keep + 1] = made
+  return made, #calls
+end
+
+local function messages_of(messages, keep)
+  local made_messages = ffi.new("fs_chat_message[?]", #messages + 1)
   for index, message in ipairs(messages) do
     local made = made_messages[index - 1]
     made.role = name_of(message.role, "role")
     made.content = text_of(message.content, "content")
     made.content_length = #message.content
+    if message.tool_calls ~= nil then
+      made.tool_calls, made.n_tool_calls = calls_of(message.tool_calls, keep)
+    end
+    if message.tool_call_id ~= nil then
+      made.tool_call_id = name_of(message.tool_call_id, "tool_call_id")
+    end
   end
+  keep[#keep + 1] = made_messages
   return made_messages
 end
 
---- Like `ask`, for games that keep the history themselves. `messages` is a list of tables with `role` ("system", "user"
--- or "assistant") and `content`; it is the whole prompt.
+--- Like `ask`, for games that keep the history themselves. `messages` is the whole prompt: a list of tables with `role`
+-- ("system", "user", "assistant", or "tool" for the result of a call) and `content`. Answers with calls of tools have
+-- `tool_calls` (a list like `job.tool_calls`), results have `tool_call_id`, the `call_id` of the call.
 function Sidecar:chat(messages, options)
-  local made_messages = messages_of(messages)
-  return begin(self, options, function(client, made, number)
-    return lib.fs_chat(client, made_messages, #messages, made, number)
+  local keep = {}
+  local made_messages = messages_of(messages, keep)
+  local job = begin(self, options, function(client, made, number)
+    return lib.fs_chat_with_tools(client, made_messages, #messages, made, number)
   end)
+  keep[1] = nil -- the use here keeps the table alive until after the call
+  return job
 end
 
 --- Like `ask`, but the model continues `prompt`, without a chat template.
@@ -1080,17 +1122,33 @@ function Sidecar:complete(prompt, options)
   end)
 end
 
---- Returns the history of a conversation, oldest first: a list of tables with `role` and `content`, the system text
--- first. An answer that is open, or was ended early, is in it as far as it was polled. Also works after "closed".
+-- The calls of a message; nil if it has none.
+local function called(message)
+  local calls = {}
+  for index = 1, message.n_tool_calls do
+    local call = message.tool_calls[index - 1]
+    calls[index] = {
+      call_id = ffi.string(call.call_id),
+      name = ffi.string(call.name),
+      arguments = ffi.string(call.arguments),
+    }
+  end
+  return calls[1] and calls
+end
+
+--- Returns the history of a conversation, oldest first: a list of tables as `chat` takes them, the system text first. An
+-- answer that is open, or was ended early, is in it as far as it was polled. Also works after "closed".
 function Sidecar:history(conversation)
-  local first, count = ffi.new("const fs_message *[1]"), ffi.new("uint32_t[1]")
-  check(lib.fs_history(client_of(self), name_of(conversation, "conversation"), first, count))
+  local first, count = ffi.new("const fs_chat_message *[1]"), ffi.new("uint32_t[1]")
+  check(lib.fs_history_with_tools(client_of(self), name_of(conversation, "conversation"), first, count))
   local messages = {}
   for index = 1, count[0] do
     local message = first[0][index - 1]
     messages[index] = {
       role = ffi.string(message.role),
       content = ffi.string(message.content, message.content_length),
+      tool_calls = called(message),
+      tool_call_id = message.tool_call_id ~= nil and ffi.string(message.tool_call_id) or nil,
     }
   end
   return messages
@@ -1194,9 +1252,15 @@ end
 --- Asks how many tokens a prompt has, and how many still fit into the context behind it. Returns the request number of
 -- the event "token_count".
 -- @param content a prompt as for `complete`, or a list of messages as for `chat`.
-function Sidecar:count_tokens(content)
+-- @param tools those of the chat, as in the options of `ask`: the prompt describes them. They may be left out.
+function Sidecar:count_tokens(content, tools)
   if type(content) == "table" then
-    check(lib.fs_count_chat_tokens(client_of(self), messages_of(content), #content, self._number))
+    local keep = {}
+    local messages, made_tools, n_tools = messages_of(content, keep), tools_of(tools or {}, keep)
+    local status = lib.fs_count_chat_tokens_with_tools(
+      client_of(self), messages, #content, made_tools, n_tools, self._number)
+    keep[1] = nil -- the use here keeps the table alive until after the call
+    check(status)
   else
     check(lib.fs_count_tokens(client_of(self), text_of(content, "content"), #content, self._number))
   end

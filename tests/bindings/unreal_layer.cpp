@@ -76,11 +76,23 @@ void call_tools(UFrameshardSubsystem &sidecar, UWorld &world) {
     npc.GiveToolResults(results);
     play(sidecar, [&] { return !npc.IsSpeaking(); });
     check("goes on with results", reason != EFrameshardReason::ToolCalls && errors == calls);
-    int kept = 0;
-    for (const FFrameshardMessage &message : sidecar.History(params.Conversation)) {
-        kept += message.Role == TEXT("tool") && message.Content == TEXT("2 gold");
+    int kept = 0, asked = 0;
+    const TArray<FFrameshardMessage> history = sidecar.History(params.Conversation);
+    for (const FFrameshardMessage &message : history) {
+        kept += message.Role == TEXT("tool") && message.Content == TEXT("2 gold") && !message.ToolCallId.IsEmpty();
+        asked += message.ToolCalls.Num();
     }
-    check("keeps results in the history", kept == calls);
+    check("keeps calls and results in the history", kept == calls && asked == calls);
+    auto count = [&](const TArray<FFrameshardTool> &tools) {
+        int32 counted = 0;
+        auto *node = UFrameshardCountTokensAsync::CountFrameshardChatTokens(&npc, history, tools);
+        node->OnCounted.Listeners.push_back([&](int32 n_tokens, int32) { counted = n_tokens; });
+        node->Activate();
+        play(sidecar, [&] { return node->Ready; });
+        return counted;
+    };
+    const int32 plain = count({});
+    check("counts the tokens of tools", plain > 0 && count(params.Tools) > plain);
 
     results = {};
     int completed = 0, refused = 0;

@@ -247,20 +247,32 @@ def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(tiny: Path
 def test_the_polled_client_has_calls_too(tiny: Path) -> None:
     with sync.Sidecar.launch(tiny, log=subprocess.DEVNULL, **OPTIONS) as sidecar:
 
-        def finished(job: sync.Job) -> list[sync.Event]:
+        def until(done: Callable[[list[sync.Event]], bool]) -> list[sync.Event]:
             events: list[sync.Event] = []
             deadline = time.monotonic() + 300
-            while not job.ended:
+            while not done(events):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
                 events += sidecar.poll()
             return events
 
+        def finished(job: sync.Job) -> list[sync.Event]:
+            return until(lambda _: job.ended)
+
+        def counts(events: list[sync.Event]) -> list[int]:
+            arrived = [event.count for event in events if isinstance(event, sync.TokenCountArrived)]
+            return [count.n_tokens for count in arrived if count is not None]
+
+        question = [ChatMessage("user", "What is ale?")]
+        sidecar.count_tokens(question)
+        sidecar.count_tokens(question, tools=[price])
+        without, with_tools = counts(until(lambda events: len(counts(events)) == 2))
         job = sidecar.ask("What is ale?", conversation="mira", tools=[price], tool_choice="required", sampling=HOT)
         called = [event.call for event in finished(job) if isinstance(event, sync.ToolCalled)]
         assert called
         assert job.result is not None
         assert job.tool_calls == job.result.tool_calls == tuple(called)
+        assert without < with_tools == job.result.n_prompt
         said = frameshard.Sampling(max_tokens=8, temperature=0.0)
         answer = sidecar.tool_results({call.id: 12 for call in called}, conversation="mira", sampling=said)
         finished(answer)

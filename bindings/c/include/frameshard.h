@@ -446,6 +446,13 @@ typedef struct fs_tool {
     const char *schema;      /* JSON schema of the arguments, which are an object; NULL: it has no arguments */
 } fs_tool;
 
+/* A call of a tool, in an earlier answer. Texts end with a NUL. */
+typedef struct fs_tool_call {
+    const char *call_id;   /* 1 to 64 bytes; different in each call of a chat */
+    const char *name;      /* name of the tool */
+    const char *arguments; /* JSON, an object */
+} fs_tool_call;
+
 /* The result of a call. */
 typedef struct fs_tool_result {
     const char *call_id;    /* event.call_id of the call */
@@ -505,6 +512,16 @@ typedef struct fs_message {
     int32_t reserved;       /* 0 */
 } fs_message;
 
+/* One message of a chat with tools. */
+typedef struct fs_chat_message {
+    const char *role;               /* "system", "user", "assistant", or "tool" for the result of a call */
+    const char *content;            /* at most 65536 bytes */
+    int32_t content_length;         /* bytes, or FS_NUL_TERMINATED */
+    uint32_t n_tool_calls;          /* number of `tool_calls`, at most 16 */
+    const fs_tool_call *tool_calls; /* of an "assistant" message: the calls behind its text; NULL: none */
+    const char *tool_call_id;       /* of a "tool" message: the call_id of its call. Of others NULL */
+} fs_chat_message;
+
 /* Starts a job that answers `text`, which has `text_length` bytes. With options->conversation, the prompt also contains
  * the earlier questions of the conversation and the parts of their answers that were polled. Questions of one
  * conversation are answered one after the other. When the context is full, its oldest questions and answers are
@@ -529,6 +546,11 @@ FS_API fs_status fs_tool_results(fs_client *client, const fs_tool_result *result
 FS_API fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages,
                          const fs_job_options *options, uint64_t *job);
 
+/* Like fs_chat, for messages with calls of tools and their results. options->tools has the tools that the model may call
+ * now. The text and the calls of an answer are the next message. [client] */
+FS_API fs_status fs_chat_with_tools(fs_client *client, const fs_chat_message *messages, uint32_t n_messages,
+                                    const fs_job_options *options, uint64_t *job);
+
 /* Like fs_ask, but the model continues `prompt`, which has `prompt_length` bytes, without a chat template. [client] */
 FS_API fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length,
                              const fs_job_options *options, uint64_t *job);
@@ -545,12 +567,17 @@ FS_API fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t prior
 
 /* The history of a conversation of fs_ask is its system text and its questions and answers. An answer that is open, or
  * was ended early, is in it as far as it was polled; a question without any text of an answer is not. So are calls of
- * tools and their results. fs_history gives results as messages with the role "tool", and leaves calls out. */
+ * tools and their results. */
 
-/* Sets *messages to an array of *n_messages, oldest first: the history of a conversation. It is valid until the next
- * fs_history or fs_close of this client. Also works after FS_EVENT_CLOSED. [client] */
+/* Sets *messages to an array of *n_messages, oldest first: the history of a conversation, without calls. Results are
+ * messages with the role "tool". The array is valid until the next fs_history, fs_history_with_tools or fs_close of this
+ * client. Also works after FS_EVENT_CLOSED. [client] */
 FS_API fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages,
                             uint32_t *n_messages);
+
+/* Likewise with calls, as fs_chat_with_tools takes them. [client] */
+FS_API fs_status fs_history_with_tools(fs_client *client, const char *conversation, const fs_chat_message **messages,
+                                       uint32_t *n_messages);
 
 /* Clears the history of a conversation, once the questions asked before this call are answered. The system text
  * stays. [client] */
@@ -664,6 +691,11 @@ FS_API fs_status fs_count_tokens(fs_client *client, const char *prompt, int32_t 
 /* Likewise for the messages of fs_chat, as the model's chat template renders them. [client] */
 FS_API fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, uint32_t n_messages,
                                       uint64_t *request);
+
+/* Likewise for the messages of fs_chat_with_tools and the tools of its options, which are a part of the prompt. [client] */
+FS_API fs_status fs_count_chat_tokens_with_tools(fs_client *client, const fs_chat_message *messages,
+                                                 uint32_t n_messages, const fs_tool *tools, uint32_t n_tools,
+                                                 uint64_t *request);
 
 /* Asks the sentence encoder (launch option `embedder`) for the embeddings of 1 to 64 texts of 1 to 65536 bytes each.
  * Texts of similar meaning have rows with a large dot product. `lengths` has the length of each text in bytes; NULL:
@@ -801,7 +833,7 @@ enum {
     FS_EVENT_PAUSED = 23,
     /* A paused job continues. job, timeline. */
     FS_EVENT_RESUMED = 24,
-    /* Answer to fs_count_tokens and fs_count_chat_tokens. request, n_tokens, n_left. */
+    /* Answer to fs_count_tokens, fs_count_chat_tokens and fs_count_chat_tokens_with_tools. request, n_tokens, n_left. */
     FS_EVENT_TOKEN_COUNT = 25,
     /* Answer to fs_embed. request, n_dim, n_rows, rows. */
     FS_EVENT_EMBEDDINGS = 26,

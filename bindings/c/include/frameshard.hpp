@@ -62,10 +62,12 @@ struct Lease : fs_lease {
     Lease() noexcept { fs_lease_init(this, sizeof(fs_lease)); }
 };
 
-/* One message of a chat; `role` is "system", "user" or "assistant". */
+/* One message of a chat; `role` is "system", "user", "assistant", or "tool" for the result of a call. */
 struct Message {
     const char *role;
     std::string_view content;
+    std::vector<fs_tool_call> tool_calls{}; // of an "assistant" message
+    const char *tool_call_id = nullptr;     // of a "tool" message: the call_id of its call
 };
 
 /* One event, valid until the next poll of its client. text() and detail() hide the C members of these names. */
@@ -130,9 +132,9 @@ class Client {
         return job;
     }
     uint64_t chat(const std::vector<Message> &messages, const JobOptions &options = {}) {
-        std::vector<fs_message> told = told_of(messages);
+        std::vector<fs_chat_message> told = told_of(messages);
         uint64_t job = 0;
-        check(fs_chat(client_, told.data(), uint32_t(told.size()), &options, &job));
+        check(fs_chat_with_tools(client_, told.data(), uint32_t(told.size()), &options, &job));
         return job;
     }
     uint64_t complete(std::string_view prompt, const JobOptions &options = {}) {
@@ -145,13 +147,16 @@ class Client {
 
     /* Valid until the next history() or close(). */
     std::vector<Message> history(const std::string &conversation) {
-        const fs_message *told = nullptr;
+        const fs_chat_message *told = nullptr;
         uint32_t count = 0;
-        check(fs_history(client_, conversation.c_str(), &told, &count));
+        check(fs_history_with_tools(client_, conversation.c_str(), &told, &count));
         std::vector<Message> messages;
         messages.reserve(count);
-        for (const fs_message *each = told; each != told + count; ++each) {
-            messages.push_back({each->role, {each->content, size_t(each->content_length)}});
+        for (const fs_chat_message *each = told; each != told + count; ++each) {
+            messages.push_back({each->role,
+                                {each->content, size_t(each->content_length)},
+                                {each->tool_calls, each->tool_calls + each->n_tool_calls},
+                                each->tool_call_id});
         }
         return messages;
     }
@@ -219,10 +224,11 @@ class Client {
         return requested(
             [&](uint64_t *number) { return fs_count_tokens(client_, prompt.data(), length(prompt), number); });
     }
-    uint64_t count_tokens(const std::vector<Message> &messages) {
-        std::vector<fs_message> told = told_of(messages);
+    uint64_t count_tokens(const std::vector<Message> &messages, const std::vector<fs_tool> &tools = {}) {
+        std::vector<fs_chat_message> told = told_of(messages);
         return requested([&](uint64_t *number) {
-            return fs_count_chat_tokens(client_, told.data(), uint32_t(told.size()), number);
+            return fs_count_chat_tokens_with_tools(client_, told.data(), uint32_t(told.size()), tools.data(),
+                                                   uint32_t(tools.size()), number);
         });
     }
     uint64_t set_pacing(int32_t scheduling_mode, double target_tokens_per_second = 0) {
@@ -268,11 +274,12 @@ class Client {
         }
         return int32_t(text.size());
     }
-    static std::vector<fs_message> told_of(const std::vector<Message> &messages) {
-        std::vector<fs_message> told;
+    static std::vector<fs_chat_message> told_of(const std::vector<Message> &messages) {
+        std::vector<fs_chat_message> told;
         told.reserve(messages.size());
         for (const Message &message : messages) {
-            told.push_back({message.role, message.content.data(), length(message.content), 0});
+            told.push_back({message.role, message.content.data(), length(message.content),
+                            uint32_t(message.tool_calls.size()), message.tool_calls.data(), message.tool_call_id});
         }
         return told;
     }

@@ -184,12 +184,18 @@ class Game {
     /* Calls fs_count_tokens. If it returns FS_OK, `counted` is called once, with FS_EVENT_TOKEN_COUNT or
      * FS_EVENT_REFUSED, unless the session is closed before. */
     fs_status count_tokens(std::string_view prompt, std::function<void(const fs_event &)> counted) {
-        uint64_t request = 0;
-        fs_status status = fs_count_tokens(client_, prompt.data(), int32_t(prompt.size()), &request);
-        if (status == FS_OK) {
-            askers_.emplace(request, std::move(counted));
-        }
-        return status;
+        return request(std::move(counted), [&](uint64_t *number) {
+            return fs_count_tokens(client_, prompt.data(), int32_t(prompt.size()), number);
+        });
+    }
+
+    /* Likewise with fs_count_chat_tokens_with_tools. */
+    fs_status count_tokens(const std::vector<fs_chat_message> &messages, const std::vector<fs_tool> &tools,
+                           std::function<void(const fs_event &)> counted) {
+        return request(std::move(counted), [&](uint64_t *number) {
+            return fs_count_chat_tokens_with_tools(client_, messages.data(), uint32_t(messages.size()), tools.data(),
+                                                   uint32_t(tools.size()), number);
+        });
     }
 
     /* Calls fs_embed. If it returns FS_OK, `embedded` is called once, with FS_EVENT_EMBEDDINGS or FS_EVENT_REFUSED,
@@ -201,12 +207,9 @@ class Game {
             starts.push_back(text.data());
             lengths.push_back(int32_t(text.size()));
         }
-        uint64_t request = 0;
-        fs_status status = fs_embed(client_, starts.data(), lengths.data(), uint32_t(texts.size()), &request);
-        if (status == FS_OK) {
-            askers_.emplace(request, std::move(embedded));
-        }
-        return status;
+        return request(std::move(embedded), [&](uint64_t *number) {
+            return fs_embed(client_, starts.data(), lengths.data(), uint32_t(texts.size()), number);
+        });
     }
 
     /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it leaves GPU time to frames.
@@ -267,6 +270,15 @@ class Game {
         }
         if (job != nullptr) {
             *job = number;
+        }
+        return status;
+    }
+
+    template <class Ask> fs_status request(std::function<void(const fs_event &)> answered, Ask ask) {
+        uint64_t number = 0;
+        fs_status status = ask(&number);
+        if (status == FS_OK) {
+            askers_.emplace(number, std::move(answered));
         }
         return status;
     }

@@ -59,6 +59,14 @@ constexpr int kHighWater = 256, kHandshakeMs = 1000;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+/* What the last fs_history or fs_history_with_tools gave the program. */
+struct History {
+    json told = json::array();                    // ChatMessages; the others point into them
+    std::vector<std::vector<fs_tool_call>> calls; // of each message
+    std::vector<fs_chat_message> messages;
+    std::vector<fs_message> plain; // `messages` without calls
+};
+
 } // namespace
 
 struct fs_client {
@@ -93,10 +101,9 @@ struct fs_client {
     std::string http_url, http_key, model_embedder;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
-    std::deque<Event> handed;         // events of the last poll; the program may still read their texts
-    std::string save;                 // of the last fs_save; the program may still read it
-    frameshard_core::Save told;       // of the last fs_history
-    std::vector<fs_message> messages; // of `told`
+    std::deque<Event> handed; // events of the last poll; the program may still read their texts
+    std::string save;         // of the last fs_save; the program may still read it
+    History history;
     std::map<uint64_t, frameshard_core::Images> images; // by job, until its last event is polled
 };
 
@@ -284,25 +291,63 @@ void need_model(const fs_client &client) {
     }
 }
 
-json messages_of(const fs_message *messages, uint32_t n_messages) {
-    if (messages == nullptr || n_messages < 1 || n_messages > 1024) {
-        refuse(FS_BAD_ARGUMENT, "messages must be 1 to 1024");
+fs_chat_message with_tools(const fs_chat_message &message) { return message; }
+
+fs_chat_message with_tools(const fs_message &message) {
+    return {message.role, message.content, message.content_length, 0, nullptr, nullptr};
+}
+
+json message_of(const fs_chat_message &given) {
+    std::string role = text_of("role", given.role, 1, 16);
+    json told = {{"role", word_of("role", role.c_str(), {"system", "user", "assistant", "tool"})},
+                 {"content", text_of("content", given.content, given.content_length, 0, kMaxString)}};
+    check_array("tool_calls", given.tool_calls, given.n_tool_calls, 0, 16);
+    for (uint32_t i = 0; i < given.n_tool_calls; ++i) {
+        const fs_tool_call &call = given.tool_calls[i];
+        told["tool_calls"].push_back({{"id", text_of("call_id", call.call_id, 1, 64)},
+                                      {"name", text_of("name", call.name, 1, 64)},
+                                      {"arguments", text_of("arguments", call.arguments, 0, kMaxString)}});
     }
-    json told = json::array();
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < n_messages; ++i) {
-        std::string role = text_of("role", messages[i].role, 1, 16);
-        if (role != "system" && role != "user" && role != "assistant") {
-            refuse(FS_BAD_ARGUMENT, "role must be system, user or assistant, not " + role);
-        }
-        std::string content = text_of("content", messages[i].content, messages[i].content_length, 0, kMaxString);
-        bytes += content.size() + 64;
-        told.push_back({{"role", role}, {"content", std::move(content)}});
-    }
-    if (bytes > frameshard_core::kMaxFrame - kMaxString) {
-        refuse(FS_BAD_ARGUMENT, "the messages are longer than a frame may be");
+    if (role == "tool" || given.tool_call_id != nullptr) {
+        told["tool_call_id"] = text_of("tool_call_id", given.tool_call_id, 1, 64);
     }
     return told;
+}
+
+template <class Message> json messages_of(const Message *messages, uint32_t n_messages) {
+    check_array("messages", messages, n_messages, 1, 1024);
+    json told = json::array();
+    for (uint32_t i = 0; i < n_messages; ++i) {
+        told.push_back(message_of(with_tools(messages[i])));
+    }
+    return told;
+}
+
+/* Returns the history of a conversation as the program gets it. */
+History history_of(const Save &save) {
+    History history;
+    if (!save.system.empty()) {
+        history.told.push_back({{"role", "system"}, {"content", save.system}});
+    }
+    for (const Exchange &exchange : save.exchanges) {
+        exchange.add_to(&history.told);
+    }
+    auto chars = [](const json &text) { return text.get_ref<const std::string &>().c_str(); };
+    for (const json &told : history.told) {
+        std::vector<fs_tool_call> &calls = history.calls.emplace_back();
+        if (told.contains("tool_calls")) {
+            for (const json &call : told["tool_calls"]) {
+                calls.push_back({chars(call["id"]), chars(call["name"]), chars(call["arguments"])});
+            }
+        }
+        const char *role = chars(told["role"]), *content = chars(told["content"]);
+        const char *call_id = told["role"] == "tool" ? chars(told["tool_call_id"]) : nullptr;
+        int32_t length = int32_t(told["content"].get_ref<const std::string &>().size());
+        history.messages.push_back(
+            {role, content, length, uint32_t(calls.size()), calls.empty() ? nullptr : calls.data(), call_id});
+        history.plain.push_back({role, content, length, 0});
+    }
+    return history;
 }
 
 void give(uint64_t *place, uint64_t value) {
@@ -321,6 +366,9 @@ std::string absolute(const char *path) {
 }
 
 void ask_for(fs_client &client, json fields, uint64_t *request) {
+    if (!frameshard_core::fits_frame(fields)) {
+        refuse(FS_BAD_ARGUMENT, "the request is longer than a frame may be");
+    }
     give(request, client.session.request(std::move(fields)));
     client.flush();
 }
@@ -340,6 +388,15 @@ void submit(fs_client &client, JobRequest request, uint64_t *job) {
         request.fields["conversation"] = request.conversation;
     }
     begin(client, client.session.submit(std::move(request.fields)), std::move(request.images), job);
+}
+
+template <class Message>
+void chat(fs_client *client, const Message *messages, uint32_t n_messages, const fs_job_options *options,
+          uint64_t *job) {
+    fs_client &open = open_client(client);
+    JobRequest request = job_request("chat", options);
+    request.fields["messages"] = messages_of(messages, n_messages);
+    submit(open, std::move(request), job);
 }
 
 } // namespace
@@ -704,12 +761,12 @@ fs_status fs_tool_results(fs_client *client, const fs_tool_result *results, uint
 
 fs_status fs_chat(fs_client *client, const fs_message *messages, uint32_t n_messages, const fs_job_options *options,
                   uint64_t *job) {
-    return guarded([&] {
-        fs_client &open = open_client(client);
-        JobRequest request = job_request("chat", options);
-        request.fields["messages"] = messages_of(messages, n_messages);
-        submit(open, std::move(request), job);
-    });
+    return guarded([&] { chat(client, messages, n_messages, options, job); });
+}
+
+fs_status fs_chat_with_tools(fs_client *client, const fs_chat_message *messages, uint32_t n_messages,
+                             const fs_job_options *options, uint64_t *job) {
+    return guarded([&] { chat(client, messages, n_messages, options, job); });
 }
 
 fs_status fs_complete(fs_client *client, const char *prompt, int32_t prompt_length, const fs_job_options *options,
@@ -745,33 +802,26 @@ fs_status fs_set_priority(fs_client *client, uint64_t job, uint32_t priority) {
 
 // ---- conversations --------------------------------------------------------------------------------------------------
 
-fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages) {
+template <class Message>
+static fs_status read_history(fs_client *client, const char *conversation, std::vector<Message> History::*kind,
+                              const Message **messages, uint32_t *n_messages) {
     return guarded([&] {
         if (client == nullptr || messages == nullptr || n_messages == nullptr) {
             refuse(FS_BAD_ARGUMENT, "client, messages or n_messages is NULL");
         }
-        Save told = client->session.saved(text_of("conversation", conversation, 1, kMaxName));
-        std::vector<fs_message> list;
-        client->told = std::move(told);
-        auto add = [&](const char *role, const std::string &text) {
-            list.push_back({role, text.c_str(), int32_t(text.size()), 0});
-        };
-        if (!client->told.system.empty()) {
-            add("system", client->told.system);
-        }
-        for (const Exchange &exchange : client->told.exchanges) {
-            add("user", exchange.question);
-            for (const json &step : exchange.steps) {
-                add(step["role"] == "tool" ? "tool" : "assistant", step["content"].get_ref<const std::string &>());
-            }
-            if (!exchange.answer.empty() || exchange.steps.empty()) {
-                add("assistant", exchange.answer);
-            }
-        }
-        client->messages = std::move(list);
-        *messages = client->messages.data();
-        *n_messages = uint32_t(client->messages.size());
+        client->history = history_of(client->session.saved(text_of("conversation", conversation, 1, kMaxName)));
+        *messages = (client->history.*kind).data();
+        *n_messages = uint32_t((client->history.*kind).size());
     });
+}
+
+fs_status fs_history(fs_client *client, const char *conversation, const fs_message **messages, uint32_t *n_messages) {
+    return read_history(client, conversation, &History::plain, messages, n_messages);
+}
+
+fs_status fs_history_with_tools(fs_client *client, const char *conversation, const fs_chat_message **messages,
+                                uint32_t *n_messages) {
+    return read_history(client, conversation, &History::messages, messages, n_messages);
 }
 
 fs_status fs_forget(fs_client *client, const char *conversation) {
@@ -908,23 +958,27 @@ fs_status fs_count_chat_tokens(fs_client *client, const fs_message *messages, ui
     });
 }
 
+fs_status fs_count_chat_tokens_with_tools(fs_client *client, const fs_chat_message *messages, uint32_t n_messages,
+                                          const fs_tool *tools, uint32_t n_tools, uint64_t *request) {
+    return guarded([&] {
+        fs_client &open = open_client(client);
+        json fields = {{"t", "count_tokens"}, {"messages", messages_of(messages, n_messages)}};
+        if (n_tools != 0) {
+            fields["tools"] = tools_of(tools, n_tools);
+        }
+        ask_for(open, std::move(fields), request);
+    });
+}
+
 fs_status fs_embed(fs_client *client, const char *const *texts, const int32_t *lengths, uint32_t n_texts,
                    uint64_t *request) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        if (texts == nullptr || n_texts < 1 || n_texts > 64) {
-            refuse(FS_BAD_ARGUMENT, "texts must be 1 to 64");
-        }
+        check_array("texts", texts, n_texts, 1, 64);
         json told = json::array();
-        size_t bytes = 0;
         for (uint32_t i = 0; i < n_texts; ++i) {
             int32_t length = lengths == nullptr ? FS_NUL_TERMINATED : lengths[i];
-            std::string text = text_of("texts", texts[i], length, 1, kMaxString);
-            bytes += text.size() + 8;
-            told.push_back(std::move(text));
-        }
-        if (bytes > frameshard_core::kMaxFrame - kMaxString) {
-            refuse(FS_BAD_ARGUMENT, "the texts are longer than a frame may be");
+            told.push_back(text_of("texts", texts[i], length, 1, kMaxString));
         }
         ask_for(open, {{"t", "embed"}, {"texts", std::move(told)}}, request);
     });

@@ -10,6 +10,7 @@
 namespace frameshard_core {
 namespace {
 
+constexpr size_t kNumbersBytes = 64; // of `id` and `epoch`, at most
 constexpr uint32_t kMaxArray = 1024, kMaxMap = 64, kMaxElements = 16384;
 constexpr size_t kMaxDepth = 8;
 
@@ -606,6 +607,8 @@ std::string encode(const json &message) {
     write(packer, message);
     return std::move(sink.bytes);
 }
+
+bool fits_frame(const json &fields) { return encode(fields).size() <= kMaxFrame - kNumbersBytes; }
 
 bool is_text(const json &value, double least, double most) {
     if (!value.is_string()) {

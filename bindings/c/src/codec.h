@@ -31,6 +31,9 @@ bool decode_answer(const char *data, size_t size, json *message, std::string *wh
 /* Encodes a message. The message must keep the protocol's rules. */
 std::string encode(const json &message);
 
+/* True if a request with these fields fits into a frame, beside `id` and `epoch`. */
+bool fits_frame(const json &fields);
+
 /* True if `value` is a text of `least` to `most` bytes. */
 bool is_text(const json &value, double least, double most);
 

@@ -111,6 +111,14 @@ void add_steps(const json &fields, std::deque<Exchange> *exchanges) {
 
 } // namespace
 
+void Exchange::add_to(json *messages) const {
+    messages->push_back({{"role", "user"}, {"content", question}});
+    messages->insert(messages->end(), steps.begin(), steps.end());
+    if (!answer.empty() || steps.empty()) {
+        messages->push_back({{"role", "assistant"}, {"content", answer}});
+    }
+}
+
 size_t Exchange::bytes() const {
     size_t sum = question.size() + answer.size() + kRecordBytes;
     for (const json &step : steps) {

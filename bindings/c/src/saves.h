@@ -14,6 +14,8 @@ struct Exchange {
     json steps = json::array(); // ChatMessages between them: calls of tools, and their results
     /* True if it ends with calls that have no results yet. */
     bool waiting() const { return !steps.empty() && !steps.back()["tool_calls"].empty(); }
+    /* Adds its messages to an array of ChatMessages. */
+    void add_to(json *messages) const;
     /* Bytes of a frame that its texts take, at most. */
     size_t bytes() const;
 };

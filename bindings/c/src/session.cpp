@@ -230,7 +230,7 @@ void Session::advance(const std::string &conversation) {
     }
 }
 
-/* Submits a job. A job of fs_ask gets the history of its conversation. */
+/* Submits a job, or ends it if it is longer than a frame may be. A job of fs_ask gets the history of its conversation. */
 void Session::open(uint64_t number) {
     Job &job = jobs_.at(number);
     if (job.turn) {
@@ -245,12 +245,7 @@ void Session::open(uint64_t number) {
         size_t first = first_that_fits(said.exchanges, system.size() + Exchange{job.question, "", job.steps}.bytes());
         job.dropped = job.forgotten + first;
         for (; first < said.exchanges.size(); ++first) {
-            const Exchange &exchange = said.exchanges[first];
-            told.push_back(message("user", exchange.question));
-            told.insert(told.end(), exchange.steps.begin(), exchange.steps.end());
-            if (!exchange.answer.empty() || exchange.steps.empty()) {
-                told.push_back(message("assistant", exchange.answer));
-            }
+            said.exchanges[first].add_to(&told);
         }
         told.push_back(message("user", job.question));
         told.insert(told.end(), job.steps.begin(), job.steps.end());
@@ -259,13 +254,18 @@ void Session::open(uint64_t number) {
             job.fields["conversation"] = job.conversation;
         }
     }
-    job.wire = ++wires_;
+    json fields = job.fields;
+    fields["t"] = "submit";
+    fields["job"] = ++wires_;
+    if (!fits_frame(fields)) {
+        end_job(number, FS_EVENT_FAILED,
+                {FS_BAD_ARGUMENT, "the prompt and its options are longer than a frame may be"});
+        return;
+    }
+    job.wire = wires_;
     job.expected = job.granted = 0;
     job.accepted = job.asked_again = job.ended = false;
     by_wire_[job.wire] = number;
-    json fields = job.fields;
-    fields["t"] = "submit";
-    fields["job"] = job.wire;
     request(std::move(fields));
 }
 

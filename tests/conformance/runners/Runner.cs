@@ -81,8 +81,7 @@ internal static class Runner
                 return none;
             case "history":
                 var told = Client.History((string)command["conversation"]);
-                var pairs = told.Select(message => (JsonValue)new JsonArray(message.Role, message.Content));
-                return new JsonObject { { "messages", new JsonArray(pairs) } };
+                return new JsonObject { { "messages", new JsonArray(told.Select(MessageOf)) } };
             case "get_http":
                 var model = Client.Ready.Result;
                 return new JsonObject { { "data", new JsonArray(model.HttpUrl, model.HttpKey) } };
@@ -143,7 +142,8 @@ internal static class Runner
                 });
             case "count_tokens":
                 var count = command.ContainsKey("prompt")
-                    ? Client.CountTokensAsync((string)command["prompt"]) : Client.CountTokensAsync(Messages(command));
+                    ? Client.CountTokensAsync((string)command["prompt"])
+                    : Client.CountTokensAsync(Messages(command), Tools(command));
                 return Watch("token_count", count, found => new JsonObject
                 {
                     { "n_tokens", (long)found.NTokens }, { "n_left", (long)found.NLeft },
@@ -211,7 +211,33 @@ internal static class Runner
     private static double Dot(float[] a, float[] b) => a.Zip(b, (x, y) => (double)x * y).Sum();
 
     private static ChatMessage[] Messages(JsonObject command) => command["messages"].Cast<JsonValue>().Select(
-        pair => new ChatMessage((string)pair[0], (string)pair[1])).ToArray();
+        said => new ChatMessage((string)said[0], (string)said[1], Calls(said),
+            said.Count > 2 && said[2].JsonType == JsonType.String ? (string)said[2] : null)).ToArray();
+
+    private static ToolCall[] Calls(JsonValue said)
+    {
+        if (said.Count < 3 || said[2].JsonType != JsonType.Array) return null;
+        return said[2].Cast<JsonValue>().Select(call => new ToolCall
+        {
+            CallId = (string)call[0], Name = (string)call[1], Arguments = (string)call[2],
+        }).ToArray();
+    }
+
+    private static JsonValue MessageOf(ChatMessage message)
+    {
+        var said = new JsonArray(message.Role, message.Content);
+        if (message.ToolCalls != null)
+            said.Add(new JsonArray(message.ToolCalls.Select(
+                call => (JsonValue)new JsonArray(call.CallId, call.Name, call.Arguments))));
+        if (message.ToolCallId != null) said.Add(message.ToolCallId);
+        return said;
+    }
+
+    private static Tool[] Tools(JsonValue given) => !given.ContainsKey("tools") ? null
+        : given["tools"].Cast<JsonValue>().Select(tool => new Tool
+        {
+            Name = (string)tool["name"], Schema = (string)tool["schema"], Description = (string)tool["description"],
+        }).ToArray();
 
     private static Job OpenJob(JsonObject command)
     {
@@ -239,12 +265,7 @@ internal static class Runner
         if (given.ContainsKey("thinking")) options.Thinking = (string)given["thinking"];
         if (given.ContainsKey("thinking_tokens")) options.ThinkingTokens = (ulong)given["thinking_tokens"];
         if (given.ContainsKey("template_keywords")) options.TemplateKeywords = (string)given["template_keywords"];
-        if (given.ContainsKey("tools"))
-            options.Tools = given["tools"].Cast<JsonValue>().Select(tool => new Tool
-            {
-                Name = (string)tool["name"], Schema = (string)tool["schema"],
-                Description = (string)tool["description"],
-            }).ToArray();
+        options.Tools = Tools(given);
         if (given.ContainsKey("tool_choice")) options.ToolChoice = (string)given["tool_choice"];
         if (!given.ContainsKey("sampling")) return options;
         var wanted = given["sampling"];

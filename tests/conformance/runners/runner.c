@@ -7,6 +7,8 @@
 #include <string.h>
 #include <time.h>
 
+enum { MAX_TOOLS = 17 };
+
 static fs_client *client;
 
 static const char *const states[] = {NULL, "active", "parked", "hibernated"};
@@ -77,10 +79,19 @@ static void *content(const char *path, uint64_t *size) {
     return bytes;
 }
 
+/* Fills at most MAX_TOOLS tools and returns their number. */
+static uint32_t tools_of(const cJSON *given, fs_tool tools[MAX_TOOLS]) {
+    const cJSON *tool;
+    uint32_t count = 0;
+    cJSON_ArrayForEach(tool, cJSON_GetObjectItemCaseSensitive(given, "tools")) if (count < MAX_TOOLS) tools[count++] =
+        (fs_tool){text(tool, "name", NULL), text(tool, "description", NULL), text(tool, "schema", NULL)};
+    return count;
+}
+
 /* Makes the job's options. They point into the other arguments. The caller frees the images' bytes. */
 static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
                                   fs_logit_bias biases[16], fs_image images[8], fs_adapter adapters[8],
-                                  fs_tool tools[8]) {
+                                  fs_tool tools[MAX_TOOLS]) {
     const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
@@ -121,9 +132,7 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
         adapters[options.n_adapters++].scale = wanted->valuedouble;
     }
     options.tools = tools;
-    cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "tools")) if (options.n_tools < 8)
-        tools[options.n_tools++] =
-            (fs_tool){text(wanted, "name", NULL), text(wanted, "description", NULL), text(wanted, "schema", NULL)};
+    options.n_tools = tools_of(given, tools);
     options.tool_choice = text(given, "tool_choice", NULL);
     options.images = images;
     cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "images")) if (options.n_images < 8) {
@@ -137,25 +146,61 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     return options;
 }
 
-/* Makes the messages of a chat. The caller frees them. */
-static fs_message *messages_of(const cJSON *command, uint32_t *count) {
-    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *pair;
-    fs_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
-    cJSON_ArrayForEach(pair, list) {
-        messages[*count].role = cJSON_GetArrayItem(pair, 0)->valuestring;
-        messages[*count].content = cJSON_GetArrayItem(pair, 1)->valuestring;
-        messages[(*count)++].content_length = FS_NUL_TERMINATED;
+static const char *item(const cJSON *list, int index) {
+    const cJSON *found = cJSON_GetArrayItem(list, index);
+    return cJSON_IsString(found) ? found->valuestring : NULL;
+}
+
+/* Makes the messages of a chat. The caller frees them with free_messages. */
+static fs_chat_message *messages_of(const cJSON *command, uint32_t *count) {
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(command, "messages"), *said, *call;
+    fs_chat_message *messages = calloc((size_t)cJSON_GetArraySize(list) + 1, sizeof *messages);
+    cJSON_ArrayForEach(said, list) {
+        fs_chat_message *message = &messages[(*count)++];
+        const cJSON *calls = cJSON_GetArrayItem(said, 2);
+        fs_tool_call *made = calloc((size_t)cJSON_GetArraySize(calls) + 1, sizeof *made);
+        message->role = item(said, 0);
+        message->content = item(said, 1);
+        message->content_length = FS_NUL_TERMINATED;
+        message->tool_call_id = item(said, 2);
+        message->tool_calls = made;
+        cJSON_ArrayForEach(call, calls) made[message->n_tool_calls++] =
+            (fs_tool_call){item(call, 0), item(call, 1), item(call, 2)};
     }
     return messages;
+}
+
+static void free_messages(fs_chat_message *messages, uint32_t count) {
+    for (uint32_t i = 0; i < count; ++i)
+        free((void *)(uintptr_t)messages[i].tool_calls);
+    free(messages);
+}
+
+/* A chat without calls and results is played by the functions that do not know them. */
+static fs_message *plain(const fs_chat_message *messages, uint32_t count) {
+    fs_message *made = calloc((size_t)count + 1, sizeof *made);
+    for (uint32_t i = 0; i < count; ++i) {
+        if (messages[i].n_tool_calls != 0 || messages[i].tool_call_id != NULL) {
+            free(made);
+            return NULL;
+        }
+        made[i] = (fs_message){messages[i].role, messages[i].content, FS_NUL_TERMINATED, 0};
+    }
+    return made;
 }
 
 static fs_status count_tokens(const cJSON *command, uint64_t *request) {
     if (text(command, "prompt", NULL) != NULL)
         return fs_count_tokens(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, request);
-    uint32_t count = 0;
-    fs_message *messages = messages_of(command, &count);
-    fs_status status = fs_count_chat_tokens(client, messages, count, request);
-    free(messages);
+    fs_tool tools[MAX_TOOLS];
+    uint32_t count = 0, n_tools = tools_of(command, tools);
+    fs_chat_message *messages = messages_of(command, &count);
+    fs_message *without = n_tools == 0 ? plain(messages, count) : NULL;
+    fs_status status = without != NULL
+                           ? fs_count_chat_tokens(client, without, count, request)
+                           : fs_count_chat_tokens_with_tools(client, messages, count, tools, n_tools, request);
+    free(without);
+    free_messages(messages, count);
     return status;
 }
 
@@ -201,7 +246,7 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
     fs_logit_bias biases[16];
     fs_image images[8];
     fs_adapter adapters[8];
-    fs_tool tools[8];
+    fs_tool tools[MAX_TOOLS];
     fs_job_options options = job_options(command, &sampling, stop, biases, images, adapters, tools);
     fs_status status = FS_OK;
     if (strcmp(what, "ask") == 0) {
@@ -212,9 +257,12 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
         status = fs_complete(client, text(command, "prompt", NULL), FS_NUL_TERMINATED, &options, job);
     } else {
         uint32_t count = 0;
-        fs_message *messages = messages_of(command, &count);
-        status = fs_chat(client, messages, count, &options, job);
-        free(messages);
+        fs_chat_message *messages = messages_of(command, &count);
+        fs_message *without = plain(messages, count);
+        status = without != NULL ? fs_chat(client, without, count, &options, job)
+                                 : fs_chat_with_tools(client, messages, count, &options, job);
+        free(without);
+        free_messages(messages, count);
     }
     for (uint32_t i = 0; i < options.n_images; ++i)
         free((void *)(uintptr_t)images[i].data); /* the library has copied it */
@@ -224,13 +272,29 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
 static void add_text(cJSON *object, const char *name, const char *value);
 
 static fs_status history(const cJSON *command, cJSON *answer) {
-    const fs_message *messages = NULL;
+    const char *conversation = text(command, "conversation", NULL);
+    const fs_message *texts = NULL;
+    const fs_chat_message *messages = NULL;
     uint32_t count = 0;
-    fs_status status = fs_history(client, text(command, "conversation", NULL), &messages, &count);
+    fs_status status = fs_history(client, conversation, &texts, &count);
     cJSON *list = cJSON_AddArrayToObject(answer, "messages");
     for (uint32_t i = 0; i < count; ++i) {
-        const char *pair[] = {messages[i].role, messages[i].content};
+        const char *pair[] = {texts[i].role, texts[i].content};
         cJSON_AddItemToArray(list, cJSON_CreateStringArray(pair, 2));
+    }
+    if (status == FS_OK)
+        status = fs_history_with_tools(client, conversation, &messages, &count);
+    for (uint32_t i = 0; i < count; ++i) {
+        cJSON *said = cJSON_GetArrayItem(list, (int)i), *calls = NULL;
+        if (messages[i].tool_call_id != NULL)
+            cJSON_AddItemToArray(said, cJSON_CreateString(messages[i].tool_call_id));
+        if (messages[i].n_tool_calls != 0)
+            cJSON_AddItemToArray(said, calls = cJSON_CreateArray());
+        for (uint32_t at = 0; at < messages[i].n_tool_calls; ++at) {
+            const fs_tool_call *call = &messages[i].tool_calls[at];
+            const char *parts[] = {call->call_id, call->name, call->arguments};
+            cJSON_AddItemToArray(calls, cJSON_CreateStringArray(parts, 3));
+        }
     }
     return status;
 }

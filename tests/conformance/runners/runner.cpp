@@ -39,6 +39,18 @@ const char *text(const json &object, const char *name) {
     return found == object.end() ? nullptr : found->get_ref<const std::string &>().c_str();
 }
 
+const char *chars(const json &value) { return value.get_ref<const std::string &>().c_str(); }
+
+std::vector<fs_tool> tools_of(const json &given) {
+    std::vector<fs_tool> tools;
+    if (given.contains("tools")) {
+        for (const json &tool : given["tools"]) {
+            tools.push_back({text(tool, "name"), text(tool, "description"), text(tool, "schema")});
+        }
+    }
+    return tools;
+}
+
 /* A job's options, with the objects that they point to. */
 struct Options {
     explicit Options(const json &command) {
@@ -63,11 +75,7 @@ struct Options {
         options.thinking = text(kept, "thinking");
         options.thinking_tokens = kept.value("thinking_tokens", options.thinking_tokens);
         options.template_keywords = text(kept, "template_keywords");
-        if (kept.contains("tools")) {
-            for (const json &tool : kept["tools"]) {
-                tools.push_back({text(tool, "name"), text(tool, "description"), text(tool, "schema")});
-            }
-        }
+        tools = tools_of(kept);
         options.tools = tools.data();
         options.n_tools = tools.size();
         options.tool_choice = text(kept, "tool_choice");
@@ -117,6 +125,20 @@ json cosines(const Event &event) {
         found.push_back(std::inner_product(row, row + event.n_dim, event.rows, 0.0));
     }
     return found;
+}
+
+json told(const frameshard::Message &message) {
+    json said = json::array({message.role, message.content});
+    if (message.tool_call_id != nullptr) {
+        said.push_back(message.tool_call_id);
+    } else if (!message.tool_calls.empty()) {
+        json calls = json::array();
+        for (const fs_tool_call &call : message.tool_calls) {
+            calls.push_back(json::array({call.call_id, call.name, call.arguments}));
+        }
+        said.push_back(std::move(calls));
+    }
+    return said;
 }
 
 json told(const Event &event) {
@@ -330,7 +352,7 @@ class Runner {
         } else if (what == "history") {
             json messages = json::array();
             for (const frameshard::Message &message : client_->history(command["conversation"])) {
-                messages.push_back(json::array({message.role, message.content}));
+                messages.push_back(told(message));
             }
             return {{"messages", messages}};
         } else if (what == "get_http") {
@@ -379,7 +401,7 @@ class Runner {
         } else if (what == "count_tokens" && command.contains("prompt")) {
             return {{"request", client_->count_tokens(text_of(command["prompt"]))}};
         } else if (what == "count_tokens") {
-            return {{"request", client_->count_tokens(messages_of(command))}};
+            return {{"request", client_->count_tokens(messages_of(command), tools_of(command))}};
         } else if (what == "embed") {
             std::vector<std::string_view> texts;
             for (const json &text : command["texts"]) {
@@ -406,8 +428,15 @@ class Runner {
 
     static std::vector<frameshard::Message> messages_of(const json &command) {
         std::vector<frameshard::Message> messages;
-        for (const json &pair : command["messages"]) {
-            messages.push_back({pair[0].get_ref<const std::string &>().c_str(), text_of(pair[1])});
+        for (const json &said : command["messages"]) {
+            messages.push_back({chars(said[0]), text_of(said[1])});
+            if (said.size() > 2 && said[2].is_string()) {
+                messages.back().tool_call_id = chars(said[2]);
+            } else if (said.size() > 2) {
+                for (const json &call : said[2]) {
+                    messages.back().tool_calls.push_back({chars(call[0]), chars(call[1]), chars(call[2])});
+                }
+            }
         }
         return messages;
     }

@@ -98,7 +98,14 @@ end
 local function messages_of(command)
   local messages = {}
   for index, message in ipairs(command.messages) do
-    messages[index] = { role = message[1], content = message[2] }
+    local calls, call_id = {}, nil
+    for at, call in ipairs(type(message[3]) == "table" and message[3] or {}) do
+      calls[at] = { call_id = call[1], name = call[2], arguments = call[3] }
+    end
+    if type(message[3]) == "string" then
+      call_id = message[3]
+    end
+    messages[index] = { role = message[1], content = message[2], tool_calls = calls, tool_call_id = call_id }
   end
   return messages
 end
@@ -108,7 +115,7 @@ function commands.chat(command)
 end
 
 function commands.count_tokens(command)
-  return { request = client():count_tokens(command.prompt or messages_of(command)) }
+  return { request = client():count_tokens(command.prompt or messages_of(command), command.tools) }
 end
 
 function commands.embed(command)
@@ -134,7 +141,11 @@ end
 function commands.history(command)
   local messages = {}
   for index, message in ipairs(client():history(command.conversation)) do
-    messages[index] = { message.role, message.content }
+    local calls = message.tool_calls and {}
+    for at, call in ipairs(message.tool_calls or {}) do
+      calls[at] = { call.call_id, call.name, call.arguments }
+    end
+    messages[index] = { message.role, message.content, calls or message.tool_call_id }
   end
   return { messages = messages }
 end

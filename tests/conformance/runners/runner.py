@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import trio
@@ -279,8 +279,19 @@ def _why(error: frameshard.FrameshardError | None) -> Event:
     return {"status": error.name, "detail": dict(error.detail)} if error else {"status": "ok", "detail": {}}
 
 
-def _told(messages: list[list[str]]) -> list[frameshard.ChatMessage]:
-    return [frameshard.ChatMessage(role, said) for role, said in messages]  # type: ignore[arg-type]
+def _told(messages: list[list[Any]]) -> list[frameshard.ChatMessage]:
+    told = []
+    for role, content, *more in messages:
+        (behind,) = more or [""]
+        calls, call_id = ((), behind) if isinstance(behind, str) else (behind, "")
+        told.append(frameshard.ChatMessage(role, content, tuple(frameshard.ToolCall(*call) for call in calls), call_id))
+    return told
+
+
+def _message(message: frameshard.ChatMessage) -> list[Any]:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    behind = calls or message.tool_call_id
+    return [message.role, message.content, *([behind] if behind else [])]
 
 
 def _budget(answer: Any) -> Event:
@@ -342,7 +353,7 @@ class Runner:
         told = dict(results)
         return {"job": self.session.job(options, turn, lambda client, **given: client.tool_results(told, **given))}
 
-    async def do_chat(self, messages: list[list[str]], options: dict[str, Any] | None = None) -> Event:
+    async def do_chat(self, messages: list[list[Any]], options: dict[str, Any] | None = None) -> Event:
         told = _told(messages)
         return {"job": self.session.job(options or {}, None, lambda client, **given: client.chat(told, **given))}
 
@@ -360,7 +371,7 @@ class Runner:
 
     async def do_history(self, conversation: str) -> Event:
         history = self.session.client().history(conversation)
-        return {"messages": [[message.role, message.content] for message in history]}
+        return {"messages": [_message(message) for message in history]}
 
     async def do_get_http(self) -> Event:
         client = self.session.client()
@@ -428,11 +439,14 @@ class Runner:
 
         return {"request": self.session.request(ask)}
 
-    async def do_count_tokens(self, prompt: str = "", messages: list[list[str]] | None = None) -> Event:
+    async def do_count_tokens(
+        self, prompt: str = "", messages: list[list[Any]] | None = None, tools: Sequence[dict[str, str]] = ()
+    ) -> Event:
         content = _told(messages) if messages else prompt
+        given = [frameshard.Tool(**tool) for tool in tools]
 
         async def ask(client: frameshard.Client, number: int) -> Event:
-            count = await client.count_tokens(content)
+            count = await client.count_tokens(content, tools=given)
             return {"type": "token_count", "n_tokens": count.n_tokens, "n_left": count.n_left}
 
         return {"request": self.session.request(ask)}

@@ -248,12 +248,22 @@ namespace Frameshard
         }
 
         [StructLayout(LayoutKind.Sequential)]
-        internal struct Message
+        internal struct ToolCall
+        {
+            internal IntPtr CallId;
+            internal IntPtr Name;
+            internal IntPtr Arguments;
+        }
+
+        [StructLayout(LayoutKind.Sequential)]
+        internal struct ChatMessage
         {
             internal IntPtr Role;
             internal IntPtr Content;
             internal int ContentLength;
-            internal int Reserved;
+            internal uint NToolCalls;
+            internal IntPtr ToolCalls;
+            internal IntPtr ToolCallId;
         }
 
         [StructLayout(LayoutKind.Sequential)]
@@ -362,14 +372,14 @@ namespace Frameshard
         internal static extern int fs_tool_results(
             ClientHandle client, [In] ToolResult[] results, uint count, ref JobOptions options, out ulong job);
         [DllImport(Library)]
-        internal static extern int fs_chat(
-            ClientHandle client, [In] Message[] messages, uint count, ref JobOptions options, out ulong job);
+        internal static extern int fs_chat_with_tools(
+            ClientHandle client, [In] ChatMessage[] messages, uint count, ref JobOptions options, out ulong job);
         [DllImport(Library)]
         internal static extern int fs_complete(
             ClientHandle client, IntPtr prompt, int length, ref JobOptions options, out ulong job);
         [DllImport(Library)] internal static extern int fs_cancel(ClientHandle client, ulong job);
         [DllImport(Library)]
-        internal static extern int fs_history(
+        internal static extern int fs_history_with_tools(
             ClientHandle client, IntPtr conversation, out IntPtr messages, out uint count);
         [DllImport(Library)]
         internal static extern int fs_set_priority(ClientHandle client, ulong job, uint priority);
@@ -400,8 +410,8 @@ namespace Frameshard
         [DllImport(Library)]
         internal static extern int fs_count_tokens(ClientHandle client, IntPtr prompt, int length, out ulong request);
         [DllImport(Library)]
-        internal static extern int fs_count_chat_tokens(
-            ClientHandle client, [In] Message[] messages, uint count, out ulong request);
+        internal static extern int fs_count_chat_tokens_with_tools(
+            ClientHandle client, [In] ChatMessage[] messages, uint count, IntPtr tools, uint nTools, out ulong request);
         [DllImport(Library)]
         internal static extern int fs_embed(
             ClientHandle client, [In] IntPtr[] texts, [In] int[] lengths, uint count, out ulong request);

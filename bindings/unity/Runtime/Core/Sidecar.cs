@@ -183,7 +183,7 @@ namespace Frameshard
             {
                 var native = Pin(texts, messages);
                 return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions made, out ulong id) =>
-                    Native.fs_chat(_client, native, (uint)native.Length, ref made, out id));
+                    Native.fs_chat_with_tools(_client, native, (uint)native.Length, ref made, out id));
             }
         }
 
@@ -219,8 +219,9 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Returns the history of a conversation, oldest first: its system text, questions and answers. An
-        /// answer that is open, or was ended early, is in it as far as it was polled.</summary>
+        /// <summary>Returns the history of a conversation, oldest first: its system text, questions and answers, with
+        /// calls of tools and their results. An answer that is open, or was ended early, is in it as far as it was
+        /// polled.</summary>
         public IReadOnlyList<ChatMessage> History(string conversation)
         {
             using (var texts = new Utf8())
@@ -229,19 +230,39 @@ namespace Frameshard
                 lock (_gate)
                 {
                     CheckUndisposed();
-                    Check(Native.fs_history(_client, name, out var first, out var count));
+                    Check(Native.fs_history_with_tools(_client, name, out var first, out var count));
                     var messages = new ChatMessage[count];
-                    var size = Marshal.SizeOf(typeof(Native.Message));
                     for (var index = 0; index < messages.Length; index++)
                     {
-                        var native = (Native.Message)Marshal.PtrToStructure(
-                            IntPtr.Add(first, index * size), typeof(Native.Message));
-                        messages[index] = new ChatMessage(
-                            Utf8.Read(native.Role), Utf8.Read(native.Content, (uint)native.ContentLength));
+                        var native = Item<Native.ChatMessage>(first, index);
+                        var content = Utf8.Read(native.Content, (uint)native.ContentLength);
+                        var calls = native.NToolCalls == 0 ? null : ReadCalls(native.ToolCalls, native.NToolCalls);
+                        var callId = native.ToolCallId == IntPtr.Zero ? null : Utf8.Read(native.ToolCallId);
+                        messages[index] = new ChatMessage(Utf8.Read(native.Role), content, calls, callId);
                     }
                     return messages;
                 }
             }
+        }
+
+        private static ToolCall[] ReadCalls(IntPtr first, uint count)
+        {
+            var calls = new ToolCall[count];
+            for (var index = 0; index < calls.Length; index++)
+            {
+                var native = Item<Native.ToolCall>(first, index);
+                calls[index] = new ToolCall
+                {
+                    CallId = Utf8.Read(native.CallId), Name = Utf8.Read(native.Name),
+                    Arguments = Utf8.Read(native.Arguments),
+                };
+            }
+            return calls;
+        }
+
+        private static T Item<T>(IntPtr first, int index)
+        {
+            return (T)Marshal.PtrToStructure(IntPtr.Add(first, index * Marshal.SizeOf(typeof(T))), typeof(T));
         }
 
         /// <summary>Returns the <see cref="History"/> of a conversation as bytes, for <see cref="Load"/> and for the
@@ -422,15 +443,18 @@ namespace Frameshard
         }
 
         /// <summary>Counts the tokens of the messages of <see cref="Chat"/>, as the model's chat template renders
-        /// them.</summary>
-        public Task<TokenCount> CountTokensAsync(IReadOnlyList<ChatMessage> messages,
+        /// them, and of <see cref="JobOptions.Tools"/>, which the prompt describes.</summary>
+        public Task<TokenCount> CountTokensAsync(IReadOnlyList<ChatMessage> messages, Tool[] tools = null,
             CancellationToken cancellation = default(CancellationToken))
         {
             using (var texts = new Utf8())
             {
                 var native = Pin(texts, messages);
+                var nTools = (uint)(tools?.Length ?? 0);
+                var pinned = nTools == 0 ? IntPtr.Zero : Pin(texts, tools);
                 return Ask(cancellation,
-                    (out ulong id) => Native.fs_count_chat_tokens(_client, native, (uint)native.Length, out id),
+                    (out ulong id) => Native.fs_count_chat_tokens_with_tools(
+                        _client, native, (uint)native.Length, pinned, nTools, out id),
                     (answer, text, detail) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
             }
         }
@@ -672,16 +696,37 @@ namespace Frameshard
             return block;
         }
 
-        private static Native.Message[] Pin(Utf8 texts, IReadOnlyList<ChatMessage> messages)
+        private static Native.ChatMessage[] Pin(Utf8 texts, IReadOnlyList<ChatMessage> messages)
         {
-            var native = new Native.Message[messages.Count];
+            var native = new Native.ChatMessage[messages.Count];
             for (var index = 0; index < native.Length; index++)
             {
-                native[index].Role = texts.Name(messages[index].Role ?? "");
-                native[index].Content = texts.Text(messages[index].Content ?? "", out var length);
+                var message = messages[index];
+                native[index].Role = texts.Name(message.Role ?? "");
+                native[index].Content = texts.Text(message.Content ?? "", out var length);
                 native[index].ContentLength = length;
+                native[index].ToolCallId = texts.Name(message.ToolCallId);
+                if (message.ToolCalls == null) continue;
+                native[index].NToolCalls = (uint)message.ToolCalls.Count;
+                native[index].ToolCalls = Pin(texts, message.ToolCalls);
             }
             return native;
+        }
+
+        private static IntPtr Pin(Utf8 texts, IReadOnlyList<ToolCall> calls)
+        {
+            var size = Marshal.SizeOf(typeof(Native.ToolCall));
+            var block = texts.Block(calls.Count * size);
+            for (var index = 0; index < calls.Count; index++)
+            {
+                var native = new Native.ToolCall
+                {
+                    CallId = texts.Name(calls[index].CallId), Name = texts.Name(calls[index].Name),
+                    Arguments = texts.Name(calls[index].Arguments),
+                };
+                Marshal.StructureToPtr(native, block + index * size, false);
+            }
+            return block;
         }
 
         private static IntPtr Pin(Utf8 texts, Image[] images)

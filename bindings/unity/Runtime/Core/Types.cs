@@ -275,11 +275,11 @@ namespace Frameshard
     public sealed class ToolCall
     {
         /// <summary>Id of the call, for <see cref="Sidecar.ToolResults"/>.</summary>
-        public string CallId { get; internal set; }
+        public string CallId { get; set; }
         /// <summary>Name of the tool.</summary>
-        public string Name { get; internal set; }
+        public string Name { get; set; }
         /// <summary>The arguments: JSON that matches the tool's schema.</summary>
-        public string Arguments { get; internal set; }
+        public string Arguments { get; set; }
     }
 
     /// <summary>Options of a job.</summary>
@@ -373,16 +373,24 @@ namespace Frameshard
         public uint Total { get; internal set; }
     }
 
-    /// <summary>One message of a chat; the role is "system", "user" or "assistant".</summary>
+    /// <summary>One message of a chat; the role is "system", "user", "assistant", or "tool" for the result of a
+    /// call.</summary>
     public struct ChatMessage
     {
         public string Role;
         public string Content;
+        /// <summary>The calls of an answer, behind its text. Null: none.</summary>
+        public IReadOnlyList<ToolCall> ToolCalls;
+        /// <summary>Of a result: the <see cref="ToolCall.CallId"/> of its call. Else null.</summary>
+        public string ToolCallId;
 
-        public ChatMessage(string role, string content)
+        public ChatMessage(
+            string role, string content, IReadOnlyList<ToolCall> toolCalls = null, string toolCallId = null)
         {
             Role = role;
             Content = content;
+            ToolCalls = toolCalls;
+            ToolCallId = toolCallId;
         }
     }
 

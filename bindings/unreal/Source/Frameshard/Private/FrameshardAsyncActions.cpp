@@ -179,6 +179,16 @@ UFrameshardCountTokensAsync* UFrameshardCountTokensAsync::CountFrameshardTokens(
 	return Node;
 }
 
+UFrameshardCountTokensAsync* UFrameshardCountTokensAsync::CountFrameshardChatTokens(
+	UObject* WorldContextObject, const TArray<FFrameshardMessage>& Messages, const TArray<FFrameshardTool>& Tools)
+{
+	UFrameshardCountTokensAsync* Node = CountFrameshardTokens(WorldContextObject, FString());
+	Node->bCountsMessages = true;
+	Node->CountedMessages = Messages;
+	Node->CountedTools = Tools;
+	return Node;
+}
+
 void UFrameshardCountTokensAsync::Activate()
 {
 	const TWeakObjectPtr<UFrameshardCountTokensAsync> Weak(this);
@@ -197,7 +207,11 @@ void UFrameshardCountTokensAsync::Activate()
 			Self->SetReadyToDestroy();
 		}
 	};
-	if (Sidecar.IsValid())
+	if (Sidecar.IsValid() && bCountsMessages)
+	{
+		Sidecar->CountChatTokens(CountedMessages, CountedTools, Done);
+	}
+	else if (Sidecar.IsValid())
 	{
 		Sidecar->CountTokens(Counted, Done);
 	}

@@ -38,6 +38,16 @@ public:
 		return List.data();
 	}
 
+	std::vector<fs_tool> Tools(const TArray<FFrameshardTool>& Values)
+	{
+		std::vector<fs_tool> List;
+		for (const FFrameshardTool& Value : Values)
+		{
+			List.push_back({Text(Value.Name), Text(Value.Description), Text(Value.Schema)});
+		}
+		return List;
+	}
+
 	const fs_logit_bias* Records(const TArray<FFrameshardLogitBias>& Values)
 	{
 		std::vector<fs_logit_bias>& List = Biases.emplace_back();

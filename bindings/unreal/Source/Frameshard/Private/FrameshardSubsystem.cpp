@@ -300,18 +300,30 @@ void UFrameshardSubsystem::SetPacing(EFrameshardSchedulingMode Scheduling, doubl
 TArray<FFrameshardMessage> UFrameshardSubsystem::History(const FString& Conversation)
 {
 	TArray<FFrameshardMessage> Messages;
-	const fs_message* Told = nullptr;
-	uint32_t Count = 0;
+	const fs_chat_message* First = nullptr;
+	uint32_t Length = 0;
 	if (Game && Game->client())
 	{
-		Report(fs_history(Game->client(), FrameshardUtf8(Conversation).c_str(), &Told, &Count));
+		Report(fs_history_with_tools(Game->client(), FrameshardUtf8(Conversation).c_str(), &First, &Length));
 	}
-	for (uint32_t Index = 0; Index < Count; ++Index)
+	for (uint32_t Index = 0; Index < Length; ++Index)
 	{
+		const fs_chat_message& Told = First[Index];
 		FFrameshardMessage Message;
-		Message.Role = FrameshardText(Told[Index].role);
-		Message.Content =
-			FrameshardText(std::string_view(Told[Index].content, static_cast<size_t>(Told[Index].content_length)));
+		Message.Role = FrameshardText(Told.role);
+		Message.Content = FrameshardText(std::string_view(Told.content, static_cast<size_t>(Told.content_length)));
+		for (uint32_t At = 0; At < Told.n_tool_calls; ++At)
+		{
+			FFrameshardToolCall Call;
+			Call.CallId = FrameshardText(Told.tool_calls[At].call_id);
+			Call.Name = FrameshardText(Told.tool_calls[At].name);
+			Call.Arguments = FrameshardText(Told.tool_calls[At].arguments);
+			Message.ToolCalls.Add(Call);
+		}
+		if (Told.tool_call_id)
+		{
+			Message.ToolCallId = FrameshardText(Told.tool_call_id);
+		}
 		Messages.Add(Message);
 	}
 	return Messages;
@@ -463,11 +475,7 @@ int32 UFrameshardSubsystem::Start(const std::function<int32(const fs_job_options
 	Options.thinking_tokens = static_cast<uint64_t>(Params.ThinkingTokens);
 	Options.template_keywords = Texts.Text(Params.TemplateKeywords);
 	Options.local_only = Params.bLocalOnly ? 1 : 0;
-	std::vector<fs_tool> Tools;
-	for (const FFrameshardTool& Tool : Params.Tools)
-	{
-		Tools.push_back({Texts.Text(Tool.Name), Texts.Text(Tool.Description), Texts.Text(Tool.Schema)});
-	}
+	const std::vector<fs_tool> Tools = Texts.Tools(Params.Tools);
 	Options.tools = Tools.data();
 	Options.n_tools = static_cast<uint64_t>(Tools.size());
 	Options.tool_choice = Texts.Text(Params.ToolChoice);
@@ -494,12 +502,42 @@ void UFrameshardSubsystem::Cancel(int64 Job)
 void UFrameshardSubsystem::CountTokens(const FString& Prompt,
 	std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done)
 {
+	Count([&](std::function<void(const fs_event&)> Counted)
+		{ return Game->count_tokens(FrameshardUtf8(Prompt), std::move(Counted)); },
+		std::move(Done));
+}
+
+void UFrameshardSubsystem::CountChatTokens(const TArray<FFrameshardMessage>& Messages,
+	const TArray<FFrameshardTool>& Tools,
+	std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done)
+{
+	FFrameshardTexts Texts;
+	std::vector<std::vector<fs_tool_call>> Calls;
+	std::vector<fs_chat_message> Told;
+	for (const FFrameshardMessage& Message : Messages)
+	{
+		std::vector<fs_tool_call>& Made = Calls.emplace_back();
+		for (const FFrameshardToolCall& Call : Message.ToolCalls)
+		{
+			Made.push_back({Texts.Text(Call.CallId), Texts.Text(Call.Name), Texts.Text(Call.Arguments)});
+		}
+		Told.push_back({Texts.Text(Message.Role), Texts.Text(Message.Content), FS_NUL_TERMINATED,
+			static_cast<uint32_t>(Made.size()), Made.data(), Texts.Text(Message.ToolCallId)});
+	}
+	Count([&](std::function<void(const fs_event&)> Counted)
+		{ return Game->count_tokens(Told, Texts.Tools(Tools), std::move(Counted)); },
+		std::move(Done));
+}
+
+void UFrameshardSubsystem::Count(const std::function<int32(std::function<void(const fs_event& Event)>)>& Call,
+	std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done)
+{
 	if (!Game || !Game->client())
 	{
 		Done(0, 0, FS_CONNECTION_LOST, NoSidecar);
 		return;
 	}
-	const fs_status Status = Game->count_tokens(FrameshardUtf8(Prompt),
+	const fs_status Status = Call(
 		[Done](const fs_event& Event)
 		{
 			Done(static_cast<int32>(Event.n_tokens), static_cast<int32>(Event.n_left), Event.status,

@@ -106,7 +106,7 @@ private:
 	TArray<FString> Embedded;
 };
 
-/** A Blueprint node that counts the tokens of a prompt. */
+/** Blueprint nodes that count the tokens of a prompt. */
 UCLASS()
 class FRAMESHARD_API UFrameshardCountTokensAsync : public UBlueprintAsyncActionBase
 {
@@ -125,11 +125,21 @@ public:
 			DisplayName = "Measure frameshard prompt"))
 	static UFrameshardCountTokensAsync* CountFrameshardTokens(UObject* WorldContextObject, const FString& Prompt);
 
+	/** For the messages of a chat, such as those of History, and tools, which its prompt describes. */
+	UFUNCTION(BlueprintCallable, Category = "frameshard",
+		meta = (BlueprintInternalUseOnly = "true", WorldContext = "WorldContextObject",
+			DisplayName = "Measure frameshard messages"))
+	static UFrameshardCountTokensAsync* CountFrameshardChatTokens(UObject* WorldContextObject,
+		const TArray<FFrameshardMessage>& Messages, const TArray<FFrameshardTool>& Tools);
+
 	virtual void Activate() override;
 
 private:
 	TWeakObjectPtr<UFrameshardSubsystem> Sidecar;
+	bool bCountsMessages = false;
 	FString Counted;
+	TArray<FFrameshardMessage> CountedMessages;
+	TArray<FFrameshardTool> CountedTools;
 };
 
 /** Blueprint nodes that propose a lease and continue when the VRAM is released. */

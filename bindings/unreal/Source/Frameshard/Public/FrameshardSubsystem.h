@@ -16,6 +16,7 @@ namespace frameshard
 {
 class Game;
 }
+struct fs_event;
 struct fs_job_options;
 
 /** Callbacks for one answer, for C++. Each may be empty. OnEnd is the last call. */
@@ -112,7 +113,8 @@ public:
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SetPacing(EFrameshardSchedulingMode Scheduling, double TargetTokensPerSecond);
 
-	/** What was said in a conversation, oldest first. An open answer is in it as far as it came. */
+	/** What was said in a conversation, with calls of tools and their results, oldest first. An open answer is in it as
+	 * far as it came. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	TArray<FFrameshardMessage> History(const FString& Conversation);
 
@@ -173,6 +175,10 @@ public:
 	void CountTokens(const FString& Prompt,
 		std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done);
 
+	/** For C++. Likewise for messages of a chat, such as those of History, and tools, which its prompt describes. */
+	void CountChatTokens(const TArray<FFrameshardMessage>& Messages, const TArray<FFrameshardTool>& Tools,
+		std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done);
+
 	/** For C++. Asks the sentence encoder (setting Embedder) for the embeddings of 1 to 64 texts. Rows has NDim numbers
 	 * for each text, whose squares add up to 1. Texts of similar meaning have rows with a large dot product. Done is
 	 * called once, unless the session is closed before. Code 0: the rows are valid. */
@@ -196,6 +202,10 @@ public:
 
 private:
 	void Report(int32 Status);
+
+	/** Asks for a count by Call. */
+	void Count(const std::function<int32(std::function<void(const fs_event& Event)> Counted)>& Call,
+		std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done);
 
 	/** Starts a job by Call, with the options of Params. */
 	int32 Start(const std::function<int32(const fs_job_options& Options, uint64_t& Number)>& Call,

@@ -108,6 +108,24 @@ struct FRAMESHARD_API FFrameshardImage
 	TArray<uint8> Data;
 };
 
+/** A call of a tool, in an answer. */
+USTRUCT(BlueprintType)
+struct FRAMESHARD_API FFrameshardToolCall
+{
+	GENERATED_BODY()
+
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
+	FString CallId;
+
+	/** Name of the tool. */
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
+	FString Name;
+
+	/** JSON, an object. */
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
+	FString Arguments;
+};
+
 /** One message of a conversation. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardMessage
@@ -115,11 +133,19 @@ struct FRAMESHARD_API FFrameshardMessage
 	GENERATED_BODY()
 
 	/** "system", "user", "assistant", or "tool" for the result of a call. */
-	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
 	FString Role;
 
-	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
 	FString Content;
+
+	/** The calls of an answer, behind its text. */
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
+	TArray<FFrameshardToolCall> ToolCalls;
+
+	/** Of a result: the CallId of its call. Else empty. */
+	UPROPERTY(BlueprintReadWrite, Category = "frameshard")
+	FString ToolCallId;
 };
 
 /** What the subsystem's SaveKv has written or LoadKv has read. */
