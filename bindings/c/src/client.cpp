@@ -308,7 +308,10 @@ json message_of(const fs_chat_message &given) {
                                       {"name", text_of("name", call.name, 1, 64)},
                                       {"arguments", text_of("arguments", call.arguments, 0, kMaxString)}});
     }
-    if (role == "tool" || given.tool_call_id != nullptr) {
+    if (role == "tool" && given.tool_call_id == nullptr) {
+        refuse(FS_BAD_ARGUMENT, "the role tool needs tool_call_id: call fs_chat_with_tools with it");
+    }
+    if (given.tool_call_id != nullptr) {
         told["tool_call_id"] = text_of("tool_call_id", given.tool_call_id, 1, 64);
     }
     return told;
