@@ -111,6 +111,14 @@ def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
     return time.monotonic() - started
 
 
+async def until_ready(client: frameshard.Client, restarts: int = 0) -> None:
+    """Waits until an engine is ready, after so many restarts. A job may end just before its engine is killed: then the
+    end of the job does not show that the next engine runs."""
+    with trio.fail_after(DEADLINE_S):
+        while (broker := (await client.stats()).broker).engine != "ready" or broker.engine_restarts < restarts:
+            await trio.sleep(0.01)
+
+
 async def until_lost(client: frameshard.Client) -> None:
     """Waits until the client has noticed the end of its sidecar."""
     with anyio.fail_after(DEADLINE_S), contextlib.suppress(errors.ConnectionLost):

@@ -34,7 +34,7 @@ from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
 from proxy import PASS, REFUSE, Fault, Proxy, proxy, response
 from servers import Server, server, sidecar
-from sidecars import DEADLINE_S, in_trio, launch, started, until
+from sidecars import DEADLINE_S, in_trio, launch, started, until, until_ready
 
 remote = pytest.importorskip("frameshard.broker.remote", reason="httpx is not installed", exc_type=ImportError)
 
@@ -113,12 +113,6 @@ async def test_jobs_go_to_the_server_while_the_lease_is_parked(http: Server, pla
         await client.set_budget(0)
         await until_ready(client)
         assert not (await client.ask(TEXT).completed()).remote
-
-
-async def until_ready(client: frameshard.Client) -> None:
-    with trio.fail_after(DEADLINE_S):
-        while (await client.stats()).broker.engine != "ready":
-            await trio.sleep(0.01)
 
 
 SSE = b'data: {"choices":[{"index":0,"delta":{"content":"One two"}}]}\n\n'

@@ -14,7 +14,7 @@ import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import DEADLINE_S, in_trio, launch
+from sidecars import DEADLINE_S, in_trio, launch, until_ready
 
 PROMPT = "Tell me about the old lighthouse at the end of the bay."
 SAMPLING = frameshard.Sampling(max_tokens=30, temperature=0.8, seed=5, logit_bias=(m.LogitBias(-100.0, token=2),))
@@ -58,11 +58,9 @@ def test_the_engine_is_killed_in_a_thought_and_behind_it(opening_model: Path) ->
             assert expected[2] >= LIMIT
             assert expected[3] == SAMPLING.max_tokens
             places = (1, LIMIT - 1, LIMIT, LIMIT + 4)
-            for place in places:
+            for deaths, place in enumerate(places, 1):
                 assert await said(place) == expected
-                with trio.fail_after(DEADLINE_S):
-                    while (await client.stats()).broker.engine != "ready":
-                        await trio.sleep(0.01)
+                await until_ready(client, deaths)
             assert (await client.stats()).broker.engine_restarts == len(places)
 
     async def bounded() -> None:

@@ -18,6 +18,7 @@ import trio
 
 import frameshard
 import mutants
+import sidecars
 from frameshard import errors
 from make_adapter import make_adapter
 from sidecars import in_trio
@@ -104,9 +105,7 @@ async def test_jobs_keep_their_adapters(
             os.kill(pid, signal.SIGKILL)
         assert [texts[number] for number in range(len(sets))] == expected
 
-        # The jobs may have ended before the kill. Then no engine runs yet.
-        while (broker := (await client.stats()).broker).engine != "ready" or not broker.engine_restarts:
-            await trio.sleep(0.01)
+        await sidecars.until_ready(client, 1)
         await client.set_budget(loaded.floor_bytes / MIB, state="parked")
         with pytest.raises(errors.BadArgument, match="parked"):
             await client.adapter_load("c", files["a"])

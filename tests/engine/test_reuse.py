@@ -16,6 +16,7 @@ import trio
 from engine_driver import Event, engine, ids
 
 import frameshard
+import sidecars
 from frameshard.engine.kvstore import Blob, KvStore
 from frameshard.engine.sequences import repeated
 
@@ -184,6 +185,7 @@ def test_an_answer_that_began_with_another_ones_lore_survives_a_kill(model_path:
                 os.kill(pid, signal.SIGKILL)
                 killed = await answer.completed()
             assert (killed.text, killed.n_reused) == (whole.text, whole.n_reused)
+            await sidecars.until_ready(client, 1)
             assert (await client.stats()).broker.engine_restarts == 1
 
     trio.run(main)
