@@ -449,8 +449,10 @@ def test_only_what_the_server_can_be_asked_for_goes_there() -> None:
                 "json_schema": "{",
             }.items()
         ),
+        *(sampling(json_schema='{"a":' * depth + "1" + "}" * depth) for depth in range(100, 1000, 3)),
     ):
         assert not fallback.may_go(kept), kept
+    assert fallback.may_go(sampling(json_schema='{"a":' * 60 + "1" + "}" * 60))
     question = json.loads(fallback.question(sampling(json_schema='{"type":"object"}', stop=("a",) * 9), MODEL, 7))
     assert question["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert (question["seed"], question["stop"], question["model"]) == (7, ["a"] * 4, MODEL)

@@ -28,6 +28,9 @@ MAX_PAUSE_S = 30.0
 MAX_STOPS = 4
 """Of one request in OpenAI's interface. All stop strings of a job are looked for here as well."""
 
+MAX_NESTING = 64
+"""Levels of a JSON schema that is sent. Deeper ones could be read here and then not be written, for want of stack."""
+
 _CARRIED = {
     m.Submit: frozenset({"kind", "messages", "sampling"}),
     m.Sampling: frozenset(
@@ -164,11 +167,16 @@ def may_go(request: m.Submit) -> bool:
         return False
     if any(message.role == "tool" for message in request.messages):
         return False
-    schema = request.sampling.json_schema
     try:
-        return isinstance(json.loads(schema or "{}"), dict)
+        schema = json.loads(request.sampling.json_schema or "{}")
     except (ValueError, RecursionError):
         return False  # the engine says what is wrong with it
+    return isinstance(schema, dict) and not _deeper_than(MAX_NESTING, schema)
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper_than(levels - 1, each) for each in inner)
 
 
 def _is_carried(record: Any, others: frozenset[str] = frozenset()) -> bool:
