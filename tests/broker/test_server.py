@@ -171,8 +171,8 @@ def test_no_job_fails_when_processes_are_stopped(who: str) -> None:
 
 @in_trio
 async def test_what_is_asked_of_a_stopped_sidecar_is_answered_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped for longer than the time limit of an answer. A change of the lease is tested too."""
-    monkeypatch.setattr(client_module, "ANSWER_S", 0.5)
+    """It is stopped for longer than the time limit of an answer, which is long enough for a busy machine."""
+    monkeypatch.setattr(client_module, "ANSWER_S", 4.0)
     async with launch() as client:
         stats = await client.stats()
         assert stats.broker.engine_pid is not None
@@ -182,10 +182,10 @@ async def test_what_is_asked_of_a_stopped_sidecar_is_answered_when_it_goes_on(mo
         async with trio.open_nursery() as nursery:
 
             async def ask() -> None:
-                assert (await client.set_budget(100, timeout_s=0.5)).vram_budget_bytes == 100 << 20
+                assert (await client.set_budget(100, timeout_s=2.0)).vram_budget_bytes == 100 << 20
 
             nursery.start_soon(ask)
-            await trio.sleep(4)
+            await trio.sleep(8)
             for pid in pids:
                 thaw(pid)
         assert (await client.complete(WORDS).completed()).text == WORDS
