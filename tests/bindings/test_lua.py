@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import tiny_models
-
 REPO = Path(__file__).parents[2]
 LUA = REPO / "bindings" / "lua"
 
@@ -25,11 +23,10 @@ def test_the_module(program_env: dict[str, str]) -> None:
     assert luajit(program_env, REPO / "tests" / "bindings" / "module.lua") == "ok\n"
 
 
-def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path: Path) -> None:
+def test_calls_of_tools_and_their_results(program_env: dict[str, str], talking_model: Path) -> None:
     """Through the C library, so this is also its test."""
-    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=tiny_models.CHATML)
     script = REPO / "tests" / "bindings" / "tools.lua"
-    assert luajit(program_env, script, sys.executable, tmp_path / "tiny.gguf") == "ok\n"
+    assert luajit(program_env, script, sys.executable, talking_model) == "ok\n"
 
 
 def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path: Path, tmp_path: Path) -> None:

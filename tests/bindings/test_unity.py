@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import sidecars
-import tiny_models
 from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
@@ -66,10 +65,9 @@ def test_the_sample_finds_the_memory_that_a_question_needs(
     assert result.stdout == "The key is under the mill.\nI am looking for my dog.\n"
 
 
-def test_calls_of_tools_and_their_results(program_env: dict[str, str], tmp_path: Path) -> None:
-    tiny_models.make("llama", tmp_path / "tiny.gguf", chat_template=tiny_models.CHATML)
+def test_calls_of_tools_and_their_results(program_env: dict[str, str], talking_model: Path, tmp_path: Path) -> None:
     program = compiled(tmp_path / "calls.exe", REPO / "tests" / "bindings" / "ToolCalls.cs")
-    command = ["mono", program, sys.executable, tmp_path / "tiny.gguf"]
+    command = ["mono", program, sys.executable, talking_model]
     result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert result.stdout == 'True\nprice {"item":"ale"}\nuser assistant tool\n'

@@ -19,7 +19,6 @@ import trio
 
 import frameshard
 import sidecars
-import tiny_models
 from frameshard import sync
 from frameshard.conversation import Conversations, Turn
 from frameshard.errors import BadArgument
@@ -189,13 +188,6 @@ HOT = frameshard.Sampling(max_tokens=150, temperature=1.5, top_k=0, top_p=1.0, m
 OPTIONS: dict[str, Any] = {"device": "emulated", "mode": "stream_only", "n_ctx": 4096, "n_threads": 1}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tools") / "tiny.gguf"
-    tiny_models.make("llama", path, chat_template=tiny_models.CHATML)
-    return path
-
-
 def play(scene: Callable[[frameshard.Client], Any], model: Path) -> None:
     async def main() -> None:
         with trio.fail_after(300):
@@ -205,7 +197,7 @@ def play(scene: Callable[[frameshard.Client], Any], model: Path) -> None:
     trio.run(main)
 
 
-def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(tiny: Path) -> None:
+def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(talking_model: Path) -> None:
     """The engine is killed inside a call. There is one event for it, that of an undisturbed run."""
 
     async def scene(client: frameshard.Client) -> None:
@@ -242,11 +234,11 @@ def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(tiny: Path
         with pytest.raises(BadArgument, match="JSON"):
             client.tool_results({"x": object()}, conversation="mira")
 
-    play(scene, tiny)
+    play(scene, talking_model)
 
 
-def test_the_polled_client_has_calls_too(tiny: Path) -> None:
-    with sync.Sidecar.launch(tiny, log=subprocess.DEVNULL, **OPTIONS) as sidecar:
+def test_the_polled_client_has_calls_too(talking_model: Path) -> None:
+    with sync.Sidecar.launch(talking_model, log=subprocess.DEVNULL, **OPTIONS) as sidecar:
 
         def until(done: Callable[[list[sync.Event]], bool]) -> list[sync.Event]:
             events: list[sync.Event] = []

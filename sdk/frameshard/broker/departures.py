@@ -1,9 +1,8 @@
 """The jobs that go to the fallback server: which and when, and what its answers do to them.
 
-Jobs without text go there while the engine has no room, and those that the plan cannot answer
-by their deadline. A job whose answer has begun stays where it is. If the server breaks off an answer, the engine
-continues it from that text: the client has it already, and another server would not go on from it. Before any text the
-job goes back into the queue.
+Jobs without text go there while the engine has no room, and those that the plan cannot answer by their deadline. A job
+whose answer has begun stays where it is. If the server breaks off an answer, the engine continues it from that text:
+the client has it already, and another server would not go on from it. Before any text the job goes back into the queue.
 
 This module does no I/O: commands for the connections are put into :attr:`Departures.asks`.
 """
