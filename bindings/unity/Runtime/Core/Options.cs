@@ -1,5 +1,4 @@
 using System;
-using System.Runtime.InteropServices;
 
 namespace Frameshard
 {
@@ -99,18 +98,14 @@ namespace Frameshard
 
         private static IntPtr Records(LogitBias[] biases, Utf8 texts)
         {
-            var size = Marshal.SizeOf(typeof(Native.LogitBias));
-            var block = texts.Block(biases.Length * size);
-            for (var index = 0; index < biases.Length; index++)
+            return texts.Array(biases, bias =>
             {
-                var bias = biases[index];
                 var native = new Native.LogitBias { Bias = bias.Bias, Token = bias.Token ?? 0 };
                 if ((bias.Token == null) == (bias.Text == null))
                     throw new FrameshardException(ErrorCode.BadArgument, "a LogitBias has either a Token or a Text");
                 if (bias.Text != null) native.Text = texts.Name(bias.Text);
-                Marshal.StructureToPtr(native, block + index * size, false);
-            }
-            return block;
+                return native;
+            });
         }
     }
 }

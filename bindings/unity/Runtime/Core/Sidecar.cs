@@ -669,31 +669,19 @@ namespace Frameshard
 
         private static IntPtr Pin(Utf8 texts, Tool[] tools)
         {
-            var size = Marshal.SizeOf(typeof(Native.Tool));
-            var block = texts.Block(tools.Length * size);
-            for (var index = 0; index < tools.Length; index++)
+            return texts.Array(tools, tool => new Native.Tool
             {
-                var native = new Native.Tool
-                {
-                    Name = texts.Name(tools[index].Name), Description = texts.Name(tools[index].Description),
-                    Schema = texts.Name(tools[index].Schema),
-                };
-                Marshal.StructureToPtr(native, block + index * size, false);
-            }
-            return block;
+                Name = texts.Name(tool.Name), Description = texts.Name(tool.Description),
+                Schema = texts.Name(tool.Schema),
+            });
         }
 
         private static IntPtr Pin(Utf8 texts, IReadOnlyDictionary<string, double> adapters)
         {
-            var size = Marshal.SizeOf(typeof(Native.Adapter));
-            var block = texts.Block(adapters.Count * size);
-            var index = 0;
-            foreach (var adapter in adapters)
+            return texts.Array(adapters, adapter => new Native.Adapter
             {
-                var native = new Native.Adapter { Name = texts.Name(adapter.Key), Scale = adapter.Value };
-                Marshal.StructureToPtr(native, block + index++ * size, false);
-            }
-            return block;
+                Name = texts.Name(adapter.Key), Scale = adapter.Value,
+            });
         }
 
         private static Native.ChatMessage[] Pin(Utf8 texts, IReadOnlyList<ChatMessage> messages)
@@ -715,27 +703,16 @@ namespace Frameshard
 
         private static IntPtr Pin(Utf8 texts, IReadOnlyList<ToolCall> calls)
         {
-            var size = Marshal.SizeOf(typeof(Native.ToolCall));
-            var block = texts.Block(calls.Count * size);
-            for (var index = 0; index < calls.Count; index++)
+            return texts.Array(calls, call => new Native.ToolCall
             {
-                var native = new Native.ToolCall
-                {
-                    CallId = texts.Name(calls[index].CallId), Name = texts.Name(calls[index].Name),
-                    Arguments = texts.Name(calls[index].Arguments),
-                };
-                Marshal.StructureToPtr(native, block + index * size, false);
-            }
-            return block;
+                CallId = texts.Name(call.CallId), Name = texts.Name(call.Name), Arguments = texts.Name(call.Arguments),
+            });
         }
 
         private static IntPtr Pin(Utf8 texts, Image[] images)
         {
-            var size = Marshal.SizeOf(typeof(Native.Image));
-            var block = texts.Block(images.Length * size);
-            for (var index = 0; index < images.Length; index++)
+            return texts.Array(images, image =>
             {
-                var image = images[index];
                 var data = image.Data ?? new byte[0];
                 var native = new Native.Image
                 {
@@ -743,9 +720,8 @@ namespace Frameshard
                     Data = texts.Block(data.Length), Size = (ulong)data.Length,
                 };
                 Marshal.Copy(data, 0, native.Data, data.Length);
-                Marshal.StructureToPtr(native, block + index * size, false);
-            }
-            return block;
+                return native;
+            });
         }
 
         private void Begin(RequestCall call, AnswerCall answer, Action<FrameshardException> fail)

@@ -50,6 +50,20 @@ namespace Frameshard
             return block;
         }
 
+        /// <summary>Allocates an array of structs, one for each item.</summary>
+        internal IntPtr Array<T, TNative>(IReadOnlyCollection<T> items, Func<T, TNative> made) where TNative : struct
+        {
+            var size = Marshal.SizeOf(typeof(TNative));
+            var block = Block(items.Count * size);
+            var place = block;
+            foreach (var item in items)
+            {
+                Marshal.StructureToPtr(made(item), place, false);
+                place += size;
+            }
+            return block;
+        }
+
         internal IntPtr Block(int size)
         {
             var block = Marshal.AllocHGlobal(Math.Max(size, 1));
