@@ -1,0 +1,90 @@
+"""The Python programs of the documents run as they are printed. Only the names of models and servers are replaced."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from servers import server, sidecar
+from sidecars import DEADLINE_S, started
+
+DOCS = Path(__file__).parents[1] / "docs"
+MAX_LINES = 15
+"""A program that shows one thing is short. Blank lines do not count."""
+
+
+def program(document: str, number: int = 0, **names: str) -> list[str]:
+    """Returns the command that runs a program of a document.
+
+    :param number: counts the blocks of Python of the document.
+    :param names: what replaces a text of the program, by the text.
+    """
+    text = re.findall(r"^```python\n(.*?)^```", (DOCS / document).read_text(), flags=re.MULTILINE | re.DOTALL)[number]
+    assert sum(1 for line in text.splitlines() if line.strip()) <= MAX_LINES
+    for old, new in names.items():
+        assert old in text, f"{document} no longer has {old}"
+        text = text.replace(old, new)
+    return [sys.executable, "-c", text]
+
+
+def printed(command: list[str], **options: object) -> str:
+    """Runs a program to its end, and returns what it has printed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def test_asyncio(model_path: Path) -> None:
+    answer, others = re.findall(r"(.*)(\[.*\])\n$", printed(program("python.md")), flags=re.DOTALL)[0]
+    assert answer.strip()
+    assert len([text for text in ast.literal_eval(others) if text]) == 3
+
+
+def test_tools(model_path: Path) -> None:
+    assert printed(program("tools.md")).strip()
+
+
+def test_thinking(opening_model: Path) -> None:
+    said = printed([*program("thinking.md"), str(opening_model)])
+    assert said.startswith("thinks: True")
+    n_thought, n_generated = map(int, re.findall(r"(\d+) of (\d+) tokens were thought", said)[0])
+    assert 0 < n_thought <= min(200, n_generated)
+
+
+def test_memory(model_path: Path, encoder_path: Path) -> None:
+    memory, answer = printed(program("memory.md")).split("\n", 1)
+    assert memory == "My goat is called Pip."
+    assert answer.strip()
+
+
+def test_the_http_server(model_path: Path) -> None:
+    with started(program("http.md"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url, key = process.stdout.readline().split()
+        process.kill()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
+    assert len(key) >= 32
+
+
+def test_a_client_of_the_http_server(tmp_path: Path, model_path: Path) -> None:
+    with sidecar(tmp_path, model=str(model_path), device="emulated") as (connect_file, _), server(connect_file) as http:
+        assert http.key is not None
+        (tmp_path / "key").write_text(http.key)
+        assert printed(program("http.md", 1, **{"127.0.0.1:8080": f"127.0.0.1:{http.port}"}), cwd=tmp_path).strip()
+
+
+def test_a_server_when_there_is_no_room(tmp_path: Path, model_path: Path) -> None:
+    with sidecar(tmp_path, model=str(model_path), device="emulated") as (connect_file, _), server(connect_file) as http:
+        assert http.key is not None
+        names = {
+            '"my.gguf",': f'{str(model_path)!r}, device="emulated",',
+            "https://llm.example.com/v1": f"http://127.0.0.1:{http.port}/v1",
+        }
+        said = printed(program("fallback.md", **names), env={**os.environ, "LLM_KEY": http.key})
+    answer, is_remote = re.findall(r"(.*)(True|False)\n$", said, flags=re.DOTALL)[0]
+    assert is_remote == "True"
+    assert answer.strip()
