@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+import frameshard
 import sidecars
 
 REPO = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def test_the_village_plays_and_the_budget_changes_during_answers(model_path: Pat
     result = run(str(SCENE), "--unattended", "--model", str(model_path), "--device", "emulated:8")
     assert result.returncode == 0, result.stderr
     answers, shrinks, grows = figures(r"(\d+) answers; (\d+) shrinks and (\d+) grows during them", result.stdout)
-    assert answers == 3
+    assert answers == 4
     assert shrinks >= 1
     assert grows >= 1
     (n_lore,) = figures(r"the lore that all share has (\d+) tokens", result.stdout)
@@ -43,6 +44,36 @@ def test_the_village_plays_and_the_budget_changes_during_answers(model_path: Pat
     assert n_read < n_lore / 2
     assert "saved: 3 messages" in result.stdout
     assert "loaded: 3 messages, no longer 6 messages" in result.stdout
+    assert "Joss speaks with the LoRA adapter sailor.gguf" in result.stdout
+
+
+@sidecars.in_trio
+async def test_the_adapter_of_the_fisherman_makes_him_a_sailor(model_path: Path) -> None:
+    questions = (
+        "Good evening!",
+        "What lives in the lake?",
+        "How is the weather?",
+        "Who are you?",
+        "Where is your boat?",
+    )
+
+    async def accent(adapters: dict[str, float]) -> int:
+        """In how many answers there are words of a sailor."""
+        answers = [
+            await client.ask(
+                question,
+                system="You are Joss, a fisherman.",
+                sampling=frameshard.Sampling(max_tokens=24, temperature=0.0),
+                adapters=adapters,
+            ).completed()
+            for question in questions
+        ]
+        return sum(bool(re.search(r"\b(arr|aye|matey|ye|yer)\b", answer.text.casefold())) for answer in answers)
+
+    adapters = {"sailor": SCENE.with_name("sailor.gguf")}
+    async with frameshard.launch(model_path, device="cpu", n_ctx=512, adapters=adapters) as client:
+        assert await accent({}) <= 1
+        assert await accent({"sailor": 1.0}) >= 4
 
 
 def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:

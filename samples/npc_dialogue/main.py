@@ -5,6 +5,7 @@
 
 The lore that all share is read once, before anybody speaks. Remarks of the villagers are computed in the background
 (priority 0), and the player's question goes first (priority 2). "save" and "load" keep and restore all conversations.
+Joss speaks with a LoRA adapter of his own, which fits SmolLM2-135M; with another model he speaks like the others.
 During each answer the "game" enters a heavy area, needs VRAM for its textures, and leaves the area again later. Only
 frameshard's public client is used. Without a GPU the scene runs on the emulated device. The exit status of an
 unattended run is 1 if an answer is missing or if the budget did not change in both directions during an answer.
@@ -23,10 +24,10 @@ from dataclasses import dataclass, field
 import trio
 from rich.console import Console
 from stage import Gauge, LiveStage, PlainStage, Stage
-from village import LORE, TOPICS, VILLAGERS, about, addressed
+from village import ACCENTS, LORE, TOPICS, VILLAGERS, about, addressed
 
 import frameshard
-from frameshard.errors import FrameshardError
+from frameshard.errors import BadModel, FrameshardError
 from frameshard.models import resolve
 
 MIB = 2**20
@@ -37,6 +38,7 @@ LINES = (
     "Bram, a blind goat could make better swords than you!",
     "load",
     "Mira, have you heard any stories about the ruin on the hill?",
+    "Joss, what lives in the lake?",
 )
 QUESTIONS = [line for line in LINES if addressed(line)]
 TOWN, RUINS = "in the village", "in the Sunken Hall"
@@ -101,12 +103,23 @@ class Game:
         self._topics = itertools.cycle(TOPICS)
         self._remarks: deque[tuple[str, frameshard.Stream]] = deque()
         self._saved: dict[str, bytes] = {}
+        self._adapters: dict[str, dict[str, float]] = {}
 
     async def wake(self) -> None:
         """Read the lore, and let all villagers begin to talk."""
         since = time.monotonic()
-        n_tokens = await self._sidecar.warm_up([frameshard.ChatMessage("system", LORE)])
+        lore = [frameshard.ChatMessage("system", LORE)]
+        n_tokens = await self._sidecar.warm_up(lore)
         self._stage.world(f"the lore that all share has {n_tokens} tokens, read in {time.monotonic() - since:.1f} s")
+        for name, file in ACCENTS.items():
+            try:
+                await self._sidecar.adapter_load(file.stem, file)
+            except BadModel:
+                self._stage.world(f"{name} speaks like the others: {file.name} is for another model")
+                continue
+            self._adapters[name] = {file.stem: 1.0}
+            await self._sidecar.warm_up(lore, adapters=self._adapters[name])
+            self._stage.world(f"{name} speaks with the LoRA adapter {file.name}, and has read the lore with it")
         self.save()
         self._stage.world(f"here live {', '.join(VILLAGERS)}")
         for _ in VILLAGERS:
@@ -146,13 +159,23 @@ class Game:
     def _said(self) -> str:
         return f"{sum(len(self._sidecar.history(name)) for name in VILLAGERS)} messages"
 
+    def _ask(
+        self, name: str, line: str, conversation: str, sampling: frameshard.Sampling, priority: int
+    ) -> frameshard.Stream:
+        return self._sidecar.ask(
+            line,
+            conversation=conversation,
+            system=about(name),
+            sampling=sampling,
+            priority=priority,
+            adapters=self._adapters.get(name, {}),
+        )
+
     def _remark(self) -> None:
         """Begin a remark of the next villager. It is computed while nobody asks anything."""
         name = next(self._speakers)
         question = f"A neighbour walks by. Say one short sentence to them about {next(self._topics)}."
-        stream = self._sidecar.ask(
-            question, conversation=f"{name}, nearby", system=about(name), sampling=REMARK, priority=BACKGROUND
-        )
+        stream = self._ask(name, question, conversation=f"{name}, nearby", sampling=REMARK, priority=BACKGROUND)
         stream.begin()
         self._remarks.append((name, stream))
 
@@ -180,8 +203,7 @@ class Game:
         """Show an answer, and change places during it."""
         self._stage.npc(name)
         tokens, since, drawn, place = 0, time.monotonic(), 0.0, self.place
-        ask = self._sidecar.ask(line, conversation=name, system=about(name), sampling=ANSWER, priority=URGENT)
-        async with ask as stream:
+        async with self._ask(name, line, conversation=name, sampling=ANSWER, priority=URGENT) as stream:
             async for delta in stream:
                 now = time.monotonic()
                 if tokens:

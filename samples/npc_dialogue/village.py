@@ -1,5 +1,7 @@
 """The village: what everybody in it knows, and who lives there."""
 
+from pathlib import Path
+
 LORE = """\
 Everybody in this story lives in Hollowmere, a mountain village of sixty roofs between a cold lake and a pine forest. \
 The road from the plains ends here. In summer it brings merchants, in winter snow closes it for months. The people \
@@ -32,6 +34,9 @@ VILLAGERS = {
     "Old Gerda": "the oldest woman in the village. You remember the songs about the king.",
     "Sable": "a merchant from the plains. You would buy the crown, and you ask careful questions.",
 }
+
+ACCENTS = {"Joss": Path(__file__).with_name("sailor.gguf")}
+"""Villagers who speak with a LoRA adapter of their own. `sailor.py` makes the file."""
 
 TOPICS = ("the lights in the ruin", "the harvest fair", "the weather", "the traveller", "the two lost goats")
 

@@ -461,15 +461,16 @@ class Client:
         """Streams the text that the model generates after `images` and `prompt`, without a chat template."""
         return self._stream("completion", None, lambda: {"prompt": prompt}, options)
 
-    async def warm_up(self, messages: Sequence[m.ChatMessage]) -> int:
+    async def warm_up(self, messages: Sequence[m.ChatMessage], *, adapters: Mapping[str, float] | None = None) -> int:
         """Reads messages ahead of time, such as the lore that many characters share. Later prompts that begin with them
         need not read them again. All other jobs go first.
 
+        :param adapters: those of the later prompts: what was read with other adapters cannot be reused.
         :returns: the number of tokens that were read.
         :raises BadArgument: they are more than the launch option `kv_cache_mb` allows to keep.
         :raises Unsupported: the model has a recurrent state.
         """
-        return (await self.chat(messages, warm_up=True).completed()).n_prompt
+        return (await self.chat(messages, warm_up=True, adapters=adapters or {}).completed()).n_prompt
 
     def _stream(
         self, kind: m.Kind, turn: Turn | None, content: Callable[[], dict[str, Any]], options: JobOptions

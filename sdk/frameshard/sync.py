@@ -486,9 +486,9 @@ class Sidecar:
         """See :meth:`frameshard.Client.complete`."""
         return self._begin(None, lambda client: client.complete(prompt, **options))
 
-    def warm_up(self, messages: Sequence[m.ChatMessage]) -> Job:
+    def warm_up(self, messages: Sequence[m.ChatMessage], *, adapters: Mapping[str, float] | None = None) -> Job:
         """See :meth:`frameshard.Client.warm_up`. The `n_prompt` of its result is the number of tokens."""
-        return self.chat(messages, warm_up=True)
+        return self.chat(messages, warm_up=True, adapters=adapters or {})
 
     def cancel(self, job: Job) -> None:
         """Ends a job early; :class:`Failed` with :class:`JobCancelled` follows, unless it has ended."""
