@@ -31,6 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "inbox": set(),
     "client": {"wire", "transport", "frame", "images", "inbox", "options", "conversation", "tools"},
     "sync": {"wire", "client", "conversation", "frame", "options", "tools"},
+    "arbiter": {"wire"},
+    "deal": {"wire", "arbiter", "client", "inbox"},
     "http": {"wire", "client", "tools"},
     "testing": {"wire", "sentences"},
     "cpu": set(),
@@ -53,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "http",
     },
     "__main__": {"cli"},
-    "__init__": {"client", "conversation", "images", "tools", "wire"},
+    "__init__": {"arbiter", "client", "conversation", "deal", "images", "tools", "wire"},
 }
 EVERYONES = {"errors", "models", "program"}
 

@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from frameshard.arbiter import Arbiter, BudgetStep, Decision, PoolNeeds, SidecarNeeds
     from frameshard.client import BudgetChange, BudgetResult, Client, ClientScope, Completion, Stream, connect, launch
     from frameshard.conversation import LoadResult
+    from frameshard.deal import Deal
     from frameshard.errors import FrameshardError
     from frameshard.images import Pixels
     from frameshard.tools import Tool, tool
@@ -42,8 +44,10 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "arbiter": ("Arbiter", "BudgetStep", "Decision", "PoolNeeds", "SidecarNeeds"),
     "client": ("BudgetChange", "BudgetResult", "Client", "ClientScope", "Completion", "Stream", "connect", "launch"),
     "conversation": ("LoadResult",),
+    "deal": ("Deal",),
     "errors": ("FrameshardError",),
     "images": ("Pixels",),
     "tools": ("Tool", "tool"),
@@ -79,16 +83,20 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "AdapterInfo",
     "Adapters",
+    "Arbiter",
     "BrokerStats",
     "Budget",
     "BudgetChange",
     "BudgetResult",
+    "BudgetStep",
     "Caps",
     "ChatMessage",
     "Client",
     "ClientScope",
     "Completion",
     "ConnectInfo",
+    "Deal",
+    "Decision",
     "Delta",
     "Engine",
     "FrameshardError",
@@ -102,10 +110,12 @@ __all__ = [
     "Observed",
     "Pixels",
     "PlanRow",
+    "PoolNeeds",
     "Progress",
     "Released",
     "Sampling",
     "ServeConfig",
+    "SidecarNeeds",
     "Stats",
     "Stream",
     "Thought",

@@ -1,0 +1,196 @@
+"""A deal about VRAM between a streaming pool and a sidecar, with real sidecars."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+import trio
+
+import frameshard
+from frameshard import errors
+from frameshard.deal import MIB, SPARE_BYTES
+from frameshard.testing import fake_engine
+from sidecars import DEADLINE_S, in_both, in_trio, launch
+
+FRAME_S = 0.005
+
+
+class Pool:
+    """A streaming pool without textures: it holds what it wants, and more if the limit allows."""
+
+    def __init__(self, deal: frameshard.Deal, client: frameshard.Client) -> None:
+        self.wants_bytes = 0
+        self.held_bytes = 0
+        self.limits: list[int] = []
+        self._deal, self._client = deal, client
+
+    def frame(self) -> None:
+        limit = self._deal.update(frameshard.PoolNeeds(self.held_bytes, self.wants_bytes // 2, self.wants_bytes))
+        if not self.limits or self.limits[-1] != limit:
+            self.limits.append(limit)
+        self.held_bytes = limit
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Draws frames. In each, what pool and sidecar hold lies within the grant."""
+        due = time.monotonic() + DEADLINE_S / 2
+        while not condition():
+            assert time.monotonic() < due, self._deal
+            before = self.held_bytes
+            self.frame()
+            used = (await self._client.budget()).used_bytes
+            assert min(before, self.held_bytes) + used <= (self._deal.grant_bytes or 1 << 62)
+            await anyio.sleep(FRAME_S)
+
+
+@in_both
+async def test_the_pools_demand_moves_the_sidecar_both_ways() -> None:
+    async with launch(vram_budget_mb=300, engine=fake_engine(full_mb=512)) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=400 * MIB, step_bytes=10 * MIB, dwell_s=0.2)
+        pool = Pool(deal, client)
+        async with anyio.create_task_group() as group:
+            group.start_soon(deal.run)
+            assert deal.needs == frameshard.SidecarNeeds(16 * MIB, 16 * MIB)  # all its budgets are equally fast
+            await pool.until(lambda: pool.held_bytes == 380 * MIB)
+            assert deal.arbiter.budget_bytes == 20 * MIB
+            group.cancel_scope.cancel()
+
+
+@in_both
+async def test_a_sidecar_that_refuses_gets_another_budget() -> None:
+    """The floor rises because an adapter is loaded, and the deal does not know it yet."""
+    async with launch(vram_budget_mb=64, engine=fake_engine(floor_mb=16)) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB, step_bytes=MIB, dwell_s=0.05)
+        await client.adapter_load("large", __file__)
+        floor_bytes = 16 * MIB + Path(__file__).stat().st_size
+        pool = Pool(deal, client)
+        pool.wants_bytes = 100 * MIB
+        async with anyio.create_task_group() as group:
+            group.start_soon(deal.run)
+            await pool.until(lambda: deal.arbiter.budget_bytes == 17 * MIB)
+            group.cancel_scope.cancel()
+        assert (await client.budget()).vram_budget_bytes == 17 * MIB >= floor_bytes
+
+
+@in_trio
+async def test_wrong_beginnings_are_typed() -> None:
+    async with launch(vram_budget_mb=64) as client:
+        with pytest.raises(errors.BadArgument, match="give grant_bytes"):
+            await frameshard.Deal.begin(client)  # a device that does not report its free memory
+        with pytest.raises(errors.BudgetBelowFloor):
+            await frameshard.Deal.begin(client, grant_bytes=8 * MIB)
+    async with launch() as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB)
+        assert (await client.budget()).vram_budget_bytes == 100 * MIB == deal.arbiter.budget_bytes
+
+
+@in_both
+async def test_the_end_of_the_sidecar_ends_the_run() -> None:
+    async with launch(vram_budget_mb=64) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB)
+        await client.shutdown()
+        with pytest.raises(errors.ConnectionLost):
+            await deal.run()
+        needs = frameshard.PoolNeeds(0, 90 * MIB, 90 * MIB)
+        assert deal.update(needs) == 36 * MIB  # the pool keeps its limit
+
+
+async def talk(client: frameshard.Client, answers: list[frameshard.Completion]) -> None:
+    sampling = frameshard.Sampling(max_tokens=64, temperature=0.0)
+    while True:
+        answers.append(await client.complete("Once upon a time", sampling=sampling).completed())
+
+
+def emulated(model: Path, budget_mb: float) -> frameshard.ClientScope:
+    return frameshard.launch(
+        model, device="emulated:2", vram_budget_mb=budget_mb, mode="stream_only", n_ctx=1024, n_parallel=1, n_threads=1
+    )
+
+
+@in_trio
+async def test_a_talking_sidecar_shrinks_and_grows_with_the_pool(model_path: Path) -> None:
+    """Pool and model together stay within the grant in each frame, and the answer is whole."""
+    async with emulated(model_path, 100) as client, trio.open_nursery() as nursery:
+        deal = await frameshard.Deal.begin(client, grant_bytes=160 * MIB, dwell_s=0.2)
+        nursery.start_soon(deal.run)
+        pool = Pool(deal, client)
+        assert deal.needs.floor_bytes < deal.needs.useful_bytes < 120 * MIB
+        answers: list[frameshard.Completion] = []
+        nursery.start_soon(talk, client, answers)
+        for city_bytes in (120 * MIB, 125 * MIB):
+            pool.wants_bytes = city_bytes
+            await pool.until(lambda: pool.held_bytes >= pool.wants_bytes)
+            assert deal.arbiter.budget_bytes <= deal.grant_bytes - city_bytes
+            pool.wants_bytes = 10 * MIB
+            await pool.until(lambda: deal.arbiter.budget_bytes >= deal.needs.useful_bytes)
+        n_before = len(answers)
+        await pool.until(lambda: len(answers) > n_before)
+        assert {(answer.n_generated, answer.text) for answer in answers} == {(64, answers[0].text)}
+        assert (await client.budget()).vram_budget_bytes == deal.arbiter.budget_bytes == 160 * MIB - pool.held_bytes
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_notices_move_the_pool(model_path: Path) -> None:
+    """A sidecar without jobs gives back after some seconds, and the pool may hold more. With a job it wants more, and
+    the pool evicts."""
+    async with emulated(model_path, 100) as client, trio.open_nursery() as nursery:
+        deal = await frameshard.Deal.begin(client, grant_bytes=160 * MIB, dwell_s=0.1)
+        nursery.start_soon(deal.run)
+        pool = Pool(deal, client)
+
+        def useful() -> bool:
+            return deal.arbiter.budget_bytes >= deal.needs.useful_bytes > 40 * MIB
+
+        async with trio.open_nursery() as talking:
+            talking.start_soon(talk, client, [])
+            pool.wants_bytes = 120 * MIB
+            await pool.until(lambda: pool.held_bytes >= 120 * MIB)
+            pool.wants_bytes = 20 * MIB
+            await pool.until(useful)
+            talking.cancel_scope.cancel()
+        await pool.until(lambda: pool.held_bytes >= 130 * MIB)  # after some seconds without a job
+        assert deal.arbiter.budget_bytes <= 30 * MIB
+        async with trio.open_nursery() as talking:
+            talking.start_soon(talk, client, [])
+            await pool.until(useful)
+            assert pool.held_bytes <= 120 * MIB
+            talking.cancel_scope.cancel()
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_the_grant_can_be_what_is_free(model_path: Path) -> None:
+    """The emulated device has 8 GiB and reports what is free."""
+    async with emulated(model_path, 100) as client, trio.open_nursery() as nursery:
+        deal = await frameshard.Deal.begin(client)
+        assert (8 << 30) - SPARE_BYTES - MIB <= deal.update(frameshard.PoolNeeds(0, 0, 0)) + 100 * MIB <= 8 << 30
+        nursery.start_soon(deal.run)
+        pool = Pool(deal, client)
+        pool.wants_bytes = 9 << 30
+        await pool.until(lambda: deal.arbiter.budget_bytes <= 128 * MIB)
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_a_sidecar_can_be_parked_by_the_demand() -> None:
+    async with launch(vram_budget_mb=64, engine=fake_engine(delay_s=0.01, endless=True)) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB, dwell_s=0.1, may_park=True)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(deal.run)
+            pool = Pool(deal, client)
+            sampling = frameshard.Sampling(max_tokens=50, temperature=0.0)
+            async with client.complete("a b c", sampling=sampling) as stream:
+                pool.wants_bytes = 95 * MIB
+                await pool.until(lambda: not deal.arbiter.budget_bytes and pool.held_bytes == 100 * MIB)
+                assert (await client.budget()).state == "parked"
+                pool.wants_bytes = 10 * MIB
+                await pool.until(lambda: deal.arbiter.budget_bytes >= 16 * MIB)
+                async for _ in stream:
+                    pool.frame()
+                assert stream.result is not None
+                assert stream.result.n_generated == 50
+            nursery.cancel_scope.cancel()
