@@ -10,8 +10,7 @@ from typing import NamedTuple
 from frameshard.engine.tools import CallSyntax
 from frameshard.text import held_back
 from frameshard.wire import messages as m
-
-_ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+from frameshard.wire.toolchecks import CALL_ID_CHARS, CALL_ID_LENGTH
 
 
 class Taken(NamedTuple):
@@ -102,7 +101,7 @@ class CallReader:
 
 
 def call_id(seed: int, n_prompt: int, number: int) -> str:
-    """Returns the id of a call: nine letters and digits, because some chat templates take no other. A job that is
-    resumed gives the same ids again."""
+    """Returns the id of a call. A job that is resumed gives the same ids again."""
     value = int.from_bytes(hashlib.sha256(f"{seed}/{n_prompt}/{number}".encode()).digest()[:8], "big")
-    return "".join(_ID_DIGITS[value // 36**i % 36] for i in range(9))
+    n_chars = len(CALL_ID_CHARS)
+    return "".join(CALL_ID_CHARS[value // n_chars**i % n_chars] for i in range(CALL_ID_LENGTH))

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frameshard.engine.confined import OUT_OF_TIME, Confined, Gone
+from frameshard.confined import OUT_OF_TIME, Confined, Gone
 from frameshard.errors import BadArgument, Unsupported
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 
 _RENDERER = Path(__file__).with_name("renderer.py")
-_TRIES = 2  # a process that was killed from outside is started again
 NO_VARIABLES: Mapping[str, Any] = {}
 OURS = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "enable_thinking", "thinking"}
@@ -37,10 +35,8 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise Unsupported(f"the model's chat template is longer than {MAX_TEMPLATE_CHARS} characters")
-        self._source = source
         self._variables = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": True, "tools": None}
-        self._lock = threading.Lock()
-        self._renderer: Confined | None = None
+        self._renderer = Confined(_RENDERER, {"source": source})
         answer = self._ask(_PROBE, {})
         # A template that refuses this message may accept others.
         if answer.get("error", "refused") != "refused":
@@ -65,41 +61,15 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the process that renders prompts. Safe to call twice."""
-        with self._lock:
-            self._drop()
+        self._renderer.close()
 
     def _ask(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> dict[str, Any]:
         request = {"messages": [dict(each) for each in messages], "variables": {**self._variables, **variables}}
-        status = 0
-        with self._lock:
-            for _ in range(_TRIES):
-                try:
-                    answer = self._ask_once(request)
-                except Gone as gone:
-                    self._drop()
-                    status = gone.status
-                    if status == OUT_OF_TIME:
-                        break
-                    continue
-                if answer.get("error") == "out_of_memory":
-                    self._drop()  # the process ends itself after this answer
-                return answer
-        if status == OUT_OF_TIME:
-            reason = "takes more than a second of CPU time"
-        else:
-            reason = f"ends the process that renders it (status {status})"
+        try:
+            return self._renderer.ask(request)
+        except Gone as gone:
+            if gone.status == OUT_OF_TIME:
+                reason = "takes more than a second of CPU time"
+            else:
+                reason = f"ends the process that renders it (status {gone.status})"
         return {"error": "died", "reason": f"it {reason}"}
-
-    def _ask_once(self, request: Mapping[str, object]) -> dict[str, Any]:
-        if self._renderer is None:
-            self._renderer = Confined(_RENDERER)
-            answer = self._renderer.ask({"source": self._source})
-            if "error" in answer:
-                self._drop()
-                return answer
-        return self._renderer.ask(request)
-
-    def _drop(self) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None

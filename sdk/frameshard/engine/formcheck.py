@@ -1,4 +1,4 @@
-"""Turns the form of an answer into a grammar for llguidance. This is the worker of a :mod:`frameshard.engine.confined`
+"""Turns the form of an answer into a grammar for llguidance. This is the worker of a :mod:`frameshard.confined`
 process, because llguidance does not limit the time and memory of every form: an intersection of many patterns or a
 large ``multipleOf`` can take very much.
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from frameshard.engine.confined import OUT_OF_TIME, Confined, Gone
+from frameshard.confined import OUT_OF_TIME, Confined, Gone
 from frameshard.errors import BadArgument, Unsupported
 from frameshard.wire.messages import Sampling
 
@@ -32,7 +32,6 @@ MAX_LEXER_STATES = 50_000
 """The most lexer states of one job. Each takes 1 to 2 KB."""
 
 _WORKER = Path(__file__).with_name("formcheck.py")
-_TRIES = 2  # a process that was killed from outside is started again
 _REMEMBERED = 64  # forms whose grammars are cached
 _MAX_REASON_CHARS = 500
 _TOO_COMPLEX = "too complex for an answer that has begun: "
@@ -117,7 +116,7 @@ class Forms:
     def __init__(self, vocabulary: Callable[[], tuple[list[bytes], list[int]]]) -> None:
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
-        self._confined: Confined | None = None
+        self._confined = Confined(_WORKER)
         self._lock = threading.Lock()
         self._try = functools.lru_cache(_REMEMBERED)(self._try_confined)
 
@@ -138,31 +137,19 @@ class Forms:
 
     def close(self) -> None:
         """Ends the process that checks forms. Safe to call twice."""
-        with self._lock:
-            self._drop()
+        self._confined.close()
 
     def _try_confined(self, form: Form) -> tuple[str, str]:
         """Returns the grammar and "", or "" and the reason why there is none."""
         if len(form.text.encode("utf-8", "replace")) > MAX_BYTES:
             return "", f"more than {MAX_BYTES} bytes"
-        status = 0
-        for _ in range(_TRIES):
-            try:
-                if self._confined is None:
-                    self._confined = Confined(_WORKER)
-                answer = self._confined.ask({"form": form.name, "text": form.text})
-                return answer.get("grammar", ""), answer.get("reason", "")
-            except Gone as gone:
-                self._drop()
-                status = gone.status
-                if status == OUT_OF_TIME:
-                    return "", "too complex: it takes more than half a second of CPU time to compile"
-        raise _refused(form.name, f"it ends the process that compiles it (status {status})")
-
-    def _drop(self) -> None:
-        if self._confined is not None:
-            self._confined.close()
-            self._confined = None
+        try:
+            answer = self._confined.ask({"form": form.name, "text": form.text})
+        except Gone as gone:
+            if gone.status == OUT_OF_TIME:
+                return "", "too complex: it takes more than half a second of CPU time to compile"
+            raise _refused(form.name, f"it ends the process that compiles it (status {gone.status})") from None
+        return answer.get("grammar", ""), answer.get("reason", "")
 
 
 def _refused(field: str, why: str) -> BadArgument:

@@ -1,4 +1,4 @@
-"""Renders one chat template. This is the worker of a :mod:`frameshard.engine.confined` process.
+"""Renders one chat template. This is the worker of a :mod:`frameshard.confined` process.
 
 A template is a program from a downloaded file. The sandbox of jinja2 keeps it from the file system and from Python's
 internals, but limits neither its time nor its memory.

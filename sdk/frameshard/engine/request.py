@@ -30,6 +30,7 @@ from frameshard.engine.thinking import ThoughtLimit, switch
 from frameshard.engine.vision import Image, Picture, Vision
 from frameshard.errors import BadArgument, ContextOverflow, Unsupported
 from frameshard.wire import messages as m
+from frameshard.wire import toolchecks
 from frameshard.wire.engine import CountTokens, Submit
 
 _REMEMBERED = 16  # DRY samplers
@@ -117,7 +118,7 @@ class RequestReader:
         form = form_of(request.sampling)
         if not (request.tools or request.tool_choice != "auto"):
             return form
-        tools.check(request.tools, request.tool_choice)
+        toolchecks.check(request.tools, request.tool_choice)
         if form is not None:
             raise BadArgument(f"{form.name}: an answer with tools has no other form: leave it out", field=form.name)
         if request.kind != "chat":
@@ -163,7 +164,7 @@ class RequestReader:
         :raises Unsupported: it is a chat and the model has no chat template, or it has tools and the chat template
             cannot have them.
         """
-        tools.check(request.tools, "auto")
+        toolchecks.check(request.tools, "auto")
         return len(self._text_prompt(request).tokens)
 
     def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,9 @@ from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.forms import Form
 from frameshard.errors import BadArgument, Unsupported
 from frameshard.wire import messages as m
+from frameshard.wire.toolchecks import check_message, schema_of
 
-CHOICES = ("auto", "required", "none")
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # a mark with which calls may begin, such as <tool_call>
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 Message = dict[str, Any]
 """A message, tool or call in the form that chat templates take."""
@@ -79,37 +76,13 @@ RESULT = "<tool_response>", "</tool_response>"
 # ---- what a request asks for -----------------------------------------------------------------------------------------
 
 
-def check(tools: Sequence[m.Tool], choice: str) -> None:
-    """Checks the names of tools and the choice among them.
-
-    :raises BadArgument: a name is invalid or there twice, or there is no such choice.
-    """
-    names = [tool.name for tool in tools]
-    for name in names:
-        if not _NAME.fullmatch(name) or name in CHOICES:
-            raise BadArgument(
-                f"tools: {name!r} is no name of a tool: take 1 to 64 letters, digits, '_' and '-', and not"
-                f" {', '.join(CHOICES)}",
-                field="tools",
-            )
-        if names.count(name) > 1:
-            raise BadArgument(f"tools: {name!r} is there twice", field="tools")
-    if not tools and choice != "auto":
-        raise BadArgument("tool_choice: there are no tools", field="tool_choice")
-    if choice not in (*CHOICES, *names):
-        raise BadArgument(
-            f"tool_choice: there is no tool {choice!r}: name one of the tools, or {', '.join(CHOICES)}",
-            field="tool_choice",
-        )
-
-
 def form(
     tools: Sequence[m.Tool], choice: str, syntax: CallSyntax, with_marks: Callable[[str], list[tuple[str, int | None]]]
 ) -> Form:
     """The form of an answer that may have calls.
 
     :param with_marks: divides a text into texts and marks: see :meth:`Tokenizer.with_marks`.
-    :raises BadArgument: as :func:`schema_of`.
+    :raises BadArgument: as :func:`~frameshard.wire.toolchecks.schema_of`.
     """
     first = with_marks(syntax.begin)[:1]
     if first[0][1] is None:
@@ -129,20 +102,6 @@ def form(
         },
     }
     return Form("tools", json.dumps(spec))
-
-
-def schema_of(tool: m.Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments.
-
-    :raises BadArgument: it is not the schema of an object.
-    """
-    try:
-        schema = json.loads(tool.schema) if tool.schema else _NO_ARGUMENTS
-    except (ValueError, RecursionError) as error:
-        raise BadArgument(f"tools: the schema of {tool.name!r} is not JSON: {error}", field="tools") from None
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise BadArgument(f"tools: the schema of {tool.name!r} is not that of an object", field="tools")
-    return {"type": "object", **schema}
 
 
 def _for_template(tools: Sequence[m.Tool]) -> list[Message]:
@@ -168,7 +127,7 @@ def chat(
     rendered: list[Message] = []
     names: dict[str, str] = {}  # of the calls so far, by id
     for message in messages:
-        _check_message(message, names)
+        check_message(message, names)
         names |= {call.id: call.name for call in message.tool_calls}
         content = apart(message.content)
         if syntax is None or not (message.tool_calls or message.role == "tool"):
@@ -209,27 +168,6 @@ def _through(apart: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, dict):
         return {apart(key): _through(apart, each) for key, each in value.items()}
     return [_through(apart, each) for each in value] if isinstance(value, list) else value
-
-
-def _check_message(message: m.ChatMessage, names: Mapping[str, str]) -> None:
-    if message.tool_calls and message.role != "assistant":
-        raise BadArgument("messages: only an assistant message has tool_calls", field="messages")
-    if message.role != "tool" and message.tool_call_id:
-        raise BadArgument("messages: only a tool message has a tool_call_id", field="messages")
-    if message.role == "tool" and message.tool_call_id not in names:
-        raise BadArgument(
-            f"messages: no call before this tool message has the id {message.tool_call_id!r}", field="messages"
-        )
-    for call in message.tool_calls:
-        try:
-            valid = isinstance(json.loads(call.arguments), dict)
-        except (ValueError, RecursionError):
-            valid = False
-        if not valid or not _NAME.fullmatch(call.name):
-            raise BadArgument(
-                f"messages: the call {call.id!r} has no valid name, or its arguments are no JSON object",
-                field="messages",
-            )
 
 
 def _calls(message: m.ChatMessage, syntax: CallSyntax, apart: Callable[[str], str]) -> list[Message]:

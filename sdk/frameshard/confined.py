@@ -8,7 +8,7 @@ does not depend on the load of the machine. A request that exceeds its CPU time 
 Requests and answers are lines of JSON. The child runs this file with the path of a worker file, which defines
 ``MEMORY_BYTES``, ``CPU_S`` and a class ``Worker`` with ``answer(request) -> answer``. After an answer whose ``error``
 is ``out_of_memory`` the process ends, because its state is not known any more. To start quickly, this file imports only
-the standard library, and workers import nothing of frameshard: ``engine/__init__`` would load llama.cpp.
+the standard library, and workers import nothing of frameshard: its packages load llama.cpp or trio.
 
 Windows has neither ``resource`` nor ``setitimer``, so only the limit on waiting holds there. A job object with
 ``ProcessMemoryLimit`` and ``PerProcessUserTimeLimit`` could replace them.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path[:] = sys.argv[2:]  # the engine's own search path
+    sys.path[:] = sys.argv[2:]  # the parent's own search path
 
 import contextlib
 import json
@@ -45,6 +45,9 @@ OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
 """The value of :attr:`Gone.status` if the request exceeded its CPU time."""
 
 
+_TRIES = 2  # a process that was killed from outside is started again
+
+
 class Gone(Exception):
     """The process has ended or does not answer.
 
@@ -56,7 +59,66 @@ class Gone(Exception):
 
 
 class Confined:
-    """Starts the child process and sends it requests, one at a time."""
+    """A worker in a child process. The process is started for the first request, and again after it has ended. Any
+    thread may use this; requests are answered one at a time. Free it with :meth:`close`.
+
+    :param worker: path of the worker file.
+    :param first: each process gets this request first. If it answers with an error, that is the answer to the request
+        for which the process was started.
+    """
+
+    def __init__(self, worker: Path, first: Mapping[str, object] | None = None) -> None:
+        self._worker = worker
+        self._first = first
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._closed = False
+
+    def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
+        """Sends a request and returns its answer.
+
+        :raises Gone: there is no answer: the request exceeded its CPU time (:data:`OUT_OF_TIME`), or has ended two
+            processes.
+        """
+        with self._lock:
+            for attempt in range(1, _TRIES + 1):
+                try:
+                    return self._ask_once(request)
+                except Gone as gone:
+                    self._drop()
+                    if gone.status == OUT_OF_TIME or attempt == _TRIES:
+                        raise
+        raise AssertionError
+
+    def close(self) -> None:
+        """Ends the process. A request that it works on has no answer. Safe to call twice."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._drop()
+
+    def _ask_once(self, request: Mapping[str, object]) -> dict[str, Any]:
+        if self._closed:
+            raise Gone(0)
+        if self._process is None:
+            self._process = _Process(self._worker)
+            if self._first is not None and "error" in (answer := self._process.ask(self._first)):
+                self._drop()
+                return answer
+        answer = self._process.ask(request)
+        if answer.get("error") == "out_of_memory":
+            self._drop()  # the process ends itself after this answer
+        return answer
+
+    def _drop(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+class _Process:
+    """The child process."""
 
     def __init__(self, worker: Path) -> None:
         search = [entry for entry in sys.path if os.path.isabs(entry)]
@@ -69,8 +131,7 @@ class Confined:
         )
 
     def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """Sends a request and returns its answer.
-
+        """
         :raises Gone: there is no answer. The process has ended.
         """
         assert self._process.stdin is not None
@@ -89,8 +150,11 @@ class Confined:
         finally:
             watch.cancel()
 
+    def kill(self) -> None:
+        """Ends the process. Any thread may call this at any time."""
+        self._process.kill()
+
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None

@@ -1,0 +1,84 @@
+"""Checks of what a job asks for with tools: their names and schemas, and the calls and results in its messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frameshard.errors import BadArgument
+from frameshard.wire import messages as m
+
+CHOICES = ("auto", "required", "none")
+
+CALL_ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
+CALL_ID_LENGTH = 9
+"""Ids of calls have this form because some chat templates take no other."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
+def check(tools: Sequence[m.Tool], choice: str) -> None:
+    """Checks the names of tools and the choice among them.
+
+    :raises BadArgument: a name is invalid or there twice, or there is no such choice.
+    """
+    names = [tool.name for tool in tools]
+    for name in names:
+        if not _NAME.fullmatch(name) or name in CHOICES:
+            raise BadArgument(
+                f"tools: {name!r} is no name of a tool: take 1 to 64 letters, digits, '_' and '-', and not"
+                f" {', '.join(CHOICES)}",
+                field="tools",
+            )
+        if names.count(name) > 1:
+            raise BadArgument(f"tools: {name!r} is there twice", field="tools")
+    if not tools and choice != "auto":
+        raise BadArgument("tool_choice: there are no tools", field="tool_choice")
+    if choice not in (*CHOICES, *names):
+        raise BadArgument(
+            f"tool_choice: there is no tool {choice!r}: name one of the tools, or {', '.join(CHOICES)}",
+            field="tool_choice",
+        )
+
+
+def schema_of(tool: m.Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments.
+
+    :raises BadArgument: it is not the schema of an object.
+    """
+    try:
+        schema = json.loads(tool.schema) if tool.schema else _NO_ARGUMENTS
+    except (ValueError, RecursionError) as error:
+        raise BadArgument(f"tools: the schema of {tool.name!r} is not JSON: {error}", field="tools") from None
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise BadArgument(f"tools: the schema of {tool.name!r} is not that of an object", field="tools")
+    return {"type": "object", **schema}
+
+
+def check_message(message: m.ChatMessage, names: Mapping[str, str]) -> None:
+    """Checks the calls or the result in a message.
+
+    :param names: of the tools of the calls before it, by the calls' ids.
+    :raises BadArgument: a call is invalid, or the call of a result is missing.
+    """
+    if message.tool_calls and message.role != "assistant":
+        raise BadArgument("messages: only an assistant message has tool_calls", field="messages")
+    if message.role != "tool" and message.tool_call_id:
+        raise BadArgument("messages: only a tool message has a tool_call_id", field="messages")
+    if message.role == "tool" and message.tool_call_id not in names:
+        raise BadArgument(
+            f"messages: no call before this tool message has the id {message.tool_call_id!r}", field="messages"
+        )
+    for call in message.tool_calls:
+        try:
+            valid = isinstance(json.loads(call.arguments), dict)
+        except (ValueError, RecursionError):
+            valid = False
+        if not valid or not _NAME.fullmatch(call.name):
+            raise BadArgument(
+                f"messages: the call {call.id!r} has no valid name, or its arguments are no JSON object",
+                field="messages",
+            )
