@@ -10,10 +10,10 @@ import math
 import os
 import random
 import signal
+import ssl
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import trio
 from hypothesis import strategies as st
 
 import frameshard
+from fallbacks import END, KEY, MODEL, N_CTX, SSE, until_none_is_remote, with_fallback
 from frameshard import errors
 from frameshard.broker import fallback
 from frameshard.broker.answer import AnswerReader, BadAnswer
@@ -32,44 +33,13 @@ from frameshard.wire import engine as em
 from frameshard.wire import launch as options
 from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
-from proxy import PASS, REFUSE, Fault, Proxy, proxy, response
-from servers import Server, server, sidecar
-from sidecars import DEADLINE_S, in_trio, launch, started, until, until_ready
+from proxy import PASS, REFUSE, Fault, proxy, response
+from servers import Server
+from sidecars import DEADLINE_S, in_trio, started, until, until_ready
 
 remote = pytest.importorskip("frameshard.broker.remote", reason="httpx is not installed", exc_type=ImportError)
 
-KEY = "key-that-nobody-may-see-4711"
-MODEL = "the other model"
-N_CTX = 1 << 16
 TEXT = "One two three. " + " ".join(f"word{i}" for i in range(20)) + ". The end"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("fallback")
-    key = directory / "key"
-    key.write_text(KEY + "\n")
-    key.chmod(0o600)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def http(place: Path) -> Iterator[Server]:
-    engine = fake_engine(delay_s=0.002)
-    with sidecar(place, engine=engine, n_ctx=N_CTX, max_client_jobs=512, max_jobs=512) as (connect_file, _):
-        with server(connect_file, "--key-file", str(place / "key")) as running:
-            yield running
-
-
-def with_fallback(door: Proxy, place: Path, **given: Any) -> frameshard.ClientScope:
-    """Launches a sidecar whose fallback server is behind the proxy."""
-    return launch(fallback=door.url, fallback_model=MODEL, fallback_key_file=place / "key", **given)
-
-
-async def answer(stream: frameshard.Stream) -> str:
-    """The whole text, which must be that of the deltas."""
-    done = await stream.completed()
-    return done.text
 
 
 @in_trio
@@ -115,8 +85,6 @@ async def test_jobs_go_to_the_server_while_the_lease_is_parked(http: Server, pla
         assert not (await client.ask(TEXT).completed()).remote
 
 
-SSE = b'data: {"choices":[{"index":0,"delta":{"content":"One two"}}]}\n\n'
-END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 BEFORE_TEXT = [
     REFUSE,
     Fault(after=20),
@@ -188,12 +156,6 @@ async def test_the_engine_goes_on_from_a_text_that_is_cut_off(http: Server, plac
                 assert (done.text, done.remote) == (TEXT, False), fault
                 assert done.n_generated == len(TEXT.split())
                 assert ends == (2 if sentences else 0)
-
-
-async def until_none_is_remote(client: frameshard.Client) -> None:
-    with trio.fail_after(DEADLINE_S):
-        while (await client.stats()).broker.jobs_remote:
-            await trio.sleep(0.01)
 
 
 @in_trio
@@ -431,8 +393,6 @@ def test_only_what_the_server_can_be_asked_for_goes_there() -> None:
         submit(adapters=(m.Adapter("a"),)),
         submit(images=(m.Image("encoded", b"x"),)),
         submit(thinking="shown"),
-        submit(tools=(m.Tool("look", "looks", "{}"),)),
-        submit(messages=(m.ChatMessage("user", "x"), m.ChatMessage("tool", "y"))),
         *(
             sampling(**{name: value})
             for name, value in {
@@ -506,9 +466,11 @@ def first_line(code: str, given: dict[str, Any], **environment: str) -> dict[str
 AT_NO_PORT = {"fallback": "http://127.0.0.1:1/v1", "fallback_model": MODEL}
 
 
-def test_a_missing_httpx_is_said_at_the_launch() -> None:
-    missing = first_line("import sys; sys.modules['httpx'] = None", AT_NO_PORT)
-    assert "pip install 'frameshard[fallback]'" in missing["error"]["message"]
+@pytest.mark.parametrize("package", ["httpx", "jsonschema"])
+def test_a_missing_package_is_said_at_the_launch(package: str) -> None:
+    missing = first_line(f"import sys; sys.modules['{package}'] = None", AT_NO_PORT)
+    assert missing["error"]["name"] == "bad_argument"
+    assert f"needs {package}: pip install 'frameshard[fallback]'" in missing["error"]["message"]
 
 
 def test_a_key_that_cannot_be_used_is_refused_and_not_repeated(tmp_path: Path) -> None:
@@ -527,6 +489,40 @@ def test_a_key_that_cannot_be_used_is_refused_and_not_repeated(tmp_path: Path) -
             remote.open_remote(config)
         assert refused.value.detail["field"] == next(iter(wrong))
         assert KEY not in refused.value.message
+
+
+@in_trio
+async def test_a_connection_that_cannot_be_made_gives_the_reason(http: Server) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(Path(__file__).parents[1] / "self-signed.pem")
+
+    async def answer(stream: trio.SSLStream[trio.SocketStream]) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.do_handshake()
+
+    async def reason(url: str) -> str:
+        """Why an attempt with a server at this address fails."""
+        events: list[fallback.Event] = []
+        tried = remote.Remote(url)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tried.run, events.append)
+            tried.send(fallback.Ask(1, 1, submit(), b"{}"))
+            await until(lambda: bool(events))
+            nursery.cancel_scope.cancel()
+        (broken,) = events
+        assert isinstance(broken, fallback.Broken)
+        assert not broken.refused
+        return str(broken.error.message)
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_ssl_over_tcp_listeners(0, context, host="localhost")
+        port = listener.transport_listener.socket.getsockname()[1]
+        nursery.start_soon(trio.serve_listeners, answer, [listener])
+        assert "self-signed certificate" in await reason(f"https://localhost:{port}/v1")
+        nursery.cancel_scope.cancel()
+    assert "TLS fails: WRONG_VERSION_NUMBER" in await reason(f"https://localhost:{http.port}/v1")
+    assert "cannot be reached: " in (refused := await reason("http://127.0.0.1:1/v1"))
+    assert not refused.endswith(": ")
 
 
 def test_the_engine_does_not_inherit_the_key() -> None:

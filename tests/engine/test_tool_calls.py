@@ -126,6 +126,23 @@ def test_calls_are_read_however_the_text_is_cut(name: str) -> None:
         assert "Let me <see> {it}: ".startswith(shown.text)
 
 
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_text_of_another_model_is_not_given_out_again(name: str) -> None:
+    """Also not where it ends in what may be the beginning of a call."""
+    syntax = SYNTAXES[name]
+    content = f"Let me {syntax.trigger[:-1]} <see> {{it}}: {syntax.trigger[:3]}" + syntax.written([("look", "{}")])
+    plain = content.index(syntax.trigger)
+    for cut, second in itertools.product(range(plain + 1), range(0, len(content), 7)):
+        reader = CallReader(syntax, str)
+        reader.begin(content[:cut])
+        given = [reader.feed(part) for part in (content[cut : max(cut, second)], content[max(cut, second) :])]
+        assert "".join(each.text for each in given) + reader.finish() == content[cut:plain]
+        assert [call for each in given for call in each.calls] == [ToolCall("0", "look", "{}")]
+        reader = CallReader(syntax, str)
+        reader.begin(content[:cut])
+        assert reader.finish() == ""
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +164,18 @@ def test_every_call_of_a_model_with_random_weights_is_valid(tiny: EngineProcess)
         several += len(found) > 1
     assert n_calls >= 8
     assert several > 0
+
+
+def test_an_answer_goes_on_from_a_text_of_another_model(tiny: EngineProcess) -> None:
+    given = "Let me <tool"
+    params = {**WARM, "max_tokens": 30, "logit_bias": [{"bias": 99.0, "token": tiny_models.BYTES + ord("a")}]}
+    events = tiny.run(QUESTION, tools=TOOLS, params=params, given=given)
+    assert set(text(events)) == {"a"}
+    # A text that ends in a mark: nothing but a call can follow.
+    params = {**WARM, "max_tokens": 200}
+    marked = tiny.run(QUESTION, tools=TOOLS, params=params, given="Let me see. <tool_call>")
+    assert text(marked) == ""
+    assert calls(marked) or marked[-1]["reason"] == "length"
 
 
 def test_an_answer_is_text_or_ends_with_calls(tiny: EngineProcess, tiny_path: Path) -> None:

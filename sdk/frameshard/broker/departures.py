@@ -52,7 +52,7 @@ class Departures:
         self._attempts += 1
         job.away.attempt, job.away.given = self._attempts, Given(job.request, now)
         body = fallback.question(job.request, self.model, job.seed)
-        self.asks.append(fallback.Ask(self._attempts, job.number, body, job.request.sampling.max_tokens))
+        self.asks.append(fallback.Ask(self._attempts, job.number, job.request, body))
 
     def forget(self, job: Job) -> None:
         """Called when a job has ended."""
@@ -114,7 +114,7 @@ def _begin(job: Job) -> None:
 
 
 def _finish(job: Job, given: Given, event: fallback.Finished, now: float) -> None:
-    job.deliver(given.end())
+    job.deliver(given.end(), calls=fallback.with_ids(event.calls, job.request.messages))
     first_at = given.first_at if given.n_pieces else now
     job.connection.done(
         job.request.job,

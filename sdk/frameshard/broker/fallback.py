@@ -1,4 +1,4 @@
-"""Jobs at the fallback server: which may go there, what it is asked, and the text that it gives. This module does no
+"""Jobs at the fallback server: which may go there, what it is asked, and the answer that it gives. This module does no
 I/O; :mod:`frameshard.broker.remote` has the connections, and :mod:`frameshard.broker.departures` decides when a job
 goes.
 
@@ -12,13 +12,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from frameshard.errors import FrameshardError
+from frameshard.errors import BadArgument, FrameshardError
 from frameshard.sentences import Marked, Splitter
 from frameshard.text import TextStream
 from frameshard.wire import messages as m
+from frameshard.wire import toolchecks
 
 MAX_REMOTE = 32
 """The most jobs that are at the server at once."""
@@ -32,11 +35,13 @@ MAX_NESTING = 64
 """Levels of a JSON schema that is sent. Deeper ones could be read here and then not be written, for want of stack."""
 
 _CARRIED = {
-    m.Submit: frozenset({"kind", "messages", "sampling"}),
+    m.Submit: frozenset({"kind", "messages", "sampling", "tools", "tool_choice"}),
     m.Sampling: frozenset(
         {"max_tokens", "temperature", "top_p", "seed", "stop", "json_schema", "frequency_penalty", "presence_penalty"}
     ),
-    m.ChatMessage: frozenset({"role", "content"}),
+    m.ChatMessage: frozenset({"role", "content", "tool_calls", "tool_call_id"}),
+    m.Tool: frozenset({"name", "description", "schema"}),
+    m.ToolCall: frozenset({"id", "name", "arguments"}),
 }
 """The fields that :func:`question` carries."""
 
@@ -53,8 +58,8 @@ class Ask:
     attempt: int
     """Its number; each try of a job has another one."""
     job: int
+    request: m.Submit
     body: bytes
-    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,27 @@ class Text:
     text: str
 
 
+class Call(NamedTuple):
+    """A call of a tool.
+
+    :param arguments: JSON.
+    """
+
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete. The numbers of tokens are those that the server reports; 0: none."""
+    """The answer is complete, and its calls are valid. The numbers of tokens are those that the server reports; 0:
+    none."""
 
     attempt: int
     job: int
     reason: m.Reason
     n_prompt: int
     n_generated: int
+    calls: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,13 +182,25 @@ def may_go(request: m.Submit) -> bool:
     """Whether the server can be asked for this job, and the client lets it go."""
     if request.local_only or request.kind != "chat" or not _is_carried(request, _OURS):
         return False
-    if any(message.role == "tool" for message in request.messages):
-        return False
     try:
-        schema = json.loads(request.sampling.json_schema or "{}")
-    except (ValueError, RecursionError):
-        return False  # the engine says what is wrong with it
-    return isinstance(schema, dict) and not _deeper_than(MAX_NESTING, schema)
+        schemas = [json.loads(request.sampling.json_schema or "{}"), *map(toolchecks.schema_of, request.tools)]
+        _check_tools(request)
+    except (ValueError, RecursionError, BadArgument):
+        return False  # the engine says what is wrong
+    return all(isinstance(schema, dict) and not _deeper_than(MAX_NESTING, schema) for schema in schemas)
+
+
+def _check_tools(request: m.Submit) -> None:
+    """
+    :raises BadArgument: a tool, the choice, or a call or a result in the messages is wrong.
+    """
+    toolchecks.check(request.tools, request.tool_choice)
+    if request.tools and request.sampling.json_schema:
+        raise BadArgument("json_schema: an answer with tools has no other form", field="json_schema")
+    names: dict[str, str] = {}
+    for message in request.messages:
+        toolchecks.check_message(message, names)
+        names |= {call.id: call.name for call in message.tool_calls}
 
 
 def _deeper_than(levels: int, value: Any) -> bool:
@@ -197,7 +226,7 @@ def question(request: m.Submit, model: str, seed: int) -> bytes:
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
-        "messages": [{"role": message.role, "content": message.content} for message in request.messages],
+        "messages": list(map(_message, request.messages)),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -213,4 +242,51 @@ def question(request: m.Submit, model: str, seed: int) -> bytes:
     if sampling.json_schema:
         form = {"name": "answer", "schema": json.loads(sampling.json_schema), "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": form}
+    if request.tools:
+        body["tools"] = [
+            _function(name=tool.name, description=tool.description, parameters=toolchecks.schema_of(tool))
+            for tool in request.tools
+        ]
+        choice = request.tool_choice
+        body["tool_choice"] = choice if choice in toolchecks.CHOICES else _function(name=choice)
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _message(message: m.ChatMessage) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.role == "tool":
+        told["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {"id": call.id, **_function(name=call.name, arguments=call.arguments)} for call in message.tool_calls
+        ]
+    return told
+
+
+def _function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
+
+
+def callable_tools(request: m.Submit) -> tuple[m.Tool, ...]:
+    """The tools that the answer may call."""
+    choice = request.tool_choice
+    return tuple(tool for tool in request.tools if choice in ("auto", "required", tool.name))
+
+
+def must_call(request: m.Submit) -> bool:
+    """The answer is calls, and no text."""
+    return request.tool_choice not in ("auto", "none")
+
+
+def with_ids(calls: Sequence[Call], messages: Sequence[m.ChatMessage]) -> tuple[m.ToolCall, ...]:
+    """The calls of an answer with ids that no call before them has. The server's own are not used: it may give one
+    twice, and the chat template of the model here may refuse them."""
+    taken = {call.id for message in messages for call in message.tool_calls}
+    made: list[m.ToolCall] = []
+    for call in calls:
+        call_id = ""
+        while not call_id or call_id in taken:
+            call_id = "".join(secrets.choice(toolchecks.CALL_ID_CHARS) for _ in range(toolchecks.CALL_ID_LENGTH))
+        taken.add(call_id)
+        made.append(m.ToolCall(call_id, call.name, call.arguments))
+    return tuple(made)

@@ -110,10 +110,11 @@ def serve(
 
 def _open_remote(config: ServeConfig) -> Remote:
     """
-    :raises BadArgument: httpx is not installed, or the server's key cannot be read.
+    :raises BadArgument: a package is not installed, or the server's key cannot be read.
     """
-    if importlib.util.find_spec("httpx") is None:
-        raise BadArgument("fallback: this needs httpx: pip install 'frameshard[fallback]'", field="fallback")
+    for package in ("httpx", "jsonschema"):
+        if importlib.util.find_spec(package) is None:
+            raise BadArgument(f"fallback: this needs {package}: pip install 'frameshard[fallback]'", field="fallback")
     from frameshard.broker.remote import open_remote
 
     return open_remote(config)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,9 @@ import trio
 
 from frameshard.broker import fallback
 from frameshard.broker.answer import AnswerReader, BadAnswer
+from frameshard.broker.arguments import ArgumentChecker, CannotBeChecked
 from frameshard.errors import BadArgument, ConnectionLost, FrameshardError, internal
+from frameshard.wire import messages as m
 from frameshard.wire.launch import ServeConfig
 
 logger = logging.getLogger("frameshard.broker")
@@ -70,6 +72,7 @@ class Remote:
             trust_env=False,
         )
         self._send, self._receive = trio.open_memory_channel[fallback.Command](float("inf"))
+        self._checker = ArgumentChecker()
         self._scopes: dict[int, trio.CancelScope] = {}
         self._last_failure = ""
 
@@ -82,13 +85,14 @@ class Remote:
 
         :param on_event: called with what becomes of the attempts.
         """
-        async with self._client, trio.open_nursery() as nursery:
-            async for command in self._receive:
-                if isinstance(command, fallback.Ask):
-                    scope = self._scopes[command.attempt] = trio.CancelScope()
-                    nursery.start_soon(self._attempt, command, scope, on_event)
-                elif (dropped := self._scopes.pop(command.attempt, None)) is not None:
-                    dropped.cancel()
+        with closing(self._checker):
+            async with self._client, trio.open_nursery() as nursery:
+                async for command in self._receive:
+                    if isinstance(command, fallback.Ask):
+                        scope = self._scopes[command.attempt] = trio.CancelScope()
+                        nursery.start_soon(self._attempt, command, scope, on_event)
+                    elif (dropped := self._scopes.pop(command.attempt, None)) is not None:
+                        dropped.cancel()
 
     async def _attempt(
         self, ask: fallback.Ask, scope: trio.CancelScope, on_event: Callable[[fallback.Event], None]
@@ -100,28 +104,58 @@ class Remote:
 
     async def _outcome(self, ask: fallback.Ask, on_event: Callable[[fallback.Event], None]) -> fallback.Event:
         """The last event of an attempt."""
-        reader = AnswerReader(ask.max_tokens)
-        failure, refused = "it takes too long", False
+        tools = fallback.callable_tools(ask.request)
+        reader = AnswerReader(
+            ask.request.sampling.max_tokens,
+            [tool.name for tool in tools],
+            must_call=fallback.must_call(ask.request),
+        )
+        failure: _Failed | None = await self._ask(ask, reader, on_event)
+        if reader.reason is not None:  # what fails after the end of the answer does no harm
+            failure = await self._check_calls(reader, tools)
+            if failure is None:
+                self._last_failure = ""
+                n_generated = max(reader.n_generated, reader.n_parts)  # a part has a token or more
+                return fallback.Finished(
+                    ask.attempt, ask.job, reader.reason, reader.n_prompt, n_generated, reader.calls
+                )
+        assert failure is not None
+        if str(failure) != self._last_failure:  # not once for each job
+            logger.warning("the fallback server fails: %s", failure)
+            self._last_failure = str(failure)
+        why: FrameshardError = ConnectionLost(f"the fallback server fails: {failure}")
+        return fallback.Broken(ask.attempt, ask.job, why, failure.refused)
+
+    async def _ask(
+        self, ask: fallback.Ask, reader: AnswerReader, on_event: Callable[[fallback.Event], None]
+    ) -> _Failed:
+        """Reads the answer.
+
+        :returns: why it has no end, if it has none.
+        """
         try:
             with trio.move_on_after(TOTAL_S) as limit:
                 async with self._response(ask.body) as response:
                     await self._read(ask, response, reader, limit, on_event)
-                failure = ""
+                return _Failed("it cuts an answer off")
         except _Failed as error:
-            failure, refused = str(error), error.refused
+            return error
         except BadAnswer as error:
-            failure = str(error)
+            return _Failed(str(error))
         except Exception as error:
-            failure = f"{internal(logger, 'an attempt', error).name} error"
-        if reader.reason is not None:  # what fails after the last text does no harm
-            self._last_failure = ""
-            return fallback.Finished(ask.attempt, ask.job, reader.reason, reader.n_prompt, reader.n_generated)
-        failure = failure or "it cuts an answer off"
-        if failure != self._last_failure:  # not once for each job
-            logger.warning("the fallback server fails: %s", failure)
-            self._last_failure = failure
-        why: FrameshardError = ConnectionLost(f"the fallback server fails: {failure}")
-        return fallback.Broken(ask.attempt, ask.job, why, refused)
+            return _Failed(f"{internal(logger, 'an attempt', error).name} error")
+        return _Failed("it takes too long")
+
+    async def _check_calls(self, reader: AnswerReader, tools: Sequence[m.Tool]) -> _Failed | None:
+        try:
+            await self._checker.check(reader.calls, tools)
+        except BadAnswer as error:
+            return _Failed(str(error))
+        except CannotBeChecked as error:
+            return _Failed(str(error), refused=True)
+        except Exception as error:
+            return _Failed(f"{internal(logger, 'the check of a call', error).name} error")
+        return None
 
     @asynccontextmanager
     async def _response(self, body: bytes) -> AsyncIterator[httpx.Response]:
@@ -132,7 +166,7 @@ class Remote:
                 self._check(response)
                 yield response
         except httpx.ConnectError as error:  # the connection is not made, so nothing of the request is in its text
-            raise _Failed(f"it cannot be reached: {error}") from None
+            raise _Failed(f"it cannot be reached: {_reason(error)}") from None
         except httpx.TimeoutException:
             raise _Failed("it is silent for too long") from None
         except httpx.HTTPError as error:
@@ -165,6 +199,18 @@ class Remote:
                 return
             if reader.reason is not None:
                 limit.deadline = min(limit.deadline, trio.current_time() + LINGER_S)
+
+
+def _reason(error: BaseException) -> str:
+    """Why there is no connection. If TLS fails, httpx does not say why; OpenSSL's reason has no word of the server."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not accepted: {cause.verify_message}"
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS fails: {cause.reason}"
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
 
 
 def open_remote(config: ServeConfig) -> Remote:

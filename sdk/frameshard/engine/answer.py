@@ -91,7 +91,9 @@ class Answer:
         if self._given_left:
             self._given_left -= 1
             text, self._begin = self._begin, ""
-            return self._given(Parts(text))
+            if self._calls is not None:
+                self._calls.begin(text)
+            return self._cut(text)
         before = self._channels.active
         parts = self._channels.push(self._decoder.decode(self._marker_pieces.get(token, piece)))
         self._limit.add(before, self._channels.active, ends=ends)
@@ -107,8 +109,12 @@ class Answer:
         if self._calls is not None:
             text, calls = self._calls.feed(text)
             text += self._calls.finish() if last else ""
+        return self._cut(text, parts.thought, calls, last=last)
+
+    def _cut(self, text: str, thought: str = "", calls: tuple[m.ToolCall, ...] = (), *, last: bool = False) -> Given:
+        """Cuts the text at stop strings and sentences."""
         text = self._text.push(text) + (self._text.finish() if last else "")
         ends: tuple[int, ...] = ()
         if self._splitter is not None:
             text, ends = self._splitter.feed(text, last=last)
-        return Given(text, ends, parts.thought, calls)
+        return Given(text, ends, thought, calls)

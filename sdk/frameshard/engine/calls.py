@@ -34,6 +34,8 @@ class CallReader:
         self._syntax = syntax
         self._make_id = make_id
         self._held = ""
+        self._n_begun = 0
+        """How many characters of the held text are of :meth:`begin`."""
         self._calling = must_call
         self._n_calls = 0
         self._before = syntax.begin
@@ -46,6 +48,11 @@ class CallReader:
         """The last thing in the answer is a whole call."""
         return self._ended
 
+    def begin(self, text: str) -> None:
+        """Adds a text from another model, with which the answer begins. It is not returned."""
+        self.feed(text)
+        self._n_begun = len(self._held)
+
     def feed(self, text: str) -> Taken:
         """Adds text, and returns what is certain now."""
         self._held += text
@@ -57,12 +64,13 @@ class CallReader:
             begin = len(self._held) - held_back(self._held, [trigger])
         else:
             self._calling = True
-        plain, self._held = self._held[:begin], self._held[begin:]
+        plain, self._held = self._held[self._n_begun : begin], self._held[begin:]
+        self._n_begun = max(0, self._n_begun - begin)
         return Taken(plain, self._calls() if self._calling else ())
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the answer. A call that is not whole is dropped."""
-        held, self._held = ("" if self._calling else self._held), ""
+        held, self._held = ("" if self._calling else self._held[self._n_begun :]), ""
         return held
 
     def _calls(self) -> tuple[m.ToolCall, ...]:

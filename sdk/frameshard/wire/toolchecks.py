@@ -17,7 +17,7 @@ CALL_ID_LENGTH = 9
 """Ids of calls have this form because some chat templates take no other."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def check(tools: Sequence[m.Tool], choice: str) -> None:
