@@ -28,9 +28,7 @@ EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
 INTERFACE_VERSION = 2
-_LIBRARY = {"win32": "frameshard_device.dll", "darwin": "libframeshard_device.dylib"}.get(
-    sys.platform, "libframeshard_device.so"
-)
+_FILE = {"win32": "{}.dll", "darwin": "lib{}.dylib"}.get(sys.platform, "lib{}.so")
 
 
 class _Config(ctypes.Structure):
@@ -255,8 +253,11 @@ def check_llama_cpp_python() -> None:
         )
 
 
-def _ggml() -> ctypes.CDLL:
-    """The libggml that llama_cpp has loaded. A second copy in the process would have a device registry of its own.
+_AbortCallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+
+def _loaded(library: str) -> ctypes.CDLL:
+    """A library that llama_cpp has loaded. A second copy in the process would have a device registry of its own.
 
     :raises Unsupported: it was compiled for a CPU with other features.
     """
@@ -264,23 +265,34 @@ def _ggml() -> ctypes.CDLL:
 
     cpu.check()
     directory = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
-    names = {"win32": "ggml.dll", "darwin": "libggml.dylib"}
-    ggml = ctypes.CDLL(str(directory / names.get(sys.platform, "libggml.so")))
+    return ctypes.CDLL(str(directory / _FILE.format(library)))
+
+
+def _ggml() -> ctypes.CDLL:
+    """The registry of devices."""
+    ggml = _loaded("ggml")
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    for name in ("name", "type", "description", "by_name"):
-        function = getattr(ggml, f"ggml_backend_dev_{name}")
-        function.argtypes = [ctypes.c_char_p if name == "by_name" else ctypes.c_void_p]
-    ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
-    ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+    ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
     return ggml
 
 
-_AbortCallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+def _ggml_base() -> ctypes.CDLL:
+    """The devices' own functions. On Windows a library does not pass on those of the libraries that it uses."""
+    base = _loaded("ggml-base")
+    for name in ("name", "type", "description"):
+        getattr(base, f"ggml_backend_dev_{name}").argtypes = [ctypes.c_void_p]
+    base.ggml_backend_dev_name.restype = ctypes.c_char_p
+    base.ggml_backend_dev_description.restype = ctypes.c_char_p
+    base.ggml_set_abort_callback.argtypes = [_AbortCallback]
+    base.ggml_set_abort_callback.restype = ctypes.c_void_p
+    return base
+
+
 _on_abort: Any = None  # ggml keeps the pointer for the life of the process
 
 
@@ -289,10 +301,7 @@ def on_abort(tell: Callable[[str], None]) -> None:
     message. The process aborts when `tell` returns."""
     global _on_abort
     _on_abort = _AbortCallback(lambda why: tell((why or b"").decode("utf-8", "replace")))
-    ggml = _ggml()
-    ggml.ggml_set_abort_callback.argtypes = [_AbortCallback]
-    ggml.ggml_set_abort_callback.restype = ctypes.c_void_p
-    ggml.ggml_set_abort_callback(_on_abort)
+    _ggml_base().ggml_set_abort_callback(_on_abort)
 
 
 _GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
@@ -305,10 +314,10 @@ def gpu_devices() -> list[str]:
 
 def described_gpus() -> list[tuple[str, str]]:
     """The names and descriptions of the GPUs that this build of ggml can use."""
-    ggml = _ggml()
+    ggml, base = _ggml(), _ggml_base()
     found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-    gpus = [device for device in found if ggml.ggml_backend_dev_type(device) in _GPU_TYPES]
-    texts = (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+    gpus = [device for device in found if base.ggml_backend_dev_type(device) in _GPU_TYPES]
+    texts = (base.ggml_backend_dev_name, base.ggml_backend_dev_description)
     described = [tuple(text(device).decode("utf-8", "replace") for text in texts) for device in gpus]
     return [(name, about) for name, about in described if not name.startswith("FRAMESHARD")]
 
@@ -325,7 +334,7 @@ def device_handle(name: str) -> int:
 
 
 def _library_path() -> Path:
-    path = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or Path(__file__).parent / _LIBRARY)
+    path = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or Path(__file__).parent / _FILE.format("frameshard_device"))
     if not path.exists():
         raise errors.VersionMismatch(
             f"the shard device library {path.name} is not installed with the package: reinstall frameshard "

@@ -70,7 +70,7 @@ def patched_engine(patch: str) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
 
 
-ABORT = "native._ggml().ggml_abort(b'here.c', 7, b'it cannot be')"
+ABORT = "native._ggml_base().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
 async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, *after: int) -> None:
