@@ -57,8 +57,9 @@ bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C 
 	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings-asan $(BIN)/python -m pytest -k "c- or cpp- or test_program" \
 	  tests/conformance/test_scenarios.py tests/bindings/test_native.py
 
-windows: $(VENV)/installed ## the C client cross-compiled by MinGW-w64, its codec and process tests under Wine
+windows: $(VENV)/installed ## C client, llama.cpp and shard device cross-compiled by MinGW-w64; their tests under Wine
 	bindings/c/windows/build.sh build/windows
+	native/windows/build.sh build/windows
 
 FUZZ_S ?= 600
 fuzz: $(VENV)/installed ## libFuzzer on what the C client reads, FUZZ_S seconds (600); needs clang

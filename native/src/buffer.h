@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kv_cache.h"
+#include "system.h"
 #include "tensors.h"
 
 namespace fsd {
@@ -39,11 +40,5 @@ template <typename F> void each_inner(const Buffer &b, size_t offset, size_t siz
         use(run.address ? &raw : nullptr, run.from, run.bytes);
     }
 }
-
-// Zeroed host memory; pages that are never touched take no RAM. Null when the system refuses.
-char *reserve_addresses(size_t size);
-void release_addresses(char *p, size_t size);
-// Gives the pages of a range back to the system; on Linux and macOS they may read as zeros from then on.
-void forget_pages(char *p, size_t size);
 
 } // namespace fsd

@@ -1,5 +1,7 @@
 #include "emulated.h"
 
+#include "system.h"
+
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
@@ -20,15 +22,6 @@
 #include <thread>
 #include <vector>
 
-#if defined(_WIN32)
-#define NOMINMAX
-#include <windows.h>
-#else
-#include <sys/mman.h>
-#endif
-#if defined(__linux__)
-#include <sys/prctl.h>
-#endif
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 #endif
@@ -161,7 +154,7 @@ class CopyLink {
         const time_point end = free_at;
         lock.unlock();
         if (end - clock_type::now() > kShortestSleep) {
-            std::this_thread::sleep_until(end);
+            fsd::sleep_until(end);
         }
         return end;
     }
@@ -351,9 +344,7 @@ bool Stream::next(Task &out) {
 }
 
 void Stream::work() {
-#if defined(__linux__)
-    prctl(PR_SET_TIMERSLACK, 1000ul); // nanoseconds; the default of 50 us is as long as a copy
-#endif
+    fsd::wake_exactly(); // Linux may delay a wake-up by 50 us, as long as a copy takes
     Task t;
     while (next(t)) {
         t.run(*this, std::max(t.enqueued, ready));
@@ -420,37 +411,12 @@ ggml_backend_buffer_t buffer_of(const ggml_tensor *tensor) {
 
 // --- buffer ---
 
-void *map_memory(size_t size) {
-#if defined(_WIN32)
-    return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
-#else
-    // Mapped, so that a free returns the pages at once, like cudaFree.
-    void *p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
-        return nullptr;
-    }
-#if defined(MADV_HUGEPAGE)
-    madvise(p, size, MADV_HUGEPAGE); // faults of 4 KiB pages would take longer than the copy
-#endif
-    return p;
-#endif
-}
-
-void unmap_memory(void *p, size_t size) {
-#if defined(_WIN32)
-    (void)size;
-    VirtualFree(p, 0, MEM_RELEASE);
-#else
-    munmap(p, size);
-#endif
-}
-
 void buffer_free(ggml_backend_buffer_t buffer) {
     Emulated &d = device_of(buffer);
     if (d.config.faults.free_ms > 0) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(d.config.faults.free_ms));
+        fsd::sleep_for(std::chrono::milliseconds(d.config.faults.free_ms));
     }
-    unmap_memory(buffer->context, buffer->size);
+    fsd::release_addresses((char *)buffer->context, buffer->size);
     std::lock_guard<std::mutex> lock(d.ledger);
     d.used -= buffer->size;
 }
@@ -558,12 +524,13 @@ ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
         d.peak = std::max(d.peak, d.used);
     }
     // Counted before it is mapped, so that two threads cannot both take the last bytes.
-    void *memory = map_memory(size);
+    char *memory = fsd::reserve_addresses(size); // a free returns the pages at once, like cudaFree
     if (memory == nullptr) {
         std::lock_guard<std::mutex> lock(d.ledger);
         d.used -= size;
         return nullptr;
     }
+    fsd::prefer_large_pages(memory, size); // faults of 4 KiB pages would take longer than the copy
     return ggml_backend_buffer_init(buft, kBuffer, memory, size);
 }
 

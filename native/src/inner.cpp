@@ -2,6 +2,7 @@
 
 #include "layout.h"
 #include "pacing.h"
+#include "system.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -39,7 +40,9 @@ bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
     this->copy_bytes = copy_bytes;
     // ggml-cuda registers host memory only if this is set. llama.cpp's own use of it does not apply to our buffers.
-    setenv("GGML_CUDA_REGISTER_HOST", "1", 0);
+    if (!std::getenv("GGML_CUDA_REGISTER_HOST")) {
+        set_environment("GGML_CUDA_REGISTER_HOST", "1");
+    }
     if (!open_streams()) {
         close_streams();
         dev = nullptr;

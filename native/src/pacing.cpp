@@ -1,20 +1,11 @@
 #include "pacing.h"
 
+#include "system.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
-
-#if defined(_WIN32)
-#include <windows.h>
-#else
-#include <cerrno>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
-#endif
 
 namespace fsd {
 
@@ -35,16 +26,6 @@ static constexpr ModeLimits kModeLimits[] = {{0.03, 0.0, 0.0, 0.0}, {0.10, 0.8, 
 // Limits for a host that does not say how long it uses the GPU: its whole frame counts as busy.
 static constexpr double kLeastShare = 0.04;
 static constexpr double kBlindShare = 0.30;
-
-uint64_t clock_ns() {
-#if defined(__APPLE__)
-    return clock_gettime_nsec_np(CLOCK_MONOTONIC_RAW);
-#else
-    return (uint64_t)std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-#endif
-}
 
 // ------------------------------------------------------------------------------------------------------------- decision
 
@@ -138,50 +119,9 @@ void FramePacer::ran(uint64_t start, uint64_t end) {
 
 // ----------------------------------------------------------------------------------------------------------------- frame block
 
-static FrameBlock *map_block(const char *path, std::string &why) {
-#if defined(_WIN32)
-    HANDLE file = CreateFileA(path, GENERIC_READ | GENERIC_WRITE, FILE_SHARE_READ | FILE_SHARE_WRITE, nullptr,
-                              OPEN_EXISTING, 0, nullptr);
-    if (file == INVALID_HANDLE_VALUE) {
-        why = "cannot open the frame block";
-        return nullptr;
-    }
-    HANDLE mapping = CreateFileMappingA(file, nullptr, PAGE_READWRITE, 0, sizeof(FrameBlock), nullptr);
-    CloseHandle(file);
-    void *p = mapping ? MapViewOfFile(mapping, FILE_MAP_ALL_ACCESS, 0, 0, sizeof(FrameBlock)) : nullptr;
-    if (mapping) {
-        CloseHandle(mapping);
-    }
-    if (!p) {
-        why = "cannot map the frame block";
-        return nullptr;
-    }
-#else
-    const int fd = ::open(path, O_RDWR | O_CLOEXEC);
-    if (fd < 0) {
-        why = std::string("cannot open the frame block: ") + strerror(errno);
-        return nullptr;
-    }
-    struct stat st = {};
-    bool whole = fstat(fd, &st) == 0 && st.st_size == (off_t)sizeof(FrameBlock);
-#if defined(F_GET_SEALS)
-    // If the file shrank, reading the mapping would end this process.
-    const int seals = fcntl(fd, F_GET_SEALS);
-    whole = whole && (seals < 0 || (seals & F_SEAL_SHRINK));
-#endif
-    void *p = whole ? mmap(nullptr, sizeof(FrameBlock), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
-    ::close(fd);
-    if (p == MAP_FAILED) {
-        why = "the frame block is not a sealed file of " + std::to_string(sizeof(FrameBlock)) + " bytes";
-        return nullptr;
-    }
-#endif
-    return (FrameBlock *)p;
-}
-
 bool Pacing::open(const char *path, std::string &why) {
     FrameBlock *block = nullptr;
-    if (path && !(block = map_block(path, why))) {
+    if (path && !(block = (FrameBlock *)map_shared(path, sizeof(FrameBlock), why))) {
         return false;
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -254,7 +194,7 @@ bool Pacing::before_step(const std::function<bool()> &hurry) {
         if (hurry()) {
             return true;
         }
-        std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(at - now, kNap)));
+        sleep_for(std::chrono::nanoseconds(std::min(at - now, kNap)));
     }
 }
 

@@ -113,6 +113,4 @@ class Pacing {
     double waited_s_ = 0;
 };
 
-uint64_t clock_ns(); // the clock of the frame block's times
-
 } // namespace fsd

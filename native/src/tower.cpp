@@ -16,10 +16,6 @@
 #include <set>
 #include <thread>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace fsd {
 
 static Device &tower() {
@@ -123,9 +119,7 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     if (!c->base) {
         return nullptr;
     }
-#if defined(__linux__)
-    madvise(c->base, size, MADV_HUGEPAGE); // page faults took most of the time of a large copy
-#endif
+    prefer_large_pages(c->base, size); // page faults took most of the time of a large copy
     Device &t = tower();
     std::lock_guard<std::mutex> lock(t.graph_mutex);
     activations().push_back(c.get());

@@ -5,7 +5,8 @@ exactly the pinned llama-cpp-python: public headers and libraries of the install
 (ggml-backend-impl.h and its neighbours), which only the sdist of the same version carries. The sdist comes through pip
 (so its index and proxy settings hold), its hash is checked by pip, and only the headers are kept, in the user's cache.
 
-Prints a JSON object with ``version``, ``include``, ``lib`` and ``internal``.
+Prints a JSON object with ``version``, ``include``, ``lib`` and ``internal``. With ``--source DIR`` it unpacks the
+sdist into that new directory instead, for builds for another system.
 """
 
 import importlib.metadata
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 
 VERSION = "0.3.36"
 SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -57,36 +59,49 @@ def download(target: pathlib.Path) -> None:
     sys.exit(1)
 
 
-def internal() -> pathlib.Path:
-    """Directory with ggml's internal headers of the pinned version, filled on first use."""
-    final = cache_dir() / "headers" / f"{VERSION}-{SDIST_SHA256[:12]}"
-    if final.is_dir():
-        return final
+def unpack(archive: pathlib.Path, folder: str, target: pathlib.Path, wanted: Callable[[str], bool]) -> None:
+    """The files of one folder of the sdist for whose path in that folder `wanted` is true, into `target`."""
+    with tarfile.open(archive) as sdist:
+        for member in sdist:
+            name = member.name.partition("/")[2]
+            rest = name[len(folder) :]
+            if member.isfile() and name.startswith(folder) and wanted(rest):
+                source = sdist.extractfile(member)
+                if source is not None:
+                    path = target / rest
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with source, open(path, "wb") as copy:
+                        shutil.copyfileobj(source, copy)
+
+
+def from_sdist(final: pathlib.Path, folder: str, wanted: Callable[[str], bool]) -> None:
+    """Makes the directory `final` with files of the pinned sdist, as :func:`unpack` does. It appears complete."""
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".sdist-") as scratch:
         work = pathlib.Path(scratch)
-        print(f"taking ggml's internal headers from the llama-cpp-python {VERSION} sdist", file=sys.stderr)
+        print(f"taking {folder or 'all'} from the llama-cpp-python {VERSION} sdist", file=sys.stderr)
         download(work)
-        headers = work / "headers"
-        headers.mkdir()
-        with tarfile.open(work / f"llama_cpp_python-{VERSION}.tar.gz") as sdist:
-            for member in sdist:
-                name = member.name.partition("/")[2]
-                if member.isfile() and name.startswith(INTERNAL) and name.endswith(".h"):
-                    rest = name[len(INTERNAL) :]
-                    source = sdist.extractfile(member)
-                    if "/" not in rest and source is not None:
-                        with source, open(headers / rest, "wb") as copy:
-                            shutil.copyfileobj(source, copy)
+        made = work / "made"
+        unpack(work / f"llama_cpp_python-{VERSION}.tar.gz", folder, made, wanted)
         try:
-            headers.rename(final)
+            made.rename(final)
         except OSError:
             if not final.is_dir():  # else another build was faster
                 raise
+
+
+def internal() -> pathlib.Path:
+    """Directory with ggml's internal headers of the pinned version, filled on first use."""
+    final = cache_dir() / "headers" / f"{VERSION}-{SDIST_SHA256[:12]}"
+    if not final.is_dir():
+        from_sdist(final, INTERNAL, lambda path: "/" not in path and path.endswith(".h"))
     return final
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--source"]:
+        from_sdist(pathlib.Path(sys.argv[2]), "", lambda path: True)  # with .git, from which ggml takes its commit
+        sys.exit()
     public, libraries = installed()
     found = {"version": VERSION, "include": str(public), "lib": str(libraries), "internal": str(internal())}
     print(json.dumps(found))

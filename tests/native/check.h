@@ -21,6 +21,12 @@ struct TestRegistration {
     TestRegistration(const char *name, void (*run)()) { test_cases().push_back({name, run}); }
 };
 
+// The name of the test that runs.
+inline const char *&running_test() {
+    static const char *name = "";
+    return name;
+}
+
 #define TEST(name)                                                                                                     \
     static void test_##name();                                                                                         \
     static const TestRegistration registration_##name(#name, test_##name);                                             \
@@ -44,6 +50,7 @@ struct TestRegistration {
             }                                                                                                          \
             if (wanted) {                                                                                              \
                 std::fprintf(stderr, "%s\n", test.name);                                                               \
+                running_test() = test.name;                                                                            \
                 test.run();                                                                                            \
                 n_run++;                                                                                               \
             }                                                                                                          \

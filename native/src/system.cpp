@@ -1,0 +1,183 @@
+#include "system.h"
+
+#include <cstdlib>
+#include <thread>
+
+#if defined(_WIN32)
+#if !defined(NOMINMAX)
+#define NOMINMAX // libstdc++ sets it
+#endif
+#include <windows.h>
+#else
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
+
+namespace fsd {
+
+uint64_t clock_ns() {
+#if defined(__APPLE__)
+    return clock_gettime_nsec_np(CLOCK_MONOTONIC_RAW);
+#else
+    return (uint64_t)std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+#endif
+}
+
+void sleep_for(std::chrono::nanoseconds duration) { sleep_until(std::chrono::steady_clock::now() + duration); }
+
+#if defined(_WIN32)
+
+char *reserve_addresses(size_t size) {
+    return (char *)VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+}
+
+void release_addresses(char *p, size_t) { VirtualFree(p, 0, MEM_RELEASE); }
+
+void forget_pages(char *p, size_t size) { VirtualAlloc(p, size, MEM_RESET, PAGE_READWRITE); }
+
+void prefer_large_pages(void *, size_t) {} // they need a privilege that players do not have
+
+// Windows itself refuses to shrink a file while it is mapped.
+void *map_shared(const char *path, size_t size, std::string &why) {
+    auto failed = [&](const char *what) {
+        why = std::string("cannot ") + what + ": error " + std::to_string(GetLastError());
+        return nullptr;
+    };
+    wchar_t wide[MAX_PATH];
+    if (!MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, wide, MAX_PATH)) {
+        return failed("read the path of the frame block");
+    }
+    const DWORD share = FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE;
+    const HANDLE file = CreateFileW(wide, GENERIC_READ | GENERIC_WRITE, share, nullptr, OPEN_EXISTING, 0, nullptr);
+    if (file == INVALID_HANDLE_VALUE) {
+        return failed("open the frame block");
+    }
+    LARGE_INTEGER length = {};
+    if (!GetFileSizeEx(file, &length) || length.QuadPart != (LONGLONG)size) {
+        CloseHandle(file);
+        why = "the frame block is not a file of " + std::to_string(size) + " bytes";
+        return nullptr;
+    }
+    const HANDLE mapping = CreateFileMappingW(file, nullptr, PAGE_READWRITE, 0, (DWORD)size, nullptr);
+    void *p = mapping ? MapViewOfFile(mapping, FILE_MAP_ALL_ACCESS, 0, 0, size) : nullptr;
+    if (!p) {
+        failed("map the frame block");
+    }
+    if (mapping) {
+        CloseHandle(mapping);
+    }
+    CloseHandle(file);
+    return p;
+}
+
+// The sleeps of MinGW's C++ library end up to a millisecond early, and those of Microsoft's last until the next tick of the
+// system's clock, up to 15.6 ms.
+void sleep_until(std::chrono::steady_clock::time_point end) {
+    struct Timer {
+        Timer() {
+#if defined(CREATE_WAITABLE_TIMER_HIGH_RESOLUTION)
+            const DWORD exact = CREATE_WAITABLE_TIMER_HIGH_RESOLUTION;
+#else
+            const DWORD exact = 2; // older headers lack the name
+#endif
+            handle = CreateWaitableTimerExW(nullptr, nullptr, exact, TIMER_ALL_ACCESS);
+            if (!handle) { // before Windows 10 1803
+                handle = CreateWaitableTimerExW(nullptr, nullptr, 0, TIMER_ALL_ACCESS);
+            }
+        }
+        ~Timer() { CloseHandle(handle); }
+        HANDLE handle;
+    };
+    thread_local Timer timer;
+    for (;;) {
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(end - std::chrono::steady_clock::now());
+        if (left.count() <= 0) {
+            return;
+        }
+        LARGE_INTEGER due;
+        due.QuadPart = -(LONGLONG)((left.count() + 99) / 100); // relative, in 100 ns
+        if (SetWaitableTimer(timer.handle, &due, 0, nullptr, nullptr, FALSE)) {
+            WaitForSingleObject(timer.handle, INFINITE);
+        } else {
+            Sleep(1);
+        }
+    }
+}
+
+void wake_exactly() {}
+
+// Seen by libraries with the same C runtime. One with a runtime of its own took its copy of the environment when it was
+// loaded, or asks Windows.
+bool set_environment(const char *name, const char *value) { return _putenv_s(name, value ? value : "") == 0; }
+
+#else
+
+char *reserve_addresses(size_t size) {
+#if defined(MAP_NORESERVE)
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+#else
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#endif
+    void *p = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return p == MAP_FAILED ? nullptr : (char *)p;
+}
+
+void release_addresses(char *p, size_t size) { munmap(p, size); }
+
+void forget_pages(char *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
+
+void prefer_large_pages(void *p, size_t size) {
+#if defined(MADV_HUGEPAGE)
+    madvise(p, size, MADV_HUGEPAGE);
+#else
+    (void)p, (void)size;
+#endif
+}
+
+void *map_shared(const char *path, size_t size, std::string &why) {
+    const int fd = ::open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) {
+        why = std::string("cannot open the frame block: ") + strerror(errno);
+        return nullptr;
+    }
+    struct stat st = {};
+    bool whole = fstat(fd, &st) == 0 && st.st_size == (off_t)size;
+#if defined(F_GET_SEALS)
+    // If the file shrank, reading the mapping would end this process.
+    const int seals = fcntl(fd, F_GET_SEALS);
+    whole = whole && (seals < 0 || (seals & F_SEAL_SHRINK));
+#endif
+    void *p = whole ? mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    ::close(fd);
+    if (p == MAP_FAILED) {
+        why = "the frame block is not a sealed file of " + std::to_string(size) + " bytes";
+        return nullptr;
+    }
+    return p;
+}
+
+void sleep_until(std::chrono::steady_clock::time_point end) { std::this_thread::sleep_until(end); }
+
+void wake_exactly() {
+#if defined(__linux__)
+    prctl(PR_SET_TIMERSLACK, 1000ul); // nanoseconds; the default is 50 us
+#endif
+}
+
+bool set_environment(const char *name, const char *value) {
+    return (value && *value ? setenv(name, value, 1) : unsetenv(name)) == 0;
+}
+
+#endif
+
+} // namespace fsd

@@ -1,0 +1,34 @@
+// What differs between operating systems. No other file of the library asks which one it runs on.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace fsd {
+
+// Zeroed host memory; pages that are never touched take no RAM. Null when the system refuses.
+char *reserve_addresses(size_t size);
+void release_addresses(char *p, size_t size);
+// Gives the pages of a range back to the system; they may read as zeros from then on.
+void forget_pages(char *p, size_t size);
+// Backs a range with large pages where the system has them.
+void prefer_large_pages(void *p, size_t size);
+
+// Maps a file of exactly `size` bytes that cannot shrink while it is mapped, to read and write. The path is UTF-8. Null with
+// the reason in `why`.
+void *map_shared(const char *path, size_t size, std::string &why);
+
+uint64_t clock_ns(); // the clock of the frame block's times
+
+// Never return early, and are exact to well below a millisecond.
+void sleep_until(std::chrono::steady_clock::time_point end);
+void sleep_for(std::chrono::nanoseconds duration);
+// Lets the calling thread's waits and sleeps end as exactly as the system can.
+void wake_exactly();
+
+// Sets a variable of this process's environment, or removes it where the value is null or empty.
+bool set_environment(const char *name, const char *value);
+
+} // namespace fsd
