@@ -62,13 +62,14 @@ function hud.banner(text)
   g.printf(text, 140, 322, 1000, "center")
 end
 
-function hud.typed(text)
+-- The input line, with a hint as long as it is empty.
+function hud.typed(text, hint)
   g.setColor(0, 0, 0, 0.5)
   g.rectangle("fill", 40, 640, 640, 44, 10)
   g.setFont(fonts.line)
   if text == "" then
     g.setColor(1, 0.95, 0.85, 0.45)
-    g.print("Say something to Mira, then Enter", 58, 651)
+    g.printf(hint, 58, 651, 600)
   else
     g.setColor(1, 0.95, 0.85)
     local shown = text -- of a long line, its end is shown

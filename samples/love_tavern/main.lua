@@ -1,11 +1,12 @@
 -- Mira, the innkeeper, is a language model beside the game. Type something to her, and move the slider while she answers:
--- it sets the model's VRAM budget.
+-- it sets the model's VRAM budget. F5 saves what was said, F9 loads it, also after a restart.
 --
 --     love samples/love_tavern MODEL.gguf [--device emulated] [--python PATH]
 --     love samples/love_tavern MODEL.gguf --unattended [--screenshot SHOT.png]
 --
--- Unattended, three lines are asked and the slider moves down and up during each answer. The exit status is 1 if an answer
--- is missing or if the budget did not change in both directions during an answer.
+-- Unattended, three lines are asked and the slider moves down and up during each answer. Before the third line the
+-- conversation is saved, forgotten and loaded. The exit status is 1 if an answer or a saved message is missing, or if the
+-- budget did not change in both directions during an answer.
 
 local HERE = love.filesystem.getSource()
 package.path = HERE .. "/../../bindings/lua/?.lua;" .. package.path -- your own game has the file beside main.lua
@@ -25,9 +26,10 @@ local LINES = {
 local LESS_AT, SHOWN = 8, 10 -- unattended: tokens before the budget falls, and tokens with the small budget
 local READING_S = 1 -- pause between two lines, unattended
 
-local options = { device = "auto" }
+local options = { device = "auto", save = "mira.save" } -- the save is in LÖVE's directory for this game
 local sidecar, job, request, banner
 local typed, question, tokens, silent_s = "", nil, 0, 0
+local hint = "Say something to Mira, then Enter; F5 saves, F9 loads"
 local vram
 local asked, answers, shrinks, grows, given_back = 0, 0, 0, 0, false
 
@@ -36,7 +38,7 @@ local function read_arguments(arguments)
   while arguments[at] do
     local name = arguments[at]:match("^%-%-(%w+)$")
     if name == "unattended" then
-      options.unattended = true
+      options.unattended, options.save = true, "unattended.save"
     elseif name == "device" or name == "python" or name == "screenshot" then
       at = at + 1
       options[name] = arguments[at]
@@ -78,6 +80,26 @@ local function ask(text)
     end,
   })
   job.started = started
+end
+
+local function save()
+  local written, reason = love.filesystem.write(options.save, sidecar:save("mira"))
+  hint = written and "Saved; F9 loads it again" or "Not saved: " .. reason
+end
+
+local function load()
+  local data = love.filesystem.read(options.save)
+  if not data then
+    hint = "Nothing is saved yet; F5 saves"
+    return
+  end
+  local loaded, reason = pcall(sidecar.load, sidecar, data, "mira")
+  if not loaded then
+    hint = tostring(reason)
+    return
+  end
+  question, job = nil, nil
+  hint = ("Mira remembers %d messages"):format(#sidecar:history("mira"))
 end
 
 -- The slider may move every frame; a budget is proposed when the last proposal has its answer.
@@ -135,10 +157,21 @@ local function screenshot()
   end)
 end
 
+-- Saves the conversation and loads it again, as after a restart.
+local function restart()
+  local said = #sidecar:history("mira")
+  save()
+  sidecar:forget("mira")
+  load()
+  if hint ~= ("Mira remembers %d messages"):format(said) then
+    fail(hint)
+  end
+end
+
 local function play(dt)
   if job and not job.ended then
     if vram.budget < vram.full and tokens >= vram.changed_at + SHOWN then
-      if options.screenshot and asked == 2 then
+      if options.screenshot and asked >= 2 then
         screenshot()
       end
       vram.wanted = vram.full
@@ -155,7 +188,12 @@ local function play(dt)
     return
   elseif asked < #LINES then
     asked, given_back = asked + 1, false
+    if asked == #LINES then
+      restart()
+    end
     ask(LINES[asked])
+  elseif options.screenshot then
+    screenshot() -- an answer may end before its frame is drawn
   else
     print(("%d answers; %d shrinks and %d grows while she spoke"):format(answers, shrinks, grows))
     love.event.quit(answers == #LINES and shrinks > 0 and grows > 0 and 0 or 1)
@@ -222,7 +260,7 @@ function love.draw()
   if job and job.text ~= "" then
     hud.npc_says(job.text, scene.mouth)
   end
-  hud.typed(typed)
+  hud.typed(typed, hint)
   if vram then
     hud.slider(vram)
   end
@@ -243,6 +281,8 @@ function love.keypressed(key)
   elseif key == "return" and typed ~= "" and vram and not banner and not (job and not job.ended) then
     ask(typed)
     typed = ""
+  elseif (key == "f5" or key == "f9") and vram and not banner and not (job and not job.ended) then
+    (key == "f5" and save or load)()
   elseif vram and (key == "left" or key == "right") then
     vram.wanted = math.max(vram.floor, math.min(vram.full, vram.wanted + (key == "left" and -8 or 8) * MIB))
   end

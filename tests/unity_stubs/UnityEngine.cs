@@ -14,6 +14,7 @@ namespace UnityEngine
     public static class Application
     {
         public static string streamingAssetsPath => "";
+        public static string persistentDataPath => "";
     }
 
     public static class Debug

@@ -24,6 +24,10 @@ namespace Frameshard.Unity
         public event Action<string> OnResponse;
         public event Action<Exception> OnError;
 
+        /// <summary>Name of the conversation, for <see cref="Sidecar.Save"/>, <see cref="Sidecar.Load"/> and
+        /// <see cref="Sidecar.History"/>.</summary>
+        public string Conversation => conversation.Length > 0 ? conversation : name;
+
         /// <summary>Asks the character. The task ends with the whole answer, or with a
         /// <see cref="FrameshardException"/>.</summary>
         /// <exception cref="InvalidOperationException">There is no enabled FrameshardSidecar.</exception>
@@ -37,7 +41,7 @@ namespace Frameshard.Unity
                 cancellation.ThrowIfCancellationRequested();
                 _job = sidecar.Client.Ask(text, new JobOptions
                 {
-                    Conversation = conversation.Length > 0 ? conversation : name, System = persona,
+                    Conversation = Conversation, System = persona,
                     Sampling = new Sampling { MaxTokens = maxTokens, Temperature = temperature },
                     Sentences = OnSentence != null,
                 }, delta => OnToken?.Invoke(delta), cancellation);

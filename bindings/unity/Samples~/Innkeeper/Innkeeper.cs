@@ -1,4 +1,5 @@
 using System;
+using System.IO;
 using Frameshard;
 using Frameshard.Unity;
 using UnityEngine;
@@ -18,6 +19,7 @@ public sealed class Innkeeper : MonoBehaviour
     private bool _busy;
 
     private bool IsReady => _fullMb > 0 && sidecar.Error == null;
+    private static string SavePath => Path.Combine(Application.persistentDataPath, "innkeeper.save");
 
     private void Start()
     {
@@ -38,6 +40,9 @@ public sealed class Innkeeper : MonoBehaviour
         GUILayout.BeginArea(new Rect(20, 20, Screen.width - 40, Screen.height - 40));
         _question = GUILayout.TextField(_question);
         if (GUILayout.Button("Ask") && !_busy && IsReady) Ask(_question);
+        if (GUILayout.Button("Save") && !_busy && IsReady)
+            File.WriteAllBytes(SavePath, sidecar.Client.Save(npc.Conversation));
+        if (GUILayout.Button("Load") && !_busy && IsReady && File.Exists(SavePath)) Load();
         GUILayout.Label(_answer);
         GUILayout.Label(sidecar.Error == null ? "VRAM: " + _vram : $"{sidecar.Error.Name}: {sidecar.Error.Message}");
         _budgetMb = GUILayout.HorizontalSlider(_budgetMb, _floorMb, _fullMb);
@@ -64,6 +69,19 @@ public sealed class Innkeeper : MonoBehaviour
         finally
         {
             _busy = false;
+        }
+    }
+
+    private void Load()
+    {
+        try
+        {
+            sidecar.Client.Load(File.ReadAllBytes(SavePath), npc.Conversation);
+            _answer = $"She remembers {sidecar.Client.History(npc.Conversation).Count} messages.";
+        }
+        catch (FrameshardException error) // the file is damaged
+        {
+            _answer = error.Message;
         }
     }
 
