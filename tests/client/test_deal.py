@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +163,18 @@ async def test_notices_move_the_pool(model_path: Path) -> None:
             assert pool.held_bytes <= 120 * MIB
             talking.cancel_scope.cancel()
         nursery.cancel_scope.cancel()
+
+
+def test_the_program_of_the_document_runs(model_path: Path, tmp_path: Path) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "lease.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", document, flags=re.DOTALL)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 15
+    (tmp_path / "deal.py").write_text(block)
+    result = subprocess.run([sys.executable, str(tmp_path / "deal.py")], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    pairs = [tuple(map(int, re.findall(r"(\d+) MiB", line))) for line in result.stdout.splitlines()]
+    assert len(pairs) == 6
+    assert all(pool + sidecar <= 128 for pool, sidecar in pairs)
 
 
 @in_trio
