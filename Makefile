@@ -44,6 +44,7 @@ lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
 generate: $(VENV)/installed ## rewrite what mirrors sdk/frameshard/wire: PROTOCOL.md's tables, vectors, parts of the bindings
 	PYTHONPATH=sdk $(BIN)/python bindings/generate
 	PYTHONPATH=sdk $(BIN)/python tests/conformance/make_vectors.py
+	PYTHONPATH=sdk $(BIN)/python tests/conformance/make_arbiter.py
 
 # FRAMESHARD_BINDINGS tells the tests where the C library is; with it none of them is skipped.
 bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C and C++ also under ASan with UBSan

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -264,3 +267,12 @@ def test_wrong_parameters_are_refused() -> None:
         Arbiter(0, step_bytes=1)
     with pytest.raises(RuntimeError, match="no step"):
         Arbiter(1, step_bytes=1).released(1)
+
+
+def test_the_runs_for_the_other_languages_are_fresh() -> None:
+    """bindings/arbiter.json, which the C library repeats, has what the arbiter decides."""
+    script = Path(__file__).parent / "conformance" / "make_arbiter.py"
+    made = runpy.run_path(str(script))
+    assert made["FILE"].read_text() == made["text"](), "run `make generate`"
+    states = {call[4] for run in json.loads(made["text"]()) for call in run["calls"] if call[0] == "decide"}
+    assert states == {0, 1, 2}

@@ -39,9 +39,12 @@ def test_the_unreal_layer_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BUILT is None, reason="`make bindings` runs this one")
-@pytest.mark.parametrize("program", ["codec_vectors", "growth", "saves", "host", "idle", "game", "unreal_layer"])
+@pytest.mark.parametrize(
+    "program", ["arbiter", "codec_vectors", "growth", "saves", "host", "idle", "game", "unreal_layer"]
+)
 def test_program(program: str, model_path: Path, mmproj_path: Path) -> None:
     arguments: dict[str, list[str | Path]] = {
+        "arbiter": [REPO / "bindings" / "arbiter.json"],
         "codec_vectors": [REPO / "bindings" / "vectors"],
         "saves": [REPO / "bindings" / "saves"],
         "idle": [model_path, sys.executable],

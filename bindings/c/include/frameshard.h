@@ -706,6 +706,61 @@ FS_API fs_status fs_embed(fs_client *client, const char *const *texts, const int
 /* Ends the sidecar for all its clients, even if another program has launched it. FS_EVENT_CLOSED follows. [client] */
 FS_API fs_status fs_shutdown(fs_client *client);
 
+/* ---- VRAM shared with a streaming pool --------------------------------------------------------------------------- */
+
+/* Decides how the VRAM that the system grants is divided between a game's pool of streamed textures and the sidecar
+ * (docs/lease.md, "The deal with a texture pool"). It does no I/O: in each frame the host gives fs_arbiter_decide the
+ * figures, holds its pool to the limit, and proposes the lease that comes back, if one does. It is independent of clients.
+ * [arbiter] means: any thread may call the function, but only one at a time for the same arbiter. Sizes are at most
+ * 2^52 bytes. */
+typedef struct fs_arbiter fs_arbiter;
+
+/* Makes an arbiter for a sidecar that runs with `budget_bytes`. Its later budgets are multiples of `step_bytes`, which is
+ * also the least growth. It grows into room that has been there for `dwell_s` (0..3600). If `may_park` is not 0, it is
+ * parked when the pool wants what the floor leaves; else it keeps its floor. On success the caller owns *arbiter and must
+ * close it with fs_arbiter_close; on failure *arbiter is NULL. [any thread] */
+FS_API fs_status fs_arbiter_open(uint64_t budget_bytes, uint64_t step_bytes, double dwell_s, int32_t may_park,
+                                 fs_arbiter **arbiter);
+
+/* Frees the arbiter. `arbiter` may be NULL. [arbiter] */
+FS_API void fs_arbiter_close(fs_arbiter *arbiter);
+
+/* What pool and sidecar need. */
+typedef struct fs_vram_needs {
+    uint32_t struct_size;          /* sizeof(fs_vram_needs), set by the caller */
+    uint32_t reserved;             /* 0 */
+    uint64_t grant_bytes;          /* VRAM that both may hold together */
+    uint64_t pool_held_bytes;      /* what the pool holds; what it has evicted counts until the driver has freed it */
+    uint64_t pool_now_bytes;       /* wanted for what is in view */
+    uint64_t pool_soon_bytes;      /* wanted for what comes into view within the next frames */
+    uint64_t sidecar_floor_bytes;  /* the smallest budget of the sidecar */
+    uint64_t sidecar_useful_bytes; /* the smallest budget at which fs_get_plan predicts about the best rate; or less, if
+                                      the sidecar gives back */
+} fs_vram_needs;
+
+/* What holds from now on. */
+typedef struct fs_vram_decision {
+    uint32_t struct_size;       /* sizeof(fs_vram_decision), set by the caller */
+    int32_t state;              /* 0: propose nothing. Else propose a lease with this state, FS_LEASE_... */
+    uint64_t pool_limit_bytes;  /* the pool may hold so much; if it holds more, it must evict */
+    uint64_t vram_budget_bytes; /* the budget to propose; 0 with FS_LEASE_PARKED */
+} fs_vram_decision;
+
+/* Divides the grant anew. Call it in each frame; `now_s` is in seconds by any clock that does not go back. [arbiter] */
+FS_API fs_status fs_arbiter_decide(fs_arbiter *arbiter, double now_s, const fs_vram_needs *needs,
+                                   fs_vram_decision *decision);
+
+/* Call it after FS_EVENT_BUDGET_RELEASED for the proposed lease, with the event's used_bytes; after FS_DEADLINE_MISSED
+ * with those of fs_get_budget. Returns FS_BAD_ARGUMENT if no lease is proposed. [arbiter] */
+FS_API fs_status fs_arbiter_released(fs_arbiter *arbiter, uint64_t used_bytes);
+
+/* Call it if the proposed lease was refused and changes nothing. No other one comes for the dwell time. Returns
+ * FS_BAD_ARGUMENT if no lease is proposed. [arbiter] */
+FS_API fs_status fs_arbiter_refused(fs_arbiter *arbiter, double now_s);
+
+/* Tells what the sidecar holds, now and then: more than its budget counts too. [arbiter] */
+FS_API fs_status fs_arbiter_holds(fs_arbiter *arbiter, uint64_t used_bytes);
+
 /* ---- sharing the GPU with frames ------------------------------------------------------------------------------- */
 
 /* How the GPU is shared between the host's frames and the sidecar. */
