@@ -148,21 +148,20 @@ bool Pacing::read(Frame &f) {
     }
     // Each load acquires, so that the second load of the sequence comes after all of them. ThreadSanitizer does not
     // understand fences.
-    auto load = [](const auto &field) { return __atomic_load_n(&field, __ATOMIC_ACQUIRE); };
     for (int attempt = 0; attempt < 16; attempt++) {
         const uint32_t before = b->sequence.load(std::memory_order_acquire);
         if (before & 1) {
             std::this_thread::yield();
             continue;
         }
-        f.flags = load(b->flags);
-        f.number = load(b->frame);
-        f.start = load(b->frame_start_ns);
-        f.target = load(b->target_frame_ns);
-        f.time = load(b->frame_time_ns);
-        f.gpu_busy = load(b->gpu_busy_ns);
-        f.budget_generation = load(b->budget_generation);
-        f.vram_budget_bytes = load(b->vram_budget_bytes);
+        f.flags = load_acquire(b->flags);
+        f.number = load_acquire(b->frame);
+        f.start = load_acquire(b->frame_start_ns);
+        f.target = load_acquire(b->target_frame_ns);
+        f.time = load_acquire(b->frame_time_ns);
+        f.gpu_busy = load_acquire(b->gpu_busy_ns);
+        f.budget_generation = load_acquire(b->budget_generation);
+        f.vram_budget_bytes = load_acquire(b->vram_budget_bytes);
         if (b->sequence.load(std::memory_order_relaxed) == before) {
             // The host's values are not trusted: frames last a second at most and do not start in the future.
             const uint64_t now = clock_ns();

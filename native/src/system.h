@@ -1,6 +1,7 @@
 // What differs between operating systems. No other file of the library asks which one it runs on.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -21,6 +22,17 @@ void prefer_large_pages(void *p, size_t size);
 void *map_shared(const char *path, size_t size, std::string &why);
 
 uint64_t clock_ns(); // the clock of the frame block's times
+
+// An atomic load of a field of shared memory that is no std::atomic.
+template <typename T> T load_acquire(const T &field) {
+#if defined(_MSC_VER) && !defined(__clang__)
+    const T value = *(const volatile T *)&field;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return value;
+#else
+    return __atomic_load_n(&field, __ATOMIC_ACQUIRE);
+#endif
+}
 
 // Never return early, and are exact to well below a millisecond.
 void sleep_until(std::chrono::steady_clock::time_point end);
