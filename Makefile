@@ -58,9 +58,10 @@ bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C 
 	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings-asan $(BIN)/python -m pytest -k "c- or cpp- or test_program" \
 	  tests/conformance/test_scenarios.py tests/bindings/test_native.py
 
-windows: $(VENV)/installed ## C client, llama.cpp and shard device cross-compiled by MinGW-w64; their tests under Wine
+windows: $(VENV)/installed ## all but the GPU for Windows: cross-compiled by MinGW-w64, tested under Wine
 	bindings/c/windows/build.sh build/windows
 	native/windows/build.sh build/windows
+	tests/windows/test.sh build/windows
 
 FUZZ_S ?= 600
 fuzz: $(VENV)/installed ## libFuzzer on what the C client reads, FUZZ_S seconds (600); needs clang

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +22,17 @@ import make_moe
 import thinking_models
 import tiny_models
 import tiny_vision
-from frameshard import models
+from frameshard import models, system
+
+EXCEPTIONS: dict[str, str] = {}
+"""Tests that do not run on this system: the start of their id, and why."""
+
+if sys.platform == "win32":
+    signal.SIGKILL = signal.SIGTERM  # os.kill ends a process at once with either
+    _lines = (Path(__file__).parent / "windows" / "exceptions.txt").read_text().splitlines()
+    EXCEPTIONS.update(line.split(None, 1) for line in _lines if not line.startswith("#"))
+
+collect_ignore = [start for start in EXCEPTIONS if start.endswith(".py")]
 
 # There is no deadline, because the machine may be busy with other tests.
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)
@@ -34,17 +44,29 @@ def one_at_a_time() -> Iterator[None]:
     """A lock, so that two processes of tests do not fetch or make the same file."""
     directory = models.cache_dir() / "tests"
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(directory / "lock", "w", opener=system.open_alone):
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests that do not run on this system."""
+    for item in items:
+        for start, why in EXCEPTIONS.items():
+            if item.nodeid.removeprefix("tests/").startswith(start):
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_directory() -> Iterator[None]:
     """Each process of tests has a runtime directory of its own: a launch removes the files of dead sidecars, also those
     of other tests."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("XDG_RUNTIME_DIR", directory)
+    where = None if sys.platform == "win32" else "/tmp"  # short, for sockets
+    with tempfile.TemporaryDirectory(dir=where) as directory, pytest.MonkeyPatch.context() as environment:
+        if sys.platform == "win32":
+            environment.setenv("XDG_CACHE_HOME", str(models.cache_dir().parent))
+            environment.setenv("LOCALAPPDATA", directory)
+        else:
+            environment.setenv("XDG_RUNTIME_DIR", directory)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ import zmq
 
 import frameshard
 from frameshard import errors
+from frameshard.broker import endpoint
 from frameshard.testing import fake_engine
 from frameshard.transport import Socket, configure
 from frameshard.wire import codec
@@ -82,6 +84,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def alive(pid: int) -> bool:
     """Whether the process is running. A zombie is not."""
+    if sys.platform == "win32":
+        return not _ends_within(pid, 0)
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -101,6 +105,9 @@ def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
     """
     started = time.monotonic()
     for pid in pids:
+        if sys.platform == "win32":
+            assert _ends_within(pid, max(0.0, started + timeout_s - time.monotonic())), pid
+            continue
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
             try:
@@ -109,6 +116,20 @@ def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:
                 os.close(fd)
             assert ended, [pid for pid in pids if alive(pid)]
     return time.monotonic() - started
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process has ended, or ends in so many seconds. For Windows."""
+    import _winapi
+
+    try:
+        process = _winapi.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
+    except OSError:
+        return True
+    try:
+        return _winapi.WaitForSingleObject(process, int(1000 * seconds)) == 0
+    finally:
+        _winapi.CloseHandle(process)
 
 
 async def until_ready(client: frameshard.Client, restarts: int = 0) -> None:
@@ -127,7 +148,10 @@ async def until_lost(client: frameshard.Client) -> None:
 
 
 def directory_of(info: frameshard.ConnectInfo) -> Path:
-    """The directory with the sidecar's socket."""
+    """The directory of the sidecar's launch."""
+    if info.endpoint.startswith("tcp:"):
+        files = [file for file in endpoint.running() if json.loads(file.read_bytes())["epoch"] == info.epoch]
+        return files[0].parent
     return Path(info.endpoint.removeprefix("ipc://")).parent
 
 
@@ -148,11 +172,32 @@ def host(script: str, *args: str) -> subprocess.Popen[str]:
 
 
 def freeze(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
+    if sys.platform == "win32":
+        _tell_windows(pid, "NtSuspendProcess")
+    else:
+        os.kill(pid, signal.SIGSTOP)
 
 
 def thaw(pid: int) -> None:
-    os.kill(pid, signal.SIGCONT)
+    if sys.platform == "win32":
+        _tell_windows(pid, "NtResumeProcess")
+    else:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _tell_windows(pid: int, call: str) -> None:
+    import _winapi
+    import ctypes
+
+    try:
+        process = _winapi.OpenProcess(0x0800, False, pid)  # PROCESS_SUSPEND_RESUME
+    except OSError as error:
+        raise ProcessLookupError(f"no process {pid}") from error
+    try:
+        status = getattr(ctypes.WinDLL("ntdll"), call)(ctypes.c_void_p(process))
+        assert status == 0, hex(status & 0xFFFFFFFF)
+    finally:
+        _winapi.CloseHandle(process)
 
 
 class RawPeer:

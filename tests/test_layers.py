@@ -13,12 +13,13 @@ import frameshard
 
 PACKAGE = Path(frameshard.__file__).parent
 
-# The subpackages and modules that each may import, besides itself. All may import errors, models and program.
+# The subpackages and modules that each may import, besides itself. All may import errors, models, program and system.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "models": set(),
     "program": set(),
     "confined": set(),
+    "system": set(),
     "frame": set(),
     "text": set(),
     "sentences": set(),
@@ -58,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {"arbiter", "client", "conversation", "deal", "images", "tools", "wire"},
 }
-EVERYONES = {"errors", "models", "program"}
+EVERYONES = {"errors", "models", "program", "system"}
 
 
 def room(path: Path) -> str:

@@ -30,7 +30,7 @@ import anyio
 import anyio.abc
 import zmq
 
-from frameshard import program
+from frameshard import program, system
 from frameshard.conversation import Conversations, LoadResult, Turn
 from frameshard.errors import (
     BadArgument,
@@ -1047,16 +1047,16 @@ class ClientScope:
 
     async def _start(self, config: ServeConfig) -> ConnectInfo:
         with _open_log(self._log) as log:
-            command = program.command("frameshard.broker", "--log-fd", str(log))
             try:
-                self._sidecar = await anyio.open_process(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,  # until it writes to the log itself: see broker/__main__.py
-                    pass_fds=(log,),
-                    start_new_session=True,  # Ctrl-C in the terminal must reach the host only
-                )
+                with system.inheriting(log) as child:
+                    command = program.command("frameshard.broker", "--log-fd", child.name)
+                    self._sidecar = await anyio.open_process(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,  # until it writes to the log itself: see broker/__main__.py
+                        **child.options,
+                    )
             except OSError as error:
                 raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
             output = bytearray()

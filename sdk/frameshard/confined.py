@@ -32,10 +32,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-try:
+if sys.platform != "win32":
     import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 PATIENCE_S = 60.0
 """The longest wait for an answer, in seconds. The process limits its own CPU time; this limit is for a process that was
@@ -166,7 +164,7 @@ class _Process:
 def _limit_cpu(seconds: float) -> None:
     """Ends the process after so much CPU time; 0 turns the limit off. The timer's signal has no handler, so it ends the
     process even inside one long operation."""
-    if hasattr(signal, "setitimer"):
+    if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -176,7 +174,7 @@ def serve(worker: str) -> None:
     :param worker: path of the worker file.
     """
     names = runpy.run_path(worker)
-    if resource is not None:
+    if sys.platform != "win32":
         resource.setrlimit(resource.RLIMIT_AS, (names["MEMORY_BYTES"], names["MEMORY_BYTES"]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     work, answers = names["Worker"](), sys.stdout.buffer

@@ -1,19 +1,21 @@
 """Prepares the images of a request. Small ones are sent in the message, larger ones through shared memory.
 
 On Linux the shared memory is a memory file, sealed after it is written. It cannot change, and the kernel removes it
-when the last process has closed it. Elsewhere it is a temporary file of this user.
+when the last process has closed it. Elsewhere it is a file in a directory of this user, which Windows removes when this
+process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from frameshard import system
 from frameshard.errors import BadArgument
 from frameshard.wire import messages as m
 
@@ -43,7 +45,7 @@ class SharedImages:
     """The images of one job. :attr:`wire` has them for the request. Close it when the job has ended.
 
     :param images: each is the bytes of an image or sound file, or :class:`Pixels`.
-    :raises BadArgument: an image is empty or too large.
+    :raises BadArgument: an image is empty or too large, or cannot be written for the sidecar.
     """
 
     def __init__(self, images: Sequence[bytes | Pixels]) -> None:
@@ -73,11 +75,12 @@ class SharedImages:
                 file.write(data)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
             return f"/proc/{os.getpid()}/fd/{fd}"
-        fd, path = tempfile.mkstemp(prefix="frameshard-image-")
-        self._undo.callback(os.unlink, path)
-        with open(fd, "wb") as file:
-            file.write(data)
-        return path
+        try:
+            path = system.image_directory() / f"image-{secrets.token_hex(16)}"
+            self._undo.callback(system.share(path, data))
+        except OSError as error:
+            raise BadArgument(f"an image cannot be shared: {error}", field="images") from None
+        return str(path)
 
     def close(self) -> None:
         """Releases the shared memory. Safe to call twice."""

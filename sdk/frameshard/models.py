@@ -40,11 +40,8 @@ from pathlib import Path
 from typing import IO, BinaryIO
 from urllib.parse import quote, urlsplit
 
-from frameshard import program
+from frameshard import program, system
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
-
-if sys.platform != "win32":
-    import fcntl
 
 OnProgress = Callable[[int, int | None], None]
 """Is called with the bytes that are there, and the size of the file or None."""
@@ -162,8 +159,11 @@ def locate(path: str | os.PathLike[str]) -> ModelFile:
 
 
 def cache_dir() -> Path:
-    """frameshard's cache directory: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``."""
+    """frameshard's cache directory: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``, by default on Windows
+    ``%LOCALAPPDATA%\\frameshard\\cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
+    if not base and sys.platform == "win32":
+        return system.user_directory() / "cache"
     return (Path(base) if base else Path.home() / ".cache") / "frameshard"
 
 
@@ -469,9 +469,7 @@ def _part_of(path: Path) -> Iterator[BinaryIO]:
     part = path.with_name(f".{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with open(part, "ab+") as out:
-            if sys.platform != "win32":
-                fcntl.flock(out, fcntl.LOCK_EX)
+        with open(part, "ab+", opener=system.open_alone) as out:
             if not part.exists() or not os.path.samestat(os.fstat(out.fileno()), part.stat()):
                 continue  # the process that had it has finished or deleted it
             yield out

@@ -19,7 +19,6 @@ import argparse
 import hashlib
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from frameshard import program
+from frameshard import program, system
 from frameshard.errors import BY_NAME, BadArgument, ContextOverflow, FrameshardError, ModelNotFound, below_floor
 from frameshard.sentences import Splitter
 from frameshard.wire import channel
@@ -283,7 +282,8 @@ class _FakeEngine:
         if index == self._args.crash_at_token or self._args.poison in job.words:
             _die()
         if index == self._args.hang_at_token:
-            signal.pause()
+            while True:
+                time.sleep(60)
         if index == self._args.nonsense_at_token:
             self._sock.sendall(b"\xff" * 8)
         job.produced += 1
@@ -347,7 +347,7 @@ class _FakeEngine:
 
 
 def _die() -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
+    system.kill(os.getpid())
     raise AssertionError
 
 
@@ -366,7 +366,7 @@ def _main() -> None:
     for name in ("--endless", "--crash-at-load", "--crash-when-idle"):
         parser.add_argument(name, action="store_true")
     args = parser.parse_args()
-    with socket.socket(fileno=args.fd) as sock:
+    with system.inherited_socket(args.fd) as sock:
         _FakeEngine(sock, args).run()
 
 

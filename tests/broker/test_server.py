@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import resource
 import signal
 import socket
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -280,6 +279,8 @@ async def test_a_message_of_very_many_parts_ends_its_sender_only() -> None:
 @in_trio
 async def test_idle_connections_do_not_use_up_the_files() -> None:
     """Connected clients continue. New ones can connect when the idle connections are gone."""
+    import resource
+
     async with launch(engine=fake_engine(delay_s=0.01)) as client:
         path = client.info.endpoint.removeprefix("ipc://")
         resource.prlimit((await client.stats()).broker.pid, resource.RLIMIT_NOFILE, (1024, 1024))
@@ -586,17 +587,17 @@ async def test_a_peer_that_sends_requests_and_reads_nothing_is_dropped() -> None
 
 def memory(pid: int) -> int:
     """The resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @in_trio
-async def test_when_memory_fills_up_all_connections_are_dropped_and_resumed() -> None:
+async def test_when_memory_fills_up_all_connections_are_dropped_and_resumed(tmp_path: Path) -> None:
     """The broker runs in this process, so that the test can fill its memory. An endless message cannot be sent with an
     ordinary ZeroMQ."""
     public, secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     listener = Listener("tcp://127.0.0.1:*", secret, client_public)
-    server = Server(frameshard.ServeConfig("none", engine=fake_engine(delay_s=0.01)), epoch=77)
+    server = Server(frameshard.ServeConfig("none", engine=fake_engine(delay_s=0.01)), epoch=77, directory=tmp_path)
     info = frameshard.ConnectInfo(
         m.VERSION, listener.endpoint, 77, os.getpid(), public.decode(), client_public.decode(), client_secret.decode()
     )

@@ -276,7 +276,7 @@ def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(model_path: Path, mmproj_p
 
 
 def test_shrinks_and_cancels_in_the_middle_of_encodes(
-    model_path: Path, mmproj_path: Path, expected: list[list[int]]
+    model_path: Path, mmproj_path: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     with engine(
         model_path, mmproj=str(mmproj_path), vram_budget_bytes=96 * MIB, **{**FIELDS, "device": "emulated:0.5"}
@@ -293,7 +293,7 @@ def test_shrinks_and_cancels_in_the_middle_of_encodes(
             released = [event for event in events if event["ev"] == "released"]
             assert [event["vram_budget_bytes"] for event in released] == [budget]
             assert released[0]["used_bytes"] <= budget
-        path = FrameBlockMemory().path()  # a budget from the frame block, while the host draws
+        path = FrameBlockMemory(tmp_path).path()  # a budget from the frame block, while the host draws
         child.send(op="frame_block", path=path)
         with FrameBlock(path) as frames:
             job = child.submit(QUESTION, images=[picture(20)], params=SEEN)

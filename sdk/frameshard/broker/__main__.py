@@ -20,6 +20,7 @@ import os
 import sys
 from pathlib import Path
 
+from frameshard import system
 from frameshard.broker.process import serve
 from frameshard.errors import BadArgument, FrameshardError, internal
 from frameshard.wire import launch, messages
@@ -36,8 +37,9 @@ def main() -> int:
     parser.add_argument("--log-fd", type=int)
     log_fd: int | None = parser.parse_args().log_fd
     if log_fd is not None:
-        os.dup2(log_fd, 2)
-        os.close(log_fd)
+        log = system.inherited_file(log_fd)
+        os.dup2(log, 2)
+        os.close(log)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sidecar: %(levelname)s: %(message)s")
     # Standard output is replaced, so that libraries cannot write to it and only the one line goes there.
     out = os.dup(1)

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from subprocess import DEVNULL, PIPE, STDOUT
 
 import trio
 
-from frameshard import program
+from frameshard import program, system
 from frameshard.broker.lastwords import LastWords
-from frameshard.broker.supervisor import ENVIRONMENT, FILE_STATUSES, WORDS_S
+from frameshard.broker.supervisor import ENVIRONMENT, WORDS_S
 from frameshard.errors import BadMessage, BadModel, EngineDied, FrameshardError, Overloaded, Unsupported
 from frameshard.wire import channel
 from frameshard.wire import embedder as wire
@@ -178,15 +177,11 @@ class Embedder:
         """
         self._current, self._n_dim, self._fatal = None, 0, None
         words = LastWords()
-        ours, theirs = socket.socketpair()
+        ours, theirs = system.socket_pair()
         with theirs:
-            process = await trio.lowlevel.open_process(
-                program.command("frameshard.engine.embedder", "--fd", str(theirs.fileno()), self._path),
-                pass_fds=(theirs.fileno(),),
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=STDOUT,
-                start_new_session=True,  # Ctrl-C must not reach it, and its autogroup has its own priority
+            process = await system.start(
+                program.command("frameshard.engine.embedder", self._path),
+                theirs,
                 env={**os.environ, **ENVIRONMENT, **HIDE_GPUS},
             )
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
@@ -209,9 +204,9 @@ class Embedder:
         await trio.aclose_forcefully(process.stdout)
         code = process.returncode
         assert code is not None
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = system.ending(code)
         status = f"{how}: {words}" if str(words) else how
-        if not self._n_dim and self._fatal is None and how in FILE_STATUSES:
+        if not self._n_dim and self._fatal is None and how in system.CRASHES:
             self._fatal = BadModel(f"llama.cpp ended while it loaded {self._path}, with {status}", path=self._path)
         return status
 
@@ -250,6 +245,9 @@ class Embedder:
 
 async def _make_idle(pid: int) -> None:
     """Gives the main thread of a process the lowest priority that the system has. The process has its own session."""
+    if sys.platform == "win32":
+        system.make_idle(pid)
+        return
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, NICE)
     if hasattr(os, "SCHED_IDLE"):

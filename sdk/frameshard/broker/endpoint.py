@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import sys
 import tempfile
@@ -19,10 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from frameshard import system
 from frameshard.errors import BadArgument, EndpointInUse
-
-if sys.platform != "win32":
-    import fcntl
 
 CONNECT_FILE = "connect.json"
 
@@ -71,7 +68,8 @@ def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
     def publish(data: bytes) -> None:
         nonlocal published
         try:
-            os.write(fd, data)
+            file.write(data)
+            file.close()  # Windows does not rename an open file
             part.replace(path)
         except OSError as error:
             raise refusal(error) from None
@@ -87,13 +85,13 @@ def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
             part.unlink()
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        file = open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)  # noqa: SIM115
     except (OSError, ValueError) as error:  # ValueError: the path contains NUL
         raise refusal(error) from None
     try:
         yield publish
     finally:
-        os.close(fd)
+        file.close()
         with contextlib.suppress(OSError):
             (path if published else part).unlink()
 
@@ -105,7 +103,7 @@ def _fresh_directory() -> Iterator[Path]:
         _sweep(root)
         while True:
             directory = Path(tempfile.mkdtemp(dir=root, prefix="run-"))
-            lock = _lock(directory / "lock")
+            lock = system.lock(directory / "lock")
             if lock is not None:
                 break  # otherwise another launch has already removed the new directory
     except OSError as error:
@@ -113,8 +111,7 @@ def _fresh_directory() -> Iterator[Path]:
     try:
         yield directory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+        system.remove_locked(directory, lock)
 
 
 @contextmanager
@@ -123,7 +120,7 @@ def _socket_path(path: Path) -> Iterator[None]:
         raise BadArgument(f"the socket's path is longer than {MAX_SOCKET_PATH} bytes: {path}", field="endpoint")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = _lock(path.with_name(path.name + ".lock"))
+        lock = system.lock(path.with_name(path.name + ".lock"))
     except OSError as error:
         raise BadArgument(f"cannot listen at {path}: {error.strerror}", field="endpoint") from None
     if lock is None:
@@ -147,8 +144,11 @@ def _socket_path(path: Path) -> Iterator[None]:
 def _root() -> Path:
     """The directory for all launches of this user. Its path is short, because socket paths must be."""
     if sys.platform == "win32":
-        root = Path(tempfile.gettempdir()) / "frameshard"
-        root.mkdir(exist_ok=True)
+        root = system.user_directory() / "run"  # Windows lets only this user in
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _no_root(root, error) from None
         return root
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and len(runtime) < 40 and os.access(runtime, os.W_OK):
@@ -170,42 +170,17 @@ def _root() -> Path:
 
 
 def _no_root(root: Path, error: OSError) -> BadArgument:
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_RUNTIME_DIR"
     return BadArgument(
-        f"cannot make a directory for this launch in {root}: {error.strerror}; set XDG_RUNTIME_DIR to a directory of "
-        "yours"
+        f"cannot make a directory for this launch in {root}: {error.strerror}; set {variable} to a directory of yours"
     )
 
 
 def _sweep(root: Path) -> None:
     """Removes the directories of killed sidecars."""
     for directory in root.glob("run-*"):
-        if sys.platform == "win32" or not (directory / "lock").exists():
+        if not (directory / "lock").exists():
             continue  # another launch is making this directory
-        lock = _lock(directory / "lock")
+        lock = system.lock(directory / "lock")
         if lock is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.close(lock)
-
-
-def _lock(path: Path) -> int | None:
-    """Opens and locks the lock file at `path`.
-
-    :returns: its file descriptor; None if another process holds the lock or the directory is gone.
-    """
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        except FileNotFoundError:
-            return None
-        if sys.platform == "win32":
-            return fd  # on Windows no lock is needed: each launch has its own directory, and there is no ipc
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_ino == path.stat().st_ino:
-                return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except FileNotFoundError:
-            pass
-        os.close(fd)  # its owner has removed the file after it was opened here
+            system.remove_locked(directory, lock)

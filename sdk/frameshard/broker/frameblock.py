@@ -1,7 +1,8 @@
 """The shared memory of the frame block. It is made at the first request for it, and removed when this process ends.
 
 On Linux it is a memory file, sealed so that its size cannot change. Other processes open it through this process's
-descriptor, so nothing is left behind if the sidecar is killed. Elsewhere it is a file in a new directory of this user.
+descriptor, so nothing is left behind if the sidecar is killed. Elsewhere it is a file in the directory of the launch,
+which the next launch removes if the sidecar is killed.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
+from pathlib import Path
 
 from frameshard.frame import PAGE_BYTES, initialise
 
-if sys.platform != "win32":
+if sys.platform == "linux":
     import fcntl
 
 
 class FrameBlockMemory:
-    """The frame block of one launch."""
+    """The frame block of one launch.
 
-    def __init__(self) -> None:
+    :param directory: the directory of the launch.
+    """
+
+    def __init__(self, directory: Path) -> None:
         self._path: str | None = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory = directory
 
     def path(self) -> str:
         """Returns the path at which any process of this user can open it."""
@@ -36,12 +40,12 @@ class FrameBlockMemory:
             os.ftruncate(fd, PAGE_BYTES)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            path = f"/proc/{os.getpid()}/fd/{fd}"
-        else:
-            self._directory = tempfile.TemporaryDirectory(prefix="frameshard-")
-            path = os.path.join(self._directory.name, "frame-block")
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.ftruncate(fd, PAGE_BYTES)
-        with mmap.mmap(fd, PAGE_BYTES) as page:
-            initialise(page)
-        return path
+            with mmap.mmap(fd, PAGE_BYTES) as page:
+                initialise(page)
+            return f"/proc/{os.getpid()}/fd/{fd}"
+        path = self._directory / "frame-block"
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
+            file.truncate(PAGE_BYTES)
+            with mmap.mmap(file.fileno(), PAGE_BYTES) as page:
+                initialise(page)
+        return str(path)

@@ -15,11 +15,11 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
-from subprocess import PIPE, STDOUT
+from subprocess import PIPE
 
 import trio
 
-from frameshard import program
+from frameshard import program, system
 from frameshard.broker.lastwords import LastWords
 from frameshard.errors import BadArgument
 from frameshard.wire import launch
@@ -85,16 +85,8 @@ class HttpServer:
 
         :returns: how it ended, and its last lines.
         """
-        fd = self._socket.fileno()
         try:
-            process = await trio.lowlevel.open_process(
-                program.command("frameshard.http", "--fd", str(fd)),
-                pass_fds=(fd,),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal must reach the broker only
-            )
+            process = await system.start(program.command("frameshard.http"), self._socket, stdin=PIPE)
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
         assert process.stdin is not None
@@ -117,8 +109,7 @@ class HttpServer:
                 process.kill()
                 await process.wait()
                 await trio.aclose_forcefully(process.stdout)
-        code = process.returncode or 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = system.ending(process.returncode or 0)
         return f"{how}: {words}" if str(words) else how
 
 

@@ -1,8 +1,9 @@
 """Keeps the images that clients leave in shared memory until their jobs have ended.
 
 On Linux an image is a sealed memory file, which the client cannot change or shrink. The broker keeps it open and checks
-only its seals and size; the engine reads the bytes. Elsewhere an image is a file, which the client must not change
-before the job has ended.
+only its seals and size; the engine reads the bytes. Elsewhere an image is a file in one directory of this user, so that
+no path makes the engine read another file. On Windows nobody can write to it while the broker keeps it open; on macOS
+the client must not change it before the job has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from frameshard import system
 from frameshard.errors import BadArgument, Overloaded
 from frameshard.wire import messages as m
 
@@ -25,6 +27,10 @@ MAX_HELD_BYTES = 1 << 30
 """The most bytes of images in shared memory, of all jobs together."""
 
 _MEMORY_FILE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
+_NAME = re.compile(r"image-[0-9a-z]{1,64}")
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if sys.platform != "linux" else 0)
+"""A link from /proc to a memory file must be followed."""
+
 _CHANNELS = {"rgb": 3, "rgba": 4}
 
 
@@ -104,23 +110,43 @@ def _check(index: int, image: m.Image, n_bytes: int) -> None:
 
 
 def _hold(index: int, image: m.Image, held: HeldImages) -> str:
-    if sys.platform != "linux":
-        return image.path
-    if not _MEMORY_FILE.fullmatch(image.path):
-        raise _wrong(index, "path is that of a memory file, /proc/PID/fd/N")
+    """Opens the shared memory of an image and checks it.
+
+    :returns: the path for the engine.
+    """
     try:
-        fd = os.open(image.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        _check_path(index, image.path)
+        fd = system.open_to_read(image.path, _FLAGS)
     except OSError as error:
         raise _wrong(index, f"{image.path} cannot be opened: {error.strerror}") from None
     held.on_close.append(lambda: os.close(fd))
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0  # the file is not a memory file
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     state = os.fstat(fd)
-    if not stat.S_ISREG(state.st_mode) or seals & wanted != wanted:
+    if not stat.S_ISREG(state.st_mode) or not _is_sealed(fd):
         raise _wrong(index, "the memory is not sealed against writing, shrinking and growing")
     if state.st_size < image.size:
         raise _wrong(index, f"the memory has {state.st_size} bytes, not {image.size}")
-    return f"/proc/{os.getpid()}/fd/{fd}"
+    return f"/proc/{os.getpid()}/fd/{fd}" if sys.platform == "linux" else image.path
+
+
+def _check_path(index: int, path: str) -> None:
+    if sys.platform == "linux":
+        if not _MEMORY_FILE.fullmatch(path):
+            raise _wrong(index, "path is that of a memory file, /proc/PID/fd/N")
+        return
+    directory, name = os.path.split(path)
+    wanted = str(system.image_directory())
+    if os.path.normcase(directory) != os.path.normcase(wanted) or not _NAME.fullmatch(name):
+        raise _wrong(index, f"path is that of a file image-NAME in {wanted}")
+
+
+def _is_sealed(fd: int) -> bool:
+    """Whether a memory file cannot change any more; true for a file where there are no memory files."""
+    if sys.platform == "linux":
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:  # the file is not a memory file
+            return False
+        wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        return seals & wanted == wanted
+    else:
+        return True

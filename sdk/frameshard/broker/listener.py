@@ -20,13 +20,13 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from io import FileIO
 from pathlib import Path
 
 import trio
 import zmq
 from zmq.utils import z85
 
+from frameshard import system
 from frameshard.broker.endpoint import closed_name
 from frameshard.broker.server import Server
 from frameshard.errors import BadArgument, EndpointInUse, FrameshardError
@@ -51,8 +51,6 @@ BACKLOG = 32
 
 ACCEPTS_PER_S = 50_000
 """libzmq accepts fewer connections per second than this. It limits the time between two looks at the descriptors."""
-
-_STATM = Path("/proc/self/statm")
 
 
 class Listener:
@@ -174,19 +172,13 @@ async def _until(end: Callable[[], Awaitable[None]], scope: trio.CancelScope) ->
 
 
 async def _memory_has_grown() -> None:
-    if not _STATM.exists():
-        await trio.sleep_forever()
-    with _STATM.open("rb", buffering=0) as statm:  # it stays open, because later there may be no descriptor left
-        most = _memory(statm) + GROWTH_BYTES
-        while _memory(statm) < most:
+    with system.memory() as memory:
+        if memory is None:
+            await trio.sleep_forever()
+        most = memory() + GROWTH_BYTES
+        while memory() < most:
             await trio.sleep(MEMORY_CHECK_S)
     logger.warning("a client fills this process's memory")
-
-
-def _memory(statm: FileIO) -> int:
-    """The resident memory of this process, in bytes."""
-    statm.seek(0)
-    return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def _max_files() -> int:

@@ -7,6 +7,7 @@ leaves no process, socket or directory behind.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
+from frameshard import system
 from frameshard.broker import endpoint as places
 from frameshard.broker.httpserver import HttpServer
 from frameshard.broker.listener import Listener
@@ -32,7 +34,8 @@ from frameshard.wire.launch import ConnectInfo, ServeConfig
 if TYPE_CHECKING:
     from frameshard.broker.remote import Remote  # needs httpx
 
-PARENT_CHECK_S = 0.25
+logger = logging.getLogger("frameshard.broker")
+
 MAX_FILES = 65536
 MIN_FILES = 1024
 """The fewest files that the process must be allowed to open. libzmq aborts the process if no descriptor is left. The
@@ -74,7 +77,7 @@ def serve(
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         epoch = new_number()
-        server = Server(config, epoch, remote=remote, on_loading=on_loading)
+        server = Server(config, epoch, directory, remote=remote, on_loading=on_loading)
         http = HttpServer(config, server.http_ended) if config.http else None
         if http is not None:
             stack.callback(http.close)
@@ -145,6 +148,10 @@ def _prepare_process() -> None:
 
     :raises Unsupported: the hard limit on open files is too low.
     """
+    try:
+        system.end_children_with_this_process()
+    except OSError as error:
+        logger.warning("if the sidecar is killed, its engine may go on: %s", error)
     if sys.platform == "win32":
         return
     import resource
@@ -177,16 +184,12 @@ async def _watch_host(pipe: int, scope: trio.CancelScope) -> None:
     The pipe's end of file shows that. If another child of the host has inherited the pipe, a new parent process shows
     it. A parent-death signal is not used, because it already comes when the thread that launched us ends.
     """
-    parent = os.getppid()
 
     async def watch_parent() -> None:
-        while os.getppid() == parent:
-            await trio.sleep(PARENT_CHECK_S)
+        await system.parent_has_ended()
         scope.cancel()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch_parent)
-        async with trio.lowlevel.FdStream(pipe) as stream:
-            while await stream.receive_some(1 << 12):
-                pass
+        await system.pipe_has_ended(pipe)
         scope.cancel()

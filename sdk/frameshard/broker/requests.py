@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -37,6 +38,7 @@ class Requests:
     """Carries out the requests of all sessions, except for those that end a session or the sidecar.
 
     :param epoch: the number of the launch.
+    :param directory: the directory of the launch.
     :param n_sessions: returns the number of sessions.
     :param end_engine_if_asked: ends the engine if hibernation was asked for.
     :param predicted: gets a job's number and the plan's time to its first token, if the job has a deadline and may go
@@ -47,6 +49,7 @@ class Requests:
         self,
         config: ServeConfig,
         epoch: int,
+        directory: Path,
         *,
         jobs: Jobs,
         lease: Lease,
@@ -72,7 +75,7 @@ class Requests:
         self._asked: dict[int, Callable[[em.Answer | None], None]] = {}
         """What becomes of the engine's answers, by their numbers."""
         self._numbers = 0
-        self._frame_block = FrameBlockMemory()
+        self._frame_block = FrameBlockMemory(directory)
         self._settings: dict[type, em.Command] = {}  # these are sent to each new engine when it is ready
         self._started_at = time.monotonic()
 

@@ -46,6 +46,7 @@ class Server:
     """The parts of one launch.
 
     :param epoch: the number of the launch.
+    :param directory: the directory of the launch.
     :param remote: the connections to the fallback server, if there is one.
     """
 
@@ -53,6 +54,7 @@ class Server:
         self,
         config: ServeConfig,
         epoch: int,
+        directory: Path,
         *,
         remote: Remote | None = None,
         on_loading: Callable[[m.Loading], None] | None = None,
@@ -83,6 +85,7 @@ class Server:
         self._requests = Requests(
             config,
             epoch,
+            directory,
             jobs=self._jobs,
             lease=self._lease,
             supervisor=self._supervisor,

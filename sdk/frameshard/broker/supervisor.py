@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import socket
 from collections import deque
 from collections.abc import Callable
-from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Protocol
 
 import trio
 
+from frameshard import system
 from frameshard.broker.lastwords import LastWords
 from frameshard.errors import BadArgument, BadMessage, BadModel, EngineDied, FrameshardError
 from frameshard.wire import channel, states
@@ -59,13 +57,6 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "20000",
 }
 """Variables that are added to the environment of the engine process."""
-
-FILE_STATUSES = tuple(
-    f"signal {int(getattr(signal, name))}"
-    for name in ("SIGABRT", "SIGSEGV", "SIGFPE", "SIGBUS")
-    if hasattr(signal, name)
-)
-"""How a process ends that crashes over a model file."""
 
 _ASIDE = (em.Alive, em.BudgetEvent, em.Stats, em.Plans, em.TokenCount, em.Kv, em.Watch)
 """Events from other threads of the engine. They do not show that its main thread works."""
@@ -211,7 +202,7 @@ class Supervisor:
         if self.pid is not None:
             logger.warning("killing the engine: %s", why)
             self._killed_for = why
-            os.kill(self.pid, signal.SIGKILL)
+            system.kill(self.pid)
 
     async def _hibernated(self) -> None:
         """Waits until the lease needs an engine again."""
@@ -268,7 +259,7 @@ class Supervisor:
         """Ends the engine and :meth:`run`. An engine that still loads is killed at once."""
         self._stopping = True
         if self.state is states.Engine.LOADING and self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            system.kill(self.pid)
         self.send(em.Stop())
         with trio.move_on_after(STOP_S):
             while self.pid is not None:
@@ -291,7 +282,7 @@ class Supervisor:
         """The reason why the first engine never became ready. Until then it only loads the model, so after a crash the
         file is at fault."""
         model = self._config.model
-        if self._fatal is None and status in FILE_STATUSES:
+        if self._fatal is None and status in system.CRASHES:
             wrote = str(self._words)
             how = f"llama.cpp ended with {status} while it loaded {model}"
             return BadModel(f"{how}: {wrote}" if wrote else how, last_words=wrote)
@@ -300,19 +291,11 @@ class Supervisor:
     async def _live(self) -> str:
         """Runs one engine process.
 
-        :returns: how it ended: "signal 9", "exit code 3".
+        :returns: how it ended, as :func:`frameshard.system.ending` says it.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = system.socket_pair()
         with theirs:
-            process = await trio.lowlevel.open_process(
-                [*self._config.engine, "--fd", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal must reach the broker only
-                env={**os.environ, **ENVIRONMENT},
-            )
+            process = await system.start(self._config.engine, theirs, env={**os.environ, **ENVIRONMENT})
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         self.pid, self._fatal, self._words, self._killed_for = process.pid, None, LastWords(), ""
         self._silent, self._still, self._ping_open, self._progress = 0, 0, False, False
@@ -340,7 +323,7 @@ class Supervisor:
         await trio.aclose_forcefully(process.stdout)
         code = process.returncode
         assert code is not None
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+        return system.ending(code)
 
     async def _write(self, stream: trio.SocketStream, commands: trio.MemoryReceiveChannel[em.Command]) -> None:
         try:

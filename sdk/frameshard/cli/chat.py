@@ -258,14 +258,14 @@ class Input:
         self._ended = False
 
     def __enter__(self) -> Input:
-        if self.edits:
+        if sys.platform != "win32" and self.edits:
             import termios
 
             self._settings = termios.tcgetattr(0)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.edits:
+        if sys.platform != "win32" and self.edits:
             import termios
 
             # A thread may still be in readline, which changes the settings of the terminal.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import llama_cpp
 import numpy as np
 
-from frameshard import cpu
+from frameshard import cpu, system
 from frameshard.engine import llamalog
 from frameshard.engine.llama import load_file
 from frameshard.engine.tokenizer import tokenize
@@ -158,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker handles Ctrl-C
-    sock = socket.socket(fileno=args.fd)
-    sock.set_inheritable(False)
+    sock = system.inherited_socket(args.fd)
     texts: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_receive, args=(sock, texts), daemon=True, name="reader").start()
     try:

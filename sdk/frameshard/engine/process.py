@@ -27,7 +27,6 @@ import logging
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from frameshard import system
 from frameshard.engine import report
 from frameshard.engine.batch import Batcher
 from frameshard.engine.budgets import Budgets
@@ -498,8 +498,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     with contextlib.suppress(OSError):
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write(str(OOM_SCORE_ADJ))
-    sock = socket.socket(fileno=args.fd)
-    sock.set_inheritable(False)
+    sock = system.inherited_socket(args.fd)
     engine = Engine(Link(sock))
     on_abort(engine.aborted)
     code = engine.run()

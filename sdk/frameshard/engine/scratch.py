@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from frameshard import models, program
+from frameshard import models, program, system
 from frameshard.errors import BadModel, EngineDied, FrameshardError, from_wire
 from frameshard.native import LLAMA_CPP_PYTHON
 from frameshard.plan.model import read_model
@@ -54,9 +53,9 @@ def try_files(model: str, mmproj: str = "") -> None:
     if tried.stdout:
         raise from_wire(json.loads(tried.stdout))
     said = "; ".join(tried.stderr.decode("utf-8", "replace").strip().splitlines()[-_WORDS:])
-    if tried.returncode == -signal.SIGKILL:
+    how = system.ending(tried.returncode)
+    if how == system.KILLED:
         raise EngineDied(f"the process that tried {names} was killed: {said}", last_words=said)
-    how = f"signal {-tried.returncode}" if tried.returncode < 0 else f"exit code {tried.returncode}"
     raise BadModel(f"llama.cpp ended with {how} while it loaded {names}: {said}", path=model, last_words=said)
 
 

@@ -25,7 +25,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from frameshard import models
+from frameshard import models, system
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sounds import MAX_SECONDS, Sound, is_sound, tone
@@ -114,7 +114,7 @@ class Image:
 def _read(path: str, size: int) -> bytes:
     """Copies ``size`` bytes from ``path``. The copy is needed because the client may change the file at any time."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(system.open_to_read(path), "rb", buffering=0) as file:
             data = file.read(size)
     except OSError as error:
         raise BadArgument(f"an image cannot be read: {error.strerror}", field="images") from None

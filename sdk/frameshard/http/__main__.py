@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import socket
 import sys
 
 import trio
 
+from frameshard import system
 from frameshard.errors import FrameshardError
 from frameshard.http.server import Options, serve
 from frameshard.wire import launch
@@ -25,7 +25,7 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, format="http: %(levelname)s: %(message)s")
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         info = launch.parse_info(pipe.readline())
-    listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=fd)))
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(system.inherited_socket(fd)))
     try:
         trio.run(_serve, info, listener)
     except FrameshardError as error:
@@ -43,9 +43,7 @@ async def _serve(info: launch.ConnectInfo, listener: trio.SocketListener) -> Non
 
 
 async def _end_with_sidecar(scope: trio.CancelScope) -> None:
-    async with trio.lowlevel.FdStream(0) as pipe:
-        while await pipe.receive_some(1 << 12):
-            pass
+    await system.pipe_has_ended(0)
     scope.cancel()
 
 
