@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 2
+#define FSD_INTERFACE_VERSION 3
 
 typedef enum {
     FSD_OK = 0,
@@ -66,6 +66,10 @@ typedef struct {
     const uint8_t *placement; /* n_shards values of fsd_placement, for shards that are not resident */
 } fsd_tier;
 
+/* How bytes in host memory reach the device, fastest first: as its backend copies any memory; from memory that is registered
+ * with the driver, or imported as buffers of the device; through slots of pinned memory, which the CPU fills. */
+typedef enum { FSD_HOST_DIRECT = 0, FSD_HOST_REGISTERED = 1, FSD_HOST_IMPORTED = 2, FSD_HOST_STAGED = 3 } fsd_host_path;
+
 typedef struct {
     uint32_t struct_size;
     /* VRAM ledger, bytes */
@@ -90,10 +94,12 @@ typedef struct {
         recompiles;
     /* experts that were scheduled one at a time: found in the expert cache, copied to it, computed on the CPU */
     uint64_t expert_hits, experts_streamed, experts_on_cpu;
-    uint64_t budget_generation;   /* number of budgets applied */
-    double copy_busy_s;           /* time that the copy stream was busy; 0 unless the device is the emulated one */
-    uint32_t host_weights_pinned; /* 1 when the mapped model file is registered with the driver */
-    uint64_t image_floor_bytes;   /* the smallest budget for the latest image; 0 before the first */
+    uint64_t budget_generation; /* number of budgets applied */
+    double copy_busy_s;         /* time that the copy stream was busy; 0 unless the device is the emulated one */
+    uint32_t host_weights;      /* fsd_host_path: how weights are copied to the device */
+    uint64_t imported_bytes;    /* copied from imported host memory; a part of what was copied */
+    uint64_t staged_bytes;      /* copied through slots of pinned memory; a part of what was copied */
+    uint64_t image_floor_bytes; /* the smallest budget for the latest image; 0 before the first */
 } fsd_stats;
 
 /* Version of this interface, and the ggml version and commit that it was built against. */
@@ -273,7 +279,8 @@ typedef struct {
     uint32_t struct_size;
     uint32_t threads[FSD_PROBE_THREADS];    /* ascending; the last is n_threads */
     uint64_t piece_bytes[FSD_PROBE_PIECES]; /* sizes of copies, ascending */
-    double h2d_pinned[FSD_PROBE_PIECES];    /* copies of these sizes */
+    double h2d[FSD_PROBE_PIECES];           /* copies of these sizes, the way weights are copied */
+    double h2d_pinned[FSD_PROBE_PIECES];
     double h2d_pageable[FSD_PROBE_PIECES];
     double d2h_pinned[FSD_PROBE_PIECES];
     double d2h_pageable[FSD_PROBE_PIECES];
@@ -310,7 +317,7 @@ FSD_API fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t
 typedef struct {
     uint32_t struct_size;
     uint32_t tokens[FSD_LOOK_BATCHES]; /* ascending; the first is 1 */
-    double h2d;                        /* copies from pinned host memory */
+    double h2d;                        /* copies to the device, the way weights are copied */
     double cpu_flops[FSD_LOOK_BATCHES];
     double gpu_flops[FSD_LOOK_BATCHES];
 } fsd_look_rates;

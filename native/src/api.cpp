@@ -511,6 +511,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->used_bytes = f.used;
     stats->peak_bytes = f.peak;
     add_tower_counters(*stats);
+    stats->imported_bytes = d.inner.host_paths.imported_bytes.load();
+    stats->staged_bytes = d.inner.host_paths.staged_bytes.load();
     stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.ledger.floor();
     stats->full_bytes = d.ledger.full();

@@ -92,6 +92,7 @@ void Arena::finish_fills() {
     for (Slab &s : slabs) {
         if (!s.ready) {
             ggml_backend_event_wait(inner_.compute, s.filled);
+            inner_.compute_pending = true; // the event may only be freed when the stream has waited for it
             s.ready = true;
             generation_++;
         }

@@ -12,8 +12,8 @@ namespace fsd {
 struct Buffer {
     char *base = nullptr;
     size_t size = 0;
-    bool weights = false; // a window on the model file: no inner buffer, base is the mapping
-    bool pinned = false;
+    bool weights = false;        // a window on the model file: no inner buffer, base is the mapping
+    bool attached = false;       // weights whose memory is prepared for copies
     bool parked = false;         // its bytes wait in the reserved range for a new inner buffer
     bool lasting = false;        // outlives graphs: an adapter, or the KV cache of a context that was made after commit
     std::unique_ptr<KvCache> kv; // has storage of its own instead of `inner`

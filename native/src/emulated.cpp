@@ -646,8 +646,9 @@ bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
         const ggml_tensor *bad = is_on_device(d, node, ggml_nbytes(node)) ? nullptr : node;
         for (int j = 0; j < GGML_MAX_SRC && bad == nullptr; j++) {
             const ggml_tensor *src = node->src[j];
-            // GPU kernels may read registered host memory. Here that is memory without a buffer.
-            const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->buffer == nullptr && src->data;
+            // GPU kernels may read pinned host memory. Here that is memory without a buffer, or of the host buffer type.
+            const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->data &&
+                              (src->buffer == nullptr || ggml_backend_buffer_is_host(src->buffer));
             bad = src == nullptr || host || is_on_device(d, src, bytes_read(node, src)) ? nullptr : src;
         }
         if (bad != nullptr) {
@@ -755,6 +756,10 @@ ggml_backend_t device_init(ggml_backend_dev_t device, const char *) {
 
 ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t device) { return &device_of(device).buft; }
 
+ggml_backend_buffer_type_t device_host_buffer_type(ggml_backend_dev_t device) {
+    return device_of(device).config.faults.unpinned ? ggml_backend_cpu_buffer_type() : nullptr;
+}
+
 bool device_supports_op(ggml_backend_dev_t device, const ggml_tensor *op) {
     return ggml_backend_dev_supports_op(device_of(device).cpu, op);
 }
@@ -786,7 +791,7 @@ const ggml_backend_device_i kDevice = {
     /* .get_props            = */ device_props,
     /* .init_backend         = */ device_init,
     /* .get_buffer_type      = */ device_buffer_type,
-    /* .get_host_buffer_type = */ nullptr,
+    /* .get_host_buffer_type = */ device_host_buffer_type,
     /* .buffer_from_host_ptr = */ nullptr,
     /* .supports_op          = */ device_supports_op,
     /* .supports_buft        = */ device_supports_buft,
@@ -836,6 +841,7 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"free_ms", nullptr, &read.free_ms},
         {"other_mb", nullptr, &read.other_mb},
         {"other_from", &read.other_from, nullptr},
+        {"unpinned", nullptr, &read.unpinned},
     };
     std::string rest = script != nullptr ? script : "";
     while (!rest.empty()) {

@@ -56,6 +56,9 @@ class Executor {
 
 Executor::~Executor() {
     for (ggml_backend_event_t e : queued) {
+        if (e && d.inner.quirks.keeps_until_waited) {
+            ggml_backend_event_synchronize(e);
+        }
         ggml_backend_event_free(e);
     }
 }

@@ -14,10 +14,12 @@ static constexpr size_t MiB = 1024 * 1024;
 
 static constexpr Quirks kQuirks[] = {
     // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
-    {"CUDA", false, 2 * MiB, HostReads::pinned, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
-    {"Vulkan", false, 2 * MiB, HostReads::never, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
-    {"emulated", true, 1, HostReads::always, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 64},
-    {"", false, 2 * MiB, HostReads::never, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
+    {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13,
+     512},
+    {"Vulkan", false, 2 * MiB, HostReads::never, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13,
+     512},
+    {"emulated", true, 1, HostReads::always, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 64},
+    {"", false, 2 * MiB, HostReads::never, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13, 512},
 };
 
 const Quirks &quirks_of(const char *name) {
@@ -38,6 +40,12 @@ ggml_tensor *GraphKeys::key(bool one_token, size_t index) {
 bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     dev = device;
     quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
+    if (strstr(ggml_backend_dev_description(device),
+               "llvmpipe")) { // Vulkan in software: measured like the emulated one
+        quirks.probe_bytes = quirks_of("emulated").probe_bytes;
+        quirks.probe_flops = quirks_of("emulated").probe_flops;
+        quirks.probe_queries = quirks_of("emulated").probe_queries;
+    }
     this->copy_bytes = copy_bytes;
     // ggml-cuda registers host memory only if this is set. llama.cpp's own use of it does not apply to our buffers.
     if (!std::getenv("GGML_CUDA_REGISTER_HOST")) {
@@ -58,45 +66,51 @@ bool Inner::open_streams() {
 }
 
 void Inner::close_streams() {
+    if (copy && compute) {
+        ggml_backend_synchronize(copy);
+        ggml_backend_synchronize(compute);
+    }
+    host_paths.close();
     ggml_backend_free(copy);
     ggml_backend_free(compute);
     copy = compute = nullptr;
 }
 
-void *Inner::procedure(const char *name) const {
-    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), name);
+HostPath Inner::attach(void *p, size_t bytes, bool may_pin) {
+    return host_paths.add(dev, quirks.imports_memory, p, bytes, may_pin);
 }
 
-bool Inner::pin(void *p, size_t bytes) const {
-    auto pin = (bool (*)(void *, size_t))procedure("ggml_backend_register_host_buffer");
-    return pin && pin(p, bytes);
-}
-
-void Inner::unpin(void *p) const {
-    if (auto unpin = (void (*)(void *))procedure("ggml_backend_unregister_host_buffer")) {
-        unpin(p);
-    }
-}
+void Inner::detach(void *p) { host_paths.remove(p); }
 
 size_t Inner::largest_copy() const { return pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
 
-void Inner::upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from,
-                   size_t bytes) const {
-    ggml_tensor dst = raw_tensor(buffer, to, bytes);
+void Inner::upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) {
     for (size_t at = 0, most = largest_copy(); at < bytes; at += most) {
         const size_t n = std::min(most, bytes - at);
-        if (stream) {
-            ggml_backend_tensor_set_async(stream, &dst, (const char *)from + at, at, n);
-        } else {
-            ggml_backend_tensor_set(&dst, (const char *)from + at, at, n);
+        const char *part = (const char *)from + at;
+        ggml_tensor dst = raw_tensor(buffer, (char *)to + at, n);
+        if (!stream) {
+            ggml_backend_tensor_set(&dst, part, 0, n);
+        } else if (!host_paths.copy(stream, dst, part, n)) {
+            ggml_backend_tensor_set_async(stream, &dst, part, 0, n);
         }
     }
 }
 
-void Inner::upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes) const {
-    static const char zeros[65536] = {};
-    for (size_t at = 0; at < bytes; at += sizeof(zeros)) {
-        upload(stream, buffer, (char *)to + at, zeros, std::min(sizeof(zeros), bytes - at));
+void Inner::upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes) {
+    static const char unpinned[65536] = {};
+    if (bytes == 0) {
+        return;
+    }
+    if (ggml_backend_buffer_type_t host = host_buffer_type(); host && !pinned_zeros) {
+        pinned_zeros.reset(ggml_backend_buft_alloc_buffer(host, sizeof(unpinned)));
+        if (pinned_zeros) {
+            ggml_backend_buffer_clear(pinned_zeros.get(), 0);
+        }
+    }
+    const void *zeros = pinned_zeros ? ggml_backend_buffer_get_base(pinned_zeros.get()) : unpinned;
+    for (size_t at = 0; at < bytes; at += sizeof(unpinned)) {
+        upload(stream, buffer, (char *)to + at, zeros, std::min(sizeof(unpinned), bytes - at));
     }
 }
 

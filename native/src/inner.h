@@ -2,6 +2,7 @@
 // other devices, and the one way for bytes from host memory to it.
 #pragma once
 
+#include "host_paths.h"
 #include "tensors.h"
 #include "trace.h"
 
@@ -13,11 +14,6 @@
 namespace fsd {
 
 class Pacing;
-
-struct BufferDeleter {
-    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
-};
-using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
 
 // An operation that writes rows from staging memory into a tensor of the inner device. It must outlive the queued work.
 struct HostRows {
@@ -48,6 +44,10 @@ struct Quirks {
     bool emulated;
     size_t vram_unit_bytes; // the driver allocates VRAM in multiples of this
     HostReads host_reads;   // which host memory its kernels can read
+    bool imports_memory;    // it can copy from host memory that is imported as one of its buffers
+    // Its streams and events keep what finished work has used until the host waits for them, and an event may be freed
+    // only after that.
+    bool keeps_until_waited;
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
     size_t decode_merge, paced_decode_merge, prefill_merge;
@@ -79,15 +79,15 @@ class Inner {
     // Of memory that copies at the link's full rate; null if the device has none.
     ggml_backend_buffer_type_t host_buffer_type() const { return ggml_backend_dev_host_buffer_type(dev); }
 
-    // Registers host memory with the driver, so that copies from it run at full rate and asynchronously; false if the
-    // device cannot.
-    bool pin(void *p, size_t bytes) const;
-    void unpin(void *p) const;
+    // Prepares host memory, in which weights are, for copies to the device; returns how they are made. `may_pin`: see
+    // HostPaths::add.
+    HostPath attach(void *p, size_t bytes, bool may_pin = true);
+    void detach(void *p); // its copies must have run
 
     // Copies host memory to an address in an inner buffer, in copies of at most copy_bytes. With a stream the copies are
     // queued, and the host memory must stay as it is until they have run; without one they are done on return.
-    void upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) const;
-    void upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes) const;
+    void upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes);
+    void upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes);
 
     // The host waits for the compute stream.
     void synchronize();
@@ -104,15 +104,15 @@ class Inner {
     ggml_backend_t compute = nullptr, copy = nullptr; // the streams
     bool compute_pending = false;                     // work was queued on the compute stream since synchronize()
     GraphKeys keys;
+    HostPaths host_paths;
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
   private:
     size_t largest_copy() const;
-    void *procedure(const char *name) const;
 
     const Pacing &pacing;
     ggml_backend_event_t copied = nullptr; // of wait_for_copies()
-    InnerBuffer pinned_staging;
+    InnerBuffer pinned_staging, pinned_zeros;
     std::vector<char> pageable_staging; // where the device has no pinned memory
     size_t staging_bytes = 0;
 };

@@ -5,8 +5,12 @@
 namespace fsd {
 
 KvTransfer::~KvTransfer() {
-    if (filled > used) {
-        ggml_backend_synchronize(d.inner.copy); // the graph was stopped with copies under way
+    const bool events_in_use = full[0] && d.inner.quirks.keeps_until_waited;
+    if (filled > used || events_in_use) { // the graph was stopped with copies under way, or the events are about to go
+        ggml_backend_synchronize(d.inner.copy);
+    }
+    if (events_in_use) {
+        d.inner.synchronize();
     }
     for (ggml_backend_event_t e : {full[0], full[1], free[0], free[1]}) {
         ggml_backend_event_free(e);

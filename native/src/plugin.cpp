@@ -35,8 +35,8 @@ static void buffer_free(ggml_backend_buffer_t b) {
     if (c->kv) {
         d.kv.remove(*c->kv);
     }
-    if (c->pinned) {
-        d.inner.unpin(c->base);
+    if (c->attached) {
+        d.inner.detach(c->base);
     }
     if (!c->weights && c->base) {
         release_addresses(c->base, std::max<size_t>(c->size, 1));
@@ -296,11 +296,12 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->base = (char *)ptr;
     c->size = size;
     c->weights = true;
-    // Once the mapping is registered with the driver, copies from it are asynchronous and run at full rate.
-    c->pinned = d.inner.pin(ptr, size);
+    const HostPath path = d.inner.attach(ptr, size);
+    c->attached = true;
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.buffers.push_back(c.get());
-    d.counters.update([&](fsd_stats &stats) { stats.host_weights_pinned = c->pinned; });
+    d.weights.path = std::max(d.weights.path, path);
+    d.counters.update([&](fsd_stats &stats) { stats.host_weights = (uint32_t)d.weights.path; });
     // ggml checks that the padding of the last tensor lies in the buffer. The file has none, and nothing reads it here.
     constexpr size_t padding = 64 * 1024;
     return ggml_backend_buffer_init(buffer_type(), buffer_vtable, c.release(), size + padding);

@@ -170,11 +170,15 @@ static size_t room_of(Device &d) {
     return limit > held ? (size_t)std::min<uint64_t>(limit - held, SIZE_MAX) / 2 : 0;
 }
 
+// Host memory of a probe's copies: pinned as the device's own host memory, pageable, or copied the way weights are.
+enum class Source { pinned, pageable, weights };
+
 // Copies between host and device. Each starts at another place in host memory, so that no processor cache serves it.
 struct Copies {
     Device &d;
     InnerBuffer target, pinned;
     std::vector<char> pageable;
+    char *as_weights = nullptr; // memory that takes the same path as weights
     size_t target_bytes = 0, source_bytes = 0, at = 0;
 
     Copies(Device &device, size_t most_source_bytes) : d(device) {
@@ -192,10 +196,28 @@ struct Copies {
             memset(ggml_backend_buffer_get_base(pinned.get()), 1, source_bytes);
         }
     }
-    ~Copies() { d.ledger.release(Use::scratch, target); }
+    ~Copies() {
+        if (as_weights) {
+            d.inner.detach(as_weights);
+            release_addresses(as_weights, source_bytes);
+        }
+        d.ledger.release(Use::scratch, target);
+    }
+    Copies(const Copies &) = delete;
     bool ok() const { return target != nullptr; }
-    char *host(bool want_pinned) {
-        if (want_pinned && pinned) {
+    // Whether copies of weights are neither like those of pinned memory nor like those of other memory.
+    bool weights_differ() const { return d.weights.path == HostPath::imported || d.weights.path == HostPath::staged; }
+    char *host(Source source) {
+        if (source == Source::weights && weights_differ()) {
+            if (!as_weights && (as_weights = reserve_addresses(source_bytes))) {
+                memset(as_weights, 1, source_bytes);
+                d.inner.attach(as_weights, source_bytes, d.weights.path == HostPath::imported);
+            }
+            if (as_weights) {
+                return as_weights;
+            }
+        }
+        if (source != Source::pageable && pinned) {
             return (char *)ggml_backend_buffer_get_base(pinned.get());
         }
         pageable.resize(source_bytes, 1);
@@ -203,9 +225,9 @@ struct Copies {
     }
 
     // Bytes per second of copies of `copy_bytes`.
-    double rate(bool to_device, bool want_pinned, size_t copy_bytes, double budget_s) {
+    double rate(bool to_device, Source source, size_t copy_bytes, double budget_s) {
         copy_bytes = std::min(copy_bytes, target_bytes);
-        char *from = host(want_pinned);
+        char *from = host(source);
         return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, copy_bytes); });
     }
     void once(bool to_device, char *from, size_t copy_bytes) {
@@ -234,7 +256,7 @@ struct Copying {
     std::thread thread;
 
     Copying(Copies &c, size_t most_bytes) : copies(c), copy_bytes(std::min(most_bytes, c.target_bytes)) {
-        char *from = copies.host(true);
+        char *from = copies.host(Source::weights);
         start = now();
         thread = std::thread([this, from] {
             while (!stop.load()) {
@@ -320,7 +342,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
-    const double each = seconds / (4 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 2);
+    const double each = seconds / (5 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 2);
     {
         Copies copies(d, d.inner.quirks.probe_bytes);
         if (!copies.ok()) {
@@ -329,10 +351,12 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         for (int i = 0; i < FSD_PROBE_PIECES && !stopped(); i++) {
             const size_t copy_bytes = (size_t)256 << 10 << 2 * i;
             r->piece_bytes[i] = copy_bytes;
-            r->h2d_pinned[i] = copies.rate(true, true, copy_bytes, each);
-            r->h2d_pageable[i] = copies.rate(true, false, copy_bytes, each);
-            r->d2h_pinned[i] = copies.rate(false, true, copy_bytes, each);
-            r->d2h_pageable[i] = copies.rate(false, false, copy_bytes, each);
+            r->h2d_pinned[i] = copies.rate(true, Source::pinned, copy_bytes, each);
+            r->h2d[i] =
+                copies.weights_differ() ? copies.rate(true, Source::weights, copy_bytes, each) : r->h2d_pinned[i];
+            r->h2d_pageable[i] = copies.rate(true, Source::pageable, copy_bytes, each);
+            r->d2h_pinned[i] = copies.rate(false, Source::pinned, copy_bytes, each);
+            r->d2h_pageable[i] = copies.rate(false, Source::pageable, copy_bytes, each);
         }
         const uint32_t threads[FSD_PROBE_THREADS] = {1, std::max(1u, d.n_threads / 2), d.n_threads};
         if (stopped()) {
@@ -426,7 +450,7 @@ extern "C" fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_l
         if (!copies.ok()) {
             return FSD_OUT_OF_MEMORY;
         }
-        r->h2d = copies.rate(true, true, d.inner.copy_bytes, each);
+        r->h2d = copies.rate(true, Source::weights, d.inner.copy_bytes, each);
     }
     const Quirks &quirks = d.inner.quirks;
     const size_t total = std::min(quirks.probe_bytes / 4, kLookBytes);

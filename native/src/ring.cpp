@@ -4,6 +4,8 @@
 
 namespace fsd {
 
+static constexpr uint64_t kRest = 1024;
+
 std::vector<RingSlot> lay_ring(const std::vector<size_t> &step_bytes, size_t capacity) {
     std::vector<RingSlot> slots;
     size_t at = 0;
@@ -86,7 +88,7 @@ void Ring::reset() {
     entries_.clear();
     held_.clear();
     slots_.clear();
-    next_copy_ = next_use_ = 0;
+    next_copy_ = next_use_ = rested_at_ = 0;
 }
 
 void Ring::lay_out(const Program &p) {
@@ -154,9 +156,23 @@ uint64_t Ring::copy_experts(size_t entry) {
     return bytes;
 }
 
+// Waits for the streams and events, so that a device frees what finished work has used.
+void Ring::rest() {
+    ggml_backend_synchronize(inner_.copy);
+    for (const auto &events : {ready_, done_}) {
+        for (ggml_backend_event_t e : events) {
+            ggml_backend_event_synchronize(e);
+        }
+    }
+    rested_at_ = next_copy_;
+}
+
 Ring::Copied Ring::pump() {
     Copied all;
     const size_t n = entries_.size();
+    if (inner_.quirks.keeps_until_waited && next_copy_ - rested_at_ >= kRest) {
+        rest();
+    }
     while (n > 0 && next_copy_ < next_use_ + n) {
         const size_t i = next_copy_ % n;
         const size_t back = slots_[i].reuse_distance;

@@ -41,7 +41,8 @@ class Ring {
     struct Copied {
         uint64_t copies = 0, bytes = 0;
     };
-    // Starts every copy whose slot is free, or will be once queued work is done. Never waits.
+    // Starts every copy whose slot is free, or will be once queued work is done. Waits only for staging memory, and
+    // now and then for all work, on devices that keep what finished work has used.
     Copied pump();
     // Copies the chosen experts that pump() did not predict.
     Copied copy_missing_experts(size_t entry);
@@ -63,6 +64,7 @@ class Ring {
   private:
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);
+    void rest();
 
     Inner &inner_;
     Ledger &ledger_;
@@ -78,6 +80,7 @@ class Ring {
     std::vector<ggml_backend_event_t> ready_, done_; // by entry: copied, computed
     std::vector<std::vector<bool>> held_;            // by entry of experts: those in its latest copy
     uint64_t next_copy_ = 0, next_use_ = 0;
+    uint64_t rested_at_ = 0; // the next copy then
 };
 
 } // namespace fsd

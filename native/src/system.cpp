@@ -47,6 +47,12 @@ void forget_pages(char *p, size_t size) { VirtualAlloc(p, size, MEM_RESET, PAGE_
 
 void prefer_large_pages(void *, size_t) {} // they need a privilege that players do not have
 
+size_t page_bytes() {
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
 // Windows itself refuses to shrink a file while it is mapped.
 void *map_shared(const char *path, size_t size, std::string &why) {
     auto failed = [&](const char *what) {
@@ -135,6 +141,8 @@ char *reserve_addresses(size_t size) {
 void release_addresses(char *p, size_t size) { munmap(p, size); }
 
 void forget_pages(char *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
+
+size_t page_bytes() { return (size_t)sysconf(_SC_PAGESIZE); }
 
 void prefer_large_pages(void *p, size_t size) {
 #if defined(MADV_HUGEPAGE)

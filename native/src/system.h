@@ -14,6 +14,7 @@ char *reserve_addresses(size_t size);
 void release_addresses(char *p, size_t size);
 // Gives the pages of a range back to the system; they may read as zeros from then on.
 void forget_pages(char *p, size_t size);
+size_t page_bytes();
 // Backs a range with large pages where the system has them.
 void prefer_large_pages(void *p, size_t size);
 

@@ -41,8 +41,8 @@ static void buffer_free(ggml_backend_buffer_t b) {
     if (c->weights) {
         t.weights.clear(); // a tower's weights are one buffer
     }
-    if (c->pinned) {
-        t.inner.unpin(c->base);
+    if (c->attached) {
+        t.inner.detach(c->base);
     }
     release_addresses(c->base, std::max<size_t>(c->size, 1));
     for (std::vector<Buffer *> *of : {&t.buffers, &activations()}) {
@@ -202,7 +202,10 @@ static void start_tower(Device &t, Device &d) {
     t.weights.sizes = d.weights.layout.sizes; // so that no piece is larger than the language model's ring
     for (Buffer *b : t.buffers) {
         // Only now, when all bytes are written: a driver that pins untouched pages for reading would go on seeing zeros.
-        b->pinned = b->pinned || t.inner.pin(b->base, b->size);
+        if (!b->attached) {
+            t.inner.attach(b->base, b->size);
+            b->attached = true;
+        }
     }
 }
 

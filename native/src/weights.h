@@ -1,6 +1,7 @@
 // The weights of one model: where they are in host memory, their shards, and how they are cut.
 #pragma once
 
+#include "host_paths.h"
 #include "layout.h"
 #include "tensors.h"
 
@@ -36,6 +37,7 @@ struct Weights {
     std::map<std::string, LadderPlace> ladder; // by tensor name, as fsd_set_shards gave it
     uint32_t n_named_shards = 0;               // of the ladder
     uint32_t n_shards = 0;                     // with the shard of what the ladder does not name
+    HostPath path = HostPath::direct;          // how they are copied to the device; of several files the slowest
     LayoutSizes sizes;                         // asked for
     Layout layout;
 

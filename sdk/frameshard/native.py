@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import enum
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 _FILE = {"win32": "{}.dll", "darwin": "lib{}.dylib"}.get(sys.platform, "lib{}.so")
 
 
@@ -52,6 +53,15 @@ class _ShardTensor(ctypes.Structure):
 
 class _Tier(ctypes.Structure):
     _fields_ = (("min_tokens", ctypes.c_uint32), ("placement", ctypes.POINTER(ctypes.c_uint8)))
+
+
+class HostPath(enum.IntEnum):
+    """How weights in host memory reach the device. ``fsd_host_path`` in frameshard_device.h describes each."""
+
+    DIRECT = 0
+    REGISTERED = 1
+    IMPORTED = 2
+    STAGED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +101,16 @@ class Stats:
     experts_on_cpu: int
     budget_generation: int
     copy_busy_s: float
-    host_weights_pinned: bool
+    host_weights: HostPath
+    imported_bytes: int
+    staged_bytes: int
     image_floor_bytes: int
 
 
 def _c_type(name: str, annotation: str) -> Any:
     if annotation == "float":
         return ctypes.c_double
-    return ctypes.c_uint32 if annotation == "bool" or name.endswith("_shards") else ctypes.c_uint64
+    return ctypes.c_uint32 if annotation in ("bool", "HostPath") or name.endswith("_shards") else ctypes.c_uint64
 
 
 class _Stats(ctypes.Structure):
@@ -114,6 +126,7 @@ class MachineRates:
 
     threads: tuple[int, ...]
     piece_bytes: tuple[int, ...]
+    h2d: tuple[float, ...]
     h2d_pinned: tuple[float, ...]
     h2d_pageable: tuple[float, ...]
     d2h_pinned: tuple[float, ...]
@@ -189,6 +202,7 @@ class _MachineRates(ctypes.Structure):
         ("struct_size", ctypes.c_uint32),
         ("threads", ctypes.c_uint32 * _THREADS),
         ("piece_bytes", ctypes.c_uint64 * _PIECES),
+        ("h2d", ctypes.c_double * _PIECES),
         ("h2d_pinned", ctypes.c_double * _PIECES),
         ("h2d_pageable", ctypes.c_double * _PIECES),
         ("d2h_pinned", ctypes.c_double * _PIECES),
@@ -876,7 +890,7 @@ class ShardDevice:
         if self._lib.fsd_get_stats(ctypes.byref(raw)) != 0:
             raise errors.VersionMismatch("the shard device library and this package do not belong together: reinstall")
         values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Stats)}
-        return Stats(**{**values, "host_weights_pinned": bool(values["host_weights_pinned"])})
+        return Stats(**{**values, "host_weights": HostPath(values["host_weights"])})
 
     def reset_peak(self) -> None:
         """Resets ``peak_bytes`` to the bytes in use."""

@@ -80,3 +80,51 @@ def test_a_device_name_with_a_copy_rate() -> None:
     for name in ("emulated:", "emulated:fast", "emulated:0", "emulated:-1", "emulated:nan", "emulated:1e9"):
         with pytest.raises(BadArgument, match="25e9 bytes/s"):
             native.parse_device(name)
+
+
+STREAM = """
+import json, sys
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+config = EngineConfig(model=sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
+with Runtime.load(config, budgets=[1 << 40]) as runtime:
+    device, placement = runtime.device, runtime.placement
+    placement.mode = "stream_only"
+    device.set_budget(device.stats().floor_bytes)
+    placement.learn()
+    placement.replan()
+    before = device.stats()
+    logits = runtime.decode_tokens(0, [3, 4, 5])
+    stats = device.stats()
+print(json.dumps({
+    "path": stats.host_weights.name,
+    "copied": stats.copied_bytes - before.copied_bytes,
+    "staged": stats.staged_bytes - before.staged_bytes,
+    "peak_is_within": stats.peak_bytes <= max(stats.full_bytes, stats.floor_bytes),
+    "profile": placement.profile.to_dict(),
+    "logits": logits.tolist(),
+}))
+"""
+
+
+def test_plans_use_the_rate_of_weights_that_cannot_be_pinned(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    documents = []
+    for faults in ("", "unpinned=1"):
+        monkeypatch.setenv("FRAMESHARD_FAULTS", faults)
+        result = subprocess.run(
+            [sys.executable, "-c", STREAM, model_path], capture_output=True, text=True, timeout=300, check=True
+        )
+        documents.append(json.loads(result.stdout))
+    pinned, staged = documents
+    assert (pinned["path"], staged["path"]) == ("DIRECT", "STAGED")
+    assert pinned["staged"] == 0
+    assert staged["staged"] == staged["copied"] == pinned["copied"] > 0
+    assert staged["logits"] == pinned["logits"]
+    # Each way has a profile of its own, so neither is planned with the other's rates.
+    assert staged["profile"]["fingerprint"] == {**pinned["profile"]["fingerprint"], "weights": "staged"}
+    assert staged["profile"]["h2d"] == max(staged["profile"]["copies"]["h2d"])
+    assert staged["profile"]["copies"]["h2d"] != staged["profile"]["copies"]["h2d_pinned"]
+    assert len(list((tmp_path / "frameshard" / "profiles").glob("*.json"))) == 2

@@ -912,6 +912,31 @@ int with_failed_compute(uint64_t k) {
     return failed ? 0 : kFaultNotReached;
 }
 
+// The driver pins none of the model file: every streamed byte passes the staging slots, and copies may wait for them.
+SCENARIO(weights_that_cannot_be_pinned_give_the_same_result) {
+    set_fault("unpinned", 1);
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 2;
+    Session s(config);
+    s.commit();
+    CHECK(stats().host_weights == FSD_HOST_STAGED);
+    std::mt19937 random(5);
+    for (uint64_t budget : {s.floor, s.random_budget(random), s.random_budget(random), s.full, s.floor}) {
+        CHECK(fsd_set_budget(budget, 0) == FSD_OK);
+        CHECK(fsd_reset_peak() == FSD_OK);
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        const fsd_stats before = stats();
+        s.check_conversation(&random);
+        s.check_ledger();
+        const fsd_stats after = stats();
+        CHECK(after.peak_bytes <= budget);
+        CHECK(after.staged_bytes - before.staged_bytes == after.copied_bytes - before.copied_bytes);
+        CHECK((after.staged_bytes > before.staged_bytes) == (budget < s.full));
+    }
+    CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK); // the slots' events belong to streams, which are new now
+    s.check_conversation(&random);
+}
+
 TEST(every_computation_may_fail) {
     int result = 0;
     uint64_t k = 1;

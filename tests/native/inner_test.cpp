@@ -48,6 +48,48 @@ TEST(uploads_of_any_size_arrive) {
     fs_emulated_free(device);
 }
 
+TEST(memory_that_cannot_be_pinned_is_staged) {
+    fs_emulated_config config;
+    config.faults.unpinned = 1;
+    config.link_gbps = 0.5; // slower than the CPU fills the slots, so that every slot is waited for
+    Pacing pacing;
+    Inner inner(pacing);
+    ggml_backend_dev_t device = fs_emulated_device(config);
+    CHECK(inner.open(device, 16 << 20));
+    std::vector<char> sent(40'000'001), got(sent.size());
+    std::iota(sent.begin(), sent.end(), 0);
+    CHECK(inner.attach(sent.data(), sent.size()) == HostPath::staged);
+    InnerBuffer buffer(ggml_backend_buft_alloc_buffer(inner.buffer_type(), sent.size() + 300));
+    char *base = (char *)ggml_backend_buffer_get_base(buffer.get());
+    for (ggml_backend_t stream : {inner.copy, inner.compute}) {
+        const uint64_t before = inner.host_paths.staged_bytes;
+        const size_t from = 77, bytes = sent.size() - 78;
+        ggml_backend_buffer_clear(buffer.get(), 0);
+        inner.upload(stream, buffer.get(), base + 300, sent.data() + from, bytes);
+        std::fill_n(sent.begin(), 16 << 20, 9); // what the slots hold of it was read already
+        CHECK(inner.host_paths.staged_bytes == before + bytes);
+        ggml_backend_synchronize(stream);
+        ggml_tensor raw = raw_tensor(buffer.get(), base + 300, bytes);
+        ggml_backend_tensor_get(&raw, got.data(), 0, bytes);
+        std::iota(sent.begin(), sent.end(), 0);
+        CHECK(memcmp(got.data(), sent.data() + from, bytes) == 0);
+    }
+    const uint64_t staged = inner.host_paths.staged_bytes;
+    const std::vector<char> other(1000, 5);
+    inner.upload(inner.copy, buffer.get(), base, other.data(), other.size());
+    inner.upload_zeros(inner.copy, buffer.get(), base + 500, 500);
+    ggml_backend_synchronize(inner.copy);
+    ggml_tensor raw = raw_tensor(buffer.get(), base, 1000);
+    ggml_backend_tensor_get(&raw, got.data(), 0, 1000);
+    CHECK(got[499] == 5 && got[500] == 0 && got[999] == 0);
+    inner.detach(sent.data());
+    inner.upload(inner.copy, buffer.get(), base, sent.data(), 1000);
+    CHECK(inner.host_paths.staged_bytes == staged);
+    inner.close_streams();
+    buffer.reset();
+    fs_emulated_free(device);
+}
+
 } // namespace
 
 TEST_MAIN()

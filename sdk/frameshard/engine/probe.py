@@ -1,9 +1,10 @@
 """Measures the machine with the shard device, and keeps the resulting profile.
 
-A profile belongs to a fingerprint: the processor, the thread count, the device, its driver and its link. The
-measurement takes a few seconds. The profile is kept in frameshard's cache directory until the fingerprint changes. Some
-rates depend on the model: products with its kinds of weights, and attention with its heads. These are measured when a
-model first needs them, and added to the profile. Rates are per second.
+A profile belongs to a fingerprint: the processor, the thread count, the device, its driver and its link, and how
+weights are copied to it where their memory could not be registered with the driver. The measurement takes a few
+seconds. The profile is kept in frameshard's cache directory until the fingerprint changes. Some rates depend on the
+model: products with its kinds of weights, and attention with its heads. These are measured when a model first needs
+them, and added to the profile. Rates are per second.
 
 A launch does not wait for that: it plans from an estimate, and :mod:`frameshard.engine.idle` measures later.
 """
@@ -26,7 +27,7 @@ import pynvml
 from frameshard import cpu
 from frameshard.errors import BadArgument
 from frameshard.models import cache_dir
-from frameshard.native import EMULATED, MachineRates, ShardDevice, parse_device
+from frameshard.native import EMULATED, HostPath, MachineRates, ShardDevice, parse_device
 from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.model import Model
 from frameshard.plan.profile import (
@@ -102,6 +103,12 @@ class Measurements:
     ) -> None:
         self._device, self._model, self._kv_type, self._seconds = device, model, kv_type, seconds
         self._key = fingerprint(device_name, n_threads)
+        path = device.stats().host_weights
+        if path in (
+            HostPath.IMPORTED,
+            HostPath.STAGED,
+        ):  # otherwise copies are as fast as the device and its link allow
+            self._key["weights"] = path.name.lower()
         self._kinds = kinds_of(model)
         if not self._kinds:
             raise BadArgument(f"{model.path.name} has no matrices to measure with")
@@ -230,7 +237,7 @@ class Measurements:
         values = dataclasses.asdict(machine)
         return Profile(
             fingerprint=self._key,
-            h2d=max(machine.h2d_pinned[: piece + 1]),  # a larger copy is never slower: a lower rate is a disturbance
+            h2d=max(machine.h2d[: piece + 1]),  # a larger copy is never slower: a lower rate is a disturbance
             d2h=machine.d2h_pageable[piece],
             dram=max(machine.dram),
             cpu_gemv=1.0,  # these four depend on the model: seen_by() sets them

@@ -78,7 +78,7 @@ class Profile:
     """The rates of a machine: bytes per second, operations per second (``*_flops``) and seconds (``*_s``).
 
     :param fingerprint: the properties of machine and device that the profile is valid for.
-    :param h2d: copies from pinned host memory to the device.
+    :param h2d: copies of weights to the device: from pinned host memory where the system allows it.
     :param d2h: copies from the device to host memory.
     :param dram: reads of host memory by the CPU.
     :param cpu_gemv: weights that the CPU reads in products with one column; ``gpu_gemv`` the same for the device.
@@ -128,7 +128,7 @@ class Profile:
             _check_curve(key, attention.cells, attention.kv_bytes, attention.flops)
         if self.copies:
             sizes = tuple(map(int, self.copies.get("piece_bytes", ())))
-            _check_curve("copies", sizes, tuple(self.copies.get("h2d_pinned", ())))
+            _check_curve("copies", sizes, tuple(self._weight_copies))
 
     @property
     def device(self) -> str:
@@ -148,11 +148,16 @@ class Profile:
         read = [p.gpu_flops[0] / 2 * BYTES_PER_WEIGHT[name.split()[0]] for name, p in self.products.items()]
         return max([self.gpu_gemv, *read])
 
+    @property
+    def _weight_copies(self) -> list[float]:
+        """The rates of weights' copies by size. Older profiles have only those from pinned memory."""
+        return self.copies.get("h2d", self.copies.get("h2d_pinned", []))
+
     def copy_rate(self, n_bytes: float) -> float:
         """The bytes/s of copies of ``n_bytes`` each to the device; that of large copies if this was not measured."""
         if not self.copies:
             return self.h2d
-        sizes, rates = (np.array(self.copies[name], dtype=np.float64) for name in ("piece_bytes", "h2d_pinned"))
+        sizes, rates = (np.array(each, dtype=np.float64) for each in (self.copies["piece_bytes"], self._weight_copies))
         return min(float(np.interp(np.log(n_bytes), np.log(sizes), rates)), self.h2d)
 
     @property

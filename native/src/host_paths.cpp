@@ -1,0 +1,184 @@
+#include "host_paths.h"
+
+#include "system.h"
+#include "tensors.h"
+
+#include "ggml-backend-impl.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace fsd {
+
+static constexpr size_t kSlots = 4;
+static constexpr size_t kSlotBytes = (size_t)4 << 20; // copies of this size run at the link's full rate
+static constexpr size_t kMostImported = (size_t)1 << 30;
+
+static void *procedure(ggml_backend_dev_t device, const char *name) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
+}
+
+static bool register_pages(ggml_backend_dev_t device, void *p, size_t bytes) {
+    auto pin = (bool (*)(void *, size_t))procedure(device, "ggml_backend_register_host_buffer");
+    return pin && pin(p, bytes);
+}
+
+// Whether the device reads the bytes that the CPU sees. Drivers may refuse a mapped file, or import copies of its pages.
+static bool reads_the_same(ggml_backend_buffer_t buffer, const char *begin, size_t bytes) {
+    std::vector<char> got(std::min(bytes, page_bytes()));
+    for (size_t at : {(size_t)0, bytes / 2 / got.size() * got.size(), bytes - got.size()}) {
+        const ggml_tensor t = raw_tensor(buffer, (char *)ggml_backend_buffer_get_base(buffer) + at, got.size());
+        ggml_backend_tensor_get(&t, got.data(), 0, got.size());
+        if (memcmp(got.data(), begin + at, got.size()) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool HostPaths::import_pages(Range &range) {
+    ggml_backend_dev_t device = range.device;
+    if (!device->iface.buffer_from_host_ptr) {
+        return false;
+    }
+    const size_t page = page_bytes();
+    char *begin = range.begin - (uintptr_t)range.begin % page;
+    char *end = range.end + (page - (uintptr_t)range.end % page) % page;
+    const size_t most = ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
+    const size_t each = std::min(most, kMostImported) / page * page;
+    while (begin < end && each > 0) {
+        Window w;
+        w.begin = begin;
+        w.bytes = std::min(each, (size_t)(end - begin));
+        w.buffer.reset(ggml_backend_dev_buffer_from_host_ptr(device, w.begin, w.bytes, w.bytes));
+        if (!w.buffer || !reads_the_same(w.buffer.get(), w.begin, w.bytes)) {
+            range.windows.clear();
+            return false;
+        }
+        begin += w.bytes;
+        range.windows.push_back(std::move(w));
+    }
+    return begin >= end;
+}
+
+HostPath HostPaths::add(ggml_backend_dev_t device, bool imports, void *p, size_t bytes, bool may_pin) {
+    if (bytes == 0) {
+        return HostPath::direct;
+    }
+    auto range = std::make_unique<Range>();
+    range->begin = (char *)p;
+    range->end = range->begin + bytes;
+    range->device = device;
+    if (may_pin && register_pages(device, p, bytes)) {
+        range->path = HostPath::registered;
+    } else if (may_pin && imports && import_pages(*range)) {
+        range->path = HostPath::imported;
+    } else if (ggml_backend_dev_host_buffer_type(device)) {
+        range->path = HostPath::staged;
+    }
+    const HostPath path = range->path;
+    std::lock_guard<std::mutex> lock(mutex_);
+    ranges_.push_back(std::move(range));
+    return path;
+}
+
+void HostPaths::remove(void *p) {
+    std::unique_ptr<Range> range;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto it = std::find_if(ranges_.begin(), ranges_.end(), [&](const auto &r) { return r->begin == p; });
+        if (it == ranges_.end()) {
+            return;
+        }
+        range = std::move(*it);
+        ranges_.erase(it);
+    }
+    auto unpin = (void (*)(void *))procedure(range->device, "ggml_backend_unregister_host_buffer");
+    if (range->path == HostPath::registered && unpin) {
+        unpin(p);
+    }
+}
+
+const HostPaths::Range *HostPaths::find(const char *from, size_t bytes) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto &r : ranges_) {
+        if (from >= r->begin && from + bytes <= r->end) {
+            return r.get();
+        }
+    }
+    return nullptr;
+}
+
+bool HostPaths::copy(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes) {
+    const Range *range = find(from, bytes);
+    if (range && range->path == HostPath::imported) {
+        copy_imported(stream, *range, to, from, bytes);
+        return true;
+    }
+    if (range && range->path == HostPath::staged && take_slots(range->device)) {
+        copy_staged(stream, to, from, bytes);
+        return true;
+    }
+    return false;
+}
+
+void HostPaths::copy_imported(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from,
+                              size_t bytes) {
+    const size_t first = (size_t)(from - range.windows[0].begin) / range.windows[0].bytes;
+    size_t done = 0;
+    for (size_t i = first; done < bytes; i++) { // all windows but the last have the same size
+        const Window &w = range.windows[i];
+        const size_t at = (size_t)(from + done - w.begin), n = std::min(bytes - done, w.bytes - at);
+        ggml_backend_buffer_t buffer = w.buffer.get();
+        const ggml_tensor src = raw_tensor(buffer, (char *)ggml_backend_buffer_get_base(buffer) + at, n);
+        ggml_tensor dst = raw_tensor(to.buffer, (char *)to.data + done, n);
+        ggml_backend_tensor_copy_async(stream, stream, &src, &dst);
+        done += n;
+    }
+    imported_bytes += bytes;
+}
+
+bool HostPaths::take_slots(ggml_backend_dev_t device) {
+    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
+    if (!slot_memory_) {
+        slot_memory_.reset(ggml_backend_buft_alloc_buffer(host, kSlots * kSlotBytes));
+    }
+    // Backends that have no more memory to pin give other memory instead.
+    if (!slot_memory_ || ggml_backend_buffer_get_type(slot_memory_.get()) != host) {
+        return false;
+    }
+    while (slots_.size() < kSlots) {
+        slots_.push_back({ggml_backend_event_new(device), false});
+    }
+    return true;
+}
+
+void HostPaths::copy_staged(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes) {
+    char *memory = (char *)ggml_backend_buffer_get_base(slot_memory_.get());
+    for (size_t at = 0; at < bytes; at += kSlotBytes) {
+        Slot &slot = slots_[next_slot_];
+        char *pinned = memory + next_slot_ * kSlotBytes;
+        next_slot_ = (next_slot_ + 1) % kSlots;
+        if (slot.in_use) {
+            ggml_backend_event_synchronize(slot.taken);
+        }
+        const size_t n = std::min(kSlotBytes, bytes - at);
+        memcpy(pinned, from + at, n);
+        ggml_tensor dst = raw_tensor(to.buffer, (char *)to.data + at, n);
+        ggml_backend_tensor_set_async(stream, &dst, pinned, 0, n);
+        ggml_backend_event_record(slot.taken, stream);
+        slot.in_use = true;
+    }
+    staged_bytes += bytes;
+}
+
+void HostPaths::close() {
+    for (Slot &slot : slots_) {
+        ggml_backend_event_free(slot.taken);
+    }
+    slots_.clear();
+    slot_memory_.reset();
+    next_slot_ = 0;
+}
+
+} // namespace fsd

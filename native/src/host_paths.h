@@ -1,0 +1,82 @@
+// How bytes in host memory reach the device.
+//
+// Copies run at the link's full rate, and beside computing, only from memory that the driver has pinned. Weights are pinned
+// where they lie: registered with the driver, or imported as buffers of the device. Where both are refused they are staged:
+// the CPU copies them to slots of pinned memory, from which the device takes them while the CPU fills the next slot. Memory
+// that was not added here is copied as the device's own backend does it.
+#pragma once
+
+#include "frameshard_device.h"
+
+#include "ggml-backend.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace fsd {
+
+struct BufferDeleter {
+    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+};
+using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
+
+enum class HostPath : uint32_t {
+    direct = FSD_HOST_DIRECT,
+    registered = FSD_HOST_REGISTERED,
+    imported = FSD_HOST_IMPORTED,
+    staged = FSD_HOST_STAGED,
+};
+
+class HostPaths {
+  public:
+    HostPaths() = default;
+    HostPaths(const HostPaths &) = delete;
+    HostPaths &operator=(const HostPaths &) = delete;
+
+    // Finds the fastest path for a range of host memory: whole pages, which stay mapped until remove(). `imports`: whether
+    // the device can copy from imported memory. `may_pin`: false takes the path of memory that cannot be pinned.
+    HostPath add(ggml_backend_dev_t device, bool imports, void *p, size_t bytes, bool may_pin);
+    // All copies from the range must have run. A range that was not added is ignored.
+    void remove(void *p);
+
+    // Queues the copy of `bytes` at `from` to a tensor of as many bytes. False: the memory was not added, or has no path of
+    // its own, and nothing is done.
+    bool copy(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes);
+    // Frees what belongs to the streams, whose work must have run.
+    void close();
+
+    std::atomic<uint64_t> imported_bytes{0}, staged_bytes{0}; // copied so far
+
+  private:
+    struct Window {
+        char *begin = nullptr;
+        size_t bytes = 0;
+        InnerBuffer buffer;
+    };
+    struct Range {
+        char *begin = nullptr, *end = nullptr;
+        HostPath path = HostPath::direct;
+        ggml_backend_dev_t device = nullptr;
+        std::vector<Window> windows; // of imported memory
+    };
+    struct Slot {
+        ggml_backend_event_t taken = nullptr; // the device has copied from it
+        bool in_use = false;
+    };
+
+    static bool import_pages(Range &range);
+    const Range *find(const char *from, size_t bytes) const;
+    void copy_imported(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from, size_t n);
+    void copy_staged(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t n);
+    bool take_slots(ggml_backend_dev_t device);
+
+    mutable std::mutex mutex_; // of ranges_
+    std::vector<std::unique_ptr<Range>> ranges_;
+    InnerBuffer slot_memory_;
+    std::vector<Slot> slots_;
+    size_t next_slot_ = 0;
+};
+
+} // namespace fsd
