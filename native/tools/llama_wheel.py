@@ -21,6 +21,7 @@ import tempfile
 
 import headers
 import progress
+import vulkan
 
 # Of llama.cpp only the libraries are used.
 LEAN = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("TOOLS", "EXAMPLES", "TESTS", "SERVER")]
@@ -85,7 +86,8 @@ def main() -> None:
             print(f"waiting for another build in {directory}", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(directory.glob("*.whl")):
-            build(directory, args)
+            # Where headers come from is not a part of the key: ggml takes from them what it finds.
+            build(directory, args + (vulkan.cmake_args(args) if vulkan.wanted(args) else []))
         print(next(directory.glob("*.whl")))
 
 
