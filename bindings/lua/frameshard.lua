@@ -265,6 +265,30 @@ fs_status fs_count_chat_tokens_with_tools(fs_client *client, const fs_chat_messa
 fs_status fs_embed(fs_client *client, const char *const *texts, const int32_t *lengths, uint32_t n_texts,
   uint64_t *request);
 fs_status fs_shutdown(fs_client *client);
+typedef struct fs_arbiter fs_arbiter;
+fs_status fs_arbiter_open(uint64_t budget_bytes, uint64_t step_bytes, double dwell_s, int32_t may_park,
+  fs_arbiter **arbiter);
+void fs_arbiter_close(fs_arbiter *arbiter);
+typedef struct fs_vram_needs {
+  uint32_t struct_size;
+  uint32_t reserved;
+  uint64_t grant_bytes;
+  uint64_t pool_held_bytes;
+  uint64_t pool_now_bytes;
+  uint64_t pool_soon_bytes;
+  uint64_t sidecar_floor_bytes;
+  uint64_t sidecar_useful_bytes;
+} fs_vram_needs;
+typedef struct fs_vram_decision {
+  uint32_t struct_size;
+  int32_t state;
+  uint64_t pool_limit_bytes;
+  uint64_t vram_budget_bytes;
+} fs_vram_decision;
+fs_status fs_arbiter_decide(fs_arbiter *arbiter, double now_s, const fs_vram_needs *needs, fs_vram_decision *decision);
+fs_status fs_arbiter_released(fs_arbiter *arbiter, uint64_t used_bytes);
+fs_status fs_arbiter_refused(fs_arbiter *arbiter, double now_s);
+fs_status fs_arbiter_holds(fs_arbiter *arbiter, uint64_t used_bytes);
 enum { FS_PRIORITIZE_GRAPHICS = 1, FS_BALANCE = 2, FS_PRIORITIZE_COMPUTE = 3, };
 fs_status fs_set_pacing(fs_client *client, int32_t scheduling_mode, double target_tokens_per_second, uint64_t *request);
 fs_status fs_get_frame_block(fs_client *client, uint64_t *request);
