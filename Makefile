@@ -17,7 +17,7 @@ PYTHON_CODE := sdk tests samples native profiles .assets
 C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint generate bindings windows fuzz hostile sanitize soak vision clean
+.PHONY: help build demo test lint generate bindings windows vulkan vulkan-tests fuzz hostile sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -62,6 +62,20 @@ windows: $(VENV)/installed ## all but the GPU for Windows: cross-compiled by Min
 	bindings/c/windows/build.sh build/windows
 	native/windows/build.sh build/windows
 	tests/windows/test.sh build/windows
+
+# In an environment of its own, so that .venv keeps the GPU that was chosen for it.
+vulkan: ## native tests and verify on Mesa's software Vulkan, with a build for Vulkan in build/vulkan
+	@$(PYTHON) native/tools/vulkan.py
+	$(MAKE) VENV=build/vulkan CMAKE_ARGS=-DGGML_VULKAN=on vulkan-tests
+
+# The loader offers only Mesa's software Vulkan, and ggml, which passes over such devices, is told to take it.
+vulkan-tests: export VK_LOADER_DRIVERS_SELECT := *lvp*
+vulkan-tests: export GGML_VK_VISIBLE_DEVICES := 0
+vulkan-tests: $(VENV)/installed
+	$(NATIVE_BUILD) -B build/native-vulkan
+	cmake --build build/native-vulkan
+	ctest --test-dir build/native-vulkan --output-on-failure
+	FRAMESHARD_VULKAN=Vulkan0 $(BIN)/python -m pytest tests/test_vulkan.py
 
 FUZZ_S ?= 600
 fuzz: $(VENV)/installed ## libFuzzer on what the C client reads, FUZZ_S seconds (600); needs clang

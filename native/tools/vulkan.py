@@ -129,3 +129,17 @@ def newer_headers() -> pathlib.Path:
 def output(command: list[str], directory: pathlib.Path | None = None) -> str:
     run = subprocess.run(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
     return run.stdout.decode(errors="replace")
+
+
+def check_software_vulkan() -> None:
+    """Ends the program with a message if Mesa's software Vulkan is not installed."""
+    places = [pathlib.Path(each) / "vulkan/icd.d" for each in ("/usr/share", "/usr/local/share", "/etc")]
+    if not any(next(each.glob("lvp_icd*.json"), None) for each in places):
+        sys.exit(
+            "Mesa's software Vulkan (lavapipe) is missing. On Debian or Ubuntu: apt-get install mesa-vulkan-drivers"
+        )
+
+
+if __name__ == "__main__":
+    check_software_vulkan()
+    cmake_args(["-DGGML_VULKAN=on"])

@@ -1,0 +1,36 @@
+"""The shard device over Vulkan. ``make vulkan`` runs this on Mesa's software Vulkan; elsewhere it is skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    "FRAMESHARD_VULKAN" not in os.environ, reason="needs llama.cpp with ggml-vulkan, and a Vulkan device: make vulkan"
+)
+
+# The model's floor is 12 MiB and its full size 160 MiB with these arguments.
+BUDGETS = "floor,60,100,130,full"
+
+
+@pytest.mark.timeout(3600)
+def test_the_text_is_the_same_at_five_budgets() -> None:
+    command = [sys.executable, "-m", "frameshard", "verify", "--json", "--model", "smollm2-135m"]
+    command += ["--device", os.environ["FRAMESHARD_VULKAN"], "--vram-budget", BUDGETS, "--ctx", "256"]
+    # Small batches: software Vulkan compiles the kernels for large ones for minutes.
+    command += ["--ubatch", "8", "--prompt", "48", "--generate", "32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3500)
+    assert done.stdout, done.stderr[-4000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 10
+    assert all(row["within_budget"] for row in rows), rows
+    for row in rows:
+        if row["mode"] == "stream_only":
+            assert row["max_abs_logit_diff"] == 0, row
+        else:  # the CPU rounds in other ways than the device, and so short a text says little about perplexity
+            assert row["top1_agreement"] >= 0.95, row
+            assert row["kl"] < 0.02, row
