@@ -56,10 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def runtime_directory() -> Iterator[None]:
-    """Each process of tests has a runtime directory of its own: a launch removes the files of dead sidecars, also those
-    of other tests."""
+@contextmanager
+def empty_runtime_directory() -> Iterator[None]:
+    """Sidecars that start in the block know nothing of those that were started before it."""
     where = None if sys.platform == "win32" else "/tmp"  # short, for sockets
     with tempfile.TemporaryDirectory(dir=where) as directory, pytest.MonkeyPatch.context() as environment:
         if sys.platform == "win32":
@@ -67,6 +66,21 @@ def runtime_directory() -> Iterator[None]:
             environment.setenv("LOCALAPPDATA", directory)
         else:
             environment.setenv("XDG_RUNTIME_DIR", directory)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_directory() -> Iterator[None]:
+    """Each process of tests has a runtime directory of its own: a launch removes the files of dead sidecars, also those
+    of other tests."""
+    with empty_runtime_directory():
+        yield
+
+
+@pytest.fixture
+def own_runtime_directory() -> Iterator[None]:
+    """The test has a runtime directory of its own: sidecars of other tests that are still ending are not in it."""
+    with empty_runtime_directory():
         yield
 
 

@@ -81,6 +81,7 @@ async def test_a_killed_engine_is_replaced() -> None:
     gone_after(list(last))
 
 
+@pytest.mark.usefixtures("own_runtime_directory")
 @in_trio
 async def test_a_killed_broker_takes_its_engine_along() -> None:
     async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
@@ -96,6 +97,19 @@ async def test_a_killed_broker_takes_its_engine_along() -> None:
         assert len(endpoint.running()) == 1
     assert endpoint.running() == []
     assert list(left.parent.parent.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there a directory is removed only with its lock")
+@pytest.mark.usefixtures("own_runtime_directory")
+@in_trio
+async def test_a_directory_that_lost_its_lock_is_removed() -> None:
+    async with launch():
+        (running,) = endpoint.running()
+        left = running.parent.with_name("run-killed")  # in the middle of its removal, or before it had a lock
+        left.mkdir()
+        async with launch():
+            assert not left.exists()
+        assert running.exists()
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="elsewhere an engine must notice the end itself")

@@ -179,8 +179,8 @@ def _no_root(root: Path, error: OSError) -> BadArgument:
 def _sweep(root: Path) -> None:
     """Removes the directories of killed sidecars."""
     for directory in root.glob("run-*"):
-        if not (directory / "lock").exists():
-            continue  # another launch is making this directory
+        if sys.platform == "win32" and not (directory / "lock").exists():
+            continue  # another launch is making this directory; elsewhere its owner notices, and makes another
         lock = system.lock(directory / "lock")
         if lock is not None:
             system.remove_locked(directory, lock)
