@@ -36,14 +36,25 @@ static bool reads_the_same(ggml_backend_buffer_t buffer, const char *begin, size
     return true;
 }
 
-bool HostPaths::import_pages(Range &range) {
-    ggml_backend_dev_t device = range.device;
-    if (!device->iface.buffer_from_host_ptr) {
-        return false;
-    }
+bool HostPaths::import_range(Range &range) {
     const size_t page = page_bytes();
     char *begin = range.begin - (uintptr_t)range.begin % page;
     char *end = range.end + (page - (uintptr_t)range.end % page) % page;
+    if (!range.device->iface.buffer_from_host_ptr) {
+        return false;
+    }
+    if (import_pages(range, begin, end)) {
+        return true;
+    }
+    // Most drivers import memory of the process, but no mapped file.
+    GGML_LOG_WARN("frameshard: the driver cannot copy from the mapped file: reading its %zu MiB into memory\n",
+                  (size_t)(end - begin) >> 20);
+    return own_pages(begin, (size_t)(end - begin)) && import_pages(range, begin, end);
+}
+
+bool HostPaths::import_pages(Range &range, char *begin, char *end) {
+    ggml_backend_dev_t device = range.device;
+    const size_t page = page_bytes();
     const size_t most = ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
     const size_t each = std::min(most, kMostImported) / page * page;
     while (begin < end && each > 0) {
@@ -71,7 +82,7 @@ HostPath HostPaths::add(ggml_backend_dev_t device, bool imports, void *p, size_t
     range->device = device;
     if (may_pin && register_pages(device, p, bytes)) {
         range->path = HostPath::registered;
-    } else if (may_pin && imports && import_pages(*range)) {
+    } else if (may_pin && imports && import_range(*range)) {
         range->path = HostPath::imported;
     } else if (ggml_backend_dev_host_buffer_type(device)) {
         range->path = HostPath::staged;

@@ -1,9 +1,10 @@
 // How bytes in host memory reach the device.
 //
 // Copies run at the link's full rate, and beside computing, only from memory that the driver has pinned. Weights are pinned
-// where they lie: registered with the driver, or imported as buffers of the device. Where both are refused they are staged:
-// the CPU copies them to slots of pinned memory, from which the device takes them while the CPU fills the next slot. Memory
-// that was not added here is copied as the device's own backend does it.
+// where they lie: registered with the driver, or imported as buffers of the device. Drivers that import no mapped files get
+// them as memory of this process, at the same addresses. Where both are refused they are staged: the CPU copies them to slots
+// of pinned memory, from which the device takes them while the CPU fills the next slot. Memory that was not added here is
+// copied as the device's own backend does it.
 #pragma once
 
 #include "frameshard_device.h"
@@ -66,7 +67,9 @@ class HostPaths {
         bool in_use = false;
     };
 
-    static bool import_pages(Range &range);
+    // Imports the pages of a range. A mapped file that the device refuses is replaced by memory of this process.
+    static bool import_range(Range &range);
+    static bool import_pages(Range &range, char *begin, char *end);
     const Range *find(const char *from, size_t bytes) const;
     void copy_imported(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from, size_t n);
     void copy_staged(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t n);

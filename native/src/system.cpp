@@ -18,7 +18,10 @@
 #include <unistd.h>
 #endif
 #if defined(__linux__)
+#include <algorithm>
+#include <fstream>
 #include <sys/prctl.h>
+#include <vector>
 #endif
 
 namespace fsd {
@@ -52,6 +55,8 @@ size_t page_bytes() {
     GetSystemInfo(&info);
     return info.dwPageSize;
 }
+
+bool own_pages(char *, size_t) { return false; } // a view cannot be replaced without a moment in which nothing is there
 
 // Windows itself refuses to shrink a file while it is mapped.
 void *map_shared(const char *path, size_t size, std::string &why) {
@@ -151,6 +156,93 @@ void prefer_large_pages(void *p, size_t size) {
     (void)p, (void)size;
 #endif
 }
+
+#if defined(__linux__)
+
+// Memory that this process may still take: of the system, and of the control groups that it is in.
+static size_t available_bytes() {
+    std::string word;
+    size_t left = 0, kib = 0;
+    for (std::ifstream file("/proc/meminfo"); file >> word;) {
+        if (word == "MemAvailable:" && file >> kib) {
+            left = kib * 1024;
+        }
+    }
+    std::string group;
+    for (std::ifstream file("/proc/self/cgroup"); std::getline(file, word);) {
+        if (word.rfind("0::/", 0) == 0) {
+            group = word.substr(3);
+        }
+    }
+    for (bool root = false; !root; group.resize(group.empty() ? 0 : group.rfind('/'))) {
+        root = group.empty();
+        const std::string directory = "/sys/fs/cgroup" + group + "/";
+        size_t most = 0, anonymous = 0;
+        if (std::ifstream(directory + "memory.max") >> most) { // "max" is no number
+            std::ifstream(directory + "memory.stat") >> word >> anonymous;
+            left = std::min(left, most - std::min(most, anonymous)); // cached files are given back
+        }
+    }
+    return left;
+}
+
+// Whether the whole range is mapped from files, and not to be written.
+static bool is_mapped_file(const char *p, size_t size) {
+    uintptr_t at = (uintptr_t)p;
+    const uintptr_t to = at + size;
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; at < to && std::getline(maps, line);) {
+        unsigned long long begin = 0, end = 0, inode = 0;
+        char mode[8] = "";
+        if (sscanf(line.c_str(), "%llx-%llx %7s %*s %*s %llu", &begin, &end, mode, &inode) == 4 && begin <= at &&
+            at < end && strncmp(mode, "r--", 3) == 0 && inode != 0) {
+            at = (uintptr_t)end;
+        }
+    }
+    return at >= to;
+}
+
+static bool replace_pages(char *p, size_t size) {
+    char *copy = reserve_addresses(size);
+    if (!copy) {
+        return false;
+    }
+    prefer_large_pages(copy, size); // most of the time goes to page faults
+    memcpy(copy, p, size);
+    if (mremap(copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, p) == MAP_FAILED) {
+        release_addresses(copy, size);
+        return false;
+    }
+    return true;
+}
+
+bool own_pages(char *p, size_t size) {
+    constexpr size_t step = (size_t)64 << 20;
+    size = (size + page_bytes() - 1) / page_bytes() * page_bytes();
+    if (!is_mapped_file(p, size) || size > available_bytes() / 4 * 3) {
+        return false;
+    }
+    std::atomic<size_t> next{0};
+    std::atomic<bool> ok{true};
+    std::vector<std::thread> threads(std::min(4u, std::max(1u, std::thread::hardware_concurrency())));
+    for (std::thread &thread : threads) {
+        thread = std::thread([&] {
+            for (size_t at; ok && (at = next.fetch_add(step)) < size;) {
+                ok = replace_pages(p + at, std::min(step, size - at)) && ok;
+            }
+        });
+    }
+    for (std::thread &thread : threads) {
+        thread.join();
+    }
+    return ok;
+}
+
+#else
+
+bool own_pages(char *, size_t) { return false; }
+
+#endif
 
 void *map_shared(const char *path, size_t size, std::string &why) {
     const int fd = ::open(path, O_RDWR | O_CLOEXEC);
