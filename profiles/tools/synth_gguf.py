@@ -107,6 +107,12 @@ class Writer:
         self.file.close()
 
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
 def describe(file: gguf.GGUFWriter, *, layers: int, width: int, heads: int, kv_heads: int, ff: int, vocab: int) -> None:
     """Adds the metadata of a language model, and a vocabulary of bytes and invented words."""
     file.add_name("random weights")
@@ -129,6 +135,7 @@ def describe(file: gguf.GGUFWriter, *, layers: int, width: int, heads: int, kv_h
     file.add_eos_token_id(2)
     file.add_unk_token_id(0)
     file.add_add_bos_token(False)
+    file.add_chat_template(CHAT_TEMPLATE)
 
 
 def write(shape: Shape, path: str) -> None:

@@ -18,7 +18,7 @@ from talk import ABOUT, QUESTIONS, VILLAGERS
 from world import World
 
 import frameshard
-from frameshard.errors import FrameshardError
+from frameshard.errors import FrameshardError, Unsupported
 from frameshard.frame import FrameBlock
 from frameshard.models import resolve
 
@@ -255,6 +255,8 @@ class Game:
                             self._flight.deltas.append((self._now(), delta.tokens))
                 assert stream.result is not None
                 reason = stream.result.reason
+            except Unsupported:
+                raise  # a model without a chat template, for example: no later answer would be better
             except FrameshardError as error:
                 reason = error.name
             row = {"at": asked_at, "until": self._now(), "who": name, "asked": question, "text": text, "reason": reason}
