@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from frameshard.cli import figures
-from frameshard.cli.upstream import placement
+from frameshard.cli.upstream import placement, placements
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model, read_model
 
@@ -67,6 +67,10 @@ def test_a_picture_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         (("--vs", "/no/such/program"), "cannot run /no/such/program"),
         (("--vs", sys.executable), "failed:"),
         (("--vs", "any", "--device", "cpu"), "nothing is placed"),
+        (("--equal-vram", "--vs", "any", "--device", "cpu"), "nothing is placed"),
+        (("--equal-vram", "--vs", "any"), "--equal-vram needs NVML, which does not count VRAM on emulated:2"),
+        (("--equal-vram",), "name its program with --vs"),
+        (("--equal-vram", "--vs", "any", "--image", "32x32"), "not for images"),
     ],
 )
 def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, model_path: Path) -> None:
@@ -103,6 +107,18 @@ def test_llama_cpp_gets_as_much_as_fits(share: float, model_path: Path, moe_path
             assert names == ["-ngl"]
             more = [values[0] + 1] if values[0] <= model.n_layer else values
         assert more == values or in_vram(model, *more) > budget
+
+
+def test_placements_are_all_there_are_and_count_what_is_on_the_gpu(model_path: Path, moe_path: Path) -> None:
+    for path in (model_path, moe_path):
+        model = read_model(path)
+        found = placements(model, kv_bytes=model.n_layer * 1000)
+        layers = [f"-ngl {n}" + (f" -ncmoe {model.n_layer}" if n and model.n_expert else "") for n in range(32)]
+        experts = [f"-ngl 999 -ncmoe {n}" for n in reversed(range(30))] if model.n_expert else []
+        assert [" ".join(args) for args, _ in found] == layers + experts
+        for args, n_bytes in found:
+            values = [int(value) for value in args[1::2]]
+            assert n_bytes == in_vram(model, *values) + 1000 * max(0, min(values[0] - 1, model.n_layer))
 
 
 def test_nothing_above_the_largest_budget_is_held(model_path: Path) -> None:

@@ -62,6 +62,23 @@ def test_a_recorded_command_has_its_meta(tmp_path: Path) -> None:
     assert first["meta"]["command"].endswith("""-c 'print('"'"'{"figure": 1}'"'"')'""")
 
 
+def test_rows_at_equal_vram_have_tables_of_their_own(results: ModuleType) -> None:
+    (old, *_) = results.read(REPO / "profiles" / "h100-80gb-pcie5-16c" / "bench-minitron-8b-f16.json")
+    row = old["rows"][0]
+    unfit = {key: row[key] for key in row if not key.endswith("_ratio")}
+    unfit["upstream"] = dict.fromkeys(("placement", "ttft_s", "decode_tps", "peak_nvml_mb"))
+    above = row | {"upstream": row["upstream"] | {"peak_nvml_mb": row["budget_mb"] + 27}}
+    held = old | {"equal_vram": True, "rows": [unfit, above]}
+    lines = results.bench([old, held])
+    assert lines[: len(results.bench([old]))] == results.bench([old])
+    first = lines.index("Time to first token, llama.cpp held to the budget:")
+    cells = [line.strip("| ").split(" | ") for line in lines[first:] if line.startswith("| 1,024")]
+    assert len(cells) == 4
+    assert cells[0][7:9] == ["-", "-"]  # llama.cpp's time, and the speedup
+    assert cells[2][6:] == ["-", "-", results.number(row["peak_nvml_mb"]), "-", "does not fit", "a"]
+    assert cells[3][9].endswith("(**27 above**)")
+
+
 def test_the_readme_quotes_the_files(results: ModuleType) -> None:
     """The figures in the table of the README are those of the result files."""
     readme = (REPO / "README.md").read_text()

@@ -46,7 +46,7 @@ was tried and what limits these figures is in [NOTES.md](NOTES.md); how to repea
 - Times are seconds (s) or milliseconds (ms), rates are tokens per second, VRAM is MiB (2^20 bytes).
 - **Peak VRAM** is NVML's count for the whole process, sampled every 10 ms, unless a column says otherwise. llama.cpp
   gets as many layers as the budget holds by their weights, as its users do. Its whole process takes more: see its own
-  peak column.
+  peak column. Where a heading says *held to the budget*, it has its best setting whose own peak is within the budget.
 - **Predicted** is the plan's figure before the run. **Bound** is what the machine's rates allow at that budget.
 - Figures are medians of the repeats that a row names. *Speedup* is llama.cpp's time
   over frameshard's, or frameshard's rate over llama.cpp's.
@@ -118,37 +118,56 @@ def origin(path: Path, results: Sequence[Result]) -> list[str]:
 
 
 def bench(results: list[Result]) -> list[str]:
+    """Tables of the results in which llama.cpp has the budget for its weights, and of those in which its whole process
+    is held to it."""
+    letters = runs(results)
+    lines: list[str] = []
+    for held in (False, True):
+        chosen = [(row, result, letters[i]) for i, result in enumerate(results) for row in result["rows"]
+                  if result.get("equal_vram", False) == held]  # fmt: skip
+        if chosen:
+            lines += bench_tables(chosen, held)
+    return lines
+
+
+def bench_tables(chosen: list[tuple[Result, Result, str]], held: bool) -> list[str]:
+    """The tables of rows, each with its result and the letter of its run.
+
+    :param held: whether llama.cpp was held to the budget.
+    """
     first, decode = [], []
-    for i, result in enumerate(results):
-        for row in result["rows"]:
-            other = row.get("upstream", {})
-            case = [number(result["prompt"]), str(result["parallel"]), number(row["budget_mb"])]
-            first.append(
-                [
-                    *case,
-                    number(result["ubatch"]),
-                    *(number(row.get(key)) for key in ("ttft_s", "predicted_ttft_s", "bound_ttft_s")),
-                    number(other.get("ttft_s")),
-                    times(other.get("ttft_s"), row["ttft_s"]),
-                    str(len(row["runs"]["ttft_s"])),
-                    runs(results)[i],
-                ]
-            )
-            decode.append(
-                [
-                    *case,
-                    *(number(row.get(key)) for key in ("decode_tps", "predicted_decode_tps", "bound_decode_tps")),
-                    number(other.get("decode_tps")),
-                    times(row["decode_tps"], other.get("decode_tps")),
-                    number(row["peak_nvml_mb"]),
-                    number(other.get("peak_nvml_mb")),
-                    f"`{other['placement']}`" if other else "-",
-                    runs(results)[i],
-                ]
-            )
+    for row, result, run in chosen:
+        other = row.get("upstream", {})
+        case = [number(result["prompt"]), str(result["parallel"]), number(row["budget_mb"])]
+        first.append(
+            [
+                *case,
+                number(result["ubatch"]),
+                *(number(row.get(key)) for key in ("ttft_s", "predicted_ttft_s", "bound_ttft_s")),
+                number(other.get("ttft_s")),
+                times(other.get("ttft_s"), row["ttft_s"]),
+                str(len(row["runs"]["ttft_s"])),
+                run,
+            ]
+        )
+        above = (other.get("peak_nvml_mb") or 0) - (row["budget_mb"] or 0)
+        options = f"`{other['placement']}`" if other.get("placement") else "-"
+        decode.append(
+            [
+                *case,
+                *(number(row.get(key)) for key in ("decode_tps", "predicted_decode_tps", "bound_decode_tps")),
+                number(other.get("decode_tps")),
+                times(row["decode_tps"], other.get("decode_tps")),
+                number(row["peak_nvml_mb"]),
+                number(other.get("peak_nvml_mb")) + (f" (**{above:.0f} above**)" if held and above > 0 else ""),
+                "does not fit" if held and other and not other["placement"] else options,
+                run,
+            ]
+        )
     case = ["prompt tokens", "sequences", "budget MiB"]
+    beside = ", llama.cpp held to the budget" if held else ""
     return [
-        "Time to first token:",
+        f"Time to first token{beside}:",
         "",
         *table(
             [
@@ -164,7 +183,7 @@ def bench(results: list[Result]) -> list[str]:
             ],
             first,
         ),
-        "Decode, all sequences together:",
+        f"Decode, all sequences together{beside}:",
         "",
         *table(
             [
@@ -495,7 +514,7 @@ def chart() -> str:
         results = read(PROFILES / "h100-80gb-pcie5-16c" / f"bench-{model}.json")
         rows = [
             row for each in results if (each["prompt"], each["parallel"]) == (1024, 1) for row in each["rows"]
-            if row["budget_mb"] <= 12288
+            if row["budget_mb"] <= 12288 and not each.get("equal_vram")
         ]  # fmt: skip
         for title, unit, key in (("time to first token", "s", "ttft_s"), ("decode", "tokens/s", "decode_tps")):
             ours = [(row["peak_nvml_mb"] / 1024, row[key]) for row in rows]

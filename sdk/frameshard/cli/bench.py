@@ -3,7 +3,7 @@
 The model is loaded once, and the budget changes between rows. Each figure is the median of ``--repeat`` runs. The runs
 of the rows alternate, so that a slow phase of the machine affects all rows. With ``--vs`` llama.cpp's own benchmark
 runs after each row with the same budget; meanwhile this process holds only its floor. Both programs prefill the prompt
-once before the measured run.
+once before the measured run. With ``--equal-vram`` llama.cpp's setting for each row is found before the first run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import common, figures, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
-    from frameshard.cli.upstream import Measured
+    from frameshard.cli.upstream import Measured, Program, Setting
     from frameshard.engine.runtime import Runtime
     from frameshard.plan.workload import Workload
 
@@ -59,6 +59,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="also run this program of llama.cpp at each budget, with as many layers (or experts) on the GPU as fit",
     )
     parser.add_argument(
+        "--equal-vram",
+        action="store_true",
+        help="hold llama.cpp to the budget, as NVML counts its whole process: its best setting is found by running it",
+    )
+    parser.add_argument(
         "--vs-threads", type=common.positive, metavar="N", help="CPU threads of llama.cpp (all; emulated: as ours)"
     )
     parser.add_argument(
@@ -88,7 +93,7 @@ class _Row:
     copied: int = 0
     experts: dict[str, float] = field(default_factory=dict)
     plan: Any = None
-    placement: list[str] = field(default_factory=list)
+    setting: Setting | None = None  # llama.cpp's
     upstream: list[Measured] = field(default_factory=list)
 
 
@@ -101,16 +106,13 @@ def run(args: argparse.Namespace) -> int:
     if args.image:
         from . import bench_images
 
+        if args.equal_vram:
+            raise errors.BadArgument("--equal-vram is not for images: leave it out")
         args.image = bench_images.parse_sizes(args.image)
         return bench_images.run(args)
     device = resolve_device(args.device)
-    if device == "cpu" and (args.vs or args.timeline):
-        raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
-    if args.timeline:
-        figures.check(args.timeline)
     needed = args.prompt + 1 + max(args.generate, _DRAWN)
-    if args.ctx and args.ctx < needed:
-        raise errors.BadArgument(f"--prompt and --generate need a context of {needed} tokens, --ctx is {args.ctx}")
+    _check(args, device, needed)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         device=device,
@@ -124,8 +126,9 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
     result["kv_type"] = args.kv_type
     n_rows = 1 if device == "cpu" else len(args.vram_budget.split(","))
+    n_steps = args.repeat * n_rows * (2 if args.vs else 1) + (n_rows if args.equal_vram else 0)
     with (
-        progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
+        progress.steps(n_steps) as steps,
         common.load_within(config, args.vram_budget, n_prompt=args.prompt) as runtime,
     ):
         workload = Workload(
@@ -136,14 +139,21 @@ def run(args: argparse.Namespace) -> int:
         if runtime.device is not None:
             result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
         rows = [_Row(budget) for budget in common.budgets_of(args.vram_budget, runtime)]
+        theirs = _llama_cpp(runtime, args) if args.vs else None
+        if theirs is not None:
+            result["equal_vram"] = args.equal_vram
+            if args.equal_vram:
+                _find_settings(rows, runtime, workload, theirs, steps)
+            else:
+                _choose_settings(rows, runtime)
         for _ in range(args.repeat):
             for row in rows:
                 where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
                 steps.next(f"{args.prompt} tokens of prompt, {args.generate} decoded{where}")
                 _measure(row, runtime, workload, any_tokens=bool(args.vs))
-                if args.vs:
-                    steps.next(f"llama.cpp{where}")
-                    _measure_upstream(row, runtime, workload, args)
+                if theirs is not None:
+                    steps.next(f"llama.cpp{where}{'' if row.setting else ': does not fit'}")
+                    _measure_upstream(row, runtime, workload, theirs)
         if args.timeline:
             _set_budget(rows[0], runtime)
             _fill(rows[0], runtime, workload)
@@ -151,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
             title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
             summaries = {name: window.summary() for name, window in windows.items()}
             result["timeline"] = {"file": args.timeline, **summaries}
-    result["rows"] = [_document(row, workload) for row in rows]
+    result["rows"] = [_document(row, workload, args) for row in rows]
     if args.json:
         common.emit_json(result)
     else:
@@ -161,6 +171,26 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"drawn in {args.timeline}")
     return 0
+
+
+def _check(args: argparse.Namespace, device: str, needed: int) -> None:
+    """Checks arguments that depend on each other.
+
+    :param needed: the context that prompt and answer take, in tokens.
+    :raises BadArgument: they do not go together.
+    """
+    from frameshard import errors
+
+    if device == "cpu" and (args.vs or args.timeline):
+        raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
+    if args.equal_vram and not args.vs:
+        raise errors.BadArgument("--equal-vram is about llama.cpp: name its program with --vs")
+    if args.equal_vram and not _counted(device):
+        raise errors.BadArgument(f"--equal-vram needs NVML, which does not count VRAM on {device}: leave it out")
+    if args.timeline:
+        figures.check(args.timeline)
+    if args.ctx and args.ctx < needed:
+        raise errors.BadArgument(f"--prompt and --generate need a context of {needed} tokens, --ctx is {args.ctx}")
 
 
 def _set_budget(row: _Row, runtime: Runtime) -> None:
@@ -218,29 +248,67 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         row.nvml_peak = max(row.nvml_peak or 0, nvml.peak_bytes)
 
 
-def _measure_upstream(row: _Row, runtime: Runtime, workload: Workload, args: argparse.Namespace) -> None:
+def _counted(device: str) -> bool:
+    """Whether NVML counts VRAM on a device."""
+    from frameshard.engine.nvml import Observer
+    from frameshard.native import EMULATED, parse_device
+
+    return parse_device(device)[0] != EMULATED and Observer().available
+
+
+def _llama_cpp(runtime: Runtime, args: argparse.Namespace) -> Program:
     from frameshard.engine.nvml import Observer
     from frameshard.native import EMULATED
 
     from . import upstream
 
-    assert runtime.device is not None
-    assert row.budget is not None
     emulated = runtime.device_name == EMULATED
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    row.placement = ["-ngl", "0"] if emulated else upstream.placement(runtime.model_info, row.budget)
-    device = ["-dev", "none" if emulated else runtime.device_name]
-    runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60.0)
-    row.upstream.append(
-        upstream.measure(
-            args.vs,
-            runtime.model_info,
-            [*device, *row.placement, *upstream.kv_type(workload.kv_type)],
-            None if emulated else Observer(),
-            workload,
-            threads=args.vs_threads or (args.threads if emulated else cpus),
-        )
+    return upstream.Program(
+        args.vs,
+        runtime.model_info,
+        ("-dev", "none" if emulated else runtime.device_name),
+        args.vs_threads or (args.threads if emulated else cpus),
+        Observer if _counted(runtime.device_name) else None,
     )
+
+
+def _choose_settings(rows: list[_Row], runtime: Runtime) -> None:
+    """Gives llama.cpp as many layers as fit in each row's budget by their weights."""
+    from frameshard.native import EMULATED
+
+    from .upstream import Setting, placement
+
+    for row in rows:
+        assert row.budget is not None
+        emulated = runtime.device_name == EMULATED
+        row.setting = Setting(("-ngl", "0") if emulated else tuple(placement(runtime.model_info, row.budget)))
+
+
+def _find_settings(
+    rows: list[_Row], runtime: Runtime, workload: Workload, theirs: Program, steps: progress.Steps
+) -> None:
+    """Finds llama.cpp's best setting for each row, of which NVML counts no more VRAM than the budget."""
+    from .equal_vram import Finder
+
+    finder = Finder(theirs, workload)
+    _yield_vram(runtime)
+    for row in rows:
+        assert row.budget is not None
+        steps.next(f"llama.cpp's best setting at {common.format_size(row.budget)}")
+        row.setting = finder.find(row.budget)
+
+
+def _yield_vram(runtime: Runtime) -> None:
+    """Holds only the floor, while llama.cpp runs."""
+    assert runtime.device is not None
+    runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60.0)
+
+
+def _measure_upstream(row: _Row, runtime: Runtime, workload: Workload, theirs: Program) -> None:
+    if row.setting is not None:
+        _yield_vram(runtime)
+        row.upstream.append(theirs.run(row.setting, workload))
 
 
 def _tokens(runtime: Runtime, n: int, *, any_at_all: bool) -> tuple[list[int], list[int]]:
@@ -312,7 +380,7 @@ def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[
     return {"decode": decode, "prefill": prefill}
 
 
-def _document(row: _Row, workload: Workload) -> dict[str, Any]:
+def _document(row: _Row, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     ttft, decode = statistics.median(row.ttft), statistics.median(row.decode_tps)
     document: dict[str, Any] = {
         "budget_mb": None if row.budget is None else round(row.budget / MIB, 3),
@@ -333,12 +401,12 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
             "bound_decode_tps": row.plan.bound_decode_tps(workload.n_parallel),
             "plan": row.plan.summary(workload.n_prompt, workload.n_parallel),
         }
-    if row.upstream:
+    if row.setting is not None:
         theirs_ttft = statistics.median(each.ttft_s for each in row.upstream)
         theirs_decode = statistics.median(each.decode_tps for each in row.upstream)
         peak = max((each.nvml_peak or 0 for each in row.upstream), default=0)
         document["upstream"] = {
-            "placement": " ".join(row.placement),
+            "placement": str(row.setting),
             "ttft_s": theirs_ttft,
             "decode_tps": theirs_decode,
             "peak_nvml_mb": round(peak / MIB, 3) if peak else None,
@@ -348,6 +416,8 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
             },
         }
         document |= {"ttft_ratio": theirs_ttft / ttft, "decode_ratio": decode / theirs_decode}
+    elif args.vs:
+        document["upstream"] = dict.fromkeys(("placement", "ttft_s", "decode_tps", "peak_nvml_mb"))  # nothing fits
     return document
 
 
@@ -357,7 +427,7 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
         columns[2:2] = ["predicted", "bound"]
         columns[5:5] = ["predicted", "bound"]
     n_ours = len(columns)
-    if any(row.upstream for row in rows):
+    if "equal_vram" in result:
         columns += ["llama.cpp with", "TTFT s", "tok/s", "peak MiB", "TTFT ×", "tok/s ×"]  # noqa: RUF001
     table = [columns, *([_cell(value) for value in _values(document)] for document in result["rows"])]
     print(
@@ -365,6 +435,7 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
             f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
             f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once in contexts of "
             f"{result['ctx']}, keys and values as {result['kv_type']}; medians of {result['repeat']}"
+            + ("; llama.cpp's whole process is held to the budget" if result.get("equal_vram") else "")
             + (f"; the floor is {math.ceil(result['floor_mb'])} MiB" if "floor_mb" in result else "")
         ),
         end="\n\n",
@@ -396,8 +467,9 @@ def _values(document: dict[str, Any]) -> Iterator[object]:
     yield _peak(document["peak_nvml_mb"] or document["peak_vram_mb"])
     if "upstream" in document:
         theirs = document["upstream"]
-        yield from (theirs["placement"], theirs["ttft_s"], theirs["decode_tps"], _peak(theirs["peak_nvml_mb"]))
-        yield from (document["ttft_ratio"], document["decode_ratio"])
+        yield from (theirs["placement"] or "does not fit", theirs["ttft_s"], theirs["decode_tps"])
+        yield _peak(theirs["peak_nvml_mb"])
+        yield from (document.get("ttft_ratio"), document.get("decode_ratio"))
 
 
 def _peak(mib: float | None) -> str:
@@ -405,4 +477,6 @@ def _peak(mib: float | None) -> str:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -200,7 +200,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
         command = [args.vs, "-m", runtime.config.model, "--mmproj", mmproj, "--image", str(file), "-p", PROMPT.strip()]
         command += ["-n", str(args.generate), "-c", str(runtime.n_ctx_seq), "-t", str(args.vs_threads or args.threads)]
         command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
-        command += ["-lv", "4", *upstream.BATCH, *upstream.kv_type(args.kv_type)]  # -lv 4: prints its times
+        command += ["-lv", "4", *upstream.batch(), *upstream.kv_type(args.kv_type)]  # -lv 4: prints its times
         observer = None if emulated else Observer()
         log = Path(scratch) / "log"
         with open(log, "wb") as out:

@@ -1,17 +1,20 @@
 """Runs stock llama.cpp's own benchmark for comparison, with as much of the model on the GPU as fits in a budget.
 
-The whole budget is for weights. Context and buffers are not counted, so llama.cpp may use more VRAM than the budget.
-Dense models run with the largest possible ``-ngl``. Mixtures of experts run with ``-ngl 999`` and the experts of as few
-layers as possible on the CPU (``-ncmoe``): that is faster than ``-ngl`` at every budget in which it fits.
+By default the whole budget is for weights. Context and buffers are not counted, so llama.cpp may use more VRAM than the
+budget. Dense models run with the largest possible ``-ngl``. Mixtures of experts run with ``-ngl 999`` and the experts
+of as few layers as possible on the CPU (``-ncmoe``): that is faster than ``-ngl`` at every budget in which it fits.
+:mod:`frameshard.cli.equal_vram` finds what fits with everything counted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +28,33 @@ from .vram import Sampler
 if TYPE_CHECKING:
     from frameshard.engine.nvml import Observer
 
-BATCH = ["-b", "2048", "-ub", "2048"]
-"""The arguments with which llama.cpp prefills fastest."""
+UBATCH = 2048
+"""The ubatch in tokens with which llama.cpp prefills fastest."""
+
+
+def batch(ubatch: int = UBATCH) -> list[str]:
+    """llama.cpp's arguments for the tokens of a batch and of a ubatch."""
+    return ["-b", "2048", "-ub", str(ubatch)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What llama.cpp puts on the GPU.
+
+    :param placement: arguments from :func:`placement` or :func:`placements`.
+    :param ubatch: tokens of a ubatch, 2048 at most.
+    """
+
+    placement: tuple[str, ...]
+    ubatch: int = UBATCH
+
+    def __str__(self) -> str:
+        """The arguments that differ from those of every run."""
+        return " ".join(self.placement if self.ubatch == UBATCH else (*self.placement, "-ub", str(self.ubatch)))
+
+
+class AboveLimit(Exception):
+    """A run was stopped, because it took more VRAM than its limit."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +72,8 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "GGML_NO_BACKTRACE"}
 
 
-def placement(model: Model, budget_bytes: int) -> list[str]:
-    """The arguments that put as many weights on the GPU as fit in ``budget_bytes``, by the sizes in the file."""
+def _sizes(model: Model) -> tuple[int, Counter[int], Counter[int]]:
+    """The bytes of weights in the file: of the head, of each layer without its experts, of each layer's experts."""
     layers: Counter[int] = Counter()
     experts: Counter[int] = Counter()
     head = embedding = 0
@@ -60,6 +88,12 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
             head += tensor.n_bytes
     if not any(tensor.name == "output.weight" for tensor in model.tensors):
         head += embedding  # the head is the embedding, and llama.cpp keeps a second copy of it on the GPU
+    return head, layers, experts
+
+
+def placement(model: Model, budget_bytes: int) -> list[str]:
+    """The arguments that put as many weights on the GPU as fit in ``budget_bytes``, by the sizes in the file."""
+    head, layers, experts = _sizes(model)
     if experts:
         room = budget_bytes - head - sum(layers.values())
         on_cpu = model.n_layer
@@ -75,50 +109,93 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
     return ["-ngl", str(n)]
 
 
+def placements(model: Model, kv_bytes: int) -> list[tuple[tuple[str, ...], int]]:
+    """The arguments of all placements of layers and experts, from none on the GPU to the whole model there. With each
+    are the bytes of weights, keys and values on the GPU. Experts are on it only if all layers are.
+
+    :param kv_bytes: the bytes of keys and values of all layers. Those of a layer are where its attention is.
+    """
+    head, layers, experts = _sizes(model)
+    all_on_cpu = ("-ncmoe", str(model.n_layer)) if experts else ()
+    found: list[tuple[tuple[str, ...], int]] = [(("-ngl", "0"), 0)]
+    n_bytes = head
+    for n in range(1, model.n_layer + 2):
+        if n > 1:
+            n_bytes += layers[model.n_layer + 1 - n] + kv_bytes // model.n_layer
+        found.append((("-ngl", str(n), *all_on_cpu), n_bytes))
+    for on_cpu in reversed(range(model.n_layer if experts else 0)):
+        n_bytes += experts[on_cpu]
+        if experts[on_cpu]:
+            found.append((("-ngl", str(ALL_LAYERS), "-ncmoe", str(on_cpu)), n_bytes))
+    return found
+
+
 def kv_type(name: str) -> list[str]:
     """llama.cpp's arguments for a type of the KV cache."""
     return ["-ctk", name, "-ctv", name]
 
 
-def measure(
-    binary: str,
-    model: Model,
-    where: list[str],
-    observer: Observer | None,
-    workload: Workload,
-    *,
-    threads: int,
-) -> Measured:
-    """Runs llama.cpp's ``llama-batched-bench``. Its first prompt is not counted, because it allocates and uploads.
+@dataclass(frozen=True)
+class Program:
+    """llama.cpp's ``llama-batched-bench`` with the arguments that all runs share.
 
     :param binary: path of the program.
-    :param where: arguments from :func:`placement`.
-    :param observer: a new one; ``None`` without a GPU.
-    :raises FrameshardError: the program failed; the message has its last output.
+    :param device: its arguments that choose the device.
+    :param threads: its CPU threads.
+    :param observe: makes an observer of its VRAM; ``None`` where nothing counts it.
     """
-    prompt, generate, parallel = workload.n_prompt, workload.n_generate, workload.n_parallel
-    # Each sequence has KV cells of its own, a multiple of 256.
-    context = -(-(prompt + generate) // 256) * 256 * parallel
-    command = [binary, "-m", str(model.path), "-c", str(context), *BATCH, "-fa", "on"]
-    command += ["-t", str(threads), "-npp", str(prompt), "-ntg", f"1,{generate}", "-npl", str(parallel)]
-    command += ["--output-format", "jsonl", *where]
-    with tempfile.TemporaryFile("w+") as log:
-        try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
-        except OSError as error:
-            raise FrameshardError(f"cannot run {binary}: {error.strerror}") from error
-        if observer is not None:
-            observer.pid = process.pid
-        try:
-            with Sampler(observer) as nvml:
-                output, _ = process.communicate()
-        finally:
-            process.kill()
-            process.wait()
-        rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        if process.returncode or not rows or rows[-1]["tg"] != generate:
-            log.seek(0)
-            words = [line.strip() for line in log.read().splitlines() if line.strip()]
-            last = "; ".join(words[-3:]) or f"it ended with {process.returncode}"
-            raise FrameshardError(f"{' '.join(command)} failed: {last}")
-    return Measured(rows[-1]["t_pp"], rows[-1]["speed_tg"], nvml.peak_bytes)
+
+    binary: str
+    model: Model
+    device: tuple[str, ...]
+    threads: int
+    observe: Callable[[], Observer] | None
+
+    def run(
+        self, setting: Setting, workload: Workload, *, n_generate: int | None = None, limit_bytes: float = math.inf
+    ) -> Measured:
+        """Runs the program. Its first prompt is not counted, because it allocates and uploads.
+
+        :param n_generate: tokens to decode, if fewer than the workload has; the context is the workload's.
+        :param limit_bytes: the run is stopped as soon as its VRAM is above.
+        :raises FrameshardError: the program failed; the message has its last output.
+        :raises AboveLimit: its VRAM was above the limit.
+        """
+        generate = n_generate or workload.n_generate
+        command = self._command(setting, workload, generate)
+        with tempfile.TemporaryFile("w+") as log:
+            # An observer is made before the process: it looks for one that is new.
+            observer = None if self.observe is None else self.observe()
+            try:
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
+            except OSError as error:
+                raise FrameshardError(f"cannot run {self.binary}: {error.strerror}") from error
+            if observer is not None:
+                observer.pid = process.pid
+            try:
+                with Sampler(observer, limit_bytes, process.kill) as nvml:
+                    output, _ = process.communicate()
+            finally:
+                process.kill()
+                process.wait()
+            if (nvml.peak_bytes or 0) > limit_bytes:
+                raise AboveLimit
+            rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+            if process.returncode or not rows or rows[-1]["tg"] != generate:
+                log.seek(0)
+                words = [line.strip() for line in log.read().splitlines() if line.strip()]
+                last = "; ".join(words[-3:]) or f"it ended with {process.returncode}"
+                raise FrameshardError(f"{' '.join(command)} failed: {last}")
+        return Measured(rows[-1]["t_pp"], rows[-1]["speed_tg"], nvml.peak_bytes)
+
+    def _command(self, setting: Setting, workload: Workload, generate: int) -> list[str]:
+        parallel = workload.n_parallel
+        command = [self.binary, "-m", str(self.model.path), "-c", str(cells(workload) * parallel)]
+        command += [*batch(setting.ubatch), "-fa", "on", "-t", str(self.threads), "-npp", str(workload.n_prompt)]
+        command += ["-ntg", f"1,{generate}", "-npl", str(parallel), "--output-format", "jsonl"]
+        return [*command, *self.device, *setting.placement, *kv_type(workload.kv_type)]
+
+
+def cells(workload: Workload) -> int:
+    """The KV cells of each sequence, a multiple of 256."""
+    return -(-(workload.n_prompt + workload.n_generate) // 256) * 256

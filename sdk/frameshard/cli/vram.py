@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,11 +15,17 @@ INTERVAL_S = 0.01
 
 
 class Sampler:
-    """A context manager that asks NVML every 10 ms. ``peak_bytes`` is ``None`` if NVML does not report it."""
+    """A context manager that asks NVML every 10 ms. ``peak_bytes`` is ``None`` if NVML does not report it.
 
-    def __init__(self, observer: Observer | None) -> None:
+    :param above: called once, from another thread, when the VRAM is above ``limit_bytes``. Then sampling ends.
+    """
+
+    def __init__(
+        self, observer: Observer | None, limit_bytes: float = math.inf, above: Callable[[], None] | None = None
+    ) -> None:
         self.peak_bytes: int | None = None
         self._observer = observer
+        self._limit_bytes, self._above = limit_bytes, above
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -28,6 +36,9 @@ class Sampler:
             used = self._observer.used()
             if used is not None:
                 self.peak_bytes = max(self.peak_bytes or 0, used)
+                if self._above is not None and used > self._limit_bytes:
+                    self._above()
+                    return
             if self._stop.wait(INTERVAL_S):
                 return
 

@@ -1,0 +1,135 @@
+"""Finds llama.cpp's best setting whose whole process takes no more VRAM than a budget, by running it.
+
+More layers on the GPU take more VRAM and are faster, so for each size of a ubatch the most layers are looked for that
+fit. Of these settings the one with the shortest time for prompt and answer is the best. A run that takes too much is
+stopped at once. It is short, but has the row's context and prompt, which decide the peak.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from frameshard.errors import FrameshardError
+from frameshard.plan.memory import kv_bytes
+from frameshard.plan.workload import Workload
+
+from . import common
+from .upstream import AboveLimit, Setting, cells, placements
+
+if TYPE_CHECKING:
+    from .upstream import Measured, Program
+
+logger = logging.getLogger("frameshard")
+
+UBATCHES = (2048, 512)
+GENERATED = 8
+"""Tokens that a run decodes to estimate the rate."""
+
+OVERHEAD = 1536 << 20
+"""The VRAM beside weights and KV that is assumed before a run has shown it. On an H100 0.8 to 1.3 GiB were measured. A
+run that takes too much says less than one that fits, so it is rather too high."""
+
+
+class Search:
+    """Looks for the last of several settings that fits, with few runs. It runs nothing itself.
+
+    After a run that fits, its peak says which setting is likely the last one. After one that does not, the setting
+    before it is next, then the one 2 before that, 4, and so on.
+
+    :param sizes: the bytes of weights and KV of each setting, ascending.
+    :param overhead_bytes: what a run is expected to take in addition.
+    """
+
+    def __init__(self, sizes: Sequence[int], budget_bytes: int, overhead_bytes: int) -> None:
+        self.best: int | None = None
+        """The last setting that fits, of those that ran."""
+        self._sizes = sizes
+        self._budget = budget_bytes
+        self._peak = overhead_bytes  # of the best; until there is one, of a setting with the size 0
+        self._growth = 1.0  # of the peak, for each byte of a setting
+        self._above = len(sizes)  # the first setting that does not fit
+        self._step = 0  # back from it; 0 after a run that fits
+
+    @property
+    def next(self) -> int | None:
+        """The setting to run next; ``None`` if :attr:`best` is the result."""
+        least = 0 if self.best is None else self.best + 1
+        if least == self._above:
+            return None
+        if self._step:
+            likely = self._above - self._step
+        else:
+            size = 0 if self.best is None else self._sizes[self.best]
+            likely = bisect.bisect_right(self._sizes, size + (self._budget - self._peak) / self._growth) - 1
+        return min(max(likely, least), self._above - 1)
+
+    def fits(self, index: int, peak_bytes: int) -> None:
+        """Setting ``index`` fits, and its run took ``peak_bytes``."""
+        if self.best is not None and self._sizes[index] > self._sizes[self.best]:
+            growth = (peak_bytes - self._peak) / (self._sizes[index] - self._sizes[self.best])
+            self._growth = min(max(growth, 0.5), 2.0)
+        self.best = index
+        self._peak = peak_bytes
+        self._step = 0
+
+    def does_not_fit(self, index: int) -> None:
+        """Setting ``index`` takes more than the budget."""
+        self._above = index
+        self._step = max(1, 2 * self._step)
+
+
+class Finder:
+    """Finds settings for one workload at several budgets."""
+
+    def __init__(self, program: Program, workload: Workload) -> None:
+        n_tokens = cells(workload) * workload.n_parallel
+        kv = kv_bytes(program.model, n_tokens, workload.n_parallel, workload.kv_type)
+        self._placements, self._sizes = zip(*placements(program.model, kv), strict=True)
+        self._program, self._workload = program, workload
+        self._overheads: dict[int, int] = {}  # by ubatch, of the last run that fitted
+
+    def find(self, budget_bytes: int) -> Setting | None:
+        """The best setting within a budget; ``None`` if none fits.
+
+        :raises FrameshardError: the program failed, or NVML does not count its VRAM.
+        """
+        found = [best for ubatch in UBATCHES if (best := self._most(budget_bytes, ubatch)) is not None]
+        return min(found, key=lambda each: self._seconds(each[1]))[0] if found else None
+
+    def _most(self, budget_bytes: int, ubatch: int) -> tuple[Setting, Measured] | None:
+        """The most layers on the GPU that fit, and their run."""
+        overhead = self._overheads.get(ubatch, max(self._overheads.values(), default=OVERHEAD))
+        search, best = Search(self._sizes, budget_bytes, overhead), None
+        while (index := search.next) is not None:
+            setting = Setting(self._placements[index], ubatch)
+            measured = self._run(setting, budget_bytes)
+            if measured is None:
+                search.does_not_fit(index)
+                continue
+            assert measured.nvml_peak is not None
+            search.fits(index, measured.nvml_peak)
+            self._overheads[ubatch] = measured.nvml_peak - self._sizes[index]
+            best = setting, measured
+        return best
+
+    def _run(self, setting: Setting, budget_bytes: int) -> Measured | None:
+        """A short run; ``None`` if it takes more than the budget."""
+        what = f"llama.cpp at {common.format_size(budget_bytes)}: {setting}"
+        n_generate = min(GENERATED, self._workload.n_generate)
+        try:
+            measured = self._program.run(setting, self._workload, n_generate=n_generate, limit_bytes=budget_bytes)
+        except AboveLimit:
+            logger.info("%s takes more", what)
+            return None
+        if measured.nvml_peak is None:
+            raise FrameshardError(f"NVML does not count the VRAM of {self._program.binary}: leave out --equal-vram")
+        logger.info("%s peaks at %s", what, common.format_size(measured.nvml_peak))
+        return measured
+
+    def _seconds(self, measured: Measured) -> float:
+        """The time of the workload's prompts and answers, by a run's rates."""
+        n_tokens = self._workload.n_generate * self._workload.n_parallel
+        return measured.ttft_s + n_tokens / measured.decode_tps
