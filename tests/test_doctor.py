@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
+import frameshard
 from frameshard import native
 
 
@@ -36,6 +38,28 @@ def test_a_machine_that_works() -> None:
     assert found["machine"]["cpu"]
     assert found["devices"]["native library"]
     assert found["devices"]["auto"] in ("cpu", *found["devices"])
+
+
+def test_a_source_tree_that_was_never_installed(tmp_path: Path) -> None:
+    """Its packages are those of this Python, without what pip has noted about frameshard."""
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(place).iterdir():
+            if not entry.name.startswith("frameshard"):
+                (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "frameshard").symlink_to(Path(frameshard.__file__).parent)
+    result = subprocess.run(
+        [sys.executable, "-S", "-m", "frameshard", "doctor", "--json"],  # -S: no other place has packages
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    found = document_of(result)
+    assert found["versions"]["frameshard"] == "not installed, run from its source"
+    assert found["versions"]["llama-cpp-python"] == native.LLAMA_CPP_PYTHON
+    assert found["works"]
 
 
 def test_the_page_is_narrow_and_names_nobody() -> None:

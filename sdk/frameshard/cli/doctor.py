@@ -26,7 +26,6 @@ ASK_S = 60.0
 """Seconds that the GPU drivers have to answer."""
 
 MAX_LAST_WORDS = 300
-_DEV = re.compile("extra == ['\"]dev['\"]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Facts = dict[str, str]
@@ -62,12 +61,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _versions() -> Facts:
-    """The versions of Python, of the system, and of all packages that frameshard uses, also optional ones."""
-    required = [
-        line for line in metadata.requires("frameshard") or () if "extra == 'dev'" not in line.replace('"', "'")
-    ]
+    """The versions of Python, of the system, and of all packages that frameshard uses, also optional ones. Only an
+    installed frameshard knows these; else llama.cpp's stands for them."""
+    try:
+        version, required = metadata.version("frameshard"), metadata.requires("frameshard") or []
+    except metadata.PackageNotFoundError:
+        version, required = "not installed, run from its source", ["llama-cpp-python"]
+    required = [line for line in required if "extra == 'dev'" not in line.replace('"', "'")]
     found = (match[0] for line in required if (match := _NAME.match(line)))
-    facts = {"frameshard": metadata.version("frameshard"), "python": platform.python_version()}
+    facts = {"frameshard": version, "python": platform.python_version()}
     facts["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     with contextlib.suppress(OSError):
         facts["distribution"] = platform.freedesktop_os_release()["PRETTY_NAME"]
