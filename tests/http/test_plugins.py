@@ -37,12 +37,22 @@ def test_llama_unreal_can_chat(place: Path) -> None:
 
 
 def test_llmunity_finds_the_server_but_is_refused(http: Server) -> None:
-    """LLMUnity's LLMAgent: POST /health, /apply-template, /completion. It renders the chat template's text itself."""
-    assert http.ask("POST", "/health").json["status"] == "ok"
-    for path, body in (
-        ("/apply-template", {"messages": MESSAGES, "stream": False}),
-        ("/completion", {"prompt": "<|im_start|>user", "stream": True, "id_slot": -1, "n_predict": 8}),
-        ("/tokenize", {"content": "one", "stream": False}),
+    """LLMUnity's remote mode, all by POST: what an LLMAgent asks for each chat, then what an LLMClient and an
+    LLMEmbedder ask. An agent has the chat template rendered and sends the text as a prompt."""
+    sampling = {"temperature": 0.2, "top_k": 40, "typical_p": 1, "mirostat": 0, "ignore_eos": False, "n_probs": 0}
+    completion = {"prompt": "<|im_start|>user", "id_slot": -1, "n_keep": 0, "n_predict": 8, **sampling, "stream": True}
+    chat = {"messages": MESSAGES, "stream": False}
+    for path, body, status in (
+        ("/health", None, 200),
+        ("/apply-template", {"messages": [MESSAGES[0], {"role": "user", "content": ""}], "stream": False}, 404),
+        ("/tokenize", {"content": "", "stream": False}, 404),
+        ("/props", {"stream": False}, 405),
+        ("/apply-template", chat, 404),
+        ("/completion", completion, 404),
+        ("/detokenize", {"tokens": [1], "stream": False}, 404),
+        ("/embeddings", {"content": "one", "stream": False}, 404),
     ):
-        refused = http.ask("POST", path, body)
-        assert (refused.status, refused.error["code"]) == (404, "unknown_url")
+        answer = http.ask("POST", path, body)
+        assert answer.status == status, path
+        if status != 200:
+            assert answer.error["code"] == ("unknown_url" if status == 404 else "method_not_supported"), path
