@@ -395,7 +395,7 @@ namespace Frameshard
     }
 
     /// <summary>Why an answer is complete. Stop: the model ended it, or a stop string came. Length: MaxTokens was
-    /// reached.</summary>
+    /// reached. ToolCalls: it ended with calls of tools, which wait for their results.</summary>
     public enum StopReason
     {
         // generated: StopReason
