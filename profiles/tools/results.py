@@ -9,7 +9,7 @@ profiles/RESULTS.md from all files, and the chart of the README. With ``--check`
 is 1 if one of them is out of date.
 
 The name of a file begins with its kind (bench, ablation, bench-image, vram-grid, negotiate, render-loop, states,
-verify, speculation, characters, soak).
+verify, speculation, characters, soak, evaluation).
 """
 
 from __future__ import annotations
@@ -465,6 +465,54 @@ def soak(results: list[Result]) -> list[str]:
     return lines
 
 
+def evaluation(results: list[Result]) -> list[str]:
+    """Predictions beside the figures that a paper published. The file also has cells without published figures."""
+    ways = ("spec_sheet", "fitted", "published", "llama_cpp")
+    names = {"spec_sheet": "by the spec sheet", "fitted": "by fitted rates", "published": "published"}
+    lines = [
+        "**Predictions from spec-sheet rates, not measurements.** *Published* is the paper's pipelined sharding, "
+        "another program; *llama.cpp* is the paper's baseline. End to end is the prompt and 100 tokens. Sources: "
+        "[paper.json](tools/paper.json).",
+        "",
+    ]
+    for result in results:
+        rows = [
+            [row["model"], number(row["context"]), str(row["budget_gib"])]
+            + [number(row[way][figure]) if row[way] else "-" for figure in ("ttft_s", "tps", "e2e_s") for way in ways]
+            for row in result["rows"]
+            if row["published"]
+        ]
+        columns = [
+            f"{figure}, {names.get(way, 'llama.cpp')}"
+            for figure in ("TTFT s", "tokens/s", "end to end s")
+            for way in ways
+        ]
+        lines += [f"System {result['system']}, profile `{result['profile']}`:", ""]
+        lines += table(["model", "context", "GiB", *columns], rows)
+        for each in result["beside_published"]:
+            lines.append(
+                f"- {names[each['rates']]}: {each['figure']} predicted over published {each['median']:.2f} (median), "
+                f"{each['least']:.2f} to {each['most']:.2f} in {each['cells']} cells; {each['within_a_third']:.0%} "
+                "within a third"
+            )
+        for each in result["slower_with_more_vram"]:
+            lines.append(
+                f"- {names[each['rates']]}, slower with more VRAM: {each['figure']} of {each['model']} with "
+                f"{number(each['context'])} at {each['budget_gib']} GiB, by a factor of {each['by']:.2f}"
+            )
+        lines.append("")
+        if result["calibration"]:
+            errors = [
+                [each["weights"], each["figure"], number(each["cells"]), number(each["held_out"])]
+                + [f"{each[way][part]:.0%}" for way in ("spec_sheet", "fitted") for part in ("median", "p90", "most")]
+                for each in result["calibration"]
+            ]
+            parts = [f"{part}, {names[way]}" for way in ways[:2] for part in ("median", "90 % within", "most")]
+            lines += ["How far predictions of plain llama.cpp are off, on cells that were left out of the fit:", ""]
+            lines += table(["weights", "figure", "cells", "left out", *parts], errors)
+    return lines
+
+
 KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "bench": ("Speed and VRAM beside llama.cpp", bench),
     "ablation": ("What each mechanism is worth", ablation),
@@ -477,6 +525,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "speculation": ("Speculative decoding", speculation),
     "characters": ("Many characters with one lore", characters),
     "soak": ("An hour of simulated play", soak),
+    "evaluation": ("The paper's evaluation, predicted", evaluation),
 }
 """For each kind, in the order of the page: its title, and the function that makes its tables."""
 

@@ -6,10 +6,15 @@ Speed and memory depend on shapes and types, not on values. Only the choice of e
 random 4-bit weights is not 0, so all hidden states have a common direction, and nearly all tokens choose the same
 experts of a layer. Models with ``-even`` have weights with mean 0, and layers that add little to a token's embedding:
 there all experts are chosen equally often. Real models are between the two. ``tiny-`` models are for trying the tools.
+
+The shape of Mistral-NeMo-Minitron-4B-128K is not published. ``minitron-4b-f16`` has the width and the heads of
+Minitron-4B-Base, and as many layers as the settings in the artifact of arXiv 2604.26334 tell. Those settings allow 207
+to 218 MiB for a layer; here it has 210.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 
@@ -21,6 +26,22 @@ TILE = 32 << 20
 """The number of values in the random tile that fills all tensors."""
 BLOCK, BLOCK_BYTES = 32, 18  # Q4_0: a scale in F16 and 32 values of 4 bits
 SCALE, SMALL = 0.004, 1e-6
+HALVES = {
+    "Q2_K": {80: 2e-3, 82: 3e-3},
+    "Q3_K": {108: 5e-4},
+    "Q4_K": {0: 1e-4, 2: 7.5e-4},
+    "Q6_K": {208: 1.5e-5},
+}
+"""For each type of quantisation in blocks of 256: the F16 values of a block by their offset in bytes. All other bytes
+may have any value. With these, random weights have a standard deviation of about 0.02."""
+LARGER_IN_Q2_K = {
+    "attn_v": "Q4_K",
+    "attn_output": "Q3_K",
+    "ffn_down": "Q3_K",
+    "ffn_down_exps": "Q3_K",
+    "output": "Q6_K",
+}
+"""The tensors that llama.cpp's quantiser keeps in a larger type in a Q2_K file."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Shape:
     head: int
     ff: int
     vocab: int
-    kind: str  # "F16" | "Q4_0"
+    kind: str  # "F16" | "Q4_0" | "Q2_K"
     experts: int = 0
     experts_used: int = 0
     expert_ff: int = 0
@@ -41,18 +62,21 @@ class Shape:
 
 
 SHAPES = {
+    "minitron-4b-f16": Shape("llama", 34, 3072, 24, 8, 128, 9216, 131072, "F16"),
     "minitron-8b-f16": Shape("llama", 40, 4096, 32, 8, 128, 11520, 131072, "F16"),
     "minitron-8b-q4_0": Shape("llama", 40, 4096, 32, 8, 128, 11520, 131072, "Q4_0"),
     "qwen3-30b-a3b-q4_0": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, "Q4_0", 128, 8, 768),
     "qwen3-30b-a3b-q4_0-even": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, "Q4_0", 128, 8, 768, even=True),
+    "qwen3-235b-a22b-q2_k": Shape("qwen3moe", 94, 4096, 64, 4, 128, 12288, 151936, "Q2_K", 128, 8, 1536),
     "tiny-f16": Shape("llama", 4, 256, 4, 2, 64, 512, 1024, "F16"),
     "tiny-moe-q4_0": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q4_0", 16, 4, 128),
+    "tiny-moe-q2_k": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q2_K", 16, 4, 256),
 }
 
 
 class Writer:
     def __init__(self, path: str, shape: Shape) -> None:
-        self.shape = shape
+        self.path, self.shape = path, shape
         self.file = gguf.GGUFWriter(path, shape.arch)
         self.random = np.random.default_rng(7)
         self.tiles: dict[tuple[str, float], npt.NDArray[np.uint8]] = {}
@@ -62,21 +86,30 @@ class Writer:
         """Adds a tensor. ``ne`` is its shape in ggml's order."""
         count = int(np.prod(ne, dtype=np.int64))
         shape = list(reversed(ne))
-        if kind == "Q4_0":
-            shape[-1] = shape[-1] // BLOCK * BLOCK_BYTES
-            q4_0 = gguf.GGMLQuantizationType.Q4_0
-            self.file.add_tensor_info(name, shape, np.dtype(np.uint8), count // BLOCK * BLOCK_BYTES, raw_dtype=q4_0)
+        if is_quantised(kind):
+            block, block_bytes = sizes(kind)
+            shape[-1] = shape[-1] // block * block_bytes
+            raw = gguf.GGMLQuantizationType[kind]
+            self.file.add_tensor_info(name, shape, np.dtype(np.uint8), bytes_of(kind, count), raw_dtype=raw)
         else:
-            self.file.add_tensor_info(name, shape, np.dtype(kind), count * np.dtype(kind).itemsize)
+            self.file.add_tensor_info(name, shape, np.dtype(kind), bytes_of(kind, count))
         self.tensors.append((name, kind, count))
 
     def weight(self, name: str, *ne: int) -> None:
-        self.add(name, "Q4_0" if self.shape.kind == "Q4_0" else "float16", *ne)
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        of_kind = {"F16": "float16", "Q4_0": "Q4_0", "Q2_K": LARGER_IN_Q2_K.get(part, "Q2_K")}
+        self.add(name, of_kind[self.shape.kind], *ne)
 
     def tile(self, kind: str, scale: float) -> npt.NDArray[np.uint8]:
         if (kind, scale) not in self.tiles:
             if kind == "float16":
                 made = (self.random.standard_normal(TILE, dtype=np.float32) * 0.02).astype(np.float16).view(np.uint8)
+            elif kind in HALVES:
+                block, block_bytes = sizes(kind)
+                blocks = self.random.integers(0, 256, (TILE // block, block_bytes), dtype=np.uint8)
+                for offset, half in HALVES[kind].items():
+                    blocks[:, offset : offset + 2] = np.array([half], np.float16).view(np.uint8)
+                made = blocks.reshape(-1)
             else:
                 low = 1 if self.shape.even else 0  # 4-bit values are -8 to 7
                 blocks = np.empty((TILE // BLOCK, BLOCK_BYTES), np.uint8)
@@ -95,16 +128,36 @@ class Writer:
             )
             return values.view(np.uint8)
         small = self.shape.even and ("attn_output" in name or "down" in name)
-        n_bytes = count // BLOCK * BLOCK_BYTES if kind == "Q4_0" else count * 2
-        return np.resize(self.tile(kind, SMALL if small else SCALE), n_bytes)
+        return np.resize(self.tile(kind, SMALL if small else SCALE), bytes_of(kind, count))
 
-    def close(self) -> None:
+    def close(self, *, with_weights: bool) -> None:
         self.file.write_header_to_file()
         self.file.write_kv_data_to_file()
         self.file.write_ti_data_to_file()
-        for name, kind, count in self.tensors:
+        for name, kind, count in self.tensors if with_weights else []:
             self.file.write_tensor_data(self.data(name, kind, count))
         self.file.close()
+        if not with_weights:  # the file has its full size and takes no room on the disk
+            padded = (gguf.GGUFWriter.ggml_pad(bytes_of(kind, n), 32) for _, kind, n in self.tensors)
+            os.truncate(self.path, gguf.GGUFWriter.ggml_pad(os.path.getsize(self.path), 32) + sum(padded))
+
+
+def is_quantised(kind: str) -> bool:
+    return kind == "Q4_0" or kind in HALVES
+
+
+def sizes(kind: str) -> tuple[int, int]:
+    """The values and the bytes of a block."""
+    n_values, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return n_values, n_bytes
+
+
+def bytes_of(kind: str, count: int) -> int:
+    """The bytes of so many values."""
+    if not is_quantised(kind):
+        return count * np.dtype(kind).itemsize
+    block, block_bytes = sizes(kind)
+    return count // block * block_bytes
 
 
 CHAT_TEMPLATE = (
@@ -138,7 +191,8 @@ def describe(file: gguf.GGUFWriter, *, layers: int, width: int, heads: int, kv_h
     file.add_chat_template(CHAT_TEMPLATE)
 
 
-def write(shape: Shape, path: str) -> None:
+def write(shape: Shape, path: str, *, with_weights: bool = True) -> None:
+    """Writes the file. Without weights it is a header and a hole, which is enough for plans."""
     writer = Writer(path, shape)
     file = writer.file
     describe(
@@ -180,7 +234,7 @@ def write(shape: Shape, path: str) -> None:
             writer.weight(f"{block}.ffn_gate.weight", width, shape.ff)
             writer.weight(f"{block}.ffn_up.weight", width, shape.ff)
             writer.weight(f"{block}.ffn_down.weight", shape.ff, width)
-    writer.close()
+    writer.close(with_weights=with_weights)
 
 
 if __name__ == "__main__":
