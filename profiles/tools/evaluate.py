@@ -8,7 +8,7 @@ chosen equally often. ``paper.json`` has the published figures and says where ea
 
 For cli3 the paper's authors also published plain llama.cpp (``-ngl``): 286 cells. They tell the rates of CPU, GPU and
 pageable copies that llama.cpp reaches there, for each type of weights. These rates are fitted on every second cell; the
-errors on the other cells are a part of the result. Predictions with fitted rates stand beside those from the spec sheet.
+errors on the other cells are a part of the result. Predictions with fitted rates stand beside those from the sheet.
 The fit says nothing about copies from pinned memory, which plain llama.cpp does not use.
 """
 
@@ -288,7 +288,7 @@ def plain_of(system: str, model: str, context: int, budget_gib: int) -> Row | No
 def evaluate(args: argparse.Namespace) -> Row:
     system = PAPER["systems"][args.system]
     spec = profiles.load(Path(__file__).parents[1] / f"{system['profile']}.json")
-    chosen = [name for name in PAPER["models"] if name in args.model]
+    chosen = [name for name in PAPER["models"] if name in args.model and name not in system["out_of_memory"]]
     kinds = {name: synth_gguf.SHAPES[name].kind for name in chosen}
     wanted = (
         {cell.model for kind in set(kinds.values()) for cell in plain_cells(kind)} if args.system == FITTED_ON else ()
