@@ -39,6 +39,7 @@ lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
 	ruff check $(PYTHON_CODE)
 	ruff format --check $(PYTHON_CODE)
 	mypy --strict sdk
+	mypy --strict --platform win32 --cache-dir .mypy_cache/win32 sdk
 	clang-format --dry-run -Werror $(C_CODE)
 
 generate: $(VENV)/installed ## rewrite what mirrors sdk/frameshard/wire: PROTOCOL.md's tables, vectors, parts of the bindings
