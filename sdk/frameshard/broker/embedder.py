@@ -191,6 +191,7 @@ class Embedder:
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._feed, stream, process)
+                    nursery.start_soon(_outlive, process, nursery.cancel_scope)
                     await self._read(stream)
                     nursery.cancel_scope.cancel()
             finally:
@@ -241,6 +242,13 @@ class Embedder:
                         self._fatal = event.error.exception()
                 self._news.set()
                 self._changed()
+
+
+async def _outlive(process: trio.Process, reading: trio.CancelScope) -> None:
+    """Ends the reading of a dead process's socket, as the supervisor does for the engine."""
+    await process.wait()
+    await trio.sleep(WORDS_S)
+    reading.cancel()
 
 
 async def _make_idle(pid: int) -> None:

@@ -1,9 +1,10 @@
 """Starts the engine process, watches it, and starts it again.
 
 Guarantees: the engine ends when this process ends, because its socket closes; an orderly end also kills it. An engine
-that stops answering is replaced. An end that was asked for never counts as a death. A death while jobs ran counts
-against those jobs (:mod:`frameshard.broker.jobs`). If engines die repeatedly while no job runs, the engine is off for a
-pause and then started again. The pauses grow up to a limit, so the sidecar recovers by itself when the cause is gone.
+that stops answering or has ended is replaced, also if another process still holds its socket. An end that was asked for
+never counts as a death. A death while jobs ran counts against those jobs (:mod:`frameshard.broker.jobs`). If engines
+die repeatedly while no job runs, the engine is off for a pause and then started again. The pauses grow up to a limit,
+so the sidecar recovers by itself when the cause is gone.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ STOP_S = 1.0
 """Seconds that the engine has for an orderly end. After that it is killed."""
 
 WORDS_S = 1.0
-"""Seconds to read the last output of a dead engine. The limit is needed because children of the engine may keep the
-pipe open."""
+"""Seconds to read the last output and the last messages of a dead engine. The limit is needed because children of the
+engine may keep its pipe and its socket open. Wine does so with the socket of a process that is killed while it
+sends."""
 
 BACKOFF_S = 0.25
 MAX_BACKOFF_S = 1.0
@@ -309,6 +311,7 @@ class Supervisor:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write, stream, receive)
                     nursery.start_soon(self._watch)
+                    nursery.start_soon(self._outlive, process, nursery.cancel_scope)
                     await self._read(stream)
                     nursery.cancel_scope.cancel()
             finally:
@@ -324,6 +327,13 @@ class Supervisor:
         code = process.returncode
         assert code is not None
         return system.ending(code)
+
+    async def _outlive(self, process: trio.Process, reading: trio.CancelScope) -> None:
+        """Ends the reading of a dead engine's socket. Usually the socket ends by itself, and at once."""
+        await process.wait()
+        self.pid = None  # from now on this may be the number of another process
+        await trio.sleep(WORDS_S)
+        reading.cancel()
 
     async def _write(self, stream: trio.SocketStream, commands: trio.MemoryReceiveChannel[em.Command]) -> None:
         try:
