@@ -1413,7 +1413,7 @@ local function convert(self, raw)
   elseif kind == "token_count" then
     event.n_tokens, event.n_left = tonumber(raw.n_tokens), tonumber(raw.n_left)
   elseif kind == "embeddings" then
-    event.n_dim, event.rows = tonumber(raw.n_dim), rows_of(raw)
+    event.n_dim, event.n_tokens, event.rows = tonumber(raw.n_dim), tonumber(raw.n_tokens), rows_of(raw)
   elseif kind == "frame_block" then
     event.path = text
   elseif kind == "refused" then
@@ -1487,7 +1487,7 @@ end
 -- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
 --   `cpu_bytes` |
 -- | "token_count" | `request`, `n_tokens`, `n_left` |
--- | "embeddings" | `request`, `n_dim`, `rows` (for each text a list of `n_dim` numbers) |
+-- | "embeddings" | `request`, `n_dim`, `n_tokens`, `rows` (for each text a list of `n_dim` numbers) |
 -- | "frame_block" | `request`, `path` |
 -- | "kv" | `request`, `n_tokens`, `file_bytes`, `detail` (here a sentence: why `n_tokens` is 0) |
 -- | "refused" | `request`, `error`, `floor_bytes` |

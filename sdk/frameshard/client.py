@@ -648,6 +648,16 @@ class Client:
         """
         return self._asked_then(lambda: self._core.embed(tuple(texts)), m.Embeddings, rows_of, EMBED_S)
 
+    def embed_counted(self, texts: Sequence[str]) -> Awaitable[tuple[Rows, int]]:
+        """As :meth:`embed`, with the number of tokens that the encoder has read for all texts (0: the sidecar is older
+        and does not tell)."""
+        return self._asked_then(
+            lambda: self._core.embed(tuple(texts)),
+            m.Embeddings,
+            lambda answer: (rows_of(answer), answer.n_tokens),
+            EMBED_S,
+        )
+
     def notices(self) -> Inbox[m.Notice]:
         """The sidecar's notices from now on: ``async for notice in client.notices()``. At most 16 wait to be read;
         further ones are dropped."""

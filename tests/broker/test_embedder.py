@@ -68,13 +68,14 @@ async def test_rows_are_those_of_llama_cpp_and_of_sentence_transformers(encoder_
     texts = [*TEXTS, "größer 猫 🧀\0 end"]
     async with launch(embedder=encoder_path) as client:
         assert (await client.model_info()).embedder == encoder_path.name
-        rows = await client.embed(texts)
+        rows, n_tokens = await client.embed_counted(texts)
         alone = await client.embed(texts[3:4])
     assert rows.dtype == np.float16
     assert rows.shape == (len(texts), 384)
     assert alone.tobytes() == rows[3:4].tobytes(), "a row depends on other texts"
     assert np.abs(np.linalg.norm(rows.astype(np.float64), axis=1) - 1).max() < 1e-3
     reference = llama_cpp.Llama(str(encoder_path), embedding=True, verbose=False, n_threads=1)
+    assert n_tokens == sum(len(reference.tokenize(text.encode(), add_bos=True, special=False)) for text in texts)
     expected = np.array(reference.embed(texts, normalize=True))
     assert np.abs(rows - expected).max() < 1e-3
     by_text = dict(zip(texts, rows.astype(np.float64), strict=True))

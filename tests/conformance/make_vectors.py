@@ -189,7 +189,7 @@ VALID: dict[str, m.Message] = {
     ),
     "answer-plan-empty": m.PlanAnswer(6, EPOCH, ()),
     "token_count": m.TokenCount(6, EPOCH, 21, 1003),
-    "embeddings": m.Embeddings(6, EPOCH, 2, bytes.fromhex("cd38663a0080003c")),  # 0.6 0.8, -0 1
+    "embeddings": m.Embeddings(6, EPOCH, 2, bytes.fromhex("cd38663a0080003c"), 7),  # 0.6 0.8, -0 1
     "answer-frame_block": m.FrameBlock(6, EPOCH, "/proc/4000/fd/9"),
     "answer-adapters": m.Adapters(8, EPOCH, (m.AdapterInfo("pirate", 20971520),), 536870912),
     "answer-adapters-none": m.Adapters(8, EPOCH, (), 0),

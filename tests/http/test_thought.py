@@ -97,13 +97,15 @@ def test_texts_are_embedded(http: Server, place: Path) -> None:
     both = http.ask("POST", "/v1/embeddings", {"input": ["My goat is called Pip.", "It rained."], "model": "any"}).json
     assert [each["index"] for each in both["data"]] == [0, 1]
     assert np.array_equal(np.array([each["embedding"] for each in both["data"]], np.float32), rows)
+    assert both["usage"] == {"prompt_tokens": 13, "total_tokens": 13}  # 8 and 5, with the marks of the encoder
     assert both["model"].endswith(".gguf")
     assert both["model"] in [each["id"] for each in http.ask("GET", "/v1/models").json["data"]]
     one = http.ask("POST", "/v1/embeddings", {"input": "It rained.", "encoding_format": "base64"}).json
     found = np.frombuffer(base64.b64decode(one["data"][0]["embedding"]), "<f4")
     assert np.array_equal(found, rows[1])
-    many = http.ask("POST", "/v1/embeddings", {"input": ["a"] * 65}).json["data"]
-    assert len(many) == 65
+    assert one["usage"]["prompt_tokens"] == 5
+    many = http.ask("POST", "/v1/embeddings", {"input": ["a"] * 65}).json
+    assert (len(many["data"]), many["usage"]["total_tokens"]) == (65, 3 * 65)  # two requests of the sidecar
     for wrong in ([], "", ["a", ""], [1, 2], [[1]], 7, ["a"] * 2049):
         refused = http.ask("POST", "/v1/embeddings", {"input": wrong})
         assert (refused.status, refused.error["param"]) == (400, "input"), wrong

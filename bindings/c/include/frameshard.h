@@ -1070,7 +1070,9 @@ typedef struct fs_event {
     uint64_t stage;
     /* FS_EVENT_KV: Number of tokens of the KV cache that was written or read; 0: none. Without it the text is read
        anew.
-       FS_EVENT_TOKEN_COUNT: Length of the prompt in tokens. */
+       FS_EVENT_TOKEN_COUNT: Length of the prompt in tokens.
+       FS_EVENT_EMBEDDINGS: Number of tokens that the encoder has read for all texts, with the marks around each;
+       0: an older sidecar, which does not tell. */
     uint64_t n_tokens;
     /* Size of the file that was written or read; 0: none. */
     uint64_t file_bytes;

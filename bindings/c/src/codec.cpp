@@ -293,6 +293,7 @@ const std::vector<Message> &messages() {
             {"epoch", Type::Int, 1, kMost},
             {"n_dim", Type::Int, 1, kMost},
             {"rows", Type::Bin},
+            {"n_tokens", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"adapters", {
             {"id", Type::Int, 1, kMost},

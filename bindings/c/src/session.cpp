@@ -546,6 +546,7 @@ void Session::answered_by(const json &message) {
         Event &event = put(FS_EVENT_EMBEDDINGS);
         event.fields.request = id;
         event.fields.n_dim = message["n_dim"];
+        event.fields.n_tokens = message["n_tokens"];
         event.rows = floats(message["rows"].get_binary());
         event.fields.n_rows = event.rows.size() / event.fields.n_dim;
     } else if (name == "frame_block") {

@@ -64,7 +64,7 @@ class _Asked:
 
     connection: ServerConnection
     request: m.Embed
-    rows: list[bytes] = field(default_factory=list)
+    rows: list[wire.Row] = field(default_factory=list)
     deaths: int = 0
 
 
@@ -140,10 +140,10 @@ class Embedder:
             self._fail(asked, type(error)(f"texts[{n}]: {error.message}", **{**error.detail, "text": n}))
             return
         assert isinstance(event, wire.Row)
-        asked.rows.append(event.row)
+        asked.rows.append(event)
         if len(asked.rows) == len(asked.request.texts):
-            answer = m.Embeddings(asked.request.id, self._epoch, self._n_dim, b"".join(asked.rows))
-            asked.connection.reply(answer)
+            rows, n_tokens = b"".join(row.row for row in asked.rows), sum(row.n_tokens for row in asked.rows)
+            asked.connection.reply(m.Embeddings(asked.request.id, self._epoch, self._n_dim, rows, n_tokens))
             self._remove(asked)
 
     def _fail(self, asked: _Asked, error: FrameshardError) -> None:

@@ -95,8 +95,9 @@ class Encoder:
         for i in range(n):
             self._batch.seq_id[i][0] = 0
 
-    def encode(self, text: str) -> bytes:
-        """Returns the embedding of a text: ``n_dim`` little-endian 16-bit floats, whose squares add up to 1.
+    def encode(self, text: str) -> wire.Row:
+        """Returns the embedding of a text, ``n_dim`` little-endian 16-bit floats whose squares add up to 1, and the
+        number of its tokens, with the marks around it.
 
         :raises ContextOverflow: the text is longer than the context; detail has ``n_prompt`` and ``n_ctx`` in tokens.
         :raises BadModel: the encoder yields NaN, or nothing but zeros.
@@ -123,7 +124,7 @@ class Encoder:
         length = float(np.linalg.norm(row.astype(np.float64)))
         if not 0 < length < float("inf"):
             raise BadModel(f"{self._path} encodes a text as NaN or zeros: the file is damaged", path=self._path)
-        return (row / length).astype("<f2").tobytes()
+        return wire.Row((row / length).astype("<f2").tobytes(), n)
 
 
 def _receive(sock: socket.socket, texts: queue.Queue[str]) -> NoReturn:
@@ -142,7 +143,7 @@ def _receive(sock: socket.socket, texts: queue.Queue[str]) -> NoReturn:
 
 def _answer(encoder: Encoder, text: str) -> wire.Message:
     try:
-        return wire.Row(encoder.encode(text))
+        return encoder.encode(text)
     except Exception as error:
         return wire.Refused(m.ErrorInfo.of(internal(logger, "an embedding", error)))
 

@@ -86,10 +86,11 @@ class Answer:
         }
 
 
-def embeddings(rows: Sequence[Rows], model: str, *, base64: bool) -> Document:
+def embeddings(rows: Sequence[Rows], n_tokens: int, model: str, *, base64: bool) -> Document:
     """The object of ``/v1/embeddings``.
 
     :param rows: each of shape [dimensions].
+    :param n_tokens: of all texts.
     :param base64: each row is given as the bytes of 32-bit floats.
     """
     data: list[Document] = []
@@ -97,7 +98,8 @@ def embeddings(rows: Sequence[Rows], model: str, *, base64: bool) -> Document:
         numbers = row.astype("<f4")
         value = b64encode(numbers.tobytes()).decode() if base64 else numbers.tolist()
         data.append({"object": "embedding", "index": index, "embedding": value})
-    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
 END = b"data: [DONE]\n\n"

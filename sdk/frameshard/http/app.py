@@ -183,7 +183,7 @@ class Pages:
         return JSONResponse(_described(name))
 
     async def embeddings(self, http: Request) -> Response:
-        """Rows for texts. Their tokens are not counted."""
+        """Rows for texts."""
         if not self._model.embedder:
             raise Refusal(
                 501,
@@ -192,13 +192,15 @@ class Pages:
                 headers={"x-should-retry": "false"},  # OpenAI's clients ask again after 500 and above
             )
         asked = request.read_embeddings(request.parse(await http.body()))
-        rows = []
+        rows, n_tokens = [], 0
         try:
             for begin in range(0, len(asked.texts), m.MAX_TEXTS):
-                rows += list(await self._client.embed(asked.texts[begin : begin + m.MAX_TEXTS]))
+                some, n_read = await self._client.embed_counted(asked.texts[begin : begin + m.MAX_TEXTS])
+                rows += list(some)
+                n_tokens += n_read
         except ContextOverflow as error:
             raise Refusal(400, error.message, "context_length_exceeded", "input") from None
-        return JSONResponse(answer.embeddings(rows, self._model.embedder, base64=asked.base64))
+        return JSONResponse(answer.embeddings(rows, n_tokens, self._model.embedder, base64=asked.base64))
 
     async def health(self, _request: Request) -> Response:
         """200 if a request would be answered now."""

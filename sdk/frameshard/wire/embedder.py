@@ -33,9 +33,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Row:
-    """The embedding: little-endian 16-bit floats of length 1."""
+    """The embedding: little-endian 16-bit floats of length 1, and how many tokens the text has."""
 
     row: Annotated[bytes, checks.binary(codec.CLIENT.binary)]
+    n_tokens: Count
 
 
 @dataclass(frozen=True)

@@ -891,6 +891,11 @@ class Embeddings:
         "One row for each text, in the order of the request: `n_dim` little-endian 16-bit floats, whose squares add up"
         " to 1.",
     ]
+    n_tokens: Annotated[
+        Tokens,
+        "Number of tokens that the encoder has read for all texts, with the marks around each; 0: an older sidecar,"
+        " which does not tell.",
+    ] = 0
 
 
 @dataclass(frozen=True)

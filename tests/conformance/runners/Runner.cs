@@ -152,7 +152,7 @@ internal static class Runner
                 var texts = command["texts"].Cast<JsonValue>().Select(text => (string)text).ToArray();
                 return Watch("embeddings", Client.EmbedAsync(texts), found => new JsonObject
                 {
-                    { "n_dim", (long)found.NDim },
+                    { "n_dim", (long)found.NDim }, { "n_tokens", (long)found.NTokens },
                     { "cosines", new JsonArray(found.Rows.Select(row => (JsonValue)Dot(found.Rows[0], row))) },
                 });
             case "set_pacing":

@@ -269,7 +269,8 @@ json told(const Event &event) {
         said.update(of_request);
         break;
     case FS_EVENT_EMBEDDINGS:
-        said = {{"type", "embeddings"}, {"n_dim", event.n_dim}, {"cosines", cosines(event)}};
+        said = {
+            {"type", "embeddings"}, {"n_dim", event.n_dim}, {"n_tokens", event.n_tokens}, {"cosines", cosines(event)}};
         said.update(of_request);
         break;
     case FS_EVENT_FRAME_BLOCK:

@@ -453,8 +453,10 @@ class Runner:
 
     async def do_embed(self, texts: list[str]) -> Event:
         async def ask(client: frameshard.Client, number: int) -> Event:
-            rows = (await client.embed(texts)).astype(float)
-            return {"type": "embeddings", "n_dim": rows.shape[1], "cosines": [float(rows[0] @ row) for row in rows]}
+            found, n_tokens = await client.embed_counted(texts)
+            rows = found.astype(float)
+            cosines = [float(rows[0] @ row) for row in rows]
+            return {"type": "embeddings", "n_dim": rows.shape[1], "n_tokens": n_tokens, "cosines": cosines}
 
         return {"request": self.session.request(ask)}
 

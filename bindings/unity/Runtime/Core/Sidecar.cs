@@ -487,7 +487,7 @@ namespace Frameshard
                 var offset = index * (long)answer.NDim * sizeof(float);
                 Marshal.Copy(new IntPtr(answer.Rows.ToInt64() + offset), rows[index], 0, rows[index].Length);
             }
-            return new Embeddings { NDim = answer.NDim, Rows = rows };
+            return new Embeddings { NDim = answer.NDim, Rows = rows, NTokens = answer.NTokens };
         }
 
         /// <summary>Sets how the GPU is shared with the frames in the <see cref="FrameBlock"/>.</summary>

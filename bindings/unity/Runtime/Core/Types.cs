@@ -644,6 +644,9 @@ namespace Frameshard
         public ulong NDim { get; internal set; }
         /// <summary>One row for each text. The squares of a row add up to 1.</summary>
         public float[][] Rows { get; internal set; }
+        /// <summary>Number of tokens that the encoder has read for all texts; 0: an older sidecar, which does not
+        /// tell.</summary>
+        public ulong NTokens { get; internal set; }
     }
 
     /// <summary>The loaded model.</summary>
