@@ -429,7 +429,7 @@ class Client:
             a game that loads a saved state can recognise answers to questions from before.
         """
         turn = Turn(self._conversations, options.get("conversation"), system, text)
-        return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
+        return self._stream("chat", turn, lambda fields: {"messages": turn.messages(fields)}, options)
 
     def tool_results(self, results: Mapping[str, object], **options: Unpack[JobOptions]) -> Stream:
         """Has the model go on after an answer of :meth:`ask` that ended with calls of tools.
@@ -447,7 +447,7 @@ class Client:
         except (TypeError, ValueError) as error:
             raise BadArgument(f"results: {error}", field="results") from None
         turn = Turn(self._conversations, options.get("conversation"), None, texts)
-        return self._stream("chat", turn, lambda: {"messages": turn.messages()}, options)
+        return self._stream("chat", turn, lambda fields: {"messages": turn.messages(fields)}, options)
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Stream:
         """Like :meth:`ask`, for callers that keep the history themselves.
@@ -455,11 +455,11 @@ class Client:
         With a `conversation` the KV cache is kept. A prompt with the same beginning as the last one is then prefilled
         faster. `images` come before the text of the last message.
         """
-        return self._stream("chat", None, lambda: {"messages": tuple(messages)}, options)
+        return self._stream("chat", None, lambda _: {"messages": tuple(messages)}, options)
 
     def complete(self, prompt: str, **options: Unpack[JobOptions]) -> Stream:
         """Streams the text that the model generates after `images` and `prompt`, without a chat template."""
-        return self._stream("completion", None, lambda: {"prompt": prompt}, options)
+        return self._stream("completion", None, lambda _: {"prompt": prompt}, options)
 
     async def warm_up(self, messages: Sequence[m.ChatMessage], *, adapters: Mapping[str, float] | None = None) -> int:
         """Reads messages ahead of time, such as the lore that many characters share. Later prompts that begin with them
@@ -473,8 +473,16 @@ class Client:
         return (await self.chat(messages, warm_up=True, adapters=adapters or {}).completed()).n_prompt
 
     def _stream(
-        self, kind: m.Kind, turn: Turn | None, content: Callable[[], dict[str, Any]], options: JobOptions
+        self,
+        kind: m.Kind,
+        turn: Turn | None,
+        content: Callable[[Mapping[str, Any]], dict[str, Any]],
+        options: JobOptions,
     ) -> Stream:
+        """Makes the stream of a job.
+
+        :param content: returns the messages or the prompt, from the other fields of the job.
+        """
         fields: dict[str, Any] = {**options}
         images = fields.pop("images", ())
         if "adapters" in fields:
@@ -484,7 +492,8 @@ class Client:
             fields["tools"] = tuple(tool.wire() for tool in fields["tools"])
 
         def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
-            return self._core.submit(kind, **content(), **fields, images=shared)
+            others = {**fields, "images": shared}
+            return self._core.submit(kind, **content(others), **others)
 
         return Stream(self, submit, turn, images, fields)
 

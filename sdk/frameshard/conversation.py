@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from frameshard.errors import BadArgument
-from frameshard.wire import codec, saves
+from frameshard.wire import checks, codec, saves
 from frameshard.wire import messages as m
 
 MAX_NAME_BYTES = 128
@@ -111,11 +112,15 @@ class Turn:
         self._waiting: list[saves.Exchange] = []
         """The exchange whose calls get results. It stays as it is if there is no answer."""
 
-    def messages(self) -> tuple[m.ChatMessage, ...]:
-        """The prompt: as much of the conversation as fits into a message, and the question."""
+    def messages(self, others: Mapping[str, Any]) -> tuple[m.ChatMessage, ...]:
+        """The prompt: as much of the conversation as fits into a message, and the question.
+
+        :param others: the other fields of the job, which are in the same message.
+        :raises BadArgument: one of them has a wrong value, or they are too large for a message.
+        """
         conversation = self._conversation
-        other_bytes = len(conversation.system.encode(errors="replace")) + self._so_far.n_bytes
-        exchanges = saves.newest(conversation.exchanges, other_bytes)
+        texts_bytes = len(conversation.system.encode(errors="replace")) + self._so_far.n_bytes
+        exchanges = saves.newest(conversation.exchanges, texts_bytes + _frame_bytes(others))
         self.n_dropped = self._n_forgotten + len(conversation.exchanges) - len(exchanges)
         question = (m.ChatMessage("user", self._so_far.question), *self._so_far.steps)
         return (*_messages(conversation.system, exchanges), *question)
@@ -166,6 +171,15 @@ class Turn:
         conversation = self._conversation
         conversation.open = None
         conversation.exchanges += self.exchange()
+
+
+def _frame_bytes(others: Mapping[str, Any]) -> int:
+    """The bytes of the frame of a job with these fields and an empty question."""
+    try:
+        job = m.Submit(1, 1, 1, "chat", (m.ChatMessage("user", ""),), **others)
+    except checks.Refused as refused:
+        raise BadArgument(str(refused)) from None
+    return len(m.encode(job))
 
 
 def _without_calls(exchange: saves.Exchange) -> saves.Exchange:

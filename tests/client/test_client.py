@@ -102,6 +102,25 @@ async def test_a_full_conversation_forgets_its_oldest_exchanges() -> None:
 
 
 @in_trio
+async def test_a_conversation_makes_room_for_the_options_of_a_question() -> None:
+    """A frame has 1 MiB, for the history and the options of a job."""
+    tools = [frameshard.Tool(f"tool{index}", "d" * 60_000) for index in range(14)]
+    async with launch(engine=fake_engine()) as client:
+        for index in range(8):
+            await client.ask("q" * 55_000 + str(index), conversation="inn").completed()
+        whole = client.history("inn")
+        for n_tools, n_dropped in ((0, 0), (4, 2), (7, 4), (14, 8)):
+            answer = await client.ask("on", conversation="inn", tools=tools[:n_tools]).completed()
+            assert (answer.text, answer.n_dropped) == ("on", n_dropped), n_tools
+        assert client.history("inn")[: len(whole)] == whole, "they are left out, not forgotten"
+        with pytest.raises(errors.BadArgument, match="cannot be sent"):
+            await client.ask("on", conversation="inn", tools=[*tools, *tools]).completed()
+        with pytest.raises(errors.BadArgument, match="priority"):
+            await client.ask("on", conversation="inn", priority=3).completed()
+        assert len(client.history("inn")) == len(whole) + 8
+
+
+@in_trio
 async def test_one_answer_at_a_time_in_a_conversation() -> None:
     async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
         async with client.ask("la", conversation="inn", sampling=GREEDY):

@@ -23,7 +23,8 @@ from frameshard import sync
 from frameshard.conversation import Conversations, Turn
 from frameshard.errors import BadArgument
 from frameshard.tools import Tool, tool
-from frameshard.wire import saves
+from frameshard.wire import codec, saves
+from frameshard.wire import messages as m
 from frameshard.wire.messages import ChatMessage, ModelInfo, ToolCall
 
 
@@ -125,7 +126,7 @@ def turn(conversations: Conversations, question: Any, answer: str = "", *calls: 
     """Plays a turn; returns its prompt."""
     told = Turn(conversations, "mira", None, question)
     told.begin()
-    prompt = told.messages()
+    prompt = told.messages({})
     told.answer, told.calls = answer, calls
     told.end()
     return prompt
@@ -173,6 +174,21 @@ def test_a_question_instead_of_results_forgets_the_calls() -> None:
         ChatMessage("assistant", "Let me see."),
         ChatMessage("user", "Never mind."),
     )
+
+
+def test_as_much_history_as_fits_beside_the_options_is_in_the_prompt() -> None:
+    conversations = Conversations("python")
+    conversations.find("mira").exchanges += [saves.Exchange("q" * 30_000, "a" * 30_000)] * 20
+    told = Turn(conversations, "mira", None, "on")
+    told.begin()
+    most = codec.CLIENT.frame - 2 * codec.CLIENT.string  # of a prompt with history
+    for n_bytes in range(0, 950_000, 9_973):
+        sizes = [60_000] * (n_bytes // 60_000) + [n_bytes % 60_000]
+        others = {"tools": tuple(Tool(f"t{at}", "d" * size).wire() for at, size in enumerate(sizes))}
+        prompt = told.messages(others)
+        frame = len(m.encode(m.Submit(1, 1, 1, "chat", prompt, **others)))  # which refuses what is too large
+        assert told.n_dropped == 20 - len(prompt) // 2
+        assert frame + 60_000 > most - 2_000 or told.n_dropped == 0, n_bytes
 
 
 # --- with a model -----------------------------------------------------------------------------------------------------

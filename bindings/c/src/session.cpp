@@ -242,7 +242,9 @@ void Session::open(uint64_t number) {
             told.push_back(message("system", system));
         }
         // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
-        size_t first = first_that_fits(said.exchanges, system.size() + Exchange{job.question, "", job.steps}.bytes());
+        job.fields.erase("messages"); // of the job that did not fit
+        size_t others = encode(job.fields).size() + system.size() + Exchange{job.question, "", job.steps}.bytes();
+        size_t first = first_that_fits(said.exchanges, others);
         job.dropped = job.forgotten + first;
         for (; first < said.exchanges.size(); ++first) {
             said.exchanges[first].add_to(&told);

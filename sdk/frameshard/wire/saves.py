@@ -155,7 +155,7 @@ def read(data: bytes) -> Save:
 
 
 def newest(exchanges: Sequence[Exchange], other_bytes: int) -> tuple[Exchange, ...]:
-    """Returns the newest exchanges that fit into one message beside `other_bytes` of text."""
+    """Returns the newest exchanges that fit into one message beside `other_bytes` of texts and options."""
     first, n_bytes, n_messages = len(exchanges), other_bytes, 0
     while first > 0:
         n_bytes += exchanges[first - 1].n_bytes
