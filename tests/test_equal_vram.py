@@ -204,6 +204,13 @@ def test_nothing_fits(model_path: Path, finder: Callable[..., tuple[Machine, Fin
     assert found.ubatch == 512
 
 
+def test_a_run_above_the_budget_is_stopped(model_path: Path, finder: Callable[..., tuple[Machine, Finder]]) -> None:
+    machine, find = finder(model_path, LONG_PROMPT, 900, 20)
+    take = f'echo {2000 * MIB} > "$STAND_IN_VRAM/new"; mv "$STAND_IN_VRAM/new" "$STAND_IN_VRAM/$$"'
+    machine.program.write_text(f"#!/bin/sh\n{take}\nexec sleep 3000\n")
+    assert find.find(1000 * MIB) is None
+
+
 def test_a_program_that_fails_or_is_not_counted_is_said(
     model_path: Path, finder: Callable[..., tuple[Machine, Finder]]
 ) -> None:
