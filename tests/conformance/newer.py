@@ -7,6 +7,7 @@ numbers events again: event `n` of the sidecar is `2n + 1` for the client, and `
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,16 @@ MORE = {"colour": "red", "shades": [1, 2, {"of": "it"}]}
 RECORDS = ("limits", "model", "broker", "error")
 
 
+def bind(socket: zmq.Socket[bytes], place: Path) -> str:
+    """Binds to a file, on Windows to a free port.
+
+    :returns: the endpoint.
+    """
+    socket.bind("tcp://127.0.0.1:*" if sys.platform == "win32" else f"ipc://{place}")
+    endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return endpoint
+
+
 class Newer:
     """The proxy for the sidecar with this connect file. ``info`` is the content of the proxy's own connect file."""
 
@@ -27,7 +38,6 @@ class Newer:
         client, client_secret = zmq.curve_keypair()
         self.info = self._sidecar | MORE | {
             "protocol": 7,
-            "endpoint": f"ipc://{place}/newer.sock",
             "server_key": public.decode(),
             "client_key": client.decode(),
             "client_secret": client_secret.decode(),
@@ -36,7 +46,7 @@ class Newer:
         self._front = self._context.socket(zmq.ROUTER)
         self._front.curve_server = True
         self._front.curve_secretkey = secret
-        self._front.bind(self.info["endpoint"])
+        self.info["endpoint"] = bind(self._front, place / "newer.sock")
         self._backs: dict[bytes, zmq.Socket[bytes]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import select
+import queue
 import signal
 import subprocess
 import sys
@@ -29,7 +29,7 @@ from frameshard import models
 from frameshard.testing import fake_engine
 
 HERE = Path(__file__).parent
-SCENARIOS: list[dict[str, Any]] = json.loads((HERE / "scenarios.json").read_text())
+SCENARIOS: list[dict[str, Any]] = json.loads((HERE / "scenarios.json").read_bytes())
 DEADLINE_S = 120.0
 ENDS = ("done", "failed", "cancelled")
 READ = ("started", "thought", "text", *ENDS)
@@ -42,26 +42,28 @@ class Runner:
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.events: list[dict[str, Any]] = []
-        self._line = b""
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
 
     def do(self, **command: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._answer(command))
+        try:
+            line = self._lines.get(timeout=DEADLINE_S)
+        except queue.Empty:
+            raise AssertionError(f"the runner does not answer {command}") from None
+        assert line, f"the runner ended with status {self.process.wait()} at {command}"
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _answer(self, command: dict[str, Any]) -> bytes:
+    def _read(self) -> None:
+        """Passes on the lines that the runner writes, and an empty one at their end."""
         assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        while b"\n" not in self._line:
-            readable, _, _ = select.select([fd], [], [], DEADLINE_S)
-            assert readable, f"the runner does not answer {command}"
-            data = os.read(fd, 1 << 16)
-            assert data, f"the runner ended with status {self.process.wait()} at {command}"
-            self._line += data
-        line, _, self._line = self._line.partition(b"\n")
-        return line
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(b"")
 
     def poll(self, timeout_s: float) -> bool:
         """Reads the runner's events; false if there are none."""
@@ -79,6 +81,7 @@ class Runner:
             return self.process.wait(DEADLINE_S)
         finally:
             self.process.kill()
+            self._reader.join()
             self.process.stdout.close()
 
 
@@ -88,9 +91,8 @@ class Stranger:
     def __init__(self, place: Path, protocol: int) -> None:
         server, secret = zmq.curve_keypair()
         client, client_secret = zmq.curve_keypair()
-        self.info = {
+        self.info: dict[str, Any] = {
             "protocol": 1,
-            "endpoint": f"ipc://{place}/stranger.sock",
             "epoch": 7,
             "pid": os.getpid(),
             "server_key": server.decode(),
@@ -101,7 +103,7 @@ class Stranger:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_secretkey = secret
-        self._socket.bind(str(self.info["endpoint"]))
+        self.info["endpoint"] = newer.bind(self._socket, place / "stranger.sock")
         self._protocol = protocol
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -274,8 +276,11 @@ class Play:
 
     def _kill(self, step: dict[str, Any]) -> None:
         stats = self.stats()
-        (http,) = set(sidecars.children(stats["pid"])) - {stats["engine_pid"]} or {None}
-        os.kill({"sidecar": stats["pid"], "engine": stats["engine_pid"], "http": http}[step["kill"]], signal.SIGKILL)
+        if step["kill"] == "http":
+            (pid,) = set(sidecars.children(stats["pid"])) - {stats["engine_pid"]}
+        else:
+            pid = stats[{"sidecar": "pid", "engine": "engine_pid"}[step["kill"]]]
+        os.kill(pid, signal.SIGKILL)
 
     def _serve(self, step: dict[str, Any]) -> None:
         """Starts a server with OpenAI's interface that answers each chat with a text. The name of the step stands for
