@@ -476,16 +476,17 @@ def evaluation(results: list[Result]) -> list[str]:
         "",
     ]
     for result in results:
+        known = [way for way in ways if any(row[way] for row in result["rows"])]
         rows = [
             [row["model"], number(row["context"]), str(row["budget_gib"])]
-            + [number(row[way][figure]) if row[way] else "-" for figure in ("ttft_s", "tps", "e2e_s") for way in ways]
+            + [number(row[way][figure]) if row[way] else "-" for figure in ("ttft_s", "tps", "e2e_s") for way in known]
             for row in result["rows"]
             if row["published"]
         ]
         columns = [
             f"{figure}, {names.get(way, 'llama.cpp')}"
             for figure in ("TTFT s", "tokens/s", "end to end s")
-            for way in ways
+            for way in known
         ]
         lines += [f"System {result['system']}, profile `{result['profile']}`:", ""]
         lines += table(["model", "context", "GiB", *columns], rows)
