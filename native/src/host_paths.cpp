@@ -10,9 +10,58 @@
 
 namespace fsd {
 
-static constexpr size_t kSlots = 4;
+static constexpr unsigned kCopiers = 4;
+static constexpr size_t kSlots = 2 * kCopiers;        // the device copies from one half while the CPU fills the other
 static constexpr size_t kSlotBytes = (size_t)4 << 20; // copies of this size run at the link's full rate
 static constexpr size_t kMostImported = (size_t)1 << 30;
+
+Copiers::Copiers() {
+    const unsigned n = std::min(kCopiers, std::max(1u, std::thread::hardware_concurrency()));
+    for (unsigned i = 1; i < n; i++) { // the caller of run() is one of them
+        threads_.emplace_back([this] {
+            std::unique_lock<std::mutex> lock(mutex_);
+            while (!stopped_) {
+                work(lock);
+                begun_.wait(lock, [this] { return stopped_ || next_ < tasks_.size(); });
+            }
+        });
+    }
+}
+
+Copiers::~Copiers() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopped_ = true;
+    }
+    begun_.notify_all();
+    for (std::thread &thread : threads_) {
+        thread.join();
+    }
+}
+
+void Copiers::work(std::unique_lock<std::mutex> &lock) {
+    while (next_ < tasks_.size()) {
+        const Task task = tasks_[next_++];
+        lock.unlock();
+        memcpy(task.to, task.from, task.bytes);
+        lock.lock();
+        if (--left_ == 0) {
+            made_.notify_one();
+        }
+    }
+}
+
+void Copiers::run(const std::vector<Task> &tasks) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    tasks_ = tasks;
+    next_ = 0;
+    left_ = tasks.size();
+    if (tasks.size() > 1) {
+        begun_.notify_all();
+    }
+    work(lock);
+    made_.wait(lock, [this] { return left_ == 0; });
+}
 
 static void *procedure(ggml_backend_dev_t device, const char *name) {
     return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
@@ -36,6 +85,20 @@ static bool reads_the_same(ggml_backend_buffer_t buffer, const char *begin, size
     return true;
 }
 
+// Whether the device copies from memory of this process, tried with a sample.
+static bool imports_memory(ggml_backend_dev_t device) {
+    char *sample = reserve_addresses(kSlotBytes);
+    if (!sample) {
+        return false;
+    }
+    memset(sample, 1, kSlotBytes);
+    InnerBuffer buffer(ggml_backend_dev_buffer_from_host_ptr(device, sample, kSlotBytes, kSlotBytes));
+    const bool works = buffer && reads_the_same(buffer.get(), sample, kSlotBytes);
+    buffer.reset();
+    release_addresses(sample, kSlotBytes);
+    return works;
+}
+
 bool HostPaths::import_range(Range &range) {
     const size_t page = page_bytes();
     char *begin = range.begin - (uintptr_t)range.begin % page;
@@ -46,7 +109,10 @@ bool HostPaths::import_range(Range &range) {
     if (import_pages(range, begin, end)) {
         return true;
     }
-    // Most drivers import memory of the process, but no mapped file.
+    // Some drivers import memory of the process, but no mapped file.
+    if (!imports_memory(range.device)) {
+        return false;
+    }
     GGML_LOG_WARN("frameshard: the driver cannot copy from the mapped file: reading its %zu MiB into memory\n",
                   (size_t)(end - begin) >> 20);
     return own_pages(begin, (size_t)(end - begin)) && import_pages(range, begin, end);
@@ -158,6 +224,9 @@ bool HostPaths::take_slots(ggml_backend_dev_t device) {
     if (!slot_memory_ || ggml_backend_buffer_get_type(slot_memory_.get()) != host) {
         return false;
     }
+    if (!copiers_) {
+        copiers_ = std::make_unique<Copiers>();
+    }
     while (slots_.size() < kSlots) {
         slots_.push_back({ggml_backend_event_new(device), false});
     }
@@ -166,19 +235,26 @@ bool HostPaths::take_slots(ggml_backend_dev_t device) {
 
 void HostPaths::copy_staged(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes) {
     char *memory = (char *)ggml_backend_buffer_get_base(slot_memory_.get());
-    for (size_t at = 0; at < bytes; at += kSlotBytes) {
-        Slot &slot = slots_[next_slot_];
-        char *pinned = memory + next_slot_ * kSlotBytes;
-        next_slot_ = (next_slot_ + 1) % kSlots;
-        if (slot.in_use) {
-            ggml_backend_event_synchronize(slot.taken);
+    std::vector<Copiers::Task> tasks;
+    for (size_t at = 0; at < bytes;) {
+        const size_t first = next_slot_;
+        tasks.clear();
+        for (size_t end = at; end < bytes && tasks.size() < kCopiers; end += kSlotBytes) {
+            if (slots_[next_slot_].in_use) {
+                ggml_backend_event_synchronize(slots_[next_slot_].taken);
+            }
+            tasks.push_back({memory + next_slot_ * kSlotBytes, from + end, std::min(kSlotBytes, bytes - end)});
+            next_slot_ = (next_slot_ + 1) % kSlots;
         }
-        const size_t n = std::min(kSlotBytes, bytes - at);
-        memcpy(pinned, from + at, n);
-        ggml_tensor dst = raw_tensor(to.buffer, (char *)to.data + at, n);
-        ggml_backend_tensor_set_async(stream, &dst, pinned, 0, n);
-        ggml_backend_event_record(slot.taken, stream);
-        slot.in_use = true;
+        copiers_->run(tasks);
+        for (size_t i = 0; i < tasks.size(); i++) {
+            Slot &slot = slots_[(first + i) % kSlots];
+            ggml_tensor dst = raw_tensor(to.buffer, (char *)to.data + at, tasks[i].bytes);
+            ggml_backend_tensor_set_async(stream, &dst, tasks[i].to, 0, tasks[i].bytes);
+            ggml_backend_event_record(slot.taken, stream);
+            slot.in_use = true;
+            at += tasks[i].bytes;
+        }
     }
     staged_bytes += bytes;
 }
@@ -188,6 +264,7 @@ void HostPaths::close() {
         ggml_backend_event_free(slot.taken);
     }
     slots_.clear();
+    copiers_.reset();
     slot_memory_.reset();
     next_slot_ = 0;
 }

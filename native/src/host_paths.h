@@ -12,8 +12,10 @@
 #include "ggml-backend.h"
 
 #include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 namespace fsd {
@@ -28,6 +30,33 @@ enum class HostPath : uint32_t {
     registered = FSD_HOST_REGISTERED,
     imported = FSD_HOST_IMPORTED,
     staged = FSD_HOST_STAGED,
+};
+
+// Copies within host memory by several threads: one reaches a fraction of the memory's bandwidth.
+class Copiers {
+  public:
+    struct Task {
+        char *to;
+        const char *from;
+        size_t bytes;
+    };
+
+    Copiers();
+    ~Copiers();
+    Copiers(const Copiers &) = delete;
+    Copiers &operator=(const Copiers &) = delete;
+
+    void run(const std::vector<Task> &tasks); // returns when all copies are made
+
+  private:
+    void work(std::unique_lock<std::mutex> &lock);
+
+    std::mutex mutex_;
+    std::condition_variable begun_, made_;
+    std::vector<Task> tasks_;
+    size_t next_ = 0, left_ = 0;
+    bool stopped_ = false;
+    std::vector<std::thread> threads_;
 };
 
 class HostPaths {
@@ -78,6 +107,7 @@ class HostPaths {
     mutable std::mutex mutex_; // of ranges_
     std::vector<std::unique_ptr<Range>> ranges_;
     InnerBuffer slot_memory_;
+    std::unique_ptr<Copiers> copiers_; // while there are slots
     std::vector<Slot> slots_;
     size_t next_slot_ = 0;
 };

@@ -91,7 +91,7 @@ def rates(low: float, high: float) -> st.SearchStrategy[float]:
 
 profiles = st.builds(
     Profile,
-    st.sampled_from([{"device": "emulated"}, {"device": "CUDA0"}]),
+    st.sampled_from([{"device": "emulated"}, {"device": "CUDA0"}, {"device": "Vulkan0", "weights": "staged"}]),
     h2d=rates(1e9, 1e11),
     d2h=rates(1e9, 1e11),
     dram=rates(1e10, 5e11),
@@ -310,6 +310,23 @@ def test_the_cpu_share_of_a_dense_model_is_spread() -> None:
     assert 10 < len(layers) < 40
     gaps = np.diff([-1, *sorted(layers)])
     assert gaps.max() <= 2 + 40 // len(layers)
+
+
+def test_copies_by_the_cpu_take_turns_with_its_work() -> None:
+    model = dense()
+
+    def plan_with(weights: str, h2d: float) -> Plan:
+        profile = dataclasses.replace(H100, fingerprint={"device": "Vulkan0", "weights": weights}, h2d=h2d)
+        return make_plan(model, profile, budget_bytes=4 << 30, fixed_bytes=900 << 20)
+
+    for h2d in (9e9, 30e9, 200e9):
+        staged, imported = plan_with("staged", h2d).tiers[0], plan_with("imported", h2d).tiers[0]
+        turns_s = staged.cpu_bytes / H100.cpu_gemv + staged.streamed_bytes / h2d
+        assert staged.predicted_s > 0.99 * turns_s
+        assert staged.predicted_s >= imported.predicted_s
+        # The CPU computes or copies, whichever is faster; a few small shards are not worth their hand-off.
+        slower = staged.streamed_bytes if h2d < H100.cpu_gemv else staged.cpu_bytes
+        assert slower < 0.05 * (staged.streamed_bytes + staged.cpu_bytes)
 
 
 def test_figures_of_an_8b_model_beside_an_h100() -> None:

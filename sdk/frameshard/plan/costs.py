@@ -159,6 +159,7 @@ class Graph:
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
         self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
+        self._cpu_copies = profile.cpu_copies
         share = costs.resident_share
         self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
 
@@ -229,7 +230,7 @@ class Graph:
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
     ) -> tuple[Floats, Floats, Floats, Floats]:
         """The times of a graph with few tokens. It handles experts one at a time. Their copies overlap only with the
-        CPU's work in the same layer, and both slow each other down.
+        CPU's work in the same layer, and both slow each other down. Copies that the CPU makes overlap with none of it.
 
         :returns: for each shard the time on the CPU, the time of the part that stays on the device while the CPU
             computes the shard, the number of hand-offs, and the time of copies.
@@ -243,6 +244,8 @@ class Graph:
         both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
         # The device uses one share for all sizes of graphs: the best one for a single token.
         balanced = float((here_s + any_s)[missing].sum()) / both_s
+        if costs.profile.cpu_copies:
+            balanced = float((here_s + any_s)[missing].sum() > there_s[missing].sum())  # one after the other: the faster
         self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
         left = 1 - self.expert_stream_share
         any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
@@ -251,7 +254,9 @@ class Graph:
         copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
         at_least = _CHOICE + _INPUT
         turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, costs.handoffs)
-        cpu_s = np.where(missing, np.maximum(any_s + here_s * left, there_s * self.expert_stream_share), cpu_s)
+        computed_s, sent_s = any_s + here_s * left, there_s * self.expert_stream_share
+        missing_s = computed_s + sent_s if costs.profile.cpu_copies else np.maximum(computed_s, sent_s)
+        cpu_s = np.where(missing, missing_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
 
     def _whole_experts(self, costs: Costs, n_tokens: int) -> tuple[Floats, Floats, float]:
@@ -295,7 +300,8 @@ class Graph:
         chain = device + host * host_slower
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
-        least = max(chain, copy + singly, self.memory_s)
+        copying = copy + singly + (host if self._cpu_copies else 0.0)
+        least = max(chain, copying, self.memory_s)
         if least >= best:
             return least
         if not streamed.any():
@@ -304,9 +310,10 @@ class Graph:
         # one is not complete then, the device waits for it.
         starts = np.flatnonzero(streamed)
         work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
-        uses = work[starts] + self._always_s / len(starts)
-        gaps = np.add.reduceat(work, starts) - work[starts]
-        gaps[-1] += work[: starts[0]].sum()
+        meanwhile = turns if self._cpu_copies else work
+        uses = meanwhile[starts] + self._always_s / len(starts)
+        gaps = np.add.reduceat(meanwhile, starts) - meanwhile[starts]
+        gaps[-1] += meanwhile[: starts[0]].sum()
         copies = self._copy_s[starts] * copy_slower + self._kv_copy_s / len(starts)
         beside_s, ahead_s = self._beside_s, self._ahead_s
         lead, waits = min(float(gaps[-1]), ahead_s), 0.0

@@ -136,6 +136,11 @@ class Profile:
         return str(self.fingerprint.get("device"))
 
     @property
+    def cpu_copies(self) -> bool:
+        """Whether the CPU makes copies to the device: from memory that is not pinned. It computes nothing meanwhile."""
+        return self.fingerprint.get("weights") == "staged"
+
+    @property
     def memory(self) -> float:
         """The bytes/s that the CPU and copies together read from host memory."""
         together = self.cpu_beside_copies + self.h2d_beside_cpu or self.dram * _MEMORY_OVER_READ
@@ -164,6 +169,8 @@ class Profile:
     def slowdowns(self) -> tuple[float, float]:
         """How much longer the CPU and copies take if both work at the same time: (CPU, copies), relative to the time
         that each takes alone. 0 for no difference."""
+        if self.cpu_copies:
+            return 0.0, 0.0  # they never work at the same time
         if self.cpu_beside_copies and self.h2d_beside_cpu:
             slowed = (self.cpu_gemv / self.cpu_beside_copies, self.h2d / self.h2d_beside_cpu)
         else:
