@@ -244,8 +244,8 @@ class Graph:
         both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
         # The device uses one share for all sizes of graphs: the best one for a single token.
         balanced = float((here_s + any_s)[missing].sum()) / both_s
-        if costs.profile.cpu_copies:
-            balanced = float((here_s + any_s)[missing].sum() > there_s[missing].sum())  # one after the other: the faster
+        if costs.profile.cpu_copies:  # in turns, so all go the faster way
+            balanced = float((here_s + any_s)[missing].sum() > there_s[missing].sum())
         self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
         left = 1 - self.expert_stream_share
         any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
