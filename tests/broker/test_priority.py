@@ -154,10 +154,10 @@ async def test_a_job_can_be_cancelled_while_it_is_paused() -> None:
 async def test_priorities_and_deadlines_amid_changes_cancels_and_kills() -> None:
     draw = random.Random(1)
     async with launch(engine=fake_engine(delay_s=0.0005), n_parallel=3, max_client_jobs=256) as client:
-        ended = 0
+        ended = blamed = 0
 
         async def one(number: int) -> None:
-            nonlocal ended
+            nonlocal ended, blamed
             n = draw.randint(1, 60)
             text = " ".join(f"{number}-{i}" for i in range(n))
             sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
@@ -167,11 +167,15 @@ async def test_priorities_and_deadlines_amid_changes_cancels_and_kills() -> None
                 if draw.random() < 0.3:
                     stream.set_priority(draw.randint(0, 2))
                 if draw.random() < 0.2:
-                    with suppress(StopAsyncIteration, errors.DeadlineMissed):
+                    with suppress(StopAsyncIteration, errors.DeadlineMissed, errors.EngineDied):
                         await stream.__anext__()
                     await stream.cancel()
-                with suppress(errors.JobCancelled, errors.DeadlineMissed):
+                try:
                     await stream.completed()
+                except (errors.JobCancelled, errors.DeadlineMissed):
+                    pass
+                except errors.EngineDied:  # twice over this job, without a token between
+                    blamed += 1
                 assert text.startswith(stream.text)
                 assert stream.result is None or stream.text == text
             ended += 1
@@ -182,8 +186,10 @@ async def test_priorities_and_deadlines_amid_changes_cancels_and_kills() -> None
             for _ in range(3):
                 await trio.sleep(0.3)
                 if engine := (await client.stats()).broker.engine_pid:
-                    os.kill(engine, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(engine, signal.SIGKILL)
         assert ended == 200
+        assert blamed <= 2  # the second and the third death find one job each that is on trial
         broker = (await client.stats()).broker
         assert (broker.jobs_running, broker.jobs_queued) == (0, 0)
 
