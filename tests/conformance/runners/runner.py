@@ -502,7 +502,7 @@ class Runner:
 async def main() -> None:
     async with trio.open_nursery() as nursery:
         runner = Runner(nursery)
-        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as raw:
+        with open(sys.stdin.fileno(), "rb", closefd=False) as raw:
             async for line in trio.wrap_file(raw):
                 answer = await runner.obey(json.loads(line))
                 sys.stdout.write(json.dumps(answer) + "\n")
