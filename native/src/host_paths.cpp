@@ -113,8 +113,9 @@ bool HostPaths::import_range(Range &range) {
     if (!imports_memory(range.device)) {
         return false;
     }
-    GGML_LOG_WARN("frameshard: the driver cannot copy from the mapped file: reading its %zu MiB into memory\n",
-                  (size_t)(end - begin) >> 20);
+    GGML_LOG_WARN(
+        "frameshard: the driver cannot copy from the mapped file: reading its %zu MiB into memory if it has room\n",
+        (size_t)(end - begin) >> 20);
     return own_pages(begin, (size_t)(end - begin)) && import_pages(range, begin, end);
 }
 

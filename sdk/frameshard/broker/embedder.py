@@ -24,7 +24,7 @@ import trio
 
 from frameshard import program, system
 from frameshard.broker.lastwords import LastWords
-from frameshard.broker.supervisor import ENVIRONMENT, WORDS_S
+from frameshard.broker.supervisor import ENVIRONMENT, WORDS_S, end_reading
 from frameshard.errors import BadMessage, BadModel, EngineDied, FrameshardError, Overloaded, Unsupported
 from frameshard.wire import channel
 from frameshard.wire import embedder as wire
@@ -191,7 +191,7 @@ class Embedder:
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._feed, stream, process)
-                    nursery.start_soon(_outlive, process, nursery.cancel_scope)
+                    nursery.start_soon(end_reading, process, nursery.cancel_scope)
                     await self._read(stream)
                     nursery.cancel_scope.cancel()
             finally:
@@ -242,13 +242,6 @@ class Embedder:
                         self._fatal = event.error.exception()
                 self._news.set()
                 self._changed()
-
-
-async def _outlive(process: trio.Process, reading: trio.CancelScope) -> None:
-    """Ends the reading of a dead process's socket, as the supervisor does for the engine."""
-    await process.wait()
-    await trio.sleep(WORDS_S)
-    reading.cancel()
 
 
 async def _make_idle(pid: int) -> None:

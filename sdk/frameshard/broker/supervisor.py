@@ -130,6 +130,13 @@ class RestartPolicy:
         return pause
 
 
+async def end_reading(process: trio.Process, reading: trio.CancelScope) -> None:
+    """Ends the reading of a dead process's socket. Usually the socket ends by itself, and at once."""
+    await process.wait()
+    await trio.sleep(WORDS_S)
+    reading.cancel()
+
+
 class Supervisor:
     """Runs one engine at a time."""
 
@@ -329,11 +336,9 @@ class Supervisor:
         return system.ending(code)
 
     async def _outlive(self, process: trio.Process, reading: trio.CancelScope) -> None:
-        """Ends the reading of a dead engine's socket. Usually the socket ends by itself, and at once."""
         await process.wait()
         self.pid = None  # from now on this may be the number of another process
-        await trio.sleep(WORDS_S)
-        reading.cancel()
+        await end_reading(process, reading)
 
     async def _write(self, stream: trio.SocketStream, commands: trio.MemoryReceiveChannel[em.Command]) -> None:
         try:
