@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 import trio
 
@@ -164,6 +165,24 @@ async def test_a_slow_reader_loses_nothing_and_slows_nobody() -> None:
         assert "".join(event.text for event in events) == WORDS
         assert len(events) < 50
         assert sum(event.tokens for event in events) == 200
+
+
+@in_both
+async def test_many_tasks_that_send_at_once_keep_their_session() -> None:
+    """Each of them sends before the client reads the first answer. The sidecar must keep the answers."""
+    async with launch(engine=fake_engine(delay_s=0.002)) as client:
+
+        async def begin_and_leave() -> None:
+            for _ in range(20):
+                stream = client.complete("one")
+                stream.begin()
+                await anyio.lowlevel.checkpoint()
+                await stream.aclose()
+
+        async with anyio.create_task_group() as group:
+            for _ in range(300):
+                group.start_soon(begin_and_leave)
+        assert (await client.complete("one").completed()).text == "one"
 
 
 @in_trio

@@ -136,10 +136,13 @@ def test_tools_are_called_and_their_results_read(http: Server) -> None:
     assert streamed["function"] == call["function"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
+    def n_prompt(turns: list[dict[str, Any]]) -> int:
+        whole = http.ask("POST", "/v1/chat/completions", {"messages": turns, "tools": TOOLS, "max_tokens": 1}).json
+        return int(whole["usage"]["prompt_tokens"])
+
     turns = [{"role": "user", "content": "How much are two swords?"}, message]
-    turns += [{"role": "tool", "tool_call_id": each["id"], "content": "24"} for each in message["tool_calls"]]
-    whole = http.ask("POST", "/v1/chat/completions", {"messages": turns, "tools": TOOLS, "max_tokens": 8}).json
-    assert whole["choices"][0]["message"]["content"]
+    results = [{"role": "tool", "tool_call_id": each["id"], "content": "24"} for each in message["tool_calls"]]
+    assert n_prompt(turns[:1]) < n_prompt(turns) < n_prompt(turns + results)
     silent = http.chat("How much?", **{**asked, "tool_choice": "none", "max_tokens": 4}).json["choices"][0]["message"]
     assert "tool_calls" not in silent
     cut = http.chat("How much?", **{**asked, "max_tokens": 3}).json["choices"][0]

@@ -21,6 +21,8 @@ from frameshard.wire import messages as m
 from frameshard.wire.connection import (
     LOST_AFTER_BEATS,
     MAX_ANSWERS,
+    MAX_ANSWERS_BYTES,
+    MAX_IN_TRANSIT,
     STOPPED_BEATS,
     ClientConnection,
     ServerConnection,
@@ -457,12 +459,46 @@ def test_bad_frames_are_answered_with_their_id() -> None:
     assert isinstance(answer, m.Error)
 
 
+def test_many_requests_about_jobs_go_up_as_their_answers_come() -> None:
+    link = Link()
+    jobs = [link.client.submit("completion", prompt="x")[1] for _ in range(2 * MAX_IN_TRANSIT)]
+    link.client.budget_set(1 << 30)
+    link.up()
+    assert [type(request) for request in link.requests] == [m.Submit] * MAX_IN_TRANSIT + [m.BudgetSet]
+    link.deliver(link.down(10))
+    link.up()
+    assert len(link.requests) == MAX_IN_TRANSIT + 11
+    link.known = False  # the connection breaks, and what was sent down is lost
+    link.down()
+    link.client.beat()
+    link.exchange()
+    asked = [request.job for request in link.requests if isinstance(request, m.Submit)]
+    assert list(dict.fromkeys(asked)) == jobs
+    assert sum(type(each) is m.Ok for each in link.seen) == len(jobs)
+
+
 def test_a_client_that_does_not_read_answers_overruns() -> None:
     server = ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
-    for _ in range(MAX_ANSWERS):
+    frame_bytes = len(m.encode(m.Pong(1, EPOCH, ())))
+    for _ in range(1 + MAX_ANSWERS_BYTES // frame_bytes):
         server.receive(m.encode(m.Ping(1, EPOCH)), 0.0)
     assert not server.overrun
+    while server.next_frame():
+        server.sent()  # the bytes of answers that were sent do not count any more
     server.receive(m.encode(m.Ping(1, EPOCH)), 0.0)
+    assert not server.overrun
+    for _ in range(1 + MAX_ANSWERS_BYTES // frame_bytes):
+        server.receive(m.encode(m.Ping(1, EPOCH)), 0.0)
+    assert server.overrun
+
+
+def test_large_answers_are_kept_up_to_their_number() -> None:
+    server = ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
+    answer = m.Embeddings(1, EPOCH, 8, bytes(MAX_ANSWERS_BYTES // 8))
+    for _ in range(MAX_ANSWERS):
+        server.reply(answer)
+    assert not server.overrun
+    server.reply(answer)
     assert server.overrun
 
 

@@ -27,7 +27,9 @@ from frameshard.wire import checks, states
 from frameshard.wire import messages as m
 
 MAX_ANSWERS = 256
-"""The most answers that are kept for a client that sends requests and does not read."""
+MAX_ANSWERS_BYTES = 1 << 20
+"""If a client sends requests and does not read, so many answers are kept for it whatever their size, and more of them
+up to so many bytes. A program may send thousands of requests at once before it reads the first answer."""
 
 MAX_NOTICES = 64
 """Notices are dropped while so many answers wait."""
@@ -46,6 +48,12 @@ GREETING_BEATS = 10
 """The session is lost after so many beats without the first answer. It needs time, because a connection must be made
 and the machine is busy during a launch."""
 
+MAX_IN_TRANSIT = 64
+"""The most requests about jobs that a client sends before it has received their answers. A program with many tasks may
+send faster than it reads, and the sidecar ends the session of a client that does not read its answers."""
+
+_ABOUT_JOBS = (m.Submit, m.Cancel, m.PrioritySet)
+"""The sidecar answers these requests at once, without its engine."""
 
 _BUDGET_ANSWERS = (m.Lease, m.Released, m.Observed)
 
@@ -123,6 +131,7 @@ class ServerConnection:
         """True if the client does not read its answers. The session must end."""
         self._held_bytes = held_bytes
         self._answers: deque[bytes] = deque()
+        self._answers_bytes = 0
         self._streams: dict[int, _Outbox] = {}
         self._sending: _Outbox | None = None
 
@@ -156,15 +165,19 @@ class ServerConnection:
 
     def reply(self, answer: m.Reply | m.Unasked) -> None:
         """Queues an answer. It is sent before all events."""
-        if len(self._answers) >= MAX_ANSWERS:
+        if len(self._answers) >= MAX_ANSWERS and self._answers_bytes >= MAX_ANSWERS_BYTES:
             self.overrun = True
             return
-        self._answers.append(m.encode(answer))
+        self._queue(m.encode(answer))
 
     def notify(self, notice: m.Notice | m.Loading) -> None:
         """Queues a notice like an answer. Drops it if many answers wait."""
         if len(self._answers) < MAX_NOTICES:
-            self._answers.append(m.encode(notice))
+            self._queue(m.encode(notice))
+
+    def _queue(self, frame: bytes) -> None:
+        self._answers.append(frame)
+        self._answers_bytes += len(frame)
 
     def ok(self, request_id: int) -> None:
         self.reply(m.Ok(request_id, self.epoch))
@@ -277,7 +290,7 @@ class ServerConnection:
     def sent(self) -> None:
         """Called when the transport has taken the frame that :meth:`next_frame` returned."""
         if self._answers:
-            self._answers.popleft()
+            self._answers_bytes -= len(self._answers.popleft())
         elif self._sending is not None:
             self._sending.sent += 1
             # The job moves to the end of the order, so that many events of one job do not delay another job.
@@ -342,6 +355,8 @@ class ClientConnection:
         """The number of beats with a message since the beat before. It measures the time during which both sides were
         running."""
         self._outgoing: deque[bytes] = deque()
+        self._waiting: deque[bytes] = deque()  # requests about jobs that are sent after answers to earlier ones
+        self._in_transit = 0  # requests about jobs that were sent and not answered
         self._unanswered: dict[int, m.Request] = {}
         self._heard: dict[int, int] = {}
         self._inboxes: dict[int, _Inbox] = {}
@@ -517,7 +532,7 @@ class ClientConnection:
             if not isinstance(message, m.Observed):
                 return [message]
             del self._heard[message.id]
-        del self._unanswered[message.id]
+        self._answered(message.id)
         if isinstance(request, m.Submit) and request.job in self._inboxes:
             self._inboxes[request.job].accepted = True
         return [message]
@@ -537,10 +552,29 @@ class ClientConnection:
             request: m.Request = message(id=self._ids + 1, epoch=self._epoch, **fields)
         except checks.Refused as refused:
             raise BadArgument(str(refused)) from None
-        self._send(request)
+        self._send_in_turn(request)
         self._ids += 1
         self._unanswered[self._ids] = request
         return self._ids
+
+    def _send_in_turn(self, request: m.Request) -> None:
+        """Sends a request about a job when few of them are in transit, and any other request at once."""
+        if not isinstance(request, _ABOUT_JOBS):
+            self._send(request)
+        elif self._in_transit < MAX_IN_TRANSIT:
+            self._send(request)
+            self._in_transit += 1
+        else:
+            self._waiting.append(m.encode(request))
+
+    def _answered(self, request_id: int) -> m.Request:
+        request = self._unanswered.pop(request_id)
+        if isinstance(request, _ABOUT_JOBS):
+            if self._waiting:
+                self._outgoing.append(self._waiting.popleft())
+            else:
+                self._in_transit -= 1
+        return request
 
     def _hello(self) -> None:
         session = None if self.welcome is None else self.welcome.session
@@ -552,6 +586,7 @@ class ClientConnection:
         self._move(event)
         self.error = error
         self._outgoing.clear()
+        self._waiting.clear()
         self._unanswered.clear()
         self._heard.clear()
         self._inboxes.clear()
@@ -564,8 +599,10 @@ class ClientConnection:
             self._lose("welcome", ConnectionLost("the sidecar has forgotten this session"))
         elif self.state is states.Session.RESUMING:
             self._move("resumed")
+            self._waiting.clear()
+            self._in_transit = 0
             for request in self._unanswered.values():
-                self._send(request)
+                self._send_in_turn(request)
             for job, inbox in self._inboxes.items():
                 self._grant(job, inbox, inbox.granted)  # again, because the last credit may be lost
         elif self.state is states.Session.GREETING:
@@ -588,7 +625,7 @@ class ClientConnection:
         elif refusal.epoch != self._epoch:
             self._lose("silence", error)
         elif refusal.id is not None and refusal.id in self._unanswered:
-            request = self._unanswered.pop(refusal.id)
+            request = self._answered(refusal.id)
             self._heard.pop(refusal.id, None)
             if isinstance(request, m.Submit):
                 self._inboxes.pop(request.job, None)
