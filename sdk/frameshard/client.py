@@ -808,14 +808,17 @@ class Client:
         self._answers.pop(request_id, None)
 
     async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, last: bool = True) -> m.Reply:
-        # The time limit counts heartbeats, so time in which either process was stopped does not count.
+        # The time limit counts heartbeats, so time in which either process was stopped does not count. The time before
+        # the request is sent does not count either.
         due_beats = self._core.heard_beats + timeout_s / BEAT_S
         answer = None
         try:
             while answer is None:
                 with anyio.move_on_after(max(BEAT_S, (due_beats - self._core.heard_beats) * BEAT_S)):
                     answer = await self._answers[request_id].receive()
-                if answer is None and self._core.heard_beats >= due_beats:
+                if self._core.waits(request_id):
+                    due_beats = self._core.heard_beats + timeout_s / BEAT_S
+                elif answer is None and self._core.heard_beats >= due_beats:
                     raise DeadlineMissed(f"no answer within {timeout_s:g} s")
         except EndOfChannel:
             self._drop(request_id)

@@ -461,7 +461,9 @@ def test_bad_frames_are_answered_with_their_id() -> None:
 
 def test_many_requests_about_jobs_go_up_as_their_answers_come() -> None:
     link = Link()
-    jobs = [link.client.submit("completion", prompt="x")[1] for _ in range(2 * MAX_IN_TRANSIT)]
+    submits = [link.client.submit("completion", prompt="x") for _ in range(2 * MAX_IN_TRANSIT)]
+    jobs = [job for _, job in submits]
+    assert [link.client.waits(request) for request, _ in submits].count(True) == MAX_IN_TRANSIT
     link.client.budget_set(1 << 30)
     link.up()
     assert [type(request) for request in link.requests] == [m.Submit] * MAX_IN_TRANSIT + [m.BudgetSet]
@@ -475,6 +477,7 @@ def test_many_requests_about_jobs_go_up_as_their_answers_come() -> None:
     asked = [request.job for request in link.requests if isinstance(request, m.Submit)]
     assert list(dict.fromkeys(asked)) == jobs
     assert sum(type(each) is m.Ok for each in link.seen) == len(jobs)
+    assert not any(link.client.waits(request) for request, _ in submits)
 
 
 def test_a_client_that_does_not_read_answers_overruns() -> None:

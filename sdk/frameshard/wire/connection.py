@@ -355,7 +355,7 @@ class ClientConnection:
         """The number of beats with a message since the beat before. It measures the time during which both sides were
         running."""
         self._outgoing: deque[bytes] = deque()
-        self._waiting: deque[bytes] = deque()  # requests about jobs that are sent after answers to earlier ones
+        self._waiting: dict[int, bytes] = {}  # requests about jobs that are sent after answers to earlier ones
         self._in_transit = 0  # requests about jobs that were sent and not answered
         self._unanswered: dict[int, m.Request] = {}
         self._heard: dict[int, int] = {}
@@ -445,6 +445,10 @@ class ClientConnection:
 
     def shutdown(self) -> int:
         return self._request(m.Shutdown)
+
+    def waits(self, request_id: int) -> bool:
+        """Returns true while a request is not sent because of :data:`MAX_IN_TRANSIT`."""
+        return request_id in self._waiting
 
     def taken(self, event: m.JobEvent) -> None:
         """Called when the program has taken `event`. Gives the sidecar credit for further events."""
@@ -565,13 +569,13 @@ class ClientConnection:
             self._send(request)
             self._in_transit += 1
         else:
-            self._waiting.append(m.encode(request))
+            self._waiting[request.id] = m.encode(request)
 
     def _answered(self, request_id: int) -> m.Request:
         request = self._unanswered.pop(request_id)
         if isinstance(request, _ABOUT_JOBS):
             if self._waiting:
-                self._outgoing.append(self._waiting.popleft())
+                self._outgoing.append(self._waiting.pop(next(iter(self._waiting))))
             else:
                 self._in_transit -= 1
         return request
