@@ -20,6 +20,7 @@ namespace UnityEngine
     public static class Debug
     {
         public static void Log(object message) { }
+        public static void LogWarning(object message) => Console.WriteLine(message);
         public static void LogError(object message, Object context) { }
     }
 

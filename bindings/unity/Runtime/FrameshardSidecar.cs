@@ -21,7 +21,8 @@ namespace Frameshard.Unity
         private int nCtx = 4096;
         [SerializeField, Min(1), Tooltip("Number of answers that the model generates at the same time.")]
         private int nParallel = 4;
-        [SerializeField, Tooltip("Path of a Python that has frameshard installed. Empty: python3.")]
+        [SerializeField, Tooltip("Path of a Python that has frameshard installed. Empty: the sidecar that was built "
+            + "into the player; in the editor, and without one, python3.")]
         private string python = "";
         [SerializeField, Min(1), Tooltip("Most events that are handled in one frame.")]
         private int eventsPerFrame = 64;
@@ -63,7 +64,8 @@ namespace Frameshard.Unity
                 {
                     Model = System.IO.Path.Combine(Application.streamingAssetsPath, model),
                     Device = device, VramBudgetMb = vramBudgetMb, NCtx = (uint)nCtx, NParallel = (uint)nParallel,
-                    Python = python.Length > 0 ? python : null, ClientName = "unity",
+                    Python = python.Length > 0 ? python : BuiltIn(Application.streamingAssetsPath),
+                    ClientName = "unity",
                 });
             }
             catch (FrameshardException error)
@@ -77,6 +79,18 @@ namespace Frameshard.Unity
             Client.OnRefused += Report;
             Client.OnClosed += End;
             Greet(Client);
+        }
+
+        /// <summary>The sidecar that `SidecarInPlayer` has copied into the player; null if there is none.</summary>
+        private static string BuiltIn(string assets)
+        {
+            var directory = System.IO.Path.Combine(assets, "frameshard", "sidecar");
+            foreach (var name in new[] { "pythonw.exe", "python" })
+            {
+                var path = System.IO.Path.Combine(directory, name);
+                if (System.IO.File.Exists(path)) return path;
+            }
+            return null;
         }
 
         private async void Greet(Sidecar client)
