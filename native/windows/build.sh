@@ -39,6 +39,9 @@ logged llama-build.log ninja -C "$work/llama-build" -j2 install
 for library in libstdc++-6.dll libgcc_s_seh-1.dll libgomp-1.dll libwinpthread-1.dll; do
   cp "$(x86_64-w64-mingw32-g++-posix -print-file-name=$library)" "$work/llama/bin/"
 done
+mkdir -p "$work/llama/licences"
+cp /usr/share/doc/gcc-mingw-w64-base/copyright "$work/llama/licences/gcc-mingw-w64.txt"
+cp /usr/share/doc/mingw-w64-common/copyright "$work/llama/licences/mingw-w64.txt"
 
 # A first start of Wine prints lines, which CMake would take for output of a program.
 wine cmd /c exit >/dev/null 2>&1 || true

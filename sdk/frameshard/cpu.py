@@ -78,6 +78,11 @@ def level(features: Set[str]) -> str | None:
     return next((name for name, has in _LEVELS.items() if features - {AMX} <= has), None)
 
 
+def described(features: Set[str]) -> dict[str, object]:
+    """What a ggml with ``features`` needs, for a manifest."""
+    return {"level": level(features), "flags": needed_flags(features)}
+
+
 def check() -> None:
     """Checks that ggml can run on this CPU. Call it before ggml computes anything or lists its devices.
 

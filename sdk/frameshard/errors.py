@@ -160,7 +160,7 @@ class JobCancelled(FrameshardError):
 
 
 class DownloadFailed(FrameshardError):
-    """A model could not be downloaded, or its hash is wrong. No partial file is left behind."""
+    """A file could not be downloaded, or its hash is wrong. No partial file is left behind."""
 
     code, name, retriable = 41, "download_failed", True
 

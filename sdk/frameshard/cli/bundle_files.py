@@ -1,0 +1,72 @@
+"""What a bundle is made of, on any platform."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from frameshard.errors import Unsupported
+
+STDLIB_LEFT_OUT = re.compile(
+    r"(test|idlelib|tkinter|turtledemo|turtle\.py|ensurepip|lib2to3|pydoc_data|site-packages|dist-packages|config-.*"
+    r"|lib-dynload)(/|$)"
+)
+EXTENSIONS_LEFT_OUT = re.compile(r"_tkinter|_test|_ctypes_test|xx|readline|_curses|_dbm|_gdbm|nis")
+TESTS = re.compile(r"(^|/)(tests?|_tests)/")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of the bundle: its source, its path in the bundle, and the part whose size it adds to."""
+
+    source: Path
+    target: Path
+    part: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a bundle for one platform has.
+
+    :param launchers: the texts of its scripts, by their paths in the bundle.
+    :param distributions: its Python packages, by name.
+    :param licences: the licence texts of its parts that are no packages, by the names of these parts.
+    :param python: the version of its interpreter.
+    :param system: what it needs to run, for the manifest.
+    """
+
+    files: list[File]
+    launchers: dict[str, str]
+    distributions: dict[str, metadata.Distribution]
+    licences: dict[str, list[Path]]
+    python: str
+    system: Mapping[str, object]
+
+
+def requirements(distribution: metadata.Distribution) -> Iterator[tuple[str, str]]:
+    """Yields the requirements of a distribution without those of its extras: the whole line, and the package's name."""
+    for requirement in distribution.requires or []:
+        what, _, marker = requirement.partition(";")
+        if "extra" not in marker:
+            match = re.match(r"[A-Za-z0-9._-]+", what.strip())
+            assert match is not None, requirement
+            yield requirement, match[0]
+
+
+def package_files(distributions: dict[str, metadata.Distribution]) -> Iterator[File]:
+    """The files that pip has installed for each distribution, without scripts, tests, headers and duplicates."""
+    for name, distribution in distributions.items():
+        if distribution.files is None:
+            raise Unsupported(f"{name} was not installed by pip: its files are not known", package=name)
+        for file in distribution.files:
+            top = file.parts[0]
+            # llama-cpp-python installs its libraries again under lib/, for programs that compile against it.
+            if top not in ("..", "bin", "lib", "include") and file.suffix != ".pyc" and not TESTS.search(str(file)):
+                yield File(Path(str(distribution.locate_file(file))), Path("sidecar/packages") / file, name)
+
+
+def below(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix != ".pyc")

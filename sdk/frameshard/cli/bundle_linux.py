@@ -1,0 +1,170 @@
+"""The contents of a bundle for Linux: copies of this environment's interpreter, packages and libraries."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from frameshard import cpu
+from frameshard.cli.bundle_files import (
+    EXTENSIONS_LEFT_OUT,
+    STDLIB_LEFT_OUT,
+    TESTS,
+    Contents,
+    File,
+    below,
+    package_files,
+    requirements,
+)
+from frameshard.errors import Unsupported
+
+PYTHON = """\
+#!/bin/sh
+# This bundle's Python, which uses nothing of the machine's.
+here=$(dirname -- "$(readlink -f -- "$0")")
+unset FRAMESHARD_DEVICE_LIB LLAMA_CPP_LIB_PATH PYTHONSTARTUP
+export PYTHONHOME="$here/home" PYTHONPATH="$here/packages"
+export PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
+export LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+exec "$here/home/bin/python3" "$@"
+"""
+COMMAND = """\
+#!/bin/sh
+here=$(dirname -- "$(readlink -f -- "$0")")/sidecar
+exec "$here/python" "$here/packages/frameshard/program.py" frameshard "$@"
+"""
+
+# Libraries that every Linux with a desktop and a driver has. The machine's own ones must be used.
+SYSTEM_LIBRARIES = (
+    *("ld-linux", "libc.", "libm.", "libdl.", "libpthread.", "librt.", "libutil.", "libresolv.", "libnsl."),
+    *("libgcc_s.", "libstdc++.", "libcuda.", "libnvidia-", "libvulkan."),
+)
+
+
+def contents(clients: list[Path]) -> Contents:
+    """
+    :param clients: client libraries.
+    :raises Unsupported: this environment lacks something.
+    """
+    if sys.platform != "linux":
+        raise Unsupported("bundles of this environment are made on Linux only")
+    distributions = _closure("frameshard")
+    files = [*_interpreter(), *package_files(distributions)]
+    files += [File(path, Path("client") / path.name, "client library") for path in clients]
+    files += _shared_libraries(files)
+    libc = platform.libc_ver()
+    system = {"os": "linux", "machine": platform.machine(), libc[0] or "libc": libc[1], "cpu": _cpu_needs()}
+    launchers = {"sidecar/python": PYTHON, "frameshard": COMMAND}
+    return Contents(files, launchers, distributions, _licences(files), platform.python_version(), system)
+
+
+def _closure(root: str) -> dict[str, metadata.Distribution]:
+    """The installed distributions that `root` needs, and `root` itself, by name."""
+    found: dict[str, metadata.Distribution] = {}
+    wanted = [(root, True)]
+    while wanted:
+        name, needed = wanted.pop()
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if key in found:
+            continue
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            if needed:
+                why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install .)"
+                raise Unsupported(why, package=name) from None
+            continue  # the requirement is for another system or Python
+        found[key] = distribution
+        wanted += [(name, ";" not in line) for line, name in requirements(distribution)]
+    return dict(sorted(found.items()))
+
+
+def _interpreter() -> Iterator[File]:
+    """The interpreter and its standard library, without modules that only programs with a user interface import."""
+    home, base = Path("sidecar/home"), Path(sys.base_prefix)
+    yield File(Path(os.path.realpath(sys.executable)), home / "bin" / "python3", "python")
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    extensions = Path(sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix})) / "lib-dynload"
+    if not stdlib.is_relative_to(base):
+        raise Unsupported(f"this Python keeps its library outside of its home: {stdlib}", path=str(stdlib))
+    for path in below(stdlib):
+        name = path.relative_to(stdlib).as_posix()
+        if not STDLIB_LEFT_OUT.match(name) and not TESTS.search(name):
+            yield File(path, home / path.relative_to(base), "python")
+    for path in sorted(extensions.glob("*.so")):
+        if not EXTENSIONS_LEFT_OUT.match(path.name):
+            yield File(path, home / extensions.relative_to(base) / path.name, "python")
+
+
+def _shared_libraries(files: list[File]) -> Iterator[File]:
+    """The libraries of this machine that files of the bundle are linked with, as found by `ldd`."""
+    inside = {os.path.realpath(file.source) for file in files}
+    seen: set[tuple[str, str]] = set()
+    for part in ("sidecar", "client"):
+        binaries = [str(f.source) for f in files if f.target.parts[0] == part and _is_elf(f.source)]
+        if not binaries:
+            continue
+        try:
+            told = subprocess.run(["ldd", *binaries], capture_output=True, text=True).stdout
+        except FileNotFoundError:
+            raise Unsupported("this system has no ldd, which tells what libraries a bundle needs") from None
+        for name, path in re.findall(r"^\s*(\S+) => (/\S+)", told, flags=re.MULTILINE):
+            if name.startswith(SYSTEM_LIBRARIES) or os.path.realpath(path) in inside or (part, name) in seen:
+                continue
+            seen.add((part, name))
+            place = Path("sidecar/lib" if part == "sidecar" else "client")
+            yield File(Path(path), place / name, "shared libraries" if part == "sidecar" else "client library")
+
+
+def _is_elf(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def _licences(files: list[File]) -> dict[str, list[Path]]:
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    python = [path for path in (stdlib / "LICENSE.txt",) if path.is_file()]
+    foreign = {
+        file.target.name.partition(".so")[0]: file.source
+        for file in files
+        if file.target.parent in (Path("sidecar/lib"), Path("client"))
+        and not file.target.name.startswith("libframeshard")
+    }
+    copyrights = _debian_copyrights([stdlib / "os.py", *foreign.values()])
+    texts = {"python": python + copyrights.get(stdlib / "os.py", [])}
+    for name, source in foreign.items():
+        texts[name] = python if name.startswith("libpython") and python else copyrights.get(source, [])
+    return texts
+
+
+def _debian_copyrights(paths: list[Path]) -> dict[Path, list[Path]]:
+    """The copyright files of the Debian packages that the files belong to."""
+    # A package may name its files under /lib or under /usr/lib, because /lib has become a link to /usr/lib.
+    names: dict[str, Path] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        names |= {str(path): path, real: path, real.removeprefix("/usr"): path}
+    if shutil.which("dpkg-query") is None:
+        return {}
+    told = subprocess.run(["dpkg-query", "--search", *names], capture_output=True, text=True).stdout
+    found: dict[Path, list[Path]] = {}
+    for line in told.splitlines():
+        packages, _, name = line.partition(": ")
+        copyright = Path("/usr/share/doc", re.split(r"[:,]", packages)[0], "copyright")
+        if name in names and copyright.is_file():
+            found[names[name]] = [copyright]
+    return found
+
+
+def _cpu_needs() -> dict[str, object] | None:
+    """The CPU features that ggml was compiled for, which include those that other parts need; ``None`` if unknown."""
+    features = cpu.compiled_for()
+    return None if features is None or platform.machine() != "x86_64" else cpu.described(features)
