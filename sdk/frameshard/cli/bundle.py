@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import platform
 import py_compile
 import re
 import shutil
@@ -32,9 +33,9 @@ from pathlib import Path
 
 from frameshard.cli import bundle_linux, bundle_windows, common
 from frameshard.cli.bundle_files import Contents, File
-from frameshard.errors import BadArgument, ModelNotFound
+from frameshard.errors import BadArgument, ModelNotFound, Unsupported
 
-WINDOWS = "windows-x86_64"
+LINUX, WINDOWS = "linux-x86_64", "windows-x86_64"
 LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 
 
@@ -59,9 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="a client library: libframeshard.so, frameshard.dll",
     )
-    parser.add_argument(
-        "--platform", choices=["linux", WINDOWS], default="linux", help="linux: this environment (the default)"
-    )
+    parser.add_argument("--platform", choices=[LINUX, WINDOWS], help="whose players (default: of this machine)")
     parser.add_argument(
         "--native", type=Path, metavar="DIR", help=f"for {WINDOWS}: what native/windows/build.sh has built"
     )
@@ -118,6 +117,8 @@ def _contents(args: argparse.Namespace, work: Path) -> Contents:
     for option in ("native", "python"):
         if getattr(args, option) is not None:
             raise BadArgument(f"--{option} is for --platform {WINDOWS}", field=option)
+    if args.platform == LINUX and platform.machine() != "x86_64":
+        raise Unsupported(f"a bundle for {LINUX} is made on such a machine, and this one is {platform.machine()}")
     return bundle_linux.contents(args.client)
 
 
