@@ -5,14 +5,7 @@
 #include "pacing.h"
 #include "system.h"
 
-#include <atomic>
 #include <numeric>
-#include <thread>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
 
 using namespace fsd;
 
@@ -97,59 +90,6 @@ TEST(memory_that_cannot_be_pinned_is_staged) {
     buffer.reset();
     fs_emulated_free(device);
 }
-
-#if defined(__linux__)
-TEST(a_mapped_file_becomes_memory_at_the_same_addresses) {
-    const size_t size = 150'000'001; // several steps, and a part of a page
-    std::vector<uint32_t> words(size / 4 + 1);
-    std::iota(words.begin(), words.end(), 0);
-    FILE *file = tmpfile();
-    CHECK(file && fwrite(words.data(), 1, size, file) == size && fflush(file) == 0);
-    char *map = (char *)mmap(nullptr, size, PROT_READ, MAP_SHARED, fileno(file), 0);
-    CHECK(map != MAP_FAILED);
-    std::atomic<bool> over{false};
-    std::atomic<int> rounds{0};
-    std::thread reader([&] {
-        do {
-            for (size_t at = 0; at < size; at += 4000) {
-                CHECK(map[at] == ((char *)words.data())[at]);
-            }
-            rounds++;
-        } while (!over);
-    });
-    while (rounds == 0) {
-        std::this_thread::yield();
-    }
-    CHECK(own_pages(map, size));
-    over = true;
-    reader.join();
-    CHECK(memcmp(map, words.data(), size) == 0);
-    CHECK(mprotect(map, size, PROT_READ | PROT_WRITE) == 0);
-    memset(map, 1, size);
-    std::vector<char> kept(size);
-    rewind(file);
-    CHECK(fread(kept.data(), 1, size, file) == size && memcmp(kept.data(), words.data(), size) == 0);
-    munmap(map, size);
-    fclose(file);
-}
-
-TEST(only_mapped_files_become_memory) {
-    const size_t size = 3 * page_bytes();
-    char *memory = reserve_addresses(size);
-    memset(memory, 5, size);
-    CHECK(!own_pages(memory, size));
-    CHECK(mprotect(memory, size, PROT_READ) == 0 && !own_pages(memory, size));
-    FILE *file = tmpfile();
-    CHECK(file && ftruncate(fileno(file), (off_t)size) == 0);
-    const int read_write = PROT_READ | PROT_WRITE;
-    CHECK(mmap(memory, size, read_write, MAP_SHARED | MAP_FIXED, fileno(file), 0) == memory);
-    CHECK(!own_pages(memory, size));
-    CHECK(mmap(memory, page_bytes(), PROT_READ, MAP_SHARED | MAP_FIXED, fileno(file), 0) == memory);
-    CHECK(!own_pages(memory, size)); // only a part of it
-    release_addresses(memory, size);
-    fclose(file);
-}
-#endif
 
 } // namespace
 
