@@ -63,7 +63,7 @@ windows: $(VENV)/installed ## all but the GPU for Windows: cross-compiled by Min
 	bindings/c/windows/build.sh build/windows
 	native/windows/build.sh build/windows
 	tests/windows/test.sh build/windows
-	FRAMESHARD_WINDOWS=$(CURDIR)/build/windows $(BIN)/python -m pytest tests/windows/test_bundle.py
+	FRAMESHARD_WINDOWS=$(CURDIR)/build/windows $(BIN)/python -m pytest tests/windows/test_windows_bundle.py
 
 # In an environment of its own, so that .venv keeps the GPU that was chosen for it.
 vulkan: ## native tests and verify on Mesa's software Vulkan, with a build for Vulkan in build/vulkan
