@@ -1,4 +1,4 @@
-"""``frameshard bundle --platform windows-x86_64``: what is refused. tests/windows/test_windows_bundle.py runs a bundle."""
+"""What ``frameshard bundle --platform windows-x86_64`` refuses. tests/windows/test_windows_bundle.py runs a bundle."""
 
 from __future__ import annotations
 
