@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -68,5 +68,17 @@ def package_files(distributions: dict[str, metadata.Distribution]) -> Iterator[F
                 yield File(Path(str(distribution.locate_file(file))), Path("sidecar/packages") / file, name)
 
 
-def below(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix != ".pyc")
+def stdlib_files(stdlib: Path, target: Path) -> Iterator[File]:
+    """The standard library, without modules that only programs with a user interface import."""
+    for path in sorted(stdlib.rglob("*")):
+        name = path.relative_to(stdlib).as_posix()
+        wanted = not STDLIB_LEFT_OUT.match(name) and not TESTS.search(name)
+        if wanted and path.suffix != ".pyc" and path.is_file():
+            yield File(path, target / name, "python")
+
+
+def extension_files(extensions: Iterable[Path], target: Path) -> Iterator[File]:
+    """The compiled modules of the standard library, chosen like :func:`stdlib_files`."""
+    for path in sorted(extensions):
+        if not EXTENSIONS_LEFT_OUT.match(path.name):
+            yield File(path, target / path.name, "python")

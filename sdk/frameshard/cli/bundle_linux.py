@@ -14,16 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from frameshard import cpu
-from frameshard.cli.bundle_files import (
-    EXTENSIONS_LEFT_OUT,
-    STDLIB_LEFT_OUT,
-    TESTS,
-    Contents,
-    File,
-    below,
-    package_files,
-    requirements,
-)
+from frameshard.cli.bundle_files import Contents, File, extension_files, package_files, requirements, stdlib_files
 from frameshard.errors import Unsupported
 
 PYTHON = """\
@@ -95,13 +86,8 @@ def _interpreter() -> Iterator[File]:
     extensions = Path(sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix})) / "lib-dynload"
     if not stdlib.is_relative_to(base):
         raise Unsupported(f"this Python keeps its library outside of its home: {stdlib}", path=str(stdlib))
-    for path in below(stdlib):
-        name = path.relative_to(stdlib).as_posix()
-        if not STDLIB_LEFT_OUT.match(name) and not TESTS.search(name):
-            yield File(path, home / path.relative_to(base), "python")
-    for path in sorted(extensions.glob("*.so")):
-        if not EXTENSIONS_LEFT_OUT.match(path.name):
-            yield File(path, home / extensions.relative_to(base) / path.name, "python")
+    yield from stdlib_files(stdlib, home / stdlib.relative_to(base))
+    yield from extension_files(extensions.glob("*.so"), home / extensions.relative_to(base))
 
 
 def _shared_libraries(files: list[File]) -> Iterator[File]:

@@ -14,16 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from frameshard import cpu, models
-from frameshard.cli.bundle_files import (
-    EXTENSIONS_LEFT_OUT,
-    STDLIB_LEFT_OUT,
-    TESTS,
-    Contents,
-    File,
-    below,
-    package_files,
-    requirements,
-)
+from frameshard.cli.bundle_files import Contents, File, extension_files, package_files, requirements, stdlib_files
 from frameshard.errors import BadArgument, DownloadFailed, Unsupported
 
 COMMAND = """\
@@ -97,16 +88,10 @@ def _interpreter(python: Path) -> Iterator[File]:
             f"{python} is no Python {VERSION} for Windows: python.exe or its DLL is missing", field="python"
         )
     home = Path("sidecar")
-    for path in sorted(python.iterdir()):
-        if PROGRAMS.fullmatch(path.name) and not EXTENSIONS_LEFT_OUT.match(path.name):
-            yield File(path, home / path.name, "python")
-    for path in below(python / "DLLs"):
-        if PROGRAMS.fullmatch(path.name) and not EXTENSIONS_LEFT_OUT.match(path.name):
-            yield File(path, home / "DLLs" / path.name, "python")
-    for path in below(python / "Lib"):
-        name = path.relative_to(python / "Lib").as_posix()
-        if not STDLIB_LEFT_OUT.match(name) and not TESTS.search(name):
-            yield File(path, home / "Lib" / name, "python")
+    for directory in ("", "DLLs"):
+        programs = (path for path in (python / directory).glob("*") if PROGRAMS.fullmatch(path.name))
+        yield from extension_files(programs, home / directory)
+    yield from stdlib_files(python / "Lib", home / "Lib")
 
 
 def _downloaded_python() -> Path:
