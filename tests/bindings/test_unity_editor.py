@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from test_unity import CORE, REPO, UNITY
+from test_unity import REPO, UNITY, compiled
+
+pytestmark = pytest.mark.usefixtures("built")  # with the bindings, so that Mono is there
 
 CONTENT = os.urandom(1 << 20)
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 @pytest.fixture(scope="module")
-def tools(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert built  # with the bindings, so that Mono is there
-    program = tmp_path_factory.mktemp("tools") / "tools.exe"
-    sources = [*CORE, *UNITY.glob("Runtime/*.cs"), *UNITY.glob("Editor/*.cs")]
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sources = [*UNITY.glob("Runtime/*.cs"), *UNITY.glob("Editor/*.cs")]
     sources += [*(REPO / "tests" / "unity_stubs").glob("*.cs"), REPO / "tests" / "bindings" / "EditorTools.cs"]
-    command = ["mcs", "-langversion:7", "-warnaserror", "-nowarn:0649", f"-out:{program}", *sources]
-    subprocess.run(list(map(str, command)), check=True, timeout=120)
-    return program
+    return compiled(tmp_path_factory.mktemp("tools") / "tools.exe", *sources)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

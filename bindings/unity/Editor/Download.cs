@@ -63,9 +63,9 @@ namespace Frameshard.Unity.Editor
             }
             finally
             {
-                File.Delete(part);
+                if (File.Exists(part)) File.Delete(part);
+                _over = true;
             }
-            _over = true;
         }
 
         /// <summary>Fetches the file. After a broken connection it goes on where it was, as long as something

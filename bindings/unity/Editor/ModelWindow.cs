@@ -4,7 +4,7 @@ using UnityEngine;
 
 namespace Frameshard.Unity.Editor
 {
-    /// <summary>Downloads a model into StreamingAssets, where <see cref="FrameshardSidecar"/> looks for it.</summary>
+    /// <summary>Downloads a model into StreamingAssets, where `FrameshardSidecar` looks for it.</summary>
     internal sealed class ModelWindow : EditorWindow
     {
         private const float MiB = 1048576f;
