@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-VERSION = "{}{}".format(*sys.version_info)
-
 
 def refusal(directory: Path, *options: str | Path, **environment: str) -> dict[str, Any]:
     """The error of the command, which must leave nothing behind."""

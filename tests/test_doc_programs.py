@@ -52,7 +52,7 @@ def test_thinking(opening_model: Path) -> None:
     said = printed([*program("thinking.md"), str(opening_model)])
     assert said.startswith("thinks: True")
     n_thought, n_generated = map(int, re.findall(r"(\d+) of (\d+) tokens were thought", said)[0])
-    assert 0 < n_thought <= min(201, n_generated)  # with the token that ends a thought of 200
+    assert 0 < n_thought <= min(201, n_generated)  # a thought of 200 is ended with a line break
 
 
 def test_memory(model_path: Path, encoder_path: Path) -> None:

@@ -39,14 +39,8 @@ def wine(*command: str | Path, **environment: str) -> str:
     """The output of a program. It must succeed."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment = {**kept, "WINEPREFIX": str(BUILT / "wine"), "WINEDEBUG": "-all", **environment}
-    result = subprocess.run(
-        ["wine", *map(str, command)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-    )
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 600}
+    result = subprocess.run(["wine", *map(str, command)], env=environment, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -58,17 +52,8 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     constraint = directory / "constraint.txt"
     pins = (HERE / "requirements.txt").read_text().splitlines()
     constraint.write_text("".join(f"{line}\n" for line in pins if not line.startswith("#")))
-    command = [
-        sys.executable,
-        "-m",
-        "frameshard",
-        "bundle",
-        directory / "made",
-        "--json",
-        "--platform",
-        "windows-x86_64",
-    ]
-    command += ["--native", BUILT, "--python", BUILT / "packages" / "embed" / "cp311"]
+    command = [sys.executable, "-m", "frameshard", "bundle", directory / "made", "--json"]
+    command += ["--platform", "windows-x86_64", "--native", BUILT, "--python", BUILT / "packages" / "embed" / "cp311"]
     environment = os.environ | {"UV_CONSTRAINT": str(constraint)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr

@@ -46,6 +46,22 @@ class Contents:
     system: Mapping[str, object]
 
 
+def normal(name: str) -> str:
+    """The normalized name of a package (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed(name: str) -> metadata.Distribution:
+    """
+    :raises Unsupported: pip has not installed the package here.
+    """
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install .)"
+        raise Unsupported(why, package=name) from None
+
+
 def requirements(distribution: metadata.Distribution) -> Iterator[tuple[str, str]]:
     """Yields the requirements of a distribution without those of its extras: the whole line, and the package's name."""
     for requirement in distribution.requires or []:

@@ -14,7 +14,16 @@ from importlib import metadata
 from pathlib import Path
 
 from frameshard import cpu
-from frameshard.cli.bundle_files import Contents, File, extension_files, package_files, requirements, stdlib_files
+from frameshard.cli.bundle_files import (
+    Contents,
+    File,
+    extension_files,
+    installed,
+    normal,
+    package_files,
+    requirements,
+    stdlib_files,
+)
 from frameshard.errors import Unsupported
 
 PYTHON = """\
@@ -63,18 +72,16 @@ def _closure(root: str) -> dict[str, metadata.Distribution]:
     wanted = [(root, True)]
     while wanted:
         name, needed = wanted.pop()
-        key = re.sub(r"[-_.]+", "-", name).lower()
+        key = normal(name)
         if key in found:
             continue
         try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
+            found[key] = installed(name)
+        except Unsupported:
             if needed:
-                why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install .)"
-                raise Unsupported(why, package=name) from None
+                raise
             continue  # the requirement is for another system or Python
-        found[key] = distribution
-        wanted += [(name, ";" not in line) for line, name in requirements(distribution)]
+        wanted += [(name, ";" not in line) for line, name in requirements(found[key])]
     return dict(sorted(found.items()))
 
 

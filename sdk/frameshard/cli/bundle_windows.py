@@ -14,7 +14,16 @@ from importlib import metadata, util
 from pathlib import Path
 
 from frameshard import cpu, models
-from frameshard.cli.bundle_files import Contents, File, extension_files, package_files, requirements, stdlib_files
+from frameshard.cli.bundle_files import (
+    Contents,
+    File,
+    extension_files,
+    installed,
+    normal,
+    package_files,
+    requirements,
+    stdlib_files,
+)
 from frameshard.errors import BadArgument, DownloadFailed, Unsupported
 
 COMMAND = """\
@@ -22,6 +31,9 @@ COMMAND = """\
 """
 VERSION = "{}.{}".format(*sys.version_info)
 """Of the interpreter in the bundle: that of this one, which compiles the modules."""
+
+STEM = "python{}{}".format(*sys.version_info)
+"""The name of the interpreter's files."""
 
 HERE = ("frameshard", "llama-cpp-python")
 """The packages that are copied from this environment, without what was compiled for it."""
@@ -42,14 +54,14 @@ def contents(clients: list[Path], native: Path, python: Path | None, work: Path)
     libraries, needs = _native(native), _cpu_needs(native)
     python = _downloaded_python() if python is None else python
     interpreter = list(_interpreter(python))
-    ours = {name: _installed(name) for name in HERE}
+    ours = {name: installed(name) for name in HERE}
     theirs = _downloaded_packages(ours, work)
     files = [*interpreter, *libraries]
     files += [file for file in package_files(ours) if file.source.suffix != ".so"]
     files += package_files(theirs)
     files += [File(path, Path("client") / path.name, "client library") for path in clients]
-    paths = f"python{VERSION.replace('.', '')}.zip\nLib\nDLLs\npackages\n"
-    launchers = {f"sidecar/python{VERSION.replace('.', '')}._pth": paths, "frameshard.cmd": COMMAND}
+    paths = f"{STEM}.zip\nLib\nDLLs\npackages\n"
+    launchers = {f"sidecar/{STEM}._pth": paths, "frameshard.cmd": COMMAND}
     licences = {"python": sorted(python.glob("LICENSE*"))}
     for text in sorted((native / "llama" / "licences").glob("*.txt")):
         licences[text.stem] = [text]
@@ -83,7 +95,7 @@ def _cpu_needs(native: Path) -> dict[str, object] | None:
 
 def _interpreter(python: Path) -> Iterator[File]:
     """The interpreter and its standard library: python.org's embeddable package or python-build-standalone."""
-    if not (python / f"python{VERSION.replace('.', '')}.dll").is_file() or not (python / "python.exe").is_file():
+    if not (python / f"{STEM}.dll").is_file() or not (python / "python.exe").is_file():
         raise BadArgument(
             f"{python} is no Python {VERSION} for Windows: python.exe or its DLL is missing", field="python"
         )
@@ -103,20 +115,12 @@ def _downloaded_python() -> Path:
     return sorted(cache.glob(pattern))[-1]
 
 
-def _installed(name: str) -> metadata.Distribution:
-    try:
-        return metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install .)"
-        raise Unsupported(why, package=name) from None
-
-
 def _downloaded_packages(ours: dict[str, metadata.Distribution], work: Path) -> dict[str, metadata.Distribution]:
     """The packages that `ours` need on Windows, by name."""
     wanted = [line for each in ours.values() for line, name in requirements(each) if name not in ours]
     uses = ("--python", sys.executable, "--python-platform", "x86_64-pc-windows-msvc", "--python-version", VERSION)
     _uv("pip", "install", "--only-binary", ":all:", *uses, "--target", str(work), *wanted)
-    return {each.metadata["Name"].lower().replace("_", "-"): each for each in metadata.distributions(path=[str(work)])}
+    return {normal(each.metadata["Name"]): each for each in metadata.distributions(path=[str(work)])}
 
 
 def _uv(*arguments: str) -> None:
