@@ -1,4 +1,5 @@
-"""The Python programs of the documents run as they are printed. Only the names of models and servers are replaced."""
+"""The Python programs of the documents run as they are printed. Only the names of models and servers are replaced, and
+they ask for the likeliest text: with a random seed a small model says nothing now and then."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from sidecars import DEADLINE_S, started
 DOCS = Path(__file__).parents[1] / "docs"
 MAX_LINES = 15
 """A program that shows one thing is short. Blank lines do not count."""
+
+LIKELIEST = "sampling=frameshard.Sampling(temperature=0)"
 
 
 def program(document: str, number: int = 0, **names: str) -> list[str]:
@@ -39,24 +42,31 @@ def printed(command: list[str], **options: object) -> str:
 
 
 def test_asyncio(model_path: Path) -> None:
-    answer, others = re.findall(r"(.*)(\[.*\])\n$", printed(program("python.md")), flags=re.DOTALL)[0]
+    command = program(
+        "python.md",
+        **{'conversation="mira"': f'conversation="mira", {LIKELIEST}', "ask(question)": f"ask(question, {LIKELIEST})"},
+    )
+    answer, others = re.findall(r"(.*)(\[.*\])\n$", printed(command), flags=re.DOTALL)[0]
     assert answer.strip()
     assert len([text for text in ast.literal_eval(others) if text]) == 3
 
 
 def test_tools(model_path: Path) -> None:
-    assert printed(program("tools.md")).strip()
+    command = program("tools.md", **{'conversation="smith"': f'conversation="smith", {LIKELIEST}'})
+    assert printed(command).strip()
 
 
 def test_thinking(opening_model: Path) -> None:
-    said = printed([*program("thinking.md"), str(opening_model)])
+    command = program("thinking.md", **{'conversation="thief"': f'conversation="thief", {LIKELIEST}'})
+    said = printed([*command, str(opening_model)])
     assert said.startswith("thinks: True")
     n_thought, n_generated = map(int, re.findall(r"(\d+) of (\d+) tokens were thought", said)[0])
     assert 0 < n_thought <= min(201, n_generated)  # a thought of 200 is ended with a line break
 
 
 def test_memory(model_path: Path, encoder_path: Path) -> None:
-    memory, answer = printed(program("memory.md")).split("\n", 1)
+    command = program("memory.md", **{'remember: {memory}"': f'remember: {{memory}}", {LIKELIEST}'})
+    memory, answer = printed(command).split("\n", 1)
     assert memory == "My goat is called Pip."
     assert answer.strip()
 
@@ -74,7 +84,8 @@ def test_a_client_of_the_http_server(tmp_path: Path, model_path: Path) -> None:
     with sidecar(tmp_path, model=str(model_path), device="emulated") as (connect_file, _), server(connect_file) as http:
         assert http.key is not None
         (tmp_path / "key").write_text(http.key)
-        assert printed(program("http.md", 1, **{"127.0.0.1:8080": f"127.0.0.1:{http.port}"}), cwd=tmp_path).strip()
+        names = {"127.0.0.1:8080": f"127.0.0.1:{http.port}", 'user="mira",': 'user="mira", temperature=0,'}
+        assert printed(program("http.md", 1, **names), cwd=tmp_path).strip()
 
 
 def test_a_server_when_there_is_no_room(tmp_path: Path, model_path: Path) -> None:
@@ -83,6 +94,7 @@ def test_a_server_when_there_is_no_room(tmp_path: Path, model_path: Path) -> Non
         names = {
             '"my.gguf",': f'{str(model_path)!r}, device="emulated",',
             "https://llm.example.com/v1": f"http://127.0.0.1:{http.port}/v1",
+            'conversation="mira"': f'conversation="mira", {LIKELIEST}',
         }
         said = printed(program("fallback.md", **names), env={**os.environ, "LLM_KEY": http.key})
     answer, is_remote = re.findall(r"(.*)(True|False)\n$", said, flags=re.DOTALL)[0]
