@@ -67,8 +67,15 @@ typedef struct {
 } fsd_tier;
 
 /* How bytes in host memory reach the device, fastest first: as its backend copies any memory; from memory that is registered
- * with the driver, or imported as buffers of the device; through slots of pinned memory, which the CPU fills. */
-typedef enum { FSD_HOST_DIRECT = 0, FSD_HOST_REGISTERED = 1, FSD_HOST_IMPORTED = 2, FSD_HOST_STAGED = 3 } fsd_host_path;
+ * with the driver, or imported as buffers of the device; from a second copy in pinned memory; through slots of pinned memory,
+ * which the CPU fills. */
+typedef enum {
+    FSD_HOST_DIRECT = 0,
+    FSD_HOST_REGISTERED = 1,
+    FSD_HOST_IMPORTED = 2,
+    FSD_HOST_COPIED = 3,
+    FSD_HOST_STAGED = 4,
+} fsd_host_path;
 
 typedef struct {
     uint32_t struct_size;

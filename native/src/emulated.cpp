@@ -214,6 +214,8 @@ struct Emulated {
     ggml_backend_device device{};
     ggml_backend_reg reg{};
     ggml_backend_buffer_type buft{};
+    ggml_backend_buffer_type pinned_buft{}; // used where memory cannot be pinned where it lies
+    std::atomic<bool> pinned_refused{false};
     ggml_backend_dev_t cpu = nullptr;
     ggml_backend_set_n_threads_t set_n_threads = nullptr;
     const fs_emulated_config config;
@@ -545,6 +547,17 @@ const ggml_backend_buffer_type_i kBufferType = {
     /* .is_host        = */ nullptr,
 };
 
+// Like other backends', it gives memory of the CPU's type where it has no more to pin.
+ggml_backend_buffer_t pinned_buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    Emulated &d = device_of(buft->device);
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    const bool refused = d.config.faults.unpinned > 1 && !d.pinned_refused.exchange(true);
+    if (buffer != nullptr && !refused) {
+        buffer->buft = buft;
+    }
+    return buffer;
+}
+
 // --- backend ---
 
 ggml_guid_t backend_guid() {
@@ -757,7 +770,8 @@ ggml_backend_t device_init(ggml_backend_dev_t device, const char *) {
 ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t device) { return &device_of(device).buft; }
 
 ggml_backend_buffer_type_t device_host_buffer_type(ggml_backend_dev_t device) {
-    return device_of(device).config.faults.unpinned ? ggml_backend_cpu_buffer_type() : nullptr;
+    Emulated &d = device_of(device);
+    return d.config.faults.unpinned ? &d.pinned_buft : nullptr;
 }
 
 bool device_supports_op(ggml_backend_dev_t device, const ggml_tensor *op) {
@@ -888,6 +902,8 @@ ggml_backend_dev_t fs_emulated_device(const fs_emulated_config &config) {
     d->reg = {GGML_BACKEND_API_VERSION, kReg, d};
     d->device = {kDevice, &d->reg, d};
     d->buft = {kBufferType, &d->device, d};
+    d->pinned_buft = {ggml_backend_cpu_buffer_type()->iface, &d->device, d};
+    d->pinned_buft.iface.alloc_buffer = pinned_buft_alloc;
     return &d->device;
 }
 

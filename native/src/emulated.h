@@ -21,8 +21,9 @@ struct fs_emulated_faults {
     uint32_t free_ms = 0;  // every free takes this long
     uint32_t other_mb = 0; // from compute other_from on another process holds so many MiB of VRAM
     uint64_t other_from = 0;
-    uint32_t unpinned =
-        0; // 1: host memory cannot be pinned where it lies, only memory of the host buffer type is pinned
+    // 1: host memory cannot be pinned where it lies, only memory of the host buffer type is pinned; 2: and the first
+    // allocation of that is refused
+    uint32_t unpinned = 0;
 };
 
 struct fs_emulated_config {

@@ -14,6 +14,7 @@ static constexpr unsigned kCopiers = 4;
 static constexpr size_t kSlots = 2 * kCopiers;        // the device copies from one half while the CPU fills the other
 static constexpr size_t kSlotBytes = (size_t)4 << 20; // copies of this size run at the link's full rate
 static constexpr size_t kMostImported = (size_t)1 << 30;
+static constexpr size_t kMostCopied = (size_t)64 << 20; // in one allocation of pinned memory
 
 Copiers::Copiers() {
     const unsigned n = std::min(kCopiers, std::max(1u, std::thread::hardware_concurrency()));
@@ -139,6 +140,45 @@ bool HostPaths::import_pages(Range &range, char *begin, char *end) {
     return begin >= end;
 }
 
+// Pinned memory of the device; null if there is none. Backends that have no more of it give other memory instead.
+static InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes) {
+    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
+    InnerBuffer memory(ggml_backend_buft_alloc_buffer(host, bytes));
+    if (memory && ggml_backend_buffer_get_type(memory.get()) != host) {
+        memory.reset();
+    }
+    return memory;
+}
+
+bool HostPaths::copy_range(Range &range) {
+    const size_t bytes = (size_t)(range.end - range.begin);
+    if (!has_room(bytes)) {
+        return false;
+    }
+    GGML_LOG_WARN("frameshard: the driver cannot copy from the model's memory: keeping a second copy of its %zu MiB\n",
+                  bytes >> 20);
+    Copiers copiers;
+    std::vector<Copiers::Task> tasks;
+    for (char *begin = range.begin; begin < range.end; begin += kMostCopied) {
+        Window w;
+        w.begin = begin;
+        w.bytes = std::min(kMostCopied, (size_t)(range.end - begin));
+        w.buffer = allocate_pinned(range.device, w.bytes);
+        if (!w.buffer) {
+            range.windows.clear();
+            return false;
+        }
+        char *to = (char *)ggml_backend_buffer_get_base(w.buffer.get());
+        tasks.clear();
+        for (size_t at = 0; at < w.bytes; at += kSlotBytes) {
+            tasks.push_back({to + at, begin + at, std::min(kSlotBytes, w.bytes - at)});
+        }
+        copiers.run(tasks);
+        range.windows.push_back(std::move(w));
+    }
+    return true;
+}
+
 HostPath HostPaths::add(ggml_backend_dev_t device, bool imports, void *p, size_t bytes, bool may_pin) {
     if (bytes == 0) {
         return HostPath::direct;
@@ -152,7 +192,7 @@ HostPath HostPaths::add(ggml_backend_dev_t device, bool imports, void *p, size_t
     } else if (may_pin && imports && import_range(*range)) {
         range->path = HostPath::imported;
     } else if (ggml_backend_dev_host_buffer_type(device)) {
-        range->path = HostPath::staged;
+        range->path = may_pin && copy_range(*range) ? HostPath::copied : HostPath::staged;
     }
     const HostPath path = range->path;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -189,8 +229,9 @@ const HostPaths::Range *HostPaths::find(const char *from, size_t bytes) const {
 
 bool HostPaths::copy(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes) {
     const Range *range = find(from, bytes);
-    if (range && range->path == HostPath::imported) {
-        copy_imported(stream, *range, to, from, bytes);
+    if (range && !range->windows.empty()) {
+        copy_from_windows(stream, *range, to, from, bytes);
+        imported_bytes += range->path == HostPath::imported ? bytes : 0;
         return true;
     }
     if (range && range->path == HostPath::staged && take_slots(range->device)) {
@@ -200,29 +241,30 @@ bool HostPaths::copy(ggml_backend_t stream, const ggml_tensor &to, const char *f
     return false;
 }
 
-void HostPaths::copy_imported(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from,
-                              size_t bytes) {
+void HostPaths::copy_from_windows(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from,
+                                  size_t bytes) {
     const size_t first = (size_t)(from - range.windows[0].begin) / range.windows[0].bytes;
     size_t done = 0;
-    for (size_t i = first; done < bytes; i++) { // all windows but the last have the same size
+    for (size_t i = first; done < bytes; i++) {
         const Window &w = range.windows[i];
         const size_t at = (size_t)(from + done - w.begin), n = std::min(bytes - done, w.bytes - at);
         ggml_backend_buffer_t buffer = w.buffer.get();
         const ggml_tensor src = raw_tensor(buffer, (char *)ggml_backend_buffer_get_base(buffer) + at, n);
         ggml_tensor dst = raw_tensor(to.buffer, (char *)to.data + done, n);
-        ggml_backend_tensor_copy_async(stream, stream, &src, &dst);
+        if (range.path == HostPath::imported) {
+            ggml_backend_tensor_copy_async(stream, stream, &src, &dst);
+        } else {
+            ggml_backend_tensor_set_async(stream, &dst, src.data, 0, n);
+        }
         done += n;
     }
-    imported_bytes += bytes;
 }
 
 bool HostPaths::take_slots(ggml_backend_dev_t device) {
-    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
     if (!slot_memory_) {
-        slot_memory_.reset(ggml_backend_buft_alloc_buffer(host, kSlots * kSlotBytes));
+        slot_memory_ = allocate_pinned(device, kSlots * kSlotBytes);
     }
-    // Backends that have no more memory to pin give other memory instead.
-    if (!slot_memory_ || ggml_backend_buffer_get_type(slot_memory_.get()) != host) {
+    if (!slot_memory_) {
         return false;
     }
     if (!copiers_) {

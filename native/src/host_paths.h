@@ -2,9 +2,10 @@
 //
 // Copies run at the link's full rate, and beside computing, only from memory that the driver has pinned. Weights are pinned
 // where they lie: registered with the driver, or imported as buffers of the device. Drivers that import no mapped files get
-// them as memory of this process, at the same addresses. Where both are refused they are staged: the CPU copies them to slots
-// of pinned memory, from which the device takes them while the CPU fills the next slot. Memory that was not added here is
-// copied as the device's own backend does it.
+// them as memory of this process, at the same addresses. Where both are refused, and host memory has room, the device copies
+// from a second copy in pinned memory. Where it has no room they are staged: the CPU copies them to slots of pinned memory,
+// from which the device takes them while the CPU fills the next slot. Memory that was not added here is copied as the
+// device's own backend does it.
 #pragma once
 
 #include "frameshard_device.h"
@@ -29,6 +30,7 @@ enum class HostPath : uint32_t {
     direct = FSD_HOST_DIRECT,
     registered = FSD_HOST_REGISTERED,
     imported = FSD_HOST_IMPORTED,
+    copied = FSD_HOST_COPIED,
     staged = FSD_HOST_STAGED,
 };
 
@@ -89,7 +91,7 @@ class HostPaths {
         char *begin = nullptr, *end = nullptr;
         HostPath path = HostPath::direct;
         ggml_backend_dev_t device = nullptr;
-        std::vector<Window> windows; // of imported memory
+        std::vector<Window> windows; // of imported memory, or of the second copy; all but the last have the same size
     };
     struct Slot {
         ggml_backend_event_t taken = nullptr; // the device has copied from it
@@ -99,8 +101,11 @@ class HostPaths {
     // Imports the pages of a range. A mapped file that the device refuses is replaced by memory of this process.
     static bool import_range(Range &range);
     static bool import_pages(Range &range, char *begin, char *end);
+    // Makes the second copy in pinned memory.
+    static bool copy_range(Range &range);
     const Range *find(const char *from, size_t bytes) const;
-    void copy_imported(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from, size_t n);
+    static void copy_from_windows(ggml_backend_t stream, const Range &range, const ggml_tensor &to, const char *from,
+                                  size_t bytes);
     void copy_staged(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t n);
     bool take_slots(ggml_backend_dev_t device);
 

@@ -1,5 +1,6 @@
 #include "system.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <thread>
 
@@ -18,7 +19,6 @@
 #include <unistd.h>
 #endif
 #if defined(__linux__)
-#include <algorithm>
 #include <fstream>
 #include <sys/prctl.h>
 #include <vector>
@@ -54,6 +54,12 @@ size_t page_bytes() {
     SYSTEM_INFO info;
     GetSystemInfo(&info);
     return info.dwPageSize;
+}
+
+bool has_room(size_t bytes) {
+    MEMORYSTATUSEX memory = {};
+    memory.dwLength = sizeof(memory);
+    return GlobalMemoryStatusEx(&memory) && bytes <= std::min(memory.ullAvailPhys, memory.ullAvailPageFile) / 4 * 3;
 }
 
 bool own_pages(char *, size_t) { return false; } // a view cannot be replaced without a moment in which nothing is there
@@ -186,6 +192,8 @@ static size_t available_bytes() {
     return left;
 }
 
+bool has_room(size_t bytes) { return bytes <= available_bytes() / 4 * 3; }
+
 // Whether the whole range is mapped from files, and not to be written.
 static bool is_mapped_file(const char *p, size_t size) {
     uintptr_t at = (uintptr_t)p;
@@ -219,7 +227,7 @@ static bool replace_pages(char *p, size_t size) {
 bool own_pages(char *p, size_t size) {
     constexpr size_t step = (size_t)64 << 20;
     size = (size + page_bytes() - 1) / page_bytes() * page_bytes();
-    if (!is_mapped_file(p, size) || size > available_bytes() / 4 * 3) {
+    if (!is_mapped_file(p, size) || !has_room(size)) {
         return false;
     }
     std::atomic<size_t> next{0};
@@ -239,6 +247,8 @@ bool own_pages(char *p, size_t size) {
 }
 
 #else
+
+bool has_room(size_t) { return false; }
 
 bool own_pages(char *, size_t) { return false; }
 

@@ -18,9 +18,13 @@ size_t page_bytes();
 // Backs a range with large pages where the system has them.
 void prefer_large_pages(void *p, size_t size);
 
+// Whether `bytes` are at most three quarters of the memory that this process may still take. False where the system does not
+// say how much that is.
+bool has_room(size_t bytes);
+
 // Replaces the pages of a file that is mapped to be read by copies that belong to this process, at the same addresses, while
-// other threads may read them. False, and what is not replaced stays mapped, if the range is no such mapping, if the copies
-// would take more than three quarters of the memory that is left, or if the system cannot do it. `p` is on a page.
+// other threads may read them. False, and what is not replaced stays mapped, if the range is no such mapping, if there is no
+// room for the copies, or if the system cannot do it. `p` is on a page.
 bool own_pages(char *p, size_t size);
 
 // Maps a file of exactly `size` bytes that cannot shrink while it is mapped, to read and write. The path is UTF-8. Null with

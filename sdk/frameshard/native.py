@@ -61,7 +61,8 @@ class HostPath(enum.IntEnum):
     DIRECT = 0
     REGISTERED = 1
     IMPORTED = 2
-    STAGED = 3
+    COPIED = 3
+    STAGED = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,15 +112,18 @@ def test_plans_use_the_rate_of_weights_that_cannot_be_pinned(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     documents = []
-    for faults in ("", "unpinned=1"):
+    for faults in ("", "unpinned=1", "unpinned=2"):
         monkeypatch.setenv("FRAMESHARD_FAULTS", faults)
         result = subprocess.run(
             [sys.executable, "-c", STREAM, model_path], capture_output=True, text=True, timeout=300, check=True
         )
         documents.append(json.loads(result.stdout))
-    pinned, staged = documents
-    assert (pinned["path"], staged["path"]) == ("DIRECT", "STAGED")
-    assert pinned["staged"] == 0
+    pinned, copied, staged = documents
+    assert [document["path"] for document in documents] == ["DIRECT", "COPIED", "STAGED"]
+    assert pinned["staged"] == copied["staged"] == 0
+    assert copied["copied"] == pinned["copied"]
+    assert copied["logits"] == pinned["logits"]
+    assert copied["profile"]["fingerprint"] == pinned["profile"]["fingerprint"]
     assert staged["staged"] == staged["copied"] == pinned["copied"] > 0
     assert staged["logits"] == pinned["logits"]
     # Each way has a profile of its own, so neither is planned with the other's rates.

@@ -912,14 +912,15 @@ int with_failed_compute(uint64_t k) {
     return failed ? 0 : kFaultNotReached;
 }
 
-// The driver pins none of the model file: every streamed byte passes the staging slots, and copies may wait for them.
-SCENARIO(weights_that_cannot_be_pinned_give_the_same_result) {
-    set_fault("unpinned", 1);
+// The driver pins none of the model file. Streamed bytes come from a second copy, or all pass the staging slots, for which
+// copies may wait.
+void with_unpinned_weights(uint64_t fault, fsd_host_path path) {
+    set_fault("unpinned", fault);
     fsd_config config = config_of(0);
     config.emulated_link_gbps = 2;
     Session s(config);
     s.commit();
-    CHECK(stats().host_weights == FSD_HOST_STAGED);
+    CHECK(stats().host_weights == path);
     std::mt19937 random(5);
     for (uint64_t budget : {s.floor, s.random_budget(random), s.random_budget(random), s.full, s.floor}) {
         CHECK(fsd_set_budget(budget, 0) == FSD_OK);
@@ -930,12 +931,17 @@ SCENARIO(weights_that_cannot_be_pinned_give_the_same_result) {
         s.check_ledger();
         const fsd_stats after = stats();
         CHECK(after.peak_bytes <= budget);
-        CHECK(after.staged_bytes - before.staged_bytes == after.copied_bytes - before.copied_bytes);
-        CHECK((after.staged_bytes > before.staged_bytes) == (budget < s.full));
+        const uint64_t copied_bytes = after.copied_bytes - before.copied_bytes;
+        CHECK((copied_bytes > 0) == (budget < s.full));
+        CHECK(after.staged_bytes - before.staged_bytes == (path == FSD_HOST_STAGED ? copied_bytes : 0));
     }
     CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK); // the slots' events belong to streams, which are new now
     s.check_conversation(&random);
 }
+
+SCENARIO(a_second_copy_of_weights_gives_the_same_result) { with_unpinned_weights(1, FSD_HOST_COPIED); }
+
+SCENARIO(staged_weights_give_the_same_result) { with_unpinned_weights(2, FSD_HOST_STAGED); }
 
 TEST(every_computation_may_fail) {
     int result = 0;

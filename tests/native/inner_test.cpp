@@ -49,9 +49,41 @@ TEST(uploads_of_any_size_arrive) {
     fs_emulated_free(device);
 }
 
-TEST(memory_that_cannot_be_pinned_is_staged) {
+TEST(memory_that_cannot_be_pinned_is_copied_once) {
     fs_emulated_config config;
     config.faults.unpinned = 1;
+    Pacing pacing;
+    Inner inner(pacing);
+    ggml_backend_dev_t device = fs_emulated_device(config);
+    CHECK(inner.open(device, 16 << 20));
+    std::vector<char> sent(140'000'001), got(sent.size()); // more than two windows
+    std::iota(sent.begin(), sent.end(), 0);
+    const std::vector<char> original = sent;
+    CHECK(inner.attach(sent.data(), sent.size()) == HostPath::copied);
+    std::fill(sent.begin(), sent.end(), 9); // nothing is read from it any more
+    InnerBuffer buffer(ggml_backend_buft_alloc_buffer(inner.buffer_type(), sent.size() + 300));
+    char *base = (char *)ggml_backend_buffer_get_base(buffer.get());
+    const size_t from = 77, bytes = sent.size() - 78;
+    inner.upload(inner.copy, buffer.get(), base + 300, sent.data() + from, bytes);
+    ggml_backend_synchronize(inner.copy);
+    ggml_tensor raw = raw_tensor(buffer.get(), base + 300, bytes);
+    ggml_backend_tensor_get(&raw, got.data(), 0, bytes);
+    CHECK(memcmp(got.data(), original.data() + from, bytes) == 0);
+    CHECK(inner.host_paths.staged_bytes == 0);
+    inner.detach(sent.data());
+    inner.upload(inner.copy, buffer.get(), base, sent.data(), 1000);
+    ggml_backend_synchronize(inner.copy);
+    raw = raw_tensor(buffer.get(), base, 1000);
+    ggml_backend_tensor_get(&raw, got.data(), 0, 1000);
+    CHECK(got[0] == 9 && got[999] == 9);
+    inner.close_streams();
+    buffer.reset();
+    fs_emulated_free(device);
+}
+
+TEST(memory_without_room_for_a_pinned_copy_is_staged) {
+    fs_emulated_config config;
+    config.faults.unpinned = 2;
     config.link_gbps = 0.5; // slower than the CPU fills the slots, so that every slot is waited for
     Pacing pacing;
     Inner inner(pacing);
