@@ -37,6 +37,8 @@ class Executor {
     void copy_missing_experts(const Segment &s);
     bool experts_first(size_t at) const;
     void copy_ahead(size_t at);
+    void meter_copies();
+    void copy_beside(const Segment &s);
     void finish_segment();
     void limit_queue(uint64_t start_ns, bool timed);
     bool apply_requests();
@@ -50,6 +52,10 @@ class Executor {
     size_t next = 0;                           // segment of the program
     int node = 0, piece = 0;                   // that segment's first node and row piece: where a new program starts
     const ggml_tensor *known_choice = nullptr; // the latest choice of experts, which all products of a layer share
+    // Where the device has one queue, what the CPU waits for would stand behind all copies that were queued before. So they
+    // are queued while the CPU computes: for each byte of weights that it reads so many bytes of copies. 0: not metered.
+    double copies_per_byte = 0;
+    double owed_bytes = 0; // of copies that are not queued yet
     ggml_backend_event_t queued[kRunAhead] = {};
     uint64_t n_queued = 0;
 };
@@ -131,8 +137,22 @@ bool Executor::load_program() {
     d.ring.lay_out(*program);
     adopt_expert_cache();
     kv.begin(*program); // a change of residency has waited for all copies
+    meter_copies();
     copy_ahead(0);
     return true;
+}
+
+void Executor::meter_copies() {
+    uint64_t on_cpu = 0, streamed = 0;
+    for (const Segment &s : program->segments) {
+        on_cpu += s.cpu ? s.bytes : 0;
+    }
+    for (size_t bytes : program->entry_bytes) {
+        streamed += bytes;
+    }
+    const bool metered = d.inner.quirks.one_queue && on_cpu > 0;
+    copies_per_byte = metered ? (double)streamed / (double)on_cpu : 0;
+    owed_bytes = 0;
 }
 
 void Executor::adopt_expert_cache() {
@@ -201,7 +221,22 @@ bool Executor::apply_requests() { return !d.abort.load() && d.apply_requested_bu
 // Starts the copies that can be started, for segments from `at` on.
 void Executor::copy_ahead(size_t at) {
     kv.fill_panes(*program, at);
-    d.count(d.ring.pump());
+    if (copies_per_byte == 0) {
+        d.count(d.ring.pump());
+    } else if (at < program->segments.size() && program->segments[at].entry >= 0 &&
+               d.ring.next_copy() == d.ring.next_use()) {
+        d.count(d.ring.pump(1)); // needed now
+    }
+}
+
+// Starts the copies that are to run while the CPU computes a segment.
+void Executor::copy_beside(const Segment &s) {
+    owed_bytes += copies_per_byte * (double)s.bytes;
+    if (owed_bytes >= 1) {
+        const Ring::Copied started = d.ring.pump((uint64_t)owed_bytes);
+        owed_bytes -= (double)started.bytes;
+        d.count(started);
+    }
 }
 
 // Whether the copies for segments from `at` on should wait for a router: it chooses soon, and all that is needed until then
@@ -286,6 +321,7 @@ ggml_status Executor::run_cpu(Segment &s) {
             }
         });
     }
+    copy_beside(s);
     ggml_cgraph view = *graph;
     view.nodes += s.node0;
     view.n_nodes = s.node1 - s.node0;

@@ -48,6 +48,7 @@ struct Quirks {
     // Its streams and events keep what finished work has used until the host waits for them, and an event may be freed
     // only after that.
     bool keeps_until_waited;
+    bool one_queue; // work of all streams runs in the order in which it is queued
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
     size_t decode_merge, paced_decode_merge, prefill_merge;

@@ -167,13 +167,13 @@ void Ring::rest() {
     rested_at_ = next_copy_;
 }
 
-Ring::Copied Ring::pump() {
+Ring::Copied Ring::pump(uint64_t least_bytes) {
     Copied all;
     const size_t n = entries_.size();
     if (inner_.quirks.keeps_until_waited && next_copy_ - rested_at_ >= kRest) {
         rest();
     }
-    while (n > 0 && next_copy_ < next_use_ + n) {
+    while (n > 0 && next_copy_ < next_use_ + n && all.bytes < least_bytes) {
         const size_t i = next_copy_ % n;
         const size_t back = slots_[i].reuse_distance;
         if (next_copy_ >= back) {

@@ -41,9 +41,9 @@ class Ring {
     struct Copied {
         uint64_t copies = 0, bytes = 0;
     };
-    // Starts every copy whose slot is free, or will be once queued work is done. Waits only for staging memory, and
-    // now and then for all work, on devices that keep what finished work has used.
-    Copied pump();
+    // Starts copies whose slot is free, or will be once queued work is done, until `least_bytes` are under way. Waits only
+    // for staging memory, and now and then for all work, on devices that keep what finished work has used.
+    Copied pump(uint64_t least_bytes = UINT64_MAX);
     // Copies the chosen experts that pump() did not predict.
     Copied copy_missing_experts(size_t entry);
 
