@@ -31,6 +31,10 @@ MOST_STEP_S = 1 / 20
 MOST_LOAD_S = 5.0
 """The flight begins after so many seconds, even if there is no room for all that is in view."""
 
+STREAM_S, LOAD_S = 0.007, 0.05
+"""So long may the pool work in a frame of the flight, and of the loading screen. Where drawing takes longer than twice
+that time, it may work half as long as that."""
+
 SAMPLE_S = 1 / 30
 TURNS = 10
 """How often the other tasks have a turn in a frame that is late."""
@@ -121,6 +125,7 @@ class Game:
         self._second = 0.0
         self._over = self._closed = False
         self._least_held = 0
+        self._draw_s = 0.0
         self._caption = "streaming world"
 
     async def play(self, static: bool) -> None:
@@ -172,17 +177,17 @@ class Game:
         self._pool.prepare()
         due = self._now() + MOST_LOAD_S
         while self._now() < due:
-            self._follow(1 << 40)
+            self._follow(LOAD_S)
             if not self._pool.missing(self._world.in_view(0.0)):
                 return
             await trio.sleep(0.01)
 
-    def _follow(self, upload_bytes: int) -> tuple[int, int]:
+    def _follow(self, seconds: float) -> tuple[int, int]:
         """Divides the VRAM and lets the pool follow. Returns the pool's limit, and what it wants."""
         now_bytes, soon_bytes = self._wanted(self._second)
         limit = self._parts.update(frameshard.PoolNeeds(self._pool.held_bytes, now_bytes, soon_bytes))
         in_view, soon = self._world.in_view(self._second), self._world.soon(self._second)
-        self._pool.follow(limit, in_view, soon, self._world.column_at(self._second), upload_bytes)
+        self._pool.follow(limit, in_view, soon, self._world.column_at(self._second), seconds)
         self._least_held = min(self._least_held, self._pool.held_bytes)
         return limit, soon_bytes
 
@@ -217,15 +222,16 @@ class Game:
         self._second += step_s
         if self._block is not None:
             self._block.begin()
-        # Twice what the flight takes, so that the pool catches up after it had to wait for room.
-        limit, wanted = self._follow(int(2 * step_s * world.columns_per_s * world.column_bytes()))
+        limit, wanted = self._follow(max(STREAM_S, self._draw_s / 2))
         in_view, may_hold = world.in_view(self._second), self._may_hold()
         parts = (flight.fixed_bytes, pool.held_bytes, may_hold)
         shares = [
             (part / flight.grant_bytes, colour) for part, colour in zip(parts, (GAME, POOL, SIDECAR), strict=True)
         ]
         bar = [*shares, (1 - sum(share for share, _ in shares), FREE)]
+        began = self._now()
         gpu_ms = self._scene.draw(pool, in_view, world.column_at(self._second), bar)
+        self._draw_s = self._now() - began
         if self._block is not None:
             # The shortest of the last frames: other work on the GPU can only make a frame longer.
             self._busy_ms = [*self._busy_ms[-29:], gpu_ms]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -20,6 +21,17 @@ LOTS = 4
 
 GROUND, WALL, PLANT, ROAD = 0.0, 1.0, 2.0, 3.0
 """What a vertex belongs to, for the shader."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The triangles of a cell, in the order of their textures."""
+
+    vertices: Vertices
+    """Shape [vertices, 9]: position in metres, normal, texture coordinates, and what the vertex belongs to."""
+
+    parts: list[range]
+    """The vertices of each texture."""
 
 
 def seed_of(cell: Cell) -> int:
@@ -75,9 +87,8 @@ def layer(cell: Cell, kind: str, size: int, at: int) -> Pixels:
 
 
 @cache
-def mesh(cell: Cell, kind: str, layers: int) -> Vertices:
-    """The triangles of a cell, shape [vertices, 10]: position in metres, normal, texture coordinates, layer, and what
-    it belongs to."""
+def mesh(cell: Cell, kind: str, layers: int) -> Mesh:
+    """The triangles of a cell with so many textures."""
     random = np.random.default_rng(seed_of(cell))
     x, z = cell[0] * CELL_M, (cell[1] - 0.5) * CELL_M
     parts = [_quad((x, 0, z), (CELL_M, 0, 0), (0, 0, CELL_M), (0, 1, 0), (4, 4), 0, GROUND)]
@@ -96,7 +107,10 @@ def mesh(cell: Cell, kind: str, layers: int) -> Vertices:
                 parts += _tree(
                     left + random.uniform(4, lot - 4), near + random.uniform(4, lot - 4), random.uniform(6, 13)
                 )
-    return np.concatenate(parts).astype(np.float32)
+    rows = np.concatenate(parts)
+    rows = rows[np.argsort(rows[:, 8], kind="stable")]
+    starts = np.searchsorted(rows[:, 8], np.arange(layers + 1)).tolist()
+    return Mesh(np.delete(rows, 8, axis=1).astype(np.float32), list(map(range, starts, starts[1:])))
 
 
 def _quad(

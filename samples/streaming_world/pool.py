@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import moderngl
 import paint
-from world import Cell, World, distance
+from world import Cell, World, distance, texture_bytes
+
+BAND_ROWS = 256
+"""So many rows of a texture are copied at once. Copying 2 MiB takes about a quarter of a millisecond."""
 
 
 @dataclass
 class Resident:
     """A cell in GL memory. It can be drawn when all its textures are there."""
 
-    textures: moderngl.TextureArray
     vertices: moderngl.Buffer
     array: moderngl.VertexArray
+    parts: list[range]
+    """The vertices of each texture."""
     n_bytes: int
-    n_layers: int
-    n_loaded: int = 0
+    textures: list[moderngl.Texture] = field(default_factory=list)
+    """Those that were begun; the last one may not be complete."""
+    n_rows: int = 0
+    """Of the last texture, so many rows were copied."""
+    ready: bool = False
 
-    @property
-    def ready(self) -> bool:
-        return self.n_loaded == self.n_layers
+    def draw(self) -> None:
+        for texture, part in zip(self.textures, self.parts, strict=True):
+            if part:
+                texture.use()
+                self.array.render(moderngl.TRIANGLES, vertices=len(part), first=part.start)
 
 
 class Pool:
@@ -37,8 +47,8 @@ class Pool:
     def __init__(self, context: moderngl.Context, program: moderngl.Program, world: World) -> None:
         self.cells: dict[Cell, Resident] = {}
         self.held_bytes = 0
-        """VRAM of all cells, also of those that are loaded in part."""
-        self.n_evicted = 0
+        """VRAM of all cells, also of those that are loaded or freed in part."""
+        self._leaving: list[Resident] = []
         self._context, self._program, self._world = context, program, world
 
     def prepare(self) -> None:
@@ -58,77 +68,94 @@ class Pool:
         return sum(cell not in self.cells or not self.cells[cell].ready for cell in cells)
 
     def follow(
-        self, limit_bytes: int, in_view: Collection[Cell], soon: Collection[Cell], column: float, upload_bytes: int
+        self, limit_bytes: int, in_view: Collection[Cell], soon: Collection[Cell], column: float, seconds: float
     ) -> None:
         """Evicts down to the limit, then loads.
 
         :param in_view: is loaded first, in this order.
         :param column: where the camera is.
-        :param upload_bytes: about so much may be copied to the GPU in this frame.
+        :param seconds: no further step begins after this time. Drivers take milliseconds to free a cell, so a frame
+            that evicted or loaded all at once would be late. The next frame goes on.
         """
-        wanted = [*in_view, *soon]
-        keep = set(wanted)
-        self._evict(limit_bytes, keep, column)
-        self._evict(limit_bytes, set(), column)  # the limit is below what is wanted
-        for cell in wanted:
-            if upload_bytes <= 0:
+        due = time.perf_counter() + seconds
+        for _ in self._steps(limit_bytes, [*in_view, *soon], column):
+            if time.perf_counter() >= due:
                 return
+
+    def _steps(self, limit_bytes: int, wanted: list[Cell], column: float) -> Iterator[None]:
+        """Does all that is to be done, and stops after each step."""
+        keep = set(wanted)
+        while self.held_bytes > limit_bytes:
+            if not (self._free(keep, column) or self._free(set(), column)):
+                return
+            yield
+        for cell in wanted:
             if cell not in self.cells:
-                self._evict(limit_bytes - self._bytes_of(cell), keep, column)
-                if self.held_bytes + self._bytes_of(cell) > limit_bytes:
+                room = limit_bytes - self._bytes_of(cell)
+                while self.held_bytes > room and self._free(keep, column):
+                    yield
+                if self.held_bytes > room:
                     continue
                 self._take(cell)
-            upload_bytes -= self._upload(cell, upload_bytes)
+            while not self.cells[cell].ready:
+                self._load(cell)
+                yield
+
+    def _free(self, keep: Collection[Cell], column: float) -> bool:
+        """Frees a texture of the cell that is farthest from the camera, and none of `keep`. False: there is none."""
+        if not self._leaving:
+            others = self.cells.keys() - keep
+            if not others:
+                return False
+            self._leaving.append(self.cells.pop(max(others, key=lambda cell: distance(cell, column))))
+        resident = self._leaving[-1]
+        n_bytes = resident.n_bytes
+        if resident.textures:
+            resident.textures.pop().release()
+            n_bytes = texture_bytes(self._world.size, 1)
+        else:
+            resident.array.release()
+            resident.vertices.release()
+            self._leaving.pop()
+        resident.n_bytes -= n_bytes
+        self.held_bytes -= n_bytes
+        return True
 
     def _bytes_of(self, cell: Cell) -> int:
         there = self.cells.get(cell)
-        return there.n_bytes if there else self._world.bytes_of(cell) + self._mesh(cell).nbytes
+        return there.n_bytes if there else self._world.bytes_of(cell) + self._mesh(cell).vertices.nbytes
 
-    def _mesh(self, cell: Cell) -> paint.Vertices:
+    def _mesh(self, cell: Cell) -> paint.Mesh:
         kind = self._world.kind(cell)
         return paint.mesh(cell, kind, self._world.layers[kind])
 
-    def _evict(self, limit_bytes: int, keep: Collection[Cell], column: float) -> None:
-        """Frees cells until no more than the limit is held: the farthest first, and none of `keep`."""
-        if self.held_bytes <= limit_bytes:
-            return
-        freed = []
-        for cell in sorted(self.cells.keys() - keep, key=lambda cell: distance(cell, column), reverse=True):
-            if self.held_bytes <= limit_bytes:
-                break
-            freed.append(self.cells.pop(cell))
-            self.held_bytes -= freed[-1].n_bytes
-        for resident in freed:
-            resident.array.release()
-            resident.vertices.release()
-            resident.textures.release()
-        self.n_evicted += len(freed)
-
     def _take(self, cell: Cell) -> None:
-        """Takes the memory of a cell."""
-        size, kind = self._world.size, self._world.kind(cell)
-        layers = self._world.layers[kind]
-        n_bytes = self._bytes_of(cell)
-        textures = self._context.texture_array((size, size, layers), 4)
-        textures.filter = (moderngl.LINEAR_MIPMAP_LINEAR, moderngl.LINEAR)
-        vertices = self._context.buffer(self._mesh(cell).tobytes())
-        names = ("position", "normal", "at", "layer", "sort")
-        array = self._context.vertex_array(self._program, [(vertices, "3f 3f 2f 1f 1f", *names)])
-        self.cells[cell] = Resident(textures, vertices, array, n_bytes, layers)
+        """Counts the memory of a cell, and takes that of its mesh."""
+        n_bytes, mesh = self._bytes_of(cell), self._mesh(cell)
+        vertices = self._context.buffer(mesh.vertices.tobytes())
+        names = ("position", "normal", "at", "sort")
+        array = self._context.vertex_array(self._program, [(vertices, "3f 3f 2f 1f", *names)])
+        self.cells[cell] = Resident(vertices, array, mesh.parts, n_bytes)
         self.held_bytes += n_bytes
 
-    def _upload(self, cell: Cell, most_bytes: int) -> int:
-        """Copies the next textures of a cell, at least one. Returns how many bytes."""
+    def _load(self, cell: Cell) -> None:
+        """Begins the next texture of a cell, or copies the next rows of one."""
         size, resident = self._world.size, self.cells[cell]
-        copied = 0
-        while not resident.ready and copied < most_bytes:
-            pixels = paint.layer(cell, self._world.kind(cell), size, resident.n_loaded)
-            resident.textures.write(pixels, viewport=(0, 0, resident.n_loaded, size, size, 1))
-            resident.n_loaded += 1
-            copied += pixels.nbytes
-            if resident.ready:
-                resident.textures.build_mipmaps()
-        return copied
+        if resident.n_rows == 0:
+            texture = self._context.texture((size, size), 4)
+            # A driver that learns of the mip levels later moves the texture, which takes 7 ms instead of 2.
+            texture.build_mipmaps()
+            texture.filter = (moderngl.LINEAR_MIPMAP_LINEAR, moderngl.LINEAR)
+            resident.textures.append(texture)
+        row, n_rows = resident.n_rows, min(BAND_ROWS, size - resident.n_rows)
+        pixels = paint.layer(cell, self._world.kind(cell), size, len(resident.textures) - 1)[row : row + n_rows]
+        resident.textures[-1].write(pixels, viewport=(0, row, size, n_rows))
+        resident.n_rows += n_rows
+        if resident.n_rows == size:
+            resident.textures[-1].build_mipmaps()
+            resident.n_rows = 0
+            resident.ready = len(resident.textures) == len(resident.parts)
 
     def close(self) -> None:
-        self._evict(0, set(), 0.0)
+        while self._free(set(), 0.0):
+            pass

@@ -20,21 +20,21 @@ HINT = "Without a display it needs EGL; on Debian and Ubuntu: apt-get install li
 VERTEX = """
 #version 330
 uniform mat4 camera;
-in vec3 position; in vec3 normal; in vec2 at; in float layer; in float sort;
-out vec3 place; out vec3 facing; out vec3 point; flat out float kind;
+in vec3 position; in vec3 normal; in vec2 at; in float sort;
+out vec3 place; out vec3 facing; out vec2 point; flat out float kind;
 void main() {
-    place = position; facing = normal; point = vec3(at, layer); kind = sort;
+    place = position; facing = normal; point = at; kind = sort;
     gl_Position = camera * vec4(position, 1.0);
 }
 """
 FRAGMENT = """
 #version 330
-uniform sampler2DArray textures; uniform vec3 eye; uniform vec3 sky; uniform float far;
-in vec3 place; in vec3 facing; in vec3 point; flat in float kind;
+uniform sampler2D picture; uniform vec3 eye; uniform vec3 sky; uniform float far;
+in vec3 place; in vec3 facing; in vec2 point; flat in float kind;
 out vec4 colour;
 const vec3 sun = normalize(vec3(0.55, 0.42, 0.35));
 void main() {
-    vec4 painted = texture(textures, point);
+    vec4 painted = texture(picture, point);
     vec3 surface = painted.rgb;
     float light = kind == 2.0 ? 0.55 + 0.35 * point.y
                               : 0.50 + 0.55 * max(0.0, dot(normalize(facing), sun)) + 0.10 * abs(facing.x);
@@ -131,8 +131,7 @@ class Scene:
             self.program["eye"].write(struct.pack("3f", *eye))
             for cell in cells:
                 if cell in pool.cells and pool.cells[cell].ready:
-                    pool.cells[cell].textures.use()
-                    pool.cells[cell].array.render(moderngl.TRIANGLES)
+                    pool.cells[cell].draw()
             self._draw_bar(bar)
         self.context.finish()
         if self._window:

@@ -87,10 +87,6 @@ class World:
         cells = ((int(column) + i, j) for i in range(AHEAD + 1) for j in range(-ASIDE, ASIDE + 1))
         return sorted(cells, key=lambda cell: distance(cell, column))
 
-    def column_bytes(self) -> int:
-        """The textures of a column of a city."""
-        return (2 * ASIDE + 1) * self.bytes_of((0, 0))
-
     def soon(self, second: float) -> list[Cell]:
         """The cells that come into view next."""
         first = int(self.column_at(second)) + AHEAD + 1
