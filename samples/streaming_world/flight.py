@@ -28,7 +28,7 @@ FRAME_S = 1 / 60
 MOST_STEP_S = 1 / 20
 """A frame moves the camera by no more than this time, so that the flight is the same on a slow machine."""
 
-MOST_LOAD_S = 5.0
+MOST_LOAD_S = 20.0
 """The flight begins after so many seconds, even if there is no room for all that is in view."""
 
 STREAM_S, LOAD_S = 0.007, 0.05

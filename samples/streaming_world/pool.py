@@ -11,7 +11,7 @@ import paint
 from world import Cell, World, distance, texture_bytes
 
 BAND_ROWS = 256
-"""So many rows of a texture are copied at once. Copying 2 MiB takes about a quarter of a millisecond."""
+"""So many rows of a texture are copied at once: 2 MiB at most."""
 
 
 @dataclass
@@ -23,6 +23,9 @@ class Resident:
     parts: list[range]
     """The vertices of each texture."""
     n_bytes: int
+    """Of the whole cell, also if some textures are still to be begun."""
+    blank: list[moderngl.Texture]
+    """Textures that were taken over from other cells."""
     textures: list[moderngl.Texture] = field(default_factory=list)
     """Those that were begun; the last one may not be complete."""
     n_rows: int = 0
@@ -47,8 +50,10 @@ class Pool:
     def __init__(self, context: moderngl.Context, program: moderngl.Program, world: World) -> None:
         self.cells: dict[Cell, Resident] = {}
         self.held_bytes = 0
-        """VRAM of all cells, also of those that are loaded or freed in part."""
-        self._leaving: list[Resident] = []
+        """VRAM of all cells, also of those that are loaded in part, and of spare textures."""
+        self._spare: list[moderngl.Texture] = []
+        """Textures of evicted cells. Copying to one takes a quarter of the time that copying to a new one takes."""
+        self._texture_bytes = texture_bytes(world.size, 1)
         self._context, self._program, self._world = context, program, world
 
     def prepare(self) -> None:
@@ -86,40 +91,51 @@ class Pool:
         """Does all that is to be done, and stops after each step."""
         keep = set(wanted)
         while self.held_bytes > limit_bytes:
-            if not (self._free(keep, column) or self._free(set(), column)):
+            if not (self._release() or self._evict(keep, column) or self._evict(set(), column)):
                 return
             yield
         for cell in wanted:
             if cell not in self.cells:
-                room = limit_bytes - self._bytes_of(cell)
-                while self.held_bytes > room and self._free(keep, column):
+                while self.held_bytes + self._extra_bytes(cell) > limit_bytes:
+                    if not (self._evict(keep, column) or self._release()):
+                        break
                     yield
-                if self.held_bytes > room:
+                if self.held_bytes + self._extra_bytes(cell) > limit_bytes:
                     continue
                 self._take(cell)
             while not self.cells[cell].ready:
                 self._load(cell)
                 yield
 
-    def _free(self, keep: Collection[Cell], column: float) -> bool:
-        """Frees a texture of the cell that is farthest from the camera, and none of `keep`. False: there is none."""
-        if not self._leaving:
-            others = self.cells.keys() - keep
-            if not others:
-                return False
-            self._leaving.append(self.cells.pop(max(others, key=lambda cell: distance(cell, column))))
-        resident = self._leaving[-1]
-        n_bytes = resident.n_bytes
-        if resident.textures:
-            resident.textures.pop().release()
-            n_bytes = texture_bytes(self._world.size, 1)
-        else:
-            resident.array.release()
-            resident.vertices.release()
-            self._leaving.pop()
-        resident.n_bytes -= n_bytes
-        self.held_bytes -= n_bytes
+    def _evict(self, keep: Collection[Cell], column: float) -> bool:
+        """Evicts the cell that is farthest from the camera, and none of `keep`. False: there is none. Its textures are
+        spare then."""
+        others = self.cells.keys() - keep
+        if not others:
+            return False
+        resident = self.cells.pop(max(others, key=lambda cell: distance(cell, column)))
+        resident.array.release()
+        resident.vertices.release()
+        textures = resident.blank + resident.textures
+        self._spare += textures
+        self.held_bytes -= resident.n_bytes - len(textures) * self._texture_bytes
         return True
+
+    def _release(self) -> bool:
+        """Frees a spare texture. False: there is none."""
+        if not self._spare:
+            return False
+        self._spare.pop().release()
+        self.held_bytes -= self._texture_bytes
+        return True
+
+    def _n_taken_over(self, cell: Cell) -> int:
+        """So many spare textures will be the cell's."""
+        return min(len(self._spare), self._world.layers[self._world.kind(cell)])
+
+    def _extra_bytes(self, cell: Cell) -> int:
+        """By so much a cell that is not there adds to what the pool holds."""
+        return self._bytes_of(cell) - self._n_taken_over(cell) * self._texture_bytes
 
     def _bytes_of(self, cell: Cell) -> int:
         there = self.cells.get(cell)
@@ -130,23 +146,20 @@ class Pool:
         return paint.mesh(cell, kind, self._world.layers[kind])
 
     def _take(self, cell: Cell) -> None:
-        """Counts the memory of a cell, and takes that of its mesh."""
-        n_bytes, mesh = self._bytes_of(cell), self._mesh(cell)
+        """Counts the memory of a cell, takes that of its mesh, and takes over spare textures."""
+        self.held_bytes += self._extra_bytes(cell)
+        n_bytes, mesh, n_spare = self._bytes_of(cell), self._mesh(cell), len(self._spare) - self._n_taken_over(cell)
         vertices = self._context.buffer(mesh.vertices.tobytes())
         names = ("position", "normal", "at", "sort")
         array = self._context.vertex_array(self._program, [(vertices, "3f 3f 2f 1f", *names)])
-        self.cells[cell] = Resident(vertices, array, mesh.parts, n_bytes)
-        self.held_bytes += n_bytes
+        self.cells[cell] = Resident(vertices, array, mesh.parts, n_bytes, self._spare[n_spare:])
+        del self._spare[n_spare:]
 
     def _load(self, cell: Cell) -> None:
         """Begins the next texture of a cell, or copies the next rows of one."""
         size, resident = self._world.size, self.cells[cell]
         if resident.n_rows == 0:
-            texture = self._context.texture((size, size), 4)
-            # A driver that learns of the mip levels later moves the texture, which takes 7 ms instead of 2.
-            texture.build_mipmaps()
-            texture.filter = (moderngl.LINEAR_MIPMAP_LINEAR, moderngl.LINEAR)
-            resident.textures.append(texture)
+            resident.textures.append(resident.blank.pop() if resident.blank else self._new_texture())
         row, n_rows = resident.n_rows, min(BAND_ROWS, size - resident.n_rows)
         pixels = paint.layer(cell, self._world.kind(cell), size, len(resident.textures) - 1)[row : row + n_rows]
         resident.textures[-1].write(pixels, viewport=(0, row, size, n_rows))
@@ -156,6 +169,13 @@ class Pool:
             resident.n_rows = 0
             resident.ready = len(resident.textures) == len(resident.parts)
 
+    def _new_texture(self) -> moderngl.Texture:
+        texture = self._context.texture((self._world.size, self._world.size), 4)
+        # A driver that learns of the mip levels later moves the texture, which takes 7 ms instead of 2.
+        texture.build_mipmaps()
+        texture.filter = (moderngl.LINEAR_MIPMAP_LINEAR, moderngl.LINEAR)
+        return texture
+
     def close(self) -> None:
-        while self._free(set(), 0.0):
+        while self._evict(set(), 0.0) or self._release():
             pass
