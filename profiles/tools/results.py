@@ -448,6 +448,24 @@ def characters(results: list[Result]) -> list[str]:
     return table([*columns, "copied out s", "copied in s", "copies over reading"], rows)
 
 
+def flight(results: list[Result]) -> list[str]:
+    """Flights of samples/streaming_world, one result each. Late: the work of a frame took longer than 1/60 s."""
+    columns = {
+        "grant MiB": "grant_mb",
+        "largest sum MiB": "largest_mb",
+        "frames": "frames",
+        "late": "late",
+        "99 % of frames within ms": "p99_ms",
+        "cells drawn": "cells",
+        "cells missing": "misses",
+        "answers": "answers",
+        "lost": "lost",
+        "tokens/s": "tokens_per_s",
+    }
+    rows = ([result["kind"], *(number(result[key]) for key in columns.values())] for result in results)
+    return table(["flight", *columns], rows)
+
+
 def soak(results: list[Result]) -> list[str]:
     lines = []
     for result in results:
@@ -525,6 +543,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "verify": ("Logits beside stock llama.cpp", verify),
     "speculation": ("Speculative decoding", speculation),
     "characters": ("Many characters with one lore", characters),
+    "flight": ("A flight whose textures and model share the VRAM", flight),
     "soak": ("An hour of simulated play", soak),
     "evaluation": ("The paper's evaluation, predicted", evaluation),
 }

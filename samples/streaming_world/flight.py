@@ -83,23 +83,44 @@ class Flight:
         """Questions whose answer is missing or was cut off by anything but its end."""
         return self.n_asked - sum(answer["reason"] in ("stop", "length") for answer in self.answers)
 
-    def summary(self) -> str:
-        frames = self.frames
-        late = sum(frame[2] > 1000 * FRAME_S for frame in frames)
+    def figures(self) -> dict[str, float | str]:
+        """The flight in figures, for its summary and for tables."""
+        frames = self.frames or [(0.0,) * 3 + (0,) * 7]
         spread = sorted(frame[1] for frame in frames)
-        p99 = spread[int(0.99 * (len(spread) - 1))] if spread else 0.0
-        tokens = sum(count for _, count in self.deltas)
         held = [sample[2] for sample in self.samples] or [0]
-        pool = [frame[6] for frame in frames] or [0]
+        tokens = sum(count for _, count in self.deltas)
+        return {
+            "kind": self.kind,
+            "model": self.model,
+            "renderer": self.renderer,
+            "grant_mb": self.grant_bytes / MIB,
+            "largest_mb": self.largest_bytes / MIB,
+            "seconds": self.seconds,
+            "frames": len(self.frames),
+            "late": sum(frame[2] > 1000 * FRAME_S for frame in self.frames),
+            "p99_ms": spread[int(0.99 * (len(spread) - 1))],
+            "cells": sum(frame[8] for frame in self.frames),
+            "misses": sum(frame[9] for frame in self.frames),
+            "least_pool_mb": min(frame[6] for frame in frames) / MIB,
+            "most_pool_mb": max(frame[6] for frame in frames) / MIB,
+            "least_sidecar_mb": min(held) / MIB,
+            "most_sidecar_mb": max(held) / MIB,
+            "steps": self.steps,
+            "asked": self.n_asked,
+            "answers": len(self.answers),
+            "lost": self.n_lost,
+            "tokens": tokens,
+            "tokens_per_s": tokens / max(self.seconds, 1e-9),
+        }
+
+    def summary(self) -> str:
         return (
-            f"{self.kind}: {len(frames)} frames in {self.seconds:.1f} s, {late} late, 99 % within {p99:.1f} ms; "
-            f"{sum(frame[9] for frame in frames)} misses in {sum(frame[8] for frame in frames)} cells drawn\n"
-            f"{len(self.answers)} answers to {self.n_asked} questions, {self.n_lost} lost; {tokens} tokens, "
-            f"{tokens / max(self.seconds, 1e-9):.1f} a second\n"
-            f"largest sum {self.largest_bytes / MIB:.1f} of {self.grant_bytes / MIB:.0f} MiB: "
-            f"pool {min(pool) / MIB:.0f} to {max(pool) / MIB:.0f}, sidecar {min(held) / MIB:.0f} to "
-            f"{max(held) / MIB:.0f} in {self.steps} steps"
-        )
+            "{kind}: {frames} frames in {seconds:.1f} s, {late} late, 99 % within {p99_ms:.1f} ms; "
+            "{misses} misses in {cells} cells drawn\n"
+            "{answers} answers to {asked} questions, {lost} lost; {tokens} tokens, {tokens_per_s:.1f} a second\n"
+            "largest sum {largest_mb:.1f} of {grant_mb:.0f} MiB: pool {least_pool_mb:.0f} to {most_pool_mb:.0f}, "
+            "sidecar {least_sidecar_mb:.0f} to {most_sidecar_mb:.0f} in {steps} steps"
+        ).format(**self.figures())
 
 
 class Split:

@@ -71,7 +71,7 @@ def main() -> int:
     print(flight.summary())
     if args.record:
         with open(args.record, "w") as file:
-            json.dump(asdict(flight) | {"largest_bytes": flight.largest_bytes, "n_lost": flight.n_lost}, file)
+            json.dump(asdict(flight) | {"figures": flight.figures()}, file)
     return 1 if flight.largest_bytes > flight.grant_bytes or flight.n_lost else 0
 
 
