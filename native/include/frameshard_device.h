@@ -80,15 +80,18 @@ typedef enum {
 typedef struct {
     uint32_t struct_size;
     /* VRAM ledger, bytes */
-    uint64_t budget_bytes;   /* in force */
-    uint64_t used_bytes;     /* overhead + buffers + core + arena + ring + scratch */
-    uint64_t peak_bytes;     /* highest used_bytes since the last fsd_reset_peak */
-    uint64_t overhead_bytes; /* driver context and library workspaces, from fsd_set_overhead */
-    uint64_t buffers_bytes;  /* KV cache and compute buffers of llama.cpp */
-    uint64_t kv_bytes;       /* part of buffers_bytes: the KV cache and recurrent state, as far as they are in use */
-    uint64_t kv_host_bytes;  /* KV blocks in host memory, which pass through the KV window */
-    uint64_t core_bytes;     /* norms, biases and other small weights, always resident */
-    uint64_t arena_bytes;    /* resident slabs */
+    uint64_t budget_bytes;      /* in force */
+    uint64_t used_bytes;        /* overhead + buffers + core + arena + ring + scratch */
+    uint64_t peak_bytes;        /* highest used_bytes since the last fsd_reset_peak */
+    uint64_t overhead_bytes;    /* driver context and library workspaces, from fsd_set_overhead */
+    uint64_t buffers_bytes;     /* KV cache, adapters and compute buffers of llama.cpp */
+    uint64_t kv_bytes;          /* part of buffers_bytes: the KV cache and recurrent state, as far as they are in use */
+    uint64_t graph_bytes;       /* part of buffers_bytes: what the latest graphs hold of llama.cpp's compute buffers */
+    uint64_t least_graph_bytes; /* what the smallest graphs so far have held of them */
+    uint64_t most_graph_bytes;  /* what the largest graphs hold; the floor has room for them */
+    uint64_t kv_host_bytes;     /* KV blocks in host memory, which pass through the KV window */
+    uint64_t core_bytes;        /* norms, biases and other small weights, always resident */
+    uint64_t arena_bytes;       /* resident slabs */
     uint64_t ring_bytes;
     uint64_t scratch_bytes;
     uint64_t floor_bytes; /* the smallest budget that the model can run in; valid after fsd_commit */

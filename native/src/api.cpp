@@ -297,7 +297,7 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     if (ring_bytes > 0) {
         d.ring.wanted = ring_bytes;
     }
-    const Residency r = d.residency_at(d.ledger.fixed() + d.graph_reserve());
+    const Residency r = d.residency_at(d.ledger.fixed());
     if (d.ring.capacity() > 0 && r.ring > 0 && d.ring.capacity() != r.ring) {
         while (d.arena.slabs.size() > r.slabs) {
             d.arena.evict();

@@ -2,6 +2,9 @@
 
 namespace fsd {
 
+// While a prompt is read, the ring has room for so many of the largest steps.
+static constexpr size_t kRingForPrompts = 4;
+
 Device &device() {
     // Never destroyed: ggml does not unload plugins, and buffers may outlive main.
     static Pacing *pacing = new Pacing;
@@ -88,7 +91,7 @@ fsd_status Device::commit(std::string &why) {
             asked.push_back(b->size);
         }
     }
-    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked) + graph_reserve();
+    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked) + most_graph_bytes() - graph_bytes();
     const KvNeed need = kv.need();
     ledger.set_limits(floor_bytes(layout, fixed, need), full_bytes(layout, fixed, need));
     if (ledger.floor() > ledger.budget()) {
@@ -98,8 +101,8 @@ fsd_status Device::commit(std::string &why) {
         return FSD_BELOW_FLOOR;
     }
     for (Buffer *b : buffers) {
-        if (!materialise(b)) {
-            why = "the device refused " + std::to_string(b->size >> 20) + " MiB for KV or compute buffers";
+        if (b->lasting && !materialise(b)) {
+            why = "the device refused " + std::to_string(b->size >> 20) + " MiB for an adapter or a KV cache";
             return FSD_OUT_OF_MEMORY;
         }
     }
@@ -108,7 +111,7 @@ fsd_status Device::commit(std::string &why) {
         return FSD_OUT_OF_MEMORY;
     }
     kv.fetch_blocks();
-    const Residency r = residency_at(ledger.fixed() + graph_reserve());
+    const Residency r = residency_at(ledger.fixed());
     if (!r.fits || !ring.resize(r.ring)) {
         why = "the device refused memory for the ring";
         return FSD_OUT_OF_MEMORY;
@@ -128,6 +131,9 @@ void Device::park() {
     parked = true;
     kv.park();
     for (Buffer *b : buffers) {
+        if (b->graph) {
+            b->graph->release(inner, ledger);
+        }
         if (b->inner) {
             ggml_tensor raw = raw_tensor(b->inner, b->inner_base, b->size);
             ggml_backend_tensor_get(&raw, b->base, 0, b->size);
@@ -143,6 +149,7 @@ void Device::park() {
     scratch.base = nullptr;
     inner.close_streams();
     committed = false;
+    count_graph_memory();
     update_placements();
 }
 
@@ -162,13 +169,15 @@ fsd_status Device::unpark(std::string &why) {
     return FSD_OK;
 }
 
+// Room for the smallest ring stays, even while everything is resident and there is no ring.
+bool Device::has_room_for(size_t bytes) const {
+    const uint64_t size = weights.layout.granular(bytes);
+    return ledger.floor() + size - std::min(size, most_graph_bytes() - graph_bytes()) <= ledger.budget();
+}
+
 bool Device::materialise(Buffer *b) {
-    if (b->inner || b->weights || b->kv || b->size == 0) {
+    if (b->inner || b->size == 0) {
         return true;
-    }
-    const uint64_t size = weights.layout.granular(b->size);
-    if (committed && ledger.floor() + size - std::min(size, graph_reserve()) > ledger.budget()) {
-        return false; // room for the smallest ring stays, even while everything is resident and there is no ring
     }
     InnerBuffer inner_buffer = ledger.allocate(Use::buffers, b->size);
     if (!inner_buffer) {
@@ -186,6 +195,30 @@ bool Device::materialise(Buffer *b) {
     return true;
 }
 
+bool Device::hold(GraphMemory &memory) {
+    size_t bytes = 0;
+    if (memory.fits(inner, bytes)) {
+        return true;
+    }
+    memory.release(inner, ledger);
+    const size_t ring_for_prompts = kRingForPrompts * weights.layout.min_ring;
+    const uint64_t used = ledger.used() + bytes, most = ledger.budget() + weights.layout.sizes.slab_bytes;
+    if (used > most && ring.capacity() > ring_for_prompts) {
+        ring.resize(ring_for_prompts); // cached experts are of less use to a prompt than what all its tokens need
+    }
+    bool held = memory.take(inner, ledger, bytes);
+    // The device has less than the budget allows: another program holds the rest.
+    while (!held && arena.evict()) {
+        held = memory.take(inner, ledger, bytes);
+    }
+    if (ring.capacity() == 0 && !arena.full()) {
+        ledger.make_room(std::min(ring.wanted, ring_for_prompts), Ledger::kWeights);
+    }
+    count_graph_memory();
+    update_placements(); // slabs may have been evicted
+    return held;
+}
+
 // ---------------------------------------------------------------------------------------------------- budget and residency
 
 Residency Device::residency_at(uint64_t fixed) const {
@@ -194,9 +227,14 @@ Residency Device::residency_at(uint64_t fixed) const {
 }
 
 void Device::update_floor() {
-    const uint64_t fixed = ledger.fixed() + graph_reserve() - ledger.used(Use::kv);
+    uint64_t held = ledger.used(Use::kv);
+    for (const Buffer *b : buffers) {
+        held += b->graph ? b->graph->bytes() : 0;
+    }
+    const uint64_t fixed = ledger.fixed() - held + most_graph_bytes();
     const KvNeed need = kv.need();
     ledger.set_limits(floor_bytes(weights.layout, fixed, need), full_bytes(weights.layout, fixed, need));
+    count_graph_memory();
 }
 
 uint64_t Device::graph_bytes() const {
@@ -209,17 +247,27 @@ uint64_t Device::graph_bytes() const {
     return bytes;
 }
 
-void Device::note_graph_bytes() { most_graph_bytes = std::max(most_graph_bytes, graph_bytes()); }
+uint64_t Device::most_graph_bytes() const { return std::max(graph_bytes_before, graph_bytes()); }
+
+void Device::note_graph_bytes() { graph_bytes_before = most_graph_bytes(); }
 
 void Device::forget_graph_bytes() {
     if (std::none_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->lasting; })) {
-        most_graph_bytes = 0;
+        graph_bytes_before = 0;
     }
 }
 
-uint64_t Device::graph_reserve() const {
-    const uint64_t now = graph_bytes();
-    return most_graph_bytes > now ? most_graph_bytes - now : 0;
+void Device::count_graph_memory() {
+    uint64_t now = 0, least = 0;
+    for (const Buffer *b : buffers) {
+        now += b->graph ? b->graph->bytes() : 0;
+        least += b->graph ? b->graph->least_bytes() : 0;
+    }
+    counters.update([&](fsd_stats &c) {
+        c.graph_bytes = now;
+        c.least_graph_bytes = least;
+        c.most_graph_bytes = most_graph_bytes();
+    });
 }
 
 bool Device::apply_requested_budget() {
@@ -245,7 +293,7 @@ void Device::apply_budget(uint64_t bytes) {
         return;
     }
     kv.spill_surplus();
-    const Residency r = residency_at(ledger.fixed() + graph_reserve() + kv.window_lacks());
+    const Residency r = residency_at(ledger.fixed() + kv.window_lacks());
     while (arena.slabs.size() > r.slabs) {
         arena.evict();
     }
@@ -283,13 +331,24 @@ size_t Device::fill(size_t max_bytes) {
     if (!committed) {
         return 0;
     }
+    for (const Buffer *b : buffers) {
+        if (b->graph) {
+            b->graph->trim(inner, ledger);
+        }
+    }
+    count_graph_memory();
     arena.start_round();
     kv.settle(true);
     size_t done = kv.fetch_blocks();
-    const Residency want = residency_at(ledger.fixed() + graph_reserve());
+    const Residency want = residency_at(ledger.fixed());
     if (want.fits && want.ring == 0 && ring.capacity() > 0) {
         inner.synchronize();
         ring.resize(0); // everything is going to be resident
+    } else if (want.fits && ring.capacity() > 0 && want.ring >= ring.capacity() + weights.layout.min_ring) {
+        while (arena.slabs.size() > want.slabs) {
+            arena.evict();
+        }
+        ring.resize(want.ring); // a prompt has made it smaller
     }
     if (done < max_bytes) {
         done += arena.fill(want.slabs, max_bytes - done);

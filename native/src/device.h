@@ -72,17 +72,19 @@ struct Device {
     // False while a graph runs; its executor applies the budget.
     bool apply_budget_if_idle();
 
-    bool materialise(Buffer *b); // gives a buffer its VRAM; false: there is none within the budget
-    bool ensure_ring();          // false: there is no VRAM for the smallest ring
+    bool has_room_for(size_t bytes) const; // whether the floor with one more buffer is within the budget
+    bool materialise(Buffer *b);           // gives a lasting buffer its VRAM; false: there is none within the budget
+    bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none
+    bool ensure_ring();                    // false: there is no VRAM for the smallest ring
     // Starts copies of weights and KV blocks into free budget; returns bytes.
     size_t fill(size_t max_bytes);
     Residency residency_at(uint64_t fixed) const;
     void update_floor();
     // llama.cpp allocates its compute buffers again whenever other adapters are used, and their size depends on the
-    // adapters. While there are adapters the room for the largest size so far stays reserved, so that the change always fits.
+    // adapters. While there are adapters the floor has room for the largest size so far, so that the change always fits.
     void note_graph_bytes();   // before a buffer is freed
     void forget_graph_bytes(); // if no adapter is left
-    uint64_t graph_reserve() const;
+    void count_graph_memory();
     void update_placements();
     void count(const Ring::Copied &copied);
 
@@ -90,9 +92,10 @@ struct Device {
 
   private:
     bool take_scratch();
-    uint64_t graph_bytes() const; // of compute buffers
+    uint64_t graph_bytes() const;      // of compute buffers, for the largest graphs
+    uint64_t most_graph_bytes() const; // the same, or what they have been if that is more
 
-    uint64_t most_graph_bytes = 0; // so far
+    uint64_t graph_bytes_before = 0; // the most so far
 };
 
 Device &device();

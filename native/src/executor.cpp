@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace fsd {
 
@@ -383,6 +384,12 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
         return GGML_STATUS_ABORTED;
     }
     d.apply_requested_budget();
+    for (GraphMemory *memory : graph_memories(graph)) {
+        if (!d.hold(*memory) || std::exchange(memory->lost_input, false)) {
+            GGML_LOG_ERROR("frameshard: the inner device refused memory for a graph\n");
+            return GGML_STATUS_ALLOC_FAILED;
+        }
+    }
     d.arena.finish_fills();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
     return Executor(d, graph).run();

@@ -130,7 +130,7 @@ struct Row {
 void fetch(Device &d, const ggml_tensor *t, char *to) {
     const Buffer *b = buffer_of(root_of(t));
     const size_t bytes = ggml_nbytes(t);
-    ggml_tensor raw = raw_tensor(b->inner, b->inner_base + ((char *)t->data - b->base), bytes);
+    ggml_tensor raw = raw_tensor(b->device_buffer(), b->device_address((size_t)((char *)t->data - b->base)), bytes);
     ggml_backend_tensor_get_async(d.inner.compute, &raw, to, 0, bytes);
     d.inner.compute_pending = true;
 }

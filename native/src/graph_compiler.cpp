@@ -108,6 +108,7 @@ class Compiler {
     std::unordered_map<int, char *> staged; // piece -> address in the ring, for the segment being lowered
     int64_t n_tokens = 1;
     size_t merged_work = 0;
+    bool lost = false; // a tensor has no place in the compute buffer
 };
 
 Compiler::Needs Compiler::needs_of(const ggml_tensor *node) const {
@@ -278,8 +279,9 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
     } else if (b && b->kv) {
         place_in_cache(s, t);
     } else if (b) {
-        s->buffer = b->inner;
-        s->data = t->data ? b->inner_base + ((char *)t->data - b->base) : nullptr;
+        s->buffer = b->device_buffer();
+        s->data = t->data ? b->device_address((size_t)((char *)t->data - b->base)) : nullptr;
+        lost = lost || (b->graph && !s->data && !ggml_is_empty(t));
     }
     s->view_src = shadow(t->view_src);
     for (int j = 0; j < GGML_MAX_SRC; j++) {
@@ -781,6 +783,10 @@ bool Compiler::lower(std::string &why) {
         }
         seg.shadow1 = p.shadow->n_nodes;
     }
+    if (lost) {
+        why = "a tensor of the graph was never allocated in its compute buffer";
+        return false;
+    }
     count_uses();
     return true;
 }
@@ -860,6 +866,9 @@ ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node
     key.first_piece = first_piece;
     key.tier = d.plan.tier_for(n_tokens);
     key.merge_limit = merge_limit(d, n_tokens);
+    for (const GraphMemory *memory : graph_memories(graph)) {
+        key.memory += memory->version();
+    }
     return key;
 }
 

@@ -422,8 +422,9 @@ bool KvStore::prepare(const KvAccess &a) {
             n = n / r.group->cells * b.cells + n % r.group->cells;
         }
         const Buffer *buffer = buffer_of(r.numbers);
-        inner_.upload(nullptr, buffer->inner, buffer->inner_base + ((char *)r.numbers->data - buffer->base),
-                      inside.data(), inside.size() * sizeof(int64_t));
+        const size_t at = (size_t)((char *)r.numbers->data - buffer->base);
+        inner_.upload(nullptr, buffer->device_buffer(), buffer->device_address(at), inside.data(),
+                      inside.size() * sizeof(int64_t));
     }
     return true;
 }

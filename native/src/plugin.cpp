@@ -35,6 +35,9 @@ static void buffer_free(ggml_backend_buffer_t b) {
     if (c->kv) {
         d.kv.remove(*c->kv);
     }
+    if (c->graph) {
+        c->graph->release(d.inner, d.ledger);
+    }
     if (c->attached) {
         d.inner.detach(c->base);
     }
@@ -53,22 +56,30 @@ static void *buffer_base(ggml_backend_buffer_t b) { return ctx(b)->base; }
 
 static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     Buffer *c = ctx(b);
-    if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
+    if (t->view_src) {
         return GGML_STATUS_SUCCESS;
     }
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    if (c->weights) {
+    const size_t at = (size_t)((char *)t->data - c->base);
+    if (b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
+        c->graph = c->graph ? std::move(c->graph) : std::make_unique<GraphMemory>();
+        c->graph->add(at, ggml_backend_buft_get_alloc_size(d.inner.buffer_type(), t));
+    } else if (c->weights) {
         d.weights.add(t);
-    } else if (c->inner) { // made after commit: it has its VRAM already
+    } else if (c->late) {
         c->lasting = true;
+        if (!d.materialise(c)) {
+            return GGML_STATUS_ALLOC_FAILED;
+        }
         d.update_floor();
+        d.update_placements(); // slabs may have been evicted
     } else {
         if (!c->kv) {
             c->kv = std::make_unique<KvCache>();
             d.kv.add(*c->kv);
         }
-        c->kv->add(t, (size_t)((char *)t->data - c->base));
+        c->kv->add(t, at);
     }
     return GGML_STATUS_SUCCESS;
 }
@@ -87,6 +98,12 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     if (c->kv) {
         if (writes && !d.kv.hold_range(*c->kv, begin, size)) {
             GGML_ABORT("frameshard: no memory for %zu bytes of the KV cache", size);
+        }
+    } else if (c->graph) {
+        if (!d.hold(*c->graph)) {
+            c->graph->lost_input = c->graph->lost_input || writes;
+            GGML_LOG_ERROR("frameshard: no VRAM for the compute buffer of a graph\n");
+            return;
         }
     } else if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
@@ -164,7 +181,8 @@ static ggml_backend_buffer_type_t buffer_type();
 
 static const char *buft_name(ggml_backend_buffer_type_t) { return "FRAMESHARD"; }
 
-// Before commit a buffer is only addresses, so that the floor is known exactly before VRAM is allocated.
+// A buffer is only addresses. It takes VRAM at commit, or when its first tensor shows what it is for, so that the floor is
+// known exactly before VRAM is allocated.
 static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
@@ -174,14 +192,14 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     if (!c->base) {
         return nullptr;
     }
-    if (d.committed && !d.materialise(c.get())) {
+    if (d.committed && !d.has_room_for(size)) {
         release_addresses(c->base, std::max<size_t>(size, 1));
         return nullptr;
     }
+    c->late = d.committed;
     d.buffers.push_back(c.get());
     if (d.committed) {
         d.update_floor();
-        d.update_placements(); // slabs may have been evicted
     }
     return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
 }

@@ -72,10 +72,11 @@ struct ProgramKey {
     int first_node = 0, first_piece = 0;
     const Tier *tier = nullptr;
     size_t merge_limit = 0; // how much work neighbouring resident steps may have together in one segment
+    uint64_t memory = 0;    // the sum of the versions of its compute buffers' memory
 
     bool operator==(const ProgramKey &o) const {
         return uid == o.uid && generation == o.generation && first_node == o.first_node &&
-               first_piece == o.first_piece && tier == o.tier && merge_limit == o.merge_limit;
+               first_piece == o.first_piece && tier == o.tier && merge_limit == o.merge_limit && memory == o.memory;
     }
 };
 

@@ -75,6 +75,9 @@ class Stats:
     overhead_bytes: int
     buffers_bytes: int
     kv_bytes: int
+    graph_bytes: int
+    least_graph_bytes: int
+    most_graph_bytes: int
     kv_host_bytes: int
     core_bytes: int
     arena_bytes: int

@@ -668,7 +668,9 @@ SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
     CHECK(stats().streamed_bytes == 0); // the refused allocation has evicted nothing
     for (uint64_t size : {uint64_t{1} << 20, spare}) {
         ggml_backend_buffer_t more = ggml_backend_buft_alloc_buffer(buft, size);
-        CHECK(more != nullptr);
+        CHECK(more != nullptr && stats().streamed_bytes == 0); // an adapter takes VRAM with its first tensor
+        ggml_tensor adapter = fsd::raw_tensor(nullptr, nullptr, size);
+        CHECK(ggml_backend_tensor_alloc(more, &adapter, ggml_backend_buffer_get_base(more)) == GGML_STATUS_SUCCESS);
         CHECK(stats().floor_bytes == s.floor + size && stats().streamed_bytes > 0);
         s.check_conversation();
         CHECK(fsd_set_budget(s.full - 1, 0) == (size == spare ? FSD_BELOW_FLOOR : FSD_OK));

@@ -37,7 +37,7 @@ def lay_out(n_used, buffers=(), overhead=0):
 
 
 layout = lay_out(200)
-budget = layout.fixed_bytes + layout.kv_used_bytes + layout.weights_beside_kv_bytes + (2 << 20)  # compute buffers
+budget = layout.fixed_bytes + layout.kv_used_bytes + layout.weights_beside_kv_bytes + (1 << 20)  # compute buffers
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=512, n_ubatch=64, n_parallel=n_seq, n_threads=1, kv_type=kv_type,
     vram_budget_bytes=budget, mode="stream_only",
@@ -50,8 +50,9 @@ with Runtime.load(config) as runtime:
     while runtime.device.fill():
         pass
     stats = runtime.device.stats()
-    layout = lay_out(200, [stats.buffers_bytes - stats.kv_bytes], stats.overhead_bytes)
-    room = stats.budget_bytes - layout.fixed_bytes - stats.kv_bytes
+    spare = stats.most_graph_bytes - stats.graph_bytes
+    layout = lay_out(200, [stats.buffers_bytes - stats.kv_bytes + spare], stats.overhead_bytes)
+    room = stats.budget_bytes - layout.fixed_bytes + spare - stats.kv_bytes
     ring, n_slabs = layout.fit(room, 2 * layout.min_ring_bytes)
     resident = int(layout.slabs[:n_slabs].sum())
     print(json.dumps({
@@ -88,6 +89,7 @@ config = EngineConfig(
 with Runtime.load(config) as runtime:
     stats, plan = runtime.device.stats(), runtime.placement.plan
     held = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
+    held += stats.most_graph_bytes - stats.graph_bytes
     whole = stats.full_bytes - held - layout.arena_bytes
     pairs = set(zip(layout.sizes.piece_shards.tolist(), layout.sizes.piece_slabs.tolist()))
     print(json.dumps({

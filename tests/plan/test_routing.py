@@ -11,8 +11,6 @@ from test_planner import H100, model_of, shard
 from frameshard.plan import routing
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import make_plan
-from frameshard.plan.ubatch import choose_ubatch
-from frameshard.plan.workload import Workload
 
 EVEN = (1 / 128,) * 128
 SKEWED = (1 / 16,) * 16 + (0.0,) * 112
@@ -72,16 +70,6 @@ def test_a_cache_is_made_for_experts_that_are_chosen_often() -> None:
         assert skewed.predicted_ttft(1024) < 0.6 * even.predicted_ttft(1024)
         assert skewed.predicted_ttft(1024) >= 0.99 * skewed.bound_ttft(1024)
         assert skewed.predicted_decode_tps() <= 1.01 * skewed.bound_decode_tps()
-
-
-def test_prompts_of_few_experts_need_no_large_ubatch() -> None:
-    """Fewer experts are copied for each ubatch, and large buffers would leave less room for a cache that is used more
-    often."""
-    for gib in (3, 4, 6):
-        even, skewed = (
-            choose_ubatch(experts(), H100, [gib << 30], Workload(8256, 8192), routing=each) for each in (EVEN, SKEWED)
-        )
-        assert skewed < even
 
 
 def test_sequences_that_choose_alike_stream_only_what_they_use() -> None:

@@ -231,6 +231,9 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         _read(runtime, workload.n_parallel, tokens)
         middle = time.perf_counter()
         between = device.stats() if device is not None else None
+        if runtime.placement is not None:
+            while runtime.placement.fill():  # as the engine does: weights return to the VRAM that the prompt has used
+                pass
         for i in range(workload.n_generate):
             _decode(runtime, workload.n_parallel, words, i)
         end = time.perf_counter()

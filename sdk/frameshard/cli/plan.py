@@ -128,12 +128,14 @@ class _Forecast:
         workload = replace(workload, n_prompt=self.n_used, n_ubatch=self.n_ubatch)
         self.fixed = memory.estimate_fixed(model, self.device, workload, overhead)
         self.fixed += vram_bytes(files, self.n_ubatch)
+        prompt_bytes = memory.estimate_prompt(model, self.device, workload)
         self.context = memory.estimate_context(model, self.device, workload)
         self._plan = partial(
             plans.make_plan,
             model,
             profile,
             fixed_bytes=self.fixed,
+            prompt_bytes=prompt_bytes,
             context=self.context,
             n_ctx_used=self.n_used,
             n_ubatch=self.n_ubatch,

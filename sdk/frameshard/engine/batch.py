@@ -117,6 +117,11 @@ class Batcher:
         return bool(self._queued) or any(slot.job for slot in self._slots)
 
     @property
+    def prefilling(self) -> bool:
+        """At least one running job still reads its prompt."""
+        return any(slot.job is not None and slot.job.prefilling for slot in self._slots)
+
+    @property
     def decoding(self) -> bool:
         """[any thread] A decode is running right now."""
         return bool(self._in_flight)

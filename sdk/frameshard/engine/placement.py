@@ -227,7 +227,8 @@ class Placement:
         """
         stats, model, name, kv_type = self.device.stats(), self._model, self.device.inner, self._config.kv_type
         layout = lay_out(model, name)
-        fixed = stats.overhead_bytes + stats.buffers_bytes - stats.kv_bytes + stats.core_bytes + stats.scratch_bytes
+        buffers = stats.buffers_bytes - stats.kv_bytes - stats.graph_bytes + stats.most_graph_bytes
+        fixed = stats.overhead_bytes + buffers + stats.core_bytes + stats.scratch_bytes
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
             workload = Workload(self._n_ctx_seq, n_ctx_used, n_parallel=n_parallel, kv_type=kv_type)
@@ -243,6 +244,7 @@ class Placement:
             self.profile,
             budget_bytes=vram_budget_bytes,
             fixed_bytes=fixed,
+            prompt_bytes=stats.most_graph_bytes - stats.least_graph_bytes,
             context=context,
             mode=self.mode,
             n_ctx_used=n_ctx_used,

@@ -211,6 +211,7 @@ class Engine:
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
             self._replan.set()
+        prefilling = batcher.prefilling
         started = time.monotonic()
         events = batcher.step()
         ended = time.monotonic()
@@ -221,10 +222,9 @@ class Engine:
         if self._idle is not None:
             self._idle.disturb()
         self._send_all(events)
-        # The encoder of images has evicted weights to get room. They are copied back while the first tokens run.
-        self._filling = self._filling or any(
-            isinstance(event, em.Progress) and event.phase == "encode" for event in events
-        )
+        # Prompts and the encoder of images have evicted weights to get room. Between the first tokens they come back.
+        encoded = any(isinstance(event, em.Progress) and event.phase == "encode" for event in events)
+        self._filling = self._filling or encoded or (prefilling and not batcher.prefilling)
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
 
     def _load(self, config: em.EngineConfig) -> None:

@@ -92,21 +92,36 @@ def _recurrent_values(model: Model) -> int:
 
 
 def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes: int = 0) -> int:
-    """Estimates the VRAM that depends neither on placements nor on the context in use: core, scratch, compute buffer
-    and ``overhead_bytes``. It is for plans without loading the model. With a loaded model, the shard device's
-    statistics have the exact figure.
+    """Estimates the VRAM that depends neither on placements nor on the context in use, while the largest graph runs:
+    core, scratch, compute buffer and ``overhead_bytes``. It is for plans without loading the model. With a loaded
+    model, the shard device's statistics have the exact figure.
 
     :param device: the name of the inner device.
     :param overhead_bytes: VRAM of the driver's context.
     """
-    n_seq, n_ubatch = workload.n_parallel, workload.n_ubatch
+    graph = _graph_bytes(model, device, workload, workload.n_ubatch)
+    beside = native.lay_out(device, (), buffers=[graph], overhead_bytes=overhead_bytes)
+    return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
+
+
+def estimate_prompt(model: Model, device: str, workload: Workload) -> int:
+    """Estimates the part of :func:`estimate_fixed` that decodes leave to weights: what the compute buffer of the
+    largest graph has more than that of a graph with one token of each sequence."""
+    sizes = [_graph_bytes(model, device, workload, n) for n in (workload.n_ubatch, workload.n_parallel)]
+    most, least = (native.lay_out(device, (), buffers=[size]).fixed_bytes for size in sizes)
+    return max(most - least, 0)
+
+
+def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -> int:
+    """Estimates the compute buffer of a graph of at most ``n_tokens`` tokens."""
+    n_seq = workload.n_parallel
     cells = -(-workload.n_ctx // _PAGE) * _PAGE
     n_ff = model.integer("feed_forward_length")
     if model.n_expert_used:
         dense = any(tensor.name.endswith(".ffn_up.weight") for tensor in model.tensors)
         experts = model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd)
         n_ff = max(n_ff, experts) if dense else experts
-    n_tokens = min(n_ubatch, cells * n_seq)
+    n_tokens = min(n_tokens, cells * n_seq)
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     activations = _LIVE * 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
@@ -114,13 +129,12 @@ def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes
     largest_kv = max(map(sum, _kv_values(model)), default=0)
     n_masks = 0 if not largest_kv else 2 if model.integer("attention.sliding_window") else 1
     mask = 2 * n_tokens * cells * n_masks
-    logits = 4 * model.n_vocab * logits_rows(n_seq, n_ubatch, can_speculate=not _recurrent_values(model))
+    logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not _recurrent_values(model))
     # The output head is last. It reuses the memory of the activations, except for those of the last layer.
     graph = mask + max(round(activations), logits + 12 * n_tokens * model.n_embd) + 64 * n_tokens
     # In a prefill, ggml-cuda converts a layer's quantised KV cache to 16 bits.
     converted = 2 * largest_kv * cells * n_seq if workload.kv_type != "f16" and device != native.EMULATED else 0
-    beside = native.lay_out(device, (), buffers=[graph + converted], overhead_bytes=overhead_bytes)
-    return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
+    return graph + converted
 
 
 @dataclass(frozen=True)

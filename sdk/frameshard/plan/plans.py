@@ -15,7 +15,7 @@ two shards, so that its down projection can be copied while the CPU computes the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -83,7 +83,7 @@ class TierPlan:
 class Plan:
     """The placement of every shard at ``budget_bytes``.
 
-    :param fixed_bytes: VRAM for everything but arena and ring.
+    :param fixed_bytes: VRAM for everything but arena and ring while decoding.
     :param floor_bytes: the smallest budget that the model can run in.
     :param full_bytes: with this budget everything is resident.
     :param ring_bytes: size of the ring; 0 if all shards are resident.
@@ -104,21 +104,29 @@ class Plan:
     mode: Mode
     n_ubatch: int
     _costs: Costs = field(repr=False, compare=False)
+    _prompt_costs: Costs = field(repr=False, compare=False)
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
         Several prompts share a graph if they fit."""
-        return sum(self._graph_seconds(*graph) for graph in self._graphs(n_tokens, n_parallel))
+        return sum(self._graph_seconds(self._prompt_costs, *graph) for graph in self._graphs(n_tokens, n_parallel))
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
-        return self._costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
+        return self._prompt_costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
+
+    def predicted_refill_s(self) -> float:
+        """Predicted seconds of the copies that bring back, after a prompt, the weights that its largest graph has
+        evicted."""
+        evicted = self._costs.resident_share - self._prompt_costs.resident_share
+        return float((self._costs.shards.n_bytes * evicted).sum() / self._costs.profile.h2d)
 
     def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
         """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
         all tokens."""
         n_tokens = n_parallel * n_each
-        return self._graph_seconds(n_tokens, self._costs.conditions.n_ctx_used, n_parallel, n_tokens)
+        n_ctx_used = self._costs.conditions.n_ctx_used
+        return self._graph_seconds(self._costs, n_tokens, n_ctx_used, n_parallel, n_tokens)
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
@@ -132,7 +140,7 @@ class Plan:
     def static_ttft(self, n_tokens: int) -> float:
         """Predicted seconds to prefill ``n_tokens`` tokens with llama.cpp's ``-ngl`` and the same resident set. Each
         graph copies the other shards from pageable memory, and copies do not overlap with computation."""
-        return sum(self._costs.static_seconds(*graph) for graph in self._graphs(n_tokens))
+        return sum(self._prompt_costs.static_seconds(*graph) for graph in self._graphs(n_tokens))
 
     def static_decode_tps(self) -> float:
         """Predicted tokens per second of one sequence if the CPU computes all shards that are not resident."""
@@ -179,10 +187,10 @@ class Plan:
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
         return [(n * n_tokens, 0, n) for n in groups]
 
-    def _graph_seconds(self, n_tokens: int, n_before: int, n_seq: int, n_rows: int = 0) -> float:
+    def _graph_seconds(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int = 0) -> float:
         tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
         on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
-        return self._costs.at(n_tokens, n_before, n_seq, n_rows).seconds(on_cpu)
+        return costs.at(n_tokens, n_before, n_seq, n_rows).seconds(on_cpu)
 
 
 def make_plan(
@@ -191,6 +199,7 @@ def make_plan(
     *,
     budget_bytes: int,
     fixed_bytes: int,
+    prompt_bytes: int = 0,
     context: Context = _NO_CONTEXT,
     mode: Mode = "planned",
     n_ctx_used: int = 512,
@@ -202,8 +211,10 @@ def make_plan(
     """Makes the plan for a budget.
 
     :param budget_bytes: the VRAM budget; 0 for no limit.
-    :param fixed_bytes: VRAM for everything but arena, ring and ``context``: overhead, compute buffers, core and
-        scratch. The shard device has it after commit; :func:`estimate_fixed` estimates it.
+    :param fixed_bytes: VRAM for everything but arena, ring and ``context`` while the largest graph runs: overhead,
+        compute buffers, core and scratch. The shard device has it after commit; :func:`estimate_fixed` estimates it.
+    :param prompt_bytes: the part of it that decodes leave to weights; :func:`estimate_prompt` estimates it. Prompts
+        evict these weights.
     :param context: the KV cache.
     :param mode: in ``stream_only`` the CPU computes nothing.
     :param n_ctx_used: tokens of context at which decodes are planned and predicted.
@@ -220,14 +231,8 @@ def make_plan(
     budget = budget_bytes or full
     if budget < floor:
         raise below_floor(budget, floor)
-    # The KV cache leaves some VRAM for weights. Its part that does not fit passes through the KV window.
-    room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
-    if context.used <= room:
-        kv_room = float("inf")
-        fixed_bytes += context.used
-    else:
-        kv_room = max(room - context.window, 0)
-        fixed_bytes += max(room, context.window)
+    prompt_fixed, prompt_kv_room = _with_context(layout, budget, fixed_bytes, context)
+    fixed_bytes, kv_room = _with_context(layout, budget, fixed_bytes - prompt_bytes, context)
     # Copies go on while the host keeps the device busy, until the ring is full. So the ring has room for these copies.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
@@ -243,7 +248,15 @@ def make_plan(
         if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
             found.append((seconds, costs))
     costs = found[-1][1]
-    tiers = tuple(_plan_tier(costs, *tier, mode, n_ubatch) for tier in _TIERS if tier[0] <= max(n_ubatch, 1))
+    ring, n_slabs = layout.sizes.fit(budget - prompt_fixed, least_ring)
+    conditions = replace(costs.conditions, ring=ring, kv_room=prompt_kv_room)
+    share = np.minimum(costs.resident_share, layout.resident_share(n_slabs))
+    prompt_costs = Costs(layout, profile, share, conditions)
+    tiers = tuple(
+        _plan_tier(costs if tier[0] < layout.sizes.prefill_tokens else prompt_costs, *tier, mode, n_ubatch)
+        for tier in _TIERS
+        if tier[0] <= max(n_ubatch, 1)
+    )
     whole = costs.resident_share >= 1.0
     return Plan(
         budget_bytes=budget,
@@ -257,7 +270,20 @@ def make_plan(
         mode=mode,
         n_ubatch=n_ubatch,
         _costs=costs,
+        _prompt_costs=prompt_costs,
     )
+
+
+def _with_context(layout: Layout, budget: int, fixed_bytes: int, context: Context) -> tuple[int, float]:
+    """Adds the KV cache to ``fixed_bytes``. It leaves some VRAM for weights. Its part that does not fit passes through
+    the KV window.
+
+    :returns: the sum, and the most bytes of the KV cache in VRAM.
+    """
+    room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
+    if context.used <= room:
+        return fixed_bytes + context.used, float("inf")
+    return fixed_bytes + max(room, context.window), max(room - context.window, 0)
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:

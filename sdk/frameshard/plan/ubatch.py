@@ -1,6 +1,6 @@
 """Chooses ``n_ubatch``: the most prompt tokens in one graph.
 
-Larger graphs copy streamed weights less often, but their compute buffers leave less VRAM for weights.
+Larger graphs copy streamed weights less often, but their compute buffers leave less VRAM for weights while they run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from frameshard.errors import BudgetBelowFloor
-from frameshard.plan.memory import estimate_context, estimate_fixed
+from frameshard.plan.memory import estimate_context, estimate_fixed, estimate_prompt
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile
@@ -59,6 +59,7 @@ def choose_ubatch(
             break
         prompts = np.array([plan.predicted_ttft(n_prompt, n_together) for plan in plans])
         answers = _ANSWER * np.array([plan.predicted_decode_s(n_together) for plan in plans])
+        answers += [plan.predicted_refill_s() for plan in plans]
         found.append((float(np.log(prompts + answers).mean()), float(np.log(prompts).mean()), n_ubatch))
     as_good = min(found)[0] + np.log(_AS_GOOD)
     return min((prompts_s, n_ubatch) for both_s, prompts_s, n_ubatch in found if both_s <= as_good)[1]
@@ -105,6 +106,7 @@ def plan_workload(
         profile,
         budget_bytes=vram_budget_bytes,
         fixed_bytes=estimate_fixed(model, profile.device, workload, overhead_bytes),
+        prompt_bytes=estimate_prompt(model, profile.device, workload),
         context=estimate_context(model, profile.device, workload),
         n_ctx_used=workload.n_prompt,
         n_ubatch=workload.n_ubatch,

@@ -1,0 +1,58 @@
+// The VRAM of a compute buffer of llama.cpp.
+//
+// llama.cpp lays its compute buffer out once, for the largest graph. A smaller graph has its tensors at the same places, but
+// they are smaller: a graph of one token uses a hundredth of the buffer. Only what the graph in use needs has VRAM, packed
+// into one allocation. So decoding leaves to weights what prompts need.
+#pragma once
+
+#include "ledger.h"
+
+#include <utility>
+#include <vector>
+
+namespace fsd {
+
+// All methods need the caller to hold the graph mutex.
+class GraphMemory {
+  public:
+    GraphMemory() = default;
+    GraphMemory(const GraphMemory &) = delete;
+    GraphMemory &operator=(const GraphMemory &) = delete;
+
+    // A tensor of the next graph, by its place in the buffer. All of a graph are added before it is used.
+    void add(size_t at, size_t bytes);
+    // Whether there is VRAM for the graph whose tensors were added last, and not much more. Otherwise `needed` gets the
+    // bytes for take().
+    bool fits(const Inner &inner, size_t &needed);
+    // Takes other VRAM; what was in the memory is lost. False: there is none within the budget.
+    bool take(Inner &inner, Ledger &ledger, size_t bytes);
+    // Keeps no more VRAM than the smallest graph has needed. Call between graphs, when the results of the last one were read.
+    void trim(Inner &inner, Ledger &ledger);
+    void release(Inner &inner, Ledger &ledger);
+
+    // Where a byte of the buffer lies; null: not in a tensor of the graph, or there is no VRAM.
+    char *address(size_t at) const;
+    ggml_backend_buffer_t storage() const { return storage_.get(); }
+    size_t bytes() const { return storage_ ? ggml_backend_buffer_get_size(storage_.get()) : 0; }
+    size_t least_bytes() const { return least_; }
+    uint64_t version() const { return version_; } // compiled programs with another one are no longer right
+
+    bool lost_input = false; // bytes were written while there was no VRAM: the graph in use cannot run
+
+  private:
+    struct Extent {
+        size_t at, end, packed_at;
+    };
+
+    void pack(size_t alignment);
+
+    std::vector<std::pair<size_t, size_t>> tensors_; // begin and end
+    bool adding_ = false;                            // they are not packed yet
+    std::vector<Extent> extents_;                    // of the graph in use, ascending
+    size_t packed_ = 0;                              // bytes of all extents
+    size_t least_ = 0;                               // that a graph has taken; 0: there was none
+    InnerBuffer storage_;
+    uint64_t version_ = 0;
+};
+
+} // namespace fsd
