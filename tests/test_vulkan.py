@@ -17,6 +17,20 @@ pytestmark = pytest.mark.skipif(
 BUDGETS = "floor,60,100,130,full"
 
 
+def test_a_time_line_is_refused() -> None:
+    """Before the model is loaded, and by the shard device itself."""
+    device = os.environ["FRAMESHARD_VULKAN"]
+    command = [sys.executable, "-m", "frameshard", "bench", "--model", "smollm2-135m", "--device", device]
+    done = subprocess.run([*command, "--timeline", "t.png"], capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert f"--timeline cannot be recorded on {device}" in done.stderr
+    assert "loading" not in done.stderr
+    code = "import sys; from frameshard.native import ShardDevice as D; "
+    code += "D(sys.argv[1], vram_budget_bytes=0, n_threads=1).start_trace()"
+    done = subprocess.run([sys.executable, "-c", code, device], capture_output=True, text=True, timeout=600)
+    assert "frameshard.errors.Unsupported: no time line on Vulkan" in done.stderr
+
+
 @pytest.mark.timeout(3600)
 def test_the_text_is_the_same_at_five_budgets() -> None:
     command = [sys.executable, "-m", "frameshard", "verify", "--json", "--model", "smollm2-135m"]

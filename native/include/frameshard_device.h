@@ -34,7 +34,8 @@ typedef enum {
     FSD_BELOW_FLOOR = 5,   /* the budget is below the floor; fsd_get_stats gives floor_bytes */
     FSD_OUT_OF_MEMORY = 6, /* the inner device refused an allocation that fits the budget */
     FSD_TIMEOUT = 7,       /* the time was not enough; the request stays in force */
-    FSD_STOPPED = 8        /* fsd_stop_probe, or a request for a budget, has ended the measurement */
+    FSD_STOPPED = 8,       /* fsd_stop_probe, or a request for a budget, has ended the measurement */
+    FSD_UNSUPPORTED = 9    /* not with this inner device */
 } fsd_status;
 
 typedef enum { FSD_STREAMED = 1, FSD_CPU = 2 } fsd_placement; /* of a shard that is not resident */
@@ -267,7 +268,8 @@ FSD_API fsd_status fsd_get_stats(fsd_stats *stats); /* [any thread] */
 FSD_API fsd_status fsd_reset_peak(void);            /* [any thread] */
 
 /* A time line of graphs: a span for each step's copies, for each GPU segment and for each CPU segment. Times are seconds of a
- * monotonic clock, bytes are bytes of weights. Recording costs a few percent of speed. */
+ * monotonic clock, bytes are bytes of weights. Recording costs a few percent of speed. FSD_UNSUPPORTED: no other thread may wait
+ * for events of the inner device (Vulkan). */
 typedef enum { FSD_LANE_COPY = 0, FSD_LANE_DEVICE = 1, FSD_LANE_CPU = 2 } fsd_lane;
 typedef struct {
     uint32_t lane, reserved;

@@ -468,6 +468,10 @@ fsd_status fsd_trace_start(void) {
     if (!d.configured.load() || d.inner.trace) {
         return fail(FSD_BAD_STATE, "fsd_trace_start comes after fsd_configure, and once before each fsd_trace_stop");
     }
+    if (d.inner.quirks.keeps_until_waited) {
+        return fail(FSD_UNSUPPORTED, std::string("no time line on ") + ggml_backend_dev_name(d.inner.dev) +
+                                         ": no other thread may wait for its events");
+    }
     d.inner.trace = std::make_unique<Trace>(d.inner.dev);
     return FSD_OK;
 }

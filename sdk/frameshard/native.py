@@ -727,6 +727,8 @@ class ShardDevice:
             raise errors.OutOfMemory(text)
         if status == 7:
             raise errors.DeadlineMissed(text)
+        if status == 9:
+            raise errors.Unsupported(text)
         raise errors.BadArgument(text) if status == 1 else errors.FrameshardError(text)
 
     def set_shards(self, shards: Sequence[Sequence[str]]) -> None:
@@ -901,7 +903,10 @@ class ShardDevice:
         self._check(self._lib.fsd_reset_peak())
 
     def start_trace(self) -> None:
-        """Starts to record a time line of graphs, until :meth:`stop_trace`."""
+        """Starts to record a time line of graphs, until :meth:`stop_trace`.
+
+        :raises Unsupported: Vulkan cannot record one.
+        """
         self._check(self._lib.fsd_trace_start())
 
     def stop_trace(self) -> list[Span]:

@@ -178,6 +178,7 @@ def _check(args: argparse.Namespace, device: str, needed: int) -> None:
 
     :param needed: the context that prompt and answer take, in tokens.
     :raises BadArgument: they do not go together.
+    :raises Unsupported: the device cannot record a time line.
     """
     from frameshard import errors
 
@@ -188,6 +189,8 @@ def _check(args: argparse.Namespace, device: str, needed: int) -> None:
     if args.equal_vram and not _counted(device):
         raise errors.BadArgument(f"--equal-vram needs NVML, which does not count VRAM on {device}: leave it out")
     if args.timeline:
+        if device.startswith("Vulkan"):
+            raise errors.Unsupported(f"--timeline cannot be recorded on {device}: leave it out")
         figures.check(args.timeline)
     if args.ctx and args.ctx < needed:
         raise errors.BadArgument(f"--prompt and --generate need a context of {needed} tokens, --ctx is {args.ctx}")
