@@ -104,7 +104,7 @@ def switches(runtime: Runtime, n_tokens: int, repeat: int) -> dict[str, Any]:
     save_s, restore_s = statistics.median(talk.saves), statistics.median(talk.restores)
     return {
         "n_prompt": started.n_prompt,
-        "bytes": talk_bytes(runtime),
+        "bytes": runtime.llama.saved_bytes(0),
         "read_s": round(statistics.median(read), 4),
         "save_s": round(save_s, 5),
         "restore_s": round(restore_s, 5),
@@ -112,12 +112,6 @@ def switches(runtime: Runtime, n_tokens: int, repeat: int) -> dict[str, Any]:
         "switch_ttft_s": round(statistics.median(switched), 4),
         "switch_n_read": n_read,
     }
-
-
-def talk_bytes(runtime: Runtime) -> int:
-    """The bytes of a copy of the first sequence."""
-    data = runtime.save(0)
-    return 0 if data is None else data.nbytes
 
 
 def main() -> None:

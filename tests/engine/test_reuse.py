@@ -25,6 +25,7 @@ LORE = " ".join(
     for year in range(1, 11)
 )
 FEW = {"max_tokens": 6}
+MIB = 1 << 20
 N_KV_BYTES = 4 * 3 * 64 * 2 * 2  # of a token of the tiny llama: layers, KV heads, head size, two caches, 16 bits
 
 
@@ -83,7 +84,7 @@ with Runtime.load(config) as runtime:
         device.set_budget(device.stats().floor_bytes)
     tokens = [5 + i % 200 for i in range(300)]
     runtime.decode_tokens(0, tokens[:250])
-    data = runtime.save(0)
+    data = runtime.save(0, lambda n_bytes: np.empty(n_bytes, np.uint8))
     expected = runtime.decode_tokens(0, tokens[250:])
     runtime.decode_tokens(2, tokens[100:])  # what was there before does not matter
     assert runtime.restore(2, data, 250)
@@ -261,3 +262,48 @@ def test_the_store_drops_what_was_used_longest_ago() -> None:
     assert list(store) == [later, third, first]
     figures = {"kv_cache_bytes": 90, "kv_cache_entries": 3, "kv_cache_hits": 1, "kv_cache_evictions": 1}
     assert store.statistics() == figures
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each copy has new memory")
+def test_the_memory_of_a_copy_is_used_again_when_nobody_needs_it() -> None:
+    store = KvStore(100 * MIB)
+
+    def put(n_bytes: int, text: int) -> int:
+        data = store.memory(n_bytes)
+        data[:] = text
+        assert store.put(Blob(tokens=[text], data=data))
+        return int(data.ctypes.data)
+
+    def drop(text: int) -> Blob:
+        dropped = next(each for each in store if each.tokens == [text])
+        store.drop(dropped)
+        return dropped
+
+    first = put(30 * MIB, 1)
+    held = drop(1)  # as by the thread that writes a file
+    assert put(30 * MIB, 2) != first
+    assert held.data.min() == held.data.max() == 1
+    del held
+    assert put(40 * MIB, 3) == first  # there is room to grow
+    drop(3)
+    assert put(10 * MIB, 4) == first
+    assert [(each.tokens[0], each.data.min(), each.data.max()) for each in store] == [(4, 4, 4), (2, 2, 2)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each copy has new memory")
+def test_memory_that_is_kept_for_the_next_copy_is_within_the_limit() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    store = KvStore(100 * MIB)
+    before = resident_bytes()
+    for text, n_mib in enumerate((60, 90, 30, 60, 20, 50)):  # most of them evict the one before
+        data = store.memory(n_mib * MIB)
+        data[:] = 1
+        store.put(Blob(tokens=[text], data=data))
+        del data
+        assert resident_bytes() - before < 110 * MIB
+    for each in list(store):
+        store.drop(each)
+    del each
+    assert resident_bytes() - before < 110 * MIB

@@ -36,6 +36,9 @@ KV_TYPES = {
     "q4_0": llama_cpp.GGML_TYPE_Q4_0,
 }
 
+Memory = Callable[[int], npt.NDArray[np.uint8]]
+"""Gives memory of so many bytes; raises ``MemoryError`` if there is none."""
+
 
 class DecodeAborted(Exception):
     """:meth:`Runtime.abort` stopped the decode. The sequences of the batch have the length that they had before. A
@@ -258,11 +261,11 @@ class Llama:
         """The size of what :meth:`save` returns for sequence ``seq``."""
         return int(llama_cpp.llama_state_seq_get_size(self._context, seq))
 
-    def save(self, seq: int) -> npt.NDArray[np.uint8] | None:
+    def save(self, seq: int, memory: Memory) -> npt.NDArray[np.uint8] | None:
         """Copies the cells of sequence ``seq`` to host memory, in llama.cpp's format, shape [bytes]. Cells that have
         left the sliding window are not copied. Returns ``None`` if there is no memory for the copy."""
         try:
-            data = np.empty(self.saved_bytes(seq), np.uint8)
+            data = memory(self.saved_bytes(seq))
         except MemoryError:
             return None
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

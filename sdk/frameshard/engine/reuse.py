@@ -112,7 +112,7 @@ class Reuse:
         """
         if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) for blob in self._store):
             return
-        data = self._runtime.save(slot.seq) if self._fits(slot) else None
+        data = self._saved(slot) if self._fits(slot) else None
         if data is None or not self._store.put(self._blob(slot, data)):
             size_mb = -(-self._runtime.llama.saved_bytes(slot.seq) >> 20)
             raise BadArgument(
@@ -128,7 +128,7 @@ class Reuse:
             return next((blob for blob in self._store if blob.conversation == conversation), None)
         if not self._copies or not slot.tokens or slot.pictures:
             return None
-        data = self._runtime.save(slot.seq)
+        data = self._saved(slot)
         return None if data is None else self._blob(slot, data)
 
     def add(self, blob: Blob, conversation: str) -> bool:
@@ -174,6 +174,21 @@ class Reuse:
         )
         return best
 
+    def _stored(self, slot: Slot) -> Blob | None:
+        """The blob with the same cells as a sequence."""
+        return next(
+            (
+                blob
+                for blob in self._store
+                if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters)
+            ),
+            None,
+        )
+
+    def _saved(self, slot: Slot) -> npt.NDArray[np.uint8] | None:
+        """A copy of the cells of a sequence; ``None`` if there is no memory for it."""
+        return self._runtime.save(slot.seq, self._store.memory)
+
     def _fits(self, slot: Slot) -> bool:
         """Whether a copy of the sequence is within the limit of the store."""
         return self._runtime.llama.saved_bytes(slot.seq) <= self._store.limit_bytes
@@ -185,7 +200,7 @@ class Reuse:
         """
         data = source.data if isinstance(source, Blob) else None
         if isinstance(source, Slot):
-            data = self._runtime.save(source.seq)
+            data = self._saved(source)
         if data is None:
             return False
         slot.cut(0)
@@ -211,17 +226,16 @@ class Reuse:
         worth = len(slot.tokens) >= WORTH_TOKENS and not slot.pictures
         if not self._copies or not worth or not (job or slot.conversation) or not self._fits(slot):
             return
-        for blob in self._store:
-            if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters):
-                return
-        data = self._runtime.save(slot.seq)
+        if self._stored(slot) is not None:
+            return
+        data = self._saved(slot)
         if data is not None:
             blob = self._blob(slot, data)
             blob.conversation, blob.job = slot.conversation, job
             self._store.put(blob)
 
     def _store_prefix(self, slot: Slot) -> None:
-        data = self._runtime.save(slot.seq)
+        data = self._saved(slot)
         if data is not None:
             self._store.put(self._blob(slot, data))
 

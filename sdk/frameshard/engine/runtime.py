@@ -30,7 +30,7 @@ from frameshard.cpu import default_threads
 from frameshard.engine import llamalog
 from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
-from frameshard.engine.llama import DecodeAborted, Llama, Rows
+from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows
 from frameshard.engine.nvml import Observer
 from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.tokenizer import Tokenizer
@@ -375,10 +375,10 @@ class Runtime:
         """Adds ``positions`` to the length of sequence ``seq``, after libmtmd has decoded an image into it."""
         self._lengths[seq] += positions
 
-    def save(self, seq: int) -> npt.NDArray[np.uint8] | None:
+    def save(self, seq: int, memory: Memory) -> npt.NDArray[np.uint8] | None:
         """Copies the cells of sequence ``seq`` to host memory, shape [bytes]; ``None`` if there is no memory for them.
         The engine must not be parked: its cells cannot be read then."""
-        data = self.llama.save(seq)
+        data = self.llama.save(seq, memory)
         if data is None:
             logger.warning("no host memory for a copy of the KV cache of %d tokens", self._lengths[seq])
         return data
