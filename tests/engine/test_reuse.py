@@ -65,7 +65,8 @@ def test_more_conversations_than_sequences(tiny_model: Callable[[str], Path]) ->
                 if turn:
                     assert here[0]["n_reused"] == there[0]["n_reused"] > 70
         stats = child.stats()
-        assert (stats["kv_cache_entries"], stats["kv_cache_hits"], stats["kv_cache_evictions"]) == (2, 3, 0)
+        assert (stats["kv_cache_hits"], stats["kv_cache_evictions"]) == (3, 0)
+        assert stats["kv_cache_entries"] in (2, 3)  # the third is made when the engine is idle
         assert stats["kv_cache_bytes"] > 2 * 300 * N_KV_BYTES
 
 

@@ -1,4 +1,8 @@
-"""Measures the machine's profile while the engine has nothing to do.
+"""What the engine does while it has nothing to do: it copies conversations ahead of time, and measures the machine.
+
+Copies (:meth:`frameshard.engine.reuse.Reuse.copy_ahead`) are made one at a time, so that a job waits for one copy at
+most. They are made while the host draws frames, too: they take no compute of the GPU, and without them the same copy
+would be made in the same game when another conversation needs the sequence, while its job waits.
 
 A launch without a kept profile plans from an estimate, so that a player does not wait. The measurements are made here,
 in idle moments and one at a time. Each ends at once when a command comes, and is made again later. Each result is kept;
@@ -22,7 +26,11 @@ from frameshard.native import ProbeStopped
 logger = logging.getLogger("frameshard.engine")
 
 QUIET_S = 1.0
-"""A moment is idle after so many seconds without a command or a decode."""
+"""The machine is measured after so many seconds without a command or a decode."""
+
+COPY_QUIET_S = 0.25
+"""Conversations are copied after so many seconds without a command or a decode. Jobs of characters that talk in turns
+without a pause come sooner."""
 
 
 class IdleProfile:
@@ -88,3 +96,49 @@ class IdleProfile:
             logger.info("plans are made from the measured profile now")
             self._replan()
         return True
+
+
+class Idle:
+    """The work of idle moments. Only the main thread may call it, except for methods with [any thread].
+
+    :param profile: the measurements that the profile lacks.
+    :param copy_ahead: copies a conversation; returns false if there is nothing to copy.
+    """
+
+    def __init__(self, profile: IdleProfile, copy_ahead: Callable[[], bool]) -> None:
+        self._profile = profile
+        self._copy_ahead = copy_ahead
+        self._disturbed_at = time.monotonic()
+        self._may_copy = False
+        """A conversation may have changed since the last copy."""
+
+    @property
+    def measuring_s(self) -> float:
+        """[any thread] For how many seconds a measurement has run; 0 if none runs."""
+        return self._profile.measuring_s
+
+    def disturb(self) -> None:
+        """[any thread] Ends the running measurement, because the device is wanted. The moment is not idle any more."""
+        self._disturbed_at = time.monotonic()
+        self._may_copy = True
+        self._profile.disturb()
+
+    def due_in(self) -> float | None:
+        """Seconds until there is work if nothing comes between; None if there is none."""
+        due = [self._copy_due_in(), self._profile.due_in()]
+        return min((seconds for seconds in due if seconds is not None), default=None)
+
+    def work(self) -> bool:
+        """Copies one conversation or makes one measurement, if the moment is still idle. To be called between decodes.
+
+        :returns: whether weights may have been evicted, so that the caller must fill again.
+        """
+        if self._copy_due_in() != 0.0:
+            return self._profile.work()
+        self._may_copy = False  # before the copy: a disturbance in between sets it again
+        if self._copy_ahead():
+            self._may_copy = True
+        return False
+
+    def _copy_due_in(self) -> float | None:
+        return max(0.0, self._disturbed_at + COPY_QUIET_S - time.monotonic()) if self._may_copy else None

@@ -145,13 +145,6 @@ class KvStore:
         """
         return self._pages.take(n_bytes)
 
-    def settle(self, blob: Blob) -> None:
-        """Makes a blob the most recently used one, and no copy made ahead of time: its sequence is about to lose the
-        cells."""
-        blob.ahead = False
-        self._blobs.remove(blob)
-        self._blobs.append(blob)
-
     def use(self, blob: Blob) -> None:
         """Counts a hit, and makes ``blob`` the most recently used one."""
         self._hits += 1

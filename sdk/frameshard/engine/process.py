@@ -40,7 +40,7 @@ from frameshard.engine.batch import Batcher
 from frameshard.engine.budgets import Budgets
 from frameshard.engine.counting import Counting
 from frameshard.engine.draft import DraftModel
-from frameshard.engine.idle import IdleProfile
+from frameshard.engine.idle import Idle, IdleProfile
 from frameshard.engine.job import Job
 from frameshard.engine.kvfile import KvFiles
 from frameshard.engine.link import BrokerGone, Link
@@ -107,7 +107,7 @@ class Engine:
         self._preparation: Preparation | None = None
         self._kv_files: KvFiles | None = None
         self._vision: Vision | None = None
-        self._idle: IdleProfile | None = None
+        self._idle: Idle | None = None
         self._loading = ""
         """The file that is being loaded."""
         self._loaded = threading.Event()
@@ -243,7 +243,7 @@ class Engine:
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
-        self._idle = IdleProfile(runtime, self._want_plan)
+        self._idle = Idle(IdleProfile(runtime, self._want_plan), self._batcher.reuse.copy_ahead)
         self._watcher = Watcher(runtime)
         self._link.send(self._watcher.look(parked=False))
         self._loaded.set()

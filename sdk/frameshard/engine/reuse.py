@@ -7,6 +7,11 @@ that of a third.
 
 Cells are put into the store when a conversation loses its sequence, when a job is paused, and after a warm-up.
 
+Once a conversation has lost its sequence, there are more of them than sequences, and others will lose theirs. From then
+on the cells of conversations are copied ahead of time, in idle moments (:meth:`Reuse.copy_ahead`), so that a switch has
+only to copy cells back. Such a copy changes how fast a job starts, not from which cells: no other blob is evicted for
+it, it is evicted before all others, and as long as the sequence has the same cells, only the sequence is looked at.
+
 In stream-only mode a job reports the shapes of what it reuses (``Started.history``). After the engine's death it is
 repeated in these shapes, so it then reuses only cells that were decoded in them. A paused job continues from its own
 blob, in mid-answer. With a draft model it does not: drafts depend on how many of them were accepted before, which a
@@ -55,6 +60,8 @@ class Reuse:
         self._slots = slots
         self._store = store
         self._copies = store.limit_bytes > 0 and runtime.llama.can_trim
+        self._crowded = False
+        """A conversation has lost its sequence to another job."""
 
     def begin(self, job: Job, slot: Slot, text: Sequence[int], history: Sequence[Shape]) -> None:
         """Gives ``slot`` to ``job``. Afterwards its tokens are those that the job reuses.
@@ -64,7 +71,7 @@ class Reuse:
         """
         own = job.conversation is not None and slot.conversation == job.conversation
         if not own:
-            self._keep(slot)
+            self._vacate(slot)
         n_reused = self._shared(slot, job, text, history) if own or not (slot.pictures or job.pictures) else 0
         source = None if job.pictures else self._longer(job, slot, text, history, n_reused)
         if source is None or not self._copy(source, slot):
@@ -95,7 +102,7 @@ class Reuse:
         self._store.use(blob)
         self._store.drop(blob)
         if slot.conversation != job.conversation:
-            self._keep(slot)
+            self._vacate(slot)
         if not self._copy(blob, slot):
             return False
         slot.adapters, slot.conversation = job.adapters, job.conversation
@@ -105,12 +112,28 @@ class Reuse:
         """Keeps the cells of a job that will be resumed."""
         self._keep(slot, job.id)
 
+    def copy_ahead(self) -> bool:
+        """Copies the cells of one conversation whose sequence runs no job, if they are not in the store and it has room
+        for them. The sequence that the next conversation would take is the first.
+
+        :returns: false if there is nothing to copy.
+        """
+        idle = (slot for slot in self._slots if slot.job is None and slot.conversation is not None)
+        for slot in sorted(idle, key=lambda slot: slot.used_at) if self._crowded else ():
+            # A blob of the conversation has these cells, or it was read from a file to go on from there.
+            has_blob = any(blob.conversation == slot.conversation for blob in self._store)
+            if self._worth(slot) and not has_blob:
+                n_bytes = self._runtime.llama.saved_bytes(slot.seq)
+                if self._store.has_room(n_bytes) and self._put(slot, ahead=True):
+                    return True
+        return False
+
     def finish_warm_up(self, slot: Slot) -> None:
         """Keeps the cells that a warm-up has read.
 
         :raises BadArgument: they are larger than the store.
         """
-        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) for blob in self._store):
+        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) and not blob.ahead for blob in self._store):
             return
         data = self._saved(slot) if self._fits(slot) else None
         if data is None or not self._store.put(self._blob(slot, data)):
@@ -159,7 +182,9 @@ class Reuse:
         if not self._copies or len(text) <= n_own + WORTH_TOKENS:
             return None
         others = (other for other in self._slots if other is not slot and not other.pictures)
-        found = [(self._shared(cells, job, text, history), cells) for cells in (*self._store, *others)]
+        blobs = (blob for blob in self._store if not blob.ahead)
+        sources: list[Blob | Slot] = [*blobs, *others]
+        found = [(self._shared(cells, job, text, history), cells) for cells in sources]
         found = [
             (n, cells)
             for n, cells in found
@@ -174,19 +199,11 @@ class Reuse:
         )
         return best
 
-    def _stored(self, slot: Slot) -> Blob | None:
-        """The blob with the same cells as a sequence."""
-        return next(
-            (
-                blob
-                for blob in self._store
-                if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters)
-            ),
-            None,
-        )
-
     def _saved(self, slot: Slot) -> npt.NDArray[np.uint8] | None:
-        """A copy of the cells of a sequence; ``None`` if there is no memory for it."""
+        """A copy of the cells of a sequence, that of the store if it has one; ``None`` if there is no memory."""
+        for blob in self._store:
+            if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters):
+                return blob.data
         return self._runtime.save(slot.seq, self._store.memory)
 
     def _fits(self, slot: Slot) -> bool:
@@ -218,21 +235,34 @@ class Reuse:
         position = slot.positions(length)
         slot.cut(length if self._runtime.trim(slot.seq, position) == position else 0)
 
+    def _vacate(self, slot: Slot) -> None:
+        """Keeps the cells of a conversation that loses its sequence."""
+        self._crowded = self._crowded or slot.conversation is not None
+        self._keep(slot)
+
     def _keep(self, slot: Slot, job: int = 0) -> None:
         """Puts what a sequence holds into the store, if it is worth that.
 
         :param job: the job that will continue from it; 0: a conversation may.
         """
-        worth = len(slot.tokens) >= WORTH_TOKENS and not slot.pictures
-        if not self._copies or not worth or not (job or slot.conversation) or not self._fits(slot):
-            return
-        if self._stored(slot) is not None:
-            return
+        if self._worth(slot) and (job or slot.conversation) and self._fits(slot):
+            self._put(slot, job=job)
+
+    def _worth(self, slot: Slot) -> bool:
+        """Whether a copy of the sequence can be reused, and is worth its time."""
+        return self._copies and len(slot.tokens) >= WORTH_TOKENS and not slot.pictures
+
+    def _put(self, slot: Slot, *, job: int = 0, ahead: bool = False) -> bool:
+        """Puts a copy of a sequence into the store, for its conversation.
+
+        :returns: false if there is no memory for that.
+        """
         data = self._saved(slot)
-        if data is not None:
-            blob = self._blob(slot, data)
-            blob.conversation, blob.job = slot.conversation, job
-            self._store.put(blob)
+        if data is None:
+            return False
+        blob = self._blob(slot, data)
+        blob.conversation, blob.job, blob.ahead = slot.conversation, job, ahead
+        return self._store.put(blob)
 
     def _store_prefix(self, slot: Slot) -> None:
         data = self._saved(slot)
