@@ -3,9 +3,11 @@
     python profiles/tools/characters.py M.gguf --device CUDA0 --threads 14 --vram-budget 8GiB --json
 
 Twelve characters begin with the same lore and answer one question each: how many tokens each of them reads. Two
-conversations take turns in one sequence: the time of a switch (one KV cache is copied to host memory, the other one
-back), and how long the same text takes to read. The time to the first token of a switched conversation also has one
-decode of what is new in it. Speed depends on shapes, not on values, so the tool also works with random weights.
+conversations take turns in one sequence: the time of a switch, and how long the same text takes to read. First the jobs
+follow each other without a pause, so that a switch copies one KV cache to host memory and the other one back. Then the
+engine is idle before each job, and has made the copy to host memory ahead of time. The time to the first token of a
+switched conversation also has one decode of what is new in it. Speed depends on shapes, not on values, so the tool also
+works with random weights.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from frameshard.cli import common
@@ -28,21 +31,43 @@ from frameshard.wire.messages import Sampling
 N_CHARACTERS = 12
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a job took.
+
+    :param save_s: the seconds in which KV caches were copied to host memory, while the job waited.
+    :param restore_s: the seconds in which its KV cache was copied back.
+    """
+
+    n_prompt: int
+    n_read: int
+    ttft_s: float
+    save_s: float
+    restore_s: float
+
+    @property
+    def switch_s(self) -> float:
+        """The copies that the job waited for."""
+        return self.save_s + self.restore_s
+
+
 class Talk:
-    """Runs jobs one after the other, and records the seconds of each copy of a KV cache."""
+    """Runs jobs one after the other, and records the seconds of the copies of KV caches."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.saves: list[float] = []
-        self.restores: list[float] = []
-        runtime.save = self._timed(runtime.save, self.saves)  # type: ignore[method-assign]
-        runtime.restore = self._timed(runtime.restore, self.restores)  # type: ignore[method-assign]
+        self._saves: list[float] = []
+        self._restores: list[float] = []
+        runtime.save = self._timed(runtime.save, self._saves)  # type: ignore[method-assign]
+        runtime.restore = self._timed(runtime.restore, self._restores)  # type: ignore[method-assign]
         self._runtime = runtime
         self._batcher = Batcher(runtime)
         self._jobs = 0
 
-    def say(self, prompt: str, conversation: str) -> tuple[Started, Done]:
+    def say(self, prompt: str, conversation: str) -> Said:
         """Runs a job that generates one token."""
         self._jobs += 1
+        self._saves.clear()
+        self._restores.clear()
         sampling = Sampling(temperature=0.0, max_tokens=1)
         request = Submit(self._jobs, "completion", sampling, prompt=prompt, conversation=conversation)
         self._batcher.add(RequestReader(self._runtime).read(request))
@@ -52,7 +77,18 @@ class Talk:
         started, done = events[0], events[-1]
         assert isinstance(started, Started)
         assert isinstance(done, Done)
-        return started, done
+        n_read = started.n_prompt - started.n_reused
+        return Said(started.n_prompt, n_read, done.prefill_s, sum(self._saves), sum(self._restores))
+
+    def idle(self) -> float:
+        """Makes the copies that an idle engine makes ahead of time.
+
+        :returns: their seconds.
+        """
+        self._saves.clear()
+        while self._batcher.reuse.copy_ahead():
+            pass
+        return sum(self._saves)
 
     @staticmethod
     def _timed(call: Callable[..., Any], took: list[float]) -> Callable[..., Any]:
@@ -82,35 +118,43 @@ def characters(runtime: Runtime, n_lore: int) -> dict[str, Any]:
     talk, lore = Talk(runtime), text_of(runtime, n_lore)
     said = [talk.say(f"{lore}\n\nVillager {i} says:", f"npc{i}") for i in range(N_CHARACTERS)]
     return {
-        "n_prompt": said[0][0].n_prompt,
-        "n_read": [started.n_prompt - started.n_reused for started, _ in said],
-        "ttft_s": [round(done.prefill_s, 4) for _, done in said],
+        "n_prompt": said[0].n_prompt,
+        "n_read": [each.n_read for each in said],
+        "ttft_s": [round(each.ttft_s, 4) for each in said],
     }
 
 
 def switches(runtime: Runtime, n_tokens: int, repeat: int) -> dict[str, Any]:
     talk = Talk(runtime)
     texts = {name: text_of(runtime, n_tokens, f"The {name} speaks. ") for name in ("fox", "owl")}
-    read, switched, n_read = [], [], []
-    for turn in range(repeat + 1):
+    read = [talk.say(text, name) for name, text in texts.items()]
+    busy, idle, ahead_s = [], [], []
+    for turn in range(2 * repeat):
         for name in texts:
             texts[name] += f"\nAnd {turn}?"
-            started, done = talk.say(texts[name], name)
-            if turn == 0:
-                read.append(done.prefill_s)
+            if turn < repeat:
+                busy.append(talk.say(texts[name], name))
             else:
-                switched.append(done.prefill_s)
-                n_read.append(started.n_prompt - started.n_reused)
-    save_s, restore_s = statistics.median(talk.saves), statistics.median(talk.restores)
+                ahead_s.append(talk.idle())
+                idle.append(talk.say(texts[name], name))
+    read_s = statistics.median(said.ttft_s - said.switch_s for said in read)
+    busy_s, idle_s = (statistics.median(said.switch_s for said in each) for each in (busy, idle))
     return {
-        "n_prompt": started.n_prompt,
+        "n_prompt": idle[-1].n_prompt,
         "bytes": runtime.llama.saved_bytes(0),
-        "read_s": round(statistics.median(read), 4),
-        "save_s": round(save_s, 5),
-        "restore_s": round(restore_s, 5),
-        "copy_share": round((save_s + restore_s) / statistics.median(read), 4),
-        "switch_ttft_s": round(statistics.median(switched), 4),
-        "switch_n_read": n_read,
+        "read_s": round(read_s, 4),
+        "save_s": round(statistics.median(said.save_s for said in busy), 5),
+        "restore_s": round(statistics.median(said.restore_s for said in busy), 5),
+        "copy_share": round(busy_s / read_s, 4),
+        "switch_ttft_s": round(statistics.median(said.ttft_s for said in busy), 4),
+        "switch_n_read": [said.n_read for said in busy],
+        "ahead": {
+            "save_s": round(statistics.median(ahead_s), 5),
+            "switch_s": round(idle_s, 5),
+            "switch_share": round(idle_s / read_s, 4),
+            "switch_ttft_s": round(statistics.median(said.ttft_s for said in idle), 4),
+            "switch_n_read": [said.n_read for said in idle],
+        },
     }
 
 
@@ -123,14 +167,16 @@ def main() -> None:
     parser.add_argument("--vram-budget", type=common.size, default=0, metavar="SIZE", help="(no limit)")
     parser.add_argument("--lore", type=common.positive, default=560, metavar="N", help="tokens that all share (560)")
     parser.add_argument("--tokens", type=common.positive, default=1000, metavar="N", help="of a conversation (1000)")
-    parser.add_argument("--repeat", type=common.positive, default=5, metavar="N", help="switches of each (5)")
+    parser.add_argument(
+        "--repeat", type=common.positive, default=5, metavar="N", help="switches of each, with and without a pause (5)"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     config = EngineConfig(
         model=str(resolve(args.model)),
         device=args.device,
         vram_budget_bytes=args.vram_budget,
-        n_ctx=args.tokens + 512,
+        n_ctx=args.tokens + 512 + 12 * args.repeat,
         n_ubatch=args.ubatch,
         n_parallel=1,
         n_threads=args.threads,
@@ -150,10 +196,16 @@ def main() -> None:
     print(f"{N_CHARACTERS} characters, prompts of {found['n_prompt']} tokens; each read: {found['n_read']}")
     print(f"  seconds to the first token: {found['ttft_s']}")
     print(f"a conversation of {switch['n_prompt']} tokens, {switch['bytes'] / 2**20:.1f} MiB:")
-    print(f"  read in {switch['read_s']} s; switched to in {switch['switch_ttft_s']} s")
+    print(f"  read in {switch['read_s']} s")
     print(
-        f"  copied to host memory in {1e3 * switch['save_s']:.1f} ms and back in {1e3 * switch['restore_s']:.1f} ms: "
-        f"{100 * switch['copy_share']:.1f} % of reading it"
+        f"  switched to without a pause: {1e3 * switch['save_s']:.1f} ms to copy the other one to host memory, "
+        f"{1e3 * switch['restore_s']:.1f} ms to copy this one back, {100 * switch['copy_share']:.1f} % of reading it; "
+        f"first token after {switch['switch_ttft_s']} s"
+    )
+    ahead = switch["ahead"]
+    print(
+        f"  switched to after an idle moment: {1e3 * ahead['switch_s']:.1f} ms, {100 * ahead['switch_share']:.1f} % of "
+        f"reading it; first token after {ahead['switch_ttft_s']} s; {1e3 * ahead['save_s']:.1f} ms were spent ahead"
     )
 
 

@@ -431,7 +431,8 @@ def speculation(results: list[Result]) -> list[str]:
 
 
 def characters(results: list[Result]) -> list[str]:
-    """What the KV store saves. A switch copies one conversation out and another one in."""
+    """What the KV store saves. A switch copies one conversation out and another one in; after an idle moment it only
+    copies in. Older results lack the latter."""
     rows = []
     for result in results:
         lore, switch = result["characters"], result["switch"]
@@ -442,10 +443,12 @@ def characters(results: list[Result]) -> list[str]:
                 number(switch["n_prompt"]),
                 *(number(switch[key]) for key in ("read_s", "save_s", "restore_s")),
                 f"{switch['copy_share']:.0%}",
+                f"{switch['ahead']['switch_share']:.0%}" if "ahead" in switch else number(None),
             ]
         )
     columns = ["budget MiB", "tokens that each of 12 characters reads", "tokens of the conversations", "read s"]
-    return table([*columns, "copied out s", "copied in s", "copies over reading"], rows)
+    columns += ["copied out s", "copied in s", "copies over reading", "after an idle moment, over reading"]
+    return table(columns, rows)
 
 
 def flight(results: list[Result]) -> list[str]:
