@@ -27,9 +27,9 @@ class LaunchOptions(TypedDict, total=False):
     in the context. By default 4096."""
     n_ubatch: int
     """Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph.
-    The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long prompt and the
-    first 16 tokens of its answer; the floor is then at most about half of the budget, or the floor with 512 if that is
-    higher. Without a budget it chooses 512. By default 512."""
+    The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long prompt; the floor
+    is then at most about half of the budget, or the floor with 512 if that is higher. Without a budget it chooses 512.
+    By default 512."""
     n_parallel: int
     """Number of jobs that run at once, each in its own context. By default 4."""
     n_threads: int

@@ -141,8 +141,8 @@ typedef struct fs_launch_options {
     uint32_t n_parallel;
     /* Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
        graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long
-       prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or the
-       floor with 512 if that is higher. Without a budget it chooses 512. Range 0..65536 tokens. Default 512. */
+       prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher. Without
+       a budget it chooses 512. Range 0..65536 tokens. Default 512. */
     uint32_t n_ubatch;
     /* Number of CPU threads; 0: half of the CPUs. Range 0..1024. Default 0. */
     uint32_t n_threads;

@@ -200,8 +200,8 @@ def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
         type=ubatch,
         default=512,
         metavar="N|auto",
-        help="prompt tokens computed at once (512); auto: with what prompts and the first 16 tokens of their answers "
-        "take least at the budgets given, for a sidecar with a floor of about half of its budget at most",
+        help="prompt tokens computed at once (512); auto: with what prompts take least at the budgets given, for a "
+        "sidecar with a floor of about half of its budget at most",
     )
 
 

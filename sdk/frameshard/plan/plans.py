@@ -115,12 +115,6 @@ class Plan:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
         return self._prompt_costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
 
-    def predicted_refill_s(self) -> float:
-        """Predicted seconds of the copies that bring back, after a prompt, the weights that its largest graph has
-        evicted."""
-        evicted = self._costs.resident_share - self._prompt_costs.resident_share
-        return float((self._costs.shards.n_bytes * evicted).sum() / self._costs.profile.h2d)
-
     def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
         """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
         all tokens."""

@@ -22,7 +22,6 @@ PLAIN_UBATCH = 512
 """The size if there is no budget."""
 _UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
 _LONG_PROMPT = 8192
-_ANSWER = 16  # tokens of the first sentence of an answer: a player waits for it
 _AS_GOOD = 1.01  # times up to this factor of the least time count as equal, because nobody notices the difference
 
 
@@ -36,8 +35,8 @@ def choose_ubatch(
     overhead_bytes: int = 0,
     routing: Sequence[float] = (),
 ) -> int:
-    """Chooses the size with the least time for prompts and the first 16 tokens of their answers: the geometric mean
-    over ``budgets``. Of sizes within 1 % of the least time it takes the one with the least time for prompts.
+    """Chooses the size with the least time for prompts: the geometric mean over ``budgets``. Of sizes within 1 % of
+    the least time it takes the smallest, which evicts the fewest weights.
 
     :param budgets: VRAM budgets in bytes.
     :param n_together: the number of prompts that are prefilled at the same time.
@@ -46,7 +45,7 @@ def choose_ubatch(
     :raises BudgetBelowFloor: even the smallest size leaves no room.
     """
     n_prompt = workload.n_prompt
-    found: list[tuple[float, float, int]] = []
+    found: list[tuple[float, int]] = []
     for n_ubatch in _UBATCHES:
         if found and n_ubatch >= 2 * n_prompt * n_together:
             break
@@ -57,12 +56,10 @@ def choose_ubatch(
             if not found:
                 raise
             break
-        prompts = np.array([plan.predicted_ttft(n_prompt, n_together) for plan in plans])
-        answers = _ANSWER * np.array([plan.predicted_decode_s(n_together) for plan in plans])
-        answers += [plan.predicted_refill_s() for plan in plans]
-        found.append((float(np.log(prompts + answers).mean()), float(np.log(prompts).mean()), n_ubatch))
+        seconds = [plan.predicted_ttft(n_prompt, n_together) for plan in plans]
+        found.append((float(np.log(seconds).mean()), n_ubatch))
     as_good = min(found)[0] + np.log(_AS_GOOD)
-    return min((prompts_s, n_ubatch) for both_s, prompts_s, n_ubatch in found if both_s <= as_good)[1]
+    return min(n_ubatch for log_seconds, n_ubatch in found if log_seconds <= as_good)
 
 
 def choose_launch_ubatch(

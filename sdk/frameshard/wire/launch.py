@@ -156,8 +156,8 @@ class EngineOptions:
         checks.integer(0, 2**16, "tokens"),
         "Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each"
         " graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long"
-        " prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or the"
-        " floor with 512 if that is higher. Without a budget it chooses 512.",
+        " prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher. Without"
+        " a budget it chooses 512.",
     ] = 512
     n_parallel: Annotated[int, checks.integer(1, 64), "Number of jobs that run at once, each in its own context."] = 4
     n_threads: Annotated[int, checks.integer(0, 1024), "Number of CPU threads; 0: half of the CPUs."] = 0

@@ -75,8 +75,8 @@ namespace Frameshard
         public uint? NParallel;
         /// <summary>Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once
         /// for each graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a
-        /// long prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or
-        /// the floor with 512 if that is higher. Without a budget it chooses 512. Default 512.</summary>
+        /// long prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher.
+        /// Without a budget it chooses 512. Default 512.</summary>
         public uint? NUbatch;
         /// <summary>Number of CPU threads; 0: half of the CPUs.</summary>
         public uint? NThreads;

@@ -41,8 +41,8 @@ public:
 
 	/** Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
 	 * graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long
-	 * prompt and the first 16 tokens of its answer; the floor is then at most about half of the budget, or the
-	 * floor with 512 if that is higher. Without a budget it chooses 512. */
+	 * prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher. Without
+	 * a budget it chooses 512. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "65536"))
 	int32 NUbatch = 512;
 
