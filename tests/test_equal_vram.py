@@ -16,7 +16,7 @@ import pytest
 
 from frameshard.cli.equal_vram import Finder, Search
 from frameshard.cli.upstream import Program, Setting
-from frameshard.engine.nvml import Observer
+from frameshard.engine.nvml import NvmlObserver
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.workload import Workload
@@ -132,7 +132,7 @@ def finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         machine = Machine(tmp_path, read_model(path), *sizes)
         for name, value in machine.environment.items():
             monkeypatch.setenv(name, value)
-        program = Program(str(machine.program), machine.model, ("-dev", "CUDA0"), 4, Observer)
+        program = Program(str(machine.program), machine.model, ("-dev", "CUDA0"), 4, NvmlObserver)
         return machine, Finder(program, workload)
 
     return make

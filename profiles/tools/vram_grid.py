@@ -24,7 +24,7 @@ import trio
 import frameshard
 from frameshard import errors
 from frameshard.cli.common import parse_size
-from frameshard.engine.nvml import Observer
+from frameshard.engine.observer import find_observer
 
 MIB = 1 << 20
 SAMPLE_S = 0.005
@@ -42,11 +42,11 @@ class Samples:
     """The largest figures of NVML since the last :meth:`take`, in bytes."""
 
     def __init__(self) -> None:
-        self.observer = Observer()
+        self.observer = find_observer()
         self.process = self.card = self.count = 0
         self._before = self._used_of_card()
         self._stop = threading.Event()
-        if self.observer.available:
+        if self.observer.source is not None:
             threading.Thread(target=self._run, daemon=True).start()
 
     def _used_of_card(self) -> int:
@@ -120,7 +120,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
                 for n_tokens in lengths:
                     real = await run_cell(client, args, n_tokens, together)
                     engine = (await client.stats()).engine or {}
-                    if not samples.observer.available:
+                    if samples.observer.source is None:
                         samples.process, samples.count = engine.get("peak_bytes", 0), 1
                     rows.append(
                         {

@@ -296,7 +296,7 @@ class Game:
             at, self._least_held = self._now(), self._pool.held_bytes
             engine = (await self._client.stats()).engine or {}
             device = None
-            if engine.get("nvml"):
+            if engine.get("observed_by"):
                 caps = await self._client.caps_and_requirements()
                 device = caps.total_bytes - caps.free_bytes if caps.total_bytes and caps.free_bytes else None
             held = (engine.get("used_bytes", 0), engine.get("observed_bytes"), device)

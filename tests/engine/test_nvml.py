@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from frameshard.engine.nvml import DRIVER_MARGIN, LOOKS, WINDOW_S, Observer, OverheadMeter
+from frameshard.engine.nvml import NvmlObserver
+from frameshard.engine.overhead import DRIVER_MARGIN, LOOKS, WINDOW_S, OverheadMeter
 
 MIB = 1 << 20
 STEP_S = WINDOW_S / LOOKS
@@ -84,7 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def test_what_the_card_lacks_beyond_its_processes_is_counted(driver: Driver) -> None:
     driver.processes, driver.unlisted = {7: 3000 * MIB}, 500 * MIB  # a game, and unlisted VRAM from before
-    observer = Observer()
+    observer = NvmlObserver()
     assert observer.used() is None
     driver.processes[observer.pid] = 518 * MIB
     driver.unlisted += 37 * MIB
@@ -95,7 +96,7 @@ def test_what_the_card_lacks_beyond_its_processes_is_counted(driver: Driver) -> 
 
 
 def test_memory_that_somebody_else_took_meanwhile_is_not_counted(driver: Driver) -> None:
-    observer = Observer()
+    observer = NvmlObserver()
     driver.processes[observer.pid] = 518 * MIB
     driver.unlisted = 4000 * MIB
     used = observer.used()

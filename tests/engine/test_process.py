@@ -564,7 +564,7 @@ def test_ready_tells_what_was_loaded(model_path: Path) -> None:
         stats = child.wait_for("stats")
         assert stats["seq"] == 4
         assert stats["stats"]["jobs_running"] == 0
-        assert stats["stats"]["nvml"] is False
+        assert stats["stats"]["observed_by"] is None
         child.send(op="ping", seq=5)
         assert child.wait_for("pong") == {"ev": "pong", "seq": 5}
         child.send(op="budget", seq=6, vram_budget_bytes=1 << 20, timeout_s=1.0)

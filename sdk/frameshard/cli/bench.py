@@ -255,15 +255,15 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
 
 
 def _counted(device: str) -> bool:
-    """Whether NVML counts VRAM on a device."""
-    from frameshard.engine.nvml import Observer
+    """Whether the driver counts VRAM on a device."""
+    from frameshard.engine.observer import find_observer
     from frameshard.native import EMULATED, parse_device
 
-    return parse_device(device)[0] != EMULATED and Observer().available
+    return parse_device(device)[0] != EMULATED and find_observer().source is not None
 
 
 def _llama_cpp(runtime: Runtime, args: argparse.Namespace) -> Program:
-    from frameshard.engine.nvml import Observer
+    from frameshard.engine.observer import find_observer
     from frameshard.native import EMULATED
 
     from . import upstream
@@ -275,7 +275,7 @@ def _llama_cpp(runtime: Runtime, args: argparse.Namespace) -> Program:
         runtime.model_info,
         ("-dev", "none" if emulated else runtime.device_name),
         args.vs_threads or (args.threads if emulated else cpus),
-        Observer if _counted(runtime.device_name) else None,
+        find_observer if _counted(runtime.device_name) else None,
     )
 
 

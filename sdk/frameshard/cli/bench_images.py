@@ -176,7 +176,7 @@ def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], 
 
 def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[int], args: argparse.Namespace) -> None:
     """Runs llama.cpp's program and reads the times that it prints, without loading and preprocessing."""
-    from frameshard.engine.nvml import Observer
+    from frameshard.engine.observer import find_observer
     from frameshard.errors import FrameshardError
     from frameshard.native import EMULATED
 
@@ -201,7 +201,7 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
         command += ["-n", str(args.generate), "-c", str(runtime.n_ctx_seq), "-t", str(args.vs_threads or args.threads)]
         command += ["--temp", "0", "-fa", "on", "--chat-template", "vicuna", "--ignore-eos", *row.placement]
         command += ["-lv", "4", *upstream.batch(), *upstream.kv_type(args.kv_type)]  # -lv 4: prints its times
-        observer = None if emulated else Observer()
+        observer = None if emulated else find_observer()
         log = Path(scratch) / "log"
         with open(log, "wb") as out:
             process = subprocess.Popen(

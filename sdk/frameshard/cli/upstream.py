@@ -26,7 +26,7 @@ from frameshard.plan.workload import Workload
 from .vram import Sampler
 
 if TYPE_CHECKING:
-    from frameshard.engine.nvml import Observer
+    from frameshard.engine.observer import Observer
 
 UBATCH = 2048
 """The ubatch in tokens with which llama.cpp prefills fastest."""

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from frameshard.engine.nvml import Observer
+    from frameshard.engine.observer import Observer
 
 INTERVAL_S = 0.01
 
 
 class Sampler:
-    """A context manager that asks NVML every 10 ms. ``peak_bytes`` is ``None`` if NVML does not report it.
+    """A context manager that asks the driver every 10 ms. ``peak_bytes`` is ``None`` if it does not report it.
 
     :param above: called once, from another thread, when the VRAM is above ``limit_bytes``. Then sampling ends.
     """
@@ -30,7 +30,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        if self._observer is None or not self._observer.available:
+        if self._observer is None or self._observer.source is None:
             return
         while True:
             used = self._observer.used()

@@ -1,69 +1,20 @@
 """Reads from the NVIDIA driver (NVML) how much VRAM this process uses, to check the device's own ledger.
 
 Some systems do not report it: without NVIDIA's library, under Windows' WDDM, or in a container that hides process ids.
-There :meth:`Observer.used` is ``None`` and the ledger is not checked.
+There :meth:`NvmlObserver.used` is ``None``.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import logging
 import os
-import time
 from typing import Any
-
-from frameshard.errors import BudgetBelowFloor
-from frameshard.native import ShardDevice
-
-logger = logging.getLogger("frameshard.engine")
-
-
-# VRAM that is kept free for the driver to grow. Kernels and workspaces take memory at their first use: on an H100 the
-# driver's share grew by 50 MiB after the load, and by at most 24 MiB at once.
-DRIVER_MARGIN = 64 << 20
 
 MAX_UNLISTED = 128 << 20
 """If more unlisted VRAM appears, it belongs to another process that started at the same time."""
 
-WINDOW_S = 0.25
-LOOKS = 4
 
-
-class OverheadMeter:
-    """Computes from repeated samples how much VRAM the driver holds beyond the device's ledger, while decodes run.
-
-    A driver may count an allocation or a release late, and a late release looks like overhead. So the result is the
-    minimum of the last :data:`WINDOW_S` seconds, and only if there are at least :data:`LOOKS` samples.
-    """
-
-    def __init__(self) -> None:
-        self._looks: collections.deque[tuple[float, int]] = collections.deque()
-
-    def look(self, now: float, observed_bytes: int, ledger_bytes: int, counted_bytes: int) -> int | None:
-        """Adds a sample.
-
-        :param now: seconds of a monotonic clock.
-        :param observed_bytes: the VRAM that the driver counts for the process.
-        :param ledger_bytes: the VRAM in the device's ledger, without its overhead.
-        :param counted_bytes: the overhead in the ledger now, with :data:`DRIVER_MARGIN`.
-        :returns: the overhead to count from now on, with :data:`DRIVER_MARGIN`; ``None`` if ``counted_bytes`` is still
-            large enough.
-        """
-        self._looks.append((now, observed_bytes - ledger_bytes))
-        while len(self._looks) > LOOKS and now - self._looks[1][0] >= WINDOW_S:
-            self._looks.popleft()
-        if len(self._looks) < LOOKS or now - self._looks[0][0] < WINDOW_S:
-            return None
-        held = min(overhead for _, overhead in self._looks)
-        return held + DRIVER_MARGIN if held + DRIVER_MARGIN // 2 > counted_bytes else None
-
-    def clear(self) -> None:
-        """Forgets all samples, after the ledger's overhead was set."""
-        self._looks.clear()
-
-
-class Observer:
+class NvmlObserver:
     """NVML's figures for this process and the whole device.
 
     Make it before the process opens a GPU. In a container NVML may list this process under another process id: then it
@@ -78,6 +29,8 @@ class Observer:
         self._listed_as: int | None = None
         self._unlisted_before = 0
         self._unlisted: int | None = None
+        self.error = ""
+        """Why there is no NVML."""
         try:
             import pynvml
 
@@ -88,12 +41,12 @@ class Observer:
             self._unlisted_before = self._unlisted_bytes()
         except Exception as error:  # nvmlInit raises a different class for each part that can be missing
             self._nvml = None
-            logger.info("no NVML, VRAM is counted by the device's ledger alone: %s", error)
+            self.error = f"no NVML: {error}"
 
     @property
-    def available(self) -> bool:
-        """Whether NVML works on this machine."""
-        return self._nvml is not None
+    def source(self) -> str | None:
+        """``"nvml"`` if NVML works on this machine, else ``None``."""
+        return None if self._nvml is None else "nvml"
 
     def used(self) -> int | None:
         """The bytes of VRAM that the driver counts for the process on all GPUs; ``None`` if it does not report them.
@@ -168,45 +121,3 @@ class Observer:
                 if process.usedGpuMemory is not None:
                     used[process.pid] = used.get(process.pid, 0) + process.usedGpuMemory
         return used
-
-
-class DriverOverhead:
-    """Updates the overhead in the device's ledger: the VRAM that the driver holds for this process for its own use."""
-
-    def __init__(self, device: ShardDevice, observer: Observer | None) -> None:
-        self._device = device
-        self._observer = observer
-        self._meter = OverheadMeter()
-
-    def measure(self) -> None:
-        """[any thread] Measures the overhead and sets it. Call it only while nothing is allocated or freed: the
-        driver's figure may be seconds late.
-
-        :raises BudgetBelowFloor: with this overhead the budget is below the floor.
-        """
-        used = self._observer.used() if self._observer is not None else None
-        if used is not None:
-            stats = self._device.stats()
-            self._device.set_overhead(max(0, used - (stats.used_bytes - stats.overhead_bytes)) + DRIVER_MARGIN)
-            self._meter.clear()
-
-    def follow(self) -> None:
-        """Raises the overhead if the driver has taken more VRAM since :meth:`measure`. Call it between decodes; it
-        takes 0.05 ms. The device evicts weights at once, so that :data:`DRIVER_MARGIN` is free again."""
-        if self._observer is None:
-            return
-        before = self._device.stats()
-        observed = self._observer.used()
-        after = self._device.stats()
-        if observed is None or after.used_bytes != before.used_bytes:
-            return
-        ledger = after.used_bytes - after.overhead_bytes
-        overhead = self._meter.look(time.monotonic(), observed, ledger, after.overhead_bytes)
-        if overhead is None:
-            return
-        logger.info("the driver holds %d MiB now", (overhead - DRIVER_MARGIN) >> 20)
-        self._meter.clear()
-        try:
-            self._device.set_overhead(overhead)
-        except BudgetBelowFloor as error:
-            logger.warning("%s", error)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from frameshard.engine.llama import KV_PAGE, Llama
-from frameshard.engine.nvml import DriverOverhead, Observer
+from frameshard.engine.observer import Observer
+from frameshard.engine.overhead import DriverOverhead
 from frameshard.engine.probe import Measurements
 from frameshard.errors import BudgetBelowFloor, OutOfMemory
 from frameshard.native import CPU, EMULATED, ShardDevice
@@ -44,7 +45,7 @@ class Placement:
 
     :param device_name: the device's name in the launch options.
     :param model: the header of the model file.
-    :param observer: what NVML counts for this process; ``None`` if NVML is not used.
+    :param observer: what the driver counts for this process; ``None`` on the emulated device.
     :param measure: measure at the load what the kept profile lacks. If false, the load plans from an estimate and
         leaves that to :attr:`measurements`.
     :param on_loading: called with the progress of the profile and of :meth:`settle`.

@@ -53,7 +53,7 @@ def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> 
     """[any thread] Returns the engine's part of the protocol's ``stats`` answer."""
     stats: dict[str, object] = batcher.statistics()
     stats["adapters"] = {each.name: each.size_bytes for each in runtime.adapters.describe()}
-    stats["nvml"] = runtime.observer is not None and runtime.observer.available
+    stats["observed_by"] = None if runtime.observer is None else runtime.observer.source
     if runtime.device is not None and runtime.placement is not None:
         stats.update(dataclasses.asdict(runtime.device.stats()))
         stats["budget_bytes"] = runtime.vram_budget_bytes

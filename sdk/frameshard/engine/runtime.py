@@ -31,7 +31,7 @@ from frameshard.engine import llamalog
 from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows
-from frameshard.engine.nvml import Observer
+from frameshard.engine.observer import Observer, find_observer
 from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, Overloaded
@@ -175,7 +175,7 @@ class Runtime:
         if device.startswith(STOCK):
             return (ctypes.c_void_p * 2)(device_handle(device[len(STOCK) :]), None)
         if self.device_name != EMULATED:
-            self.observer = Observer()
+            self.observer = find_observer()
         config = self.config
         self.device = ShardDevice(device, vram_budget_bytes=config.vram_budget_bytes, n_threads=self.n_threads)
         self.placement = Placement(

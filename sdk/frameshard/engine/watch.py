@@ -1,7 +1,8 @@
 """Watches the device's memory and the other processes that use it, to check the host's budget.
 
-The figures come from NVML or from the emulated device. The emulated device simulates another process if its fault
-script says so. On other devices there are no figures; the log says so once.
+The figures come from the driver (NVML, DRM), else from the device's own interface (CUDA, Vulkan's memory budget), which
+knows no other processes by their ids. The emulated device simulates another process if its fault script says so. Where
+there are no figures, the log says so once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 
 from frameshard.engine.runtime import Runtime
-from frameshard.native import EMULATED
 from frameshard.wire import engine as em
 
 logger = logging.getLogger("frameshard.engine")
@@ -30,10 +30,8 @@ class Watcher:
         self._above = 0
         self._used = 0
         self._played = 0
-        if runtime.device is not None and runtime.device_name != EMULATED and self._totals() is None:
-            logger.warning(
-                "this GPU does not report its free memory or other processes: the host's budget alone counts"
-            )
+        if runtime.device is not None and self._totals(runtime.device.stats().used_bytes) is None:
+            logger.warning("this GPU does not report its free memory: the host's budget alone counts")
 
     def look(self, *, parked: bool) -> em.Watch:
         """Makes the event for the broker. A process is reported once, when it appears. The first look reports none.
@@ -44,7 +42,7 @@ class Watcher:
         if runtime.device is None:
             return em.Watch(0, 0, 0, None, None, (), 0)
         stats = runtime.device.stats()
-        totals, others = self._totals(), self._others(stats.used_bytes)
+        totals, others = self._totals(stats.used_bytes), self._others(stats.used_bytes)
         known = self._known if self._known is not None else set(others)
         appeared = tuple((pid, n_bytes) for pid, n_bytes in others.items() if pid not in known)
         self._known = known | others.keys()
@@ -59,18 +57,22 @@ class Watcher:
             excess_bytes=0 if parked else self._excess(stats.used_bytes),
         )
 
-    def _totals(self) -> tuple[int, int] | None:
+    def _totals(self, used_bytes: int) -> tuple[int, int] | None:
+        """The free and the total bytes of VRAM; ``None`` if nothing reports them."""
         runtime = self._runtime
-        if runtime.observer is not None:
-            return runtime.observer.totals()
+        totals = None if runtime.observer is None else runtime.observer.totals()
+        if totals is not None:
+            return totals
         assert runtime.device is not None
-        return runtime.device.memory()
+        free, total = runtime.device.memory()
+        # Vulkan without VK_EXT_memory_budget calls all memory free, also what is in use.
+        return None if free + used_bytes // 2 > total else (free, total)
 
     def _others(self, used_bytes: int) -> dict[int, int]:
         """The bytes of VRAM of other processes, by process id. Id 0 is the one that the emulated device simulates."""
         if self._runtime.observer is not None:
             return self._runtime.observer.others()
-        totals = self._totals()
+        totals = self._totals(used_bytes)
         assert totals is not None
         # Take the smaller of two looks: an allocation in progress may be in one count and not yet in the other.
         before, self._played = self._played, totals[1] - totals[0] - used_bytes
