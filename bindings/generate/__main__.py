@@ -11,6 +11,7 @@ from pathlib import Path
 import for_c
 import for_csharp
 import for_document
+import for_godot
 import for_lua
 import for_python
 import for_unreal
@@ -18,7 +19,7 @@ import manifest
 from files import BINDINGS, ROOT
 
 # Each makes files of the manifest and of the files that those before it have made.
-GENERATORS = (for_document, for_c, for_lua, for_csharp, for_python, for_unreal)
+GENERATORS = (for_document, for_c, for_lua, for_csharp, for_python, for_unreal, for_godot)
 
 
 def files() -> dict[Path, str]:

@@ -1,0 +1,246 @@
+#include "sidecar.h"
+
+#include <algorithm>
+#include <fstream>
+
+#include "properties.h"
+
+namespace {
+
+using engine::Value;
+
+constexpr double MIB = 1048576;
+constexpr double RELEASE_TIMEOUT_S = 10;
+
+void *create(GDExtensionObjectPtr owner) { return new Sidecar(owner); }
+void destroy(void *instance) { delete static_cast<Sidecar *>(instance); }
+void enter_tree(void *instance) { static_cast<Sidecar *>(instance)->enter_tree(); }
+void process(void *instance) { static_cast<Sidecar *>(instance)->process(); }
+const engine::Class TYPE = {"FrameshardSidecar", create, destroy, enter_tree, process};
+
+const Property PROPERTIES[] = {
+    {"launch_at_start", Kind::boolean, offsetof(SidecarValues, launch_at_start), 0, ""},
+    {"target_frame_rate", Kind::number, offsetof(SidecarValues, target_frame_rate), 1, "0,1000,1"},
+    {"scheduling", Kind::text, offsetof(SidecarValues, scheduling), 2,
+     "prioritize_graphics,balance,prioritize_compute"},
+    {"events_per_frame", Kind::integer, offsetof(SidecarValues, events_per_frame), 1, "1,4096,1"},
+};
+
+std::vector<Sidecar *> &living() {
+    static std::vector<Sidecar *> sidecars;
+    return sidecars;
+}
+
+/* The word for a number of frameshard.h; "" for one that is not known. */
+template <size_t N> const char *word(const char *const (&words)[N], uint64_t number) {
+    return number >= 1 && number <= N ? words[number - 1] : "";
+}
+
+/* The number of a word; 0: it is not known. */
+template <size_t N> int32_t number(const char *const (&words)[N], const std::string &wanted) {
+    const auto *found = std::find(std::begin(words), std::end(words), wanted);
+    return found == std::end(words) ? 0 : int32_t(found - std::begin(words)) + 1;
+}
+
+std::string folder_of_game() { return engine::singleton("OS").call("get_executable_path").call("get_base_dir").text(); }
+
+/* The sidecar of a bundle in the folder `frameshard` beside the game; "" if there is none. */
+std::string built_in() {
+    for (const char *name : {"pythonw.exe", "python"}) {
+        const std::string path = folder_of_game() + "/frameshard/sidecar/" + name;
+        if (std::ifstream(path).good()) {
+            return path;
+        }
+    }
+    return "";
+}
+
+} // namespace
+
+std::string plain_path(const std::string &path) {
+    const std::string resources = "res://";
+    if (path.compare(0, resources.size(), resources) == 0 &&
+        !engine::singleton("OS").call("has_feature", {"editor"}).boolean()) {
+        return folder_of_game() + "/" + path.substr(resources.size()); // the sidecar cannot read the game's pack
+    }
+    return engine::singleton("ProjectSettings").call("globalize_path", {std::string_view(path)}).text();
+}
+
+std::string last_error() {
+    uint32_t length = 0;
+    const char *text = fs_last_error(&length);
+    return std::string(text, length);
+}
+
+void raise_later(const Value &node, fs_status status, const std::string &message) {
+    node.call("call_deferred", {"emit_signal", "error_raised", fs_status_name(status), std::string_view(message)});
+}
+
+Sidecar::Sidecar(GDExtensionObjectPtr owner) : owner_(owner) {
+    living().push_back(this);
+    game_->on_ready = [this](const fs_model &model) {
+        changed(PROPERTIES[2]);
+        emit("model_ready", {model.name, double(model.floor_bytes) / MIB, double(model.full_bytes) / MIB});
+    };
+    game_->on_event = [this](const fs_event &event) { hear(event); };
+    game_->on_closed = [this](fs_status status, std::string_view message) {
+        if (status != FS_OK) {
+            emit("error_raised", {fs_status_name(status), message});
+        }
+        emit("closed", {});
+    };
+}
+
+Sidecar::~Sidecar() {
+    living().erase(std::find(living().begin(), living().end(), this));
+    game_->on_ready = nullptr;
+    game_->on_event = nullptr;
+    game_->on_closed = nullptr;
+    game_->close(0);
+}
+
+Sidecar *Sidecar::any() {
+    const auto open = std::find_if(living().begin(), living().end(), [](Sidecar *one) { return one->open(); });
+    return open != living().end() ? *open : living().empty() ? nullptr : living().front();
+}
+
+bool Sidecar::is_alive(const Sidecar *sidecar) {
+    return std::find(living().begin(), living().end(), sidecar) != living().end();
+}
+
+void Sidecar::enter_tree() {
+    if (!std::exchange(entered_, true) && values.launch_at_start) {
+        launch();
+    }
+}
+
+void Sidecar::process() {
+    const auto game = game_; // a signal may free this node
+    game->pump(int32_t(values.events_per_frame));
+}
+
+void Sidecar::launch() {
+    Texts texts;
+    fs_launch_options made;
+    fs_launch_options_init(&made, sizeof made);
+    fill(made, options, texts);
+    if (options.python.empty()) {
+        made.python = texts.text(built_in());
+    }
+    made.client_name = "godot";
+    begin(game_->launch(made));
+}
+
+void Sidecar::connect(const std::string &connect_file) {
+    begin(game_->connect(plain_path(connect_file).c_str(), "godot"));
+}
+
+void Sidecar::begin(fs_status status) {
+    if (status != FS_OK) {
+        raise_later(status, last_error());
+        return;
+    }
+    changed(PROPERTIES[1]);
+}
+
+void Sidecar::close() { game_->close(0); }
+
+void Sidecar::set_lease(double vram_budget_mb, const std::string &state) {
+    if (open() == nullptr) {
+        raise_later(FS_CONNECTION_LOST, "there is no open sidecar: call launch() first");
+        return;
+    }
+    fs_lease lease;
+    fs_lease_init(&lease, sizeof lease);
+    lease.vram_budget_bytes = uint64_t(std::max(0.0, vram_budget_mb) * MIB);
+    lease.timeout_s = RELEASE_TIMEOUT_S;
+    lease.state = number(LeaseState, state);
+    const fs_status status = game_->set_lease(lease, [this](const frameshard::BudgetResult &result) {
+        if (result.status == FS_OK) {
+            emit("budget_released", {double(result.budget_bytes) / MIB, double(result.used_bytes) / MIB});
+        } else if (result.status != FS_CANCELLED) {
+            emit("error_raised", {fs_status_name(result.status), std::string_view(result.message)});
+        }
+    });
+    if (status != FS_OK) {
+        raise_later(status, last_error());
+    }
+}
+
+void Sidecar::changed(const Property &property) {
+    if (open() == nullptr) {
+        return;
+    }
+    const std::string name(property.name);
+    if (name == "vram_budget_mb") {
+        set_lease(options.vram_budget_mb, "active");
+    } else if (name == "target_frame_rate") {
+        game_->keep_out_of_frames(values.target_frame_rate > 0 ? 1 / values.target_frame_rate : 0);
+    } else if (name == "scheduling") {
+        const fs_status status = fs_set_pacing(game_->client(), number(SchedulingMode, values.scheduling), 0, nullptr);
+        if (status != FS_OK) {
+            raise_later(status, last_error());
+        }
+    }
+}
+
+void Sidecar::hear(const fs_event &event) {
+    const std::string_view text(event.text, event.text_length);
+    if (event.type == FS_EVENT_NOTICE) {
+        emit("notice_received", {word(NoticeKind, event.notice), text, double(event.budget_bytes) / MIB});
+    } else if (event.type == FS_EVENT_LOADING) {
+        emit("loading_updated", {word(LoadingStage, event.stage), int64_t(event.done), int64_t(event.total)});
+    } else if (event.type == FS_EVENT_REFUSED) {
+        emit("error_raised", {fs_status_name(event.status), text});
+    }
+}
+
+void Sidecar::emit(const char *signal, std::vector<Value> arguments) {
+    const Value owner = owner_; // a listener may free this node
+    arguments.insert(arguments.begin(), Value(signal));
+    owner.call("emit_signal", arguments);
+}
+
+void Sidecar::raise_later(fs_status status, const std::string &message) { ::raise_later(owner_, status, message); }
+
+void Sidecar::add() {
+    constexpr auto STRING = GDEXTENSION_VARIANT_TYPE_STRING;
+    constexpr auto FLOAT = GDEXTENSION_VARIANT_TYPE_FLOAT;
+    constexpr auto INT = GDEXTENSION_VARIANT_TYPE_INT;
+    engine::add(TYPE);
+    for (const Property &property : PROPERTIES) {
+        add_property<Sidecar, &Sidecar::values>(TYPE, property);
+    }
+    for (const Property &property : LAUNCH_PROPERTIES) {
+        add_property<Sidecar, &Sidecar::options>(TYPE, property);
+    }
+    using Arguments = const std::vector<Value> &;
+    auto method = [](const char *name, std::vector<engine::Argument> arguments, GDExtensionVariantType result,
+                     Value (*call)(void *, const void *, Arguments)) {
+        engine::add(TYPE, engine::Method{name, std::move(arguments), result, call, nullptr});
+    };
+    constexpr auto NOTHING = GDEXTENSION_VARIANT_TYPE_NIL;
+    method("launch", {}, NOTHING,
+           [](void *self, const void *, Arguments) { return static_cast<Sidecar *>(self)->launch(), Value(); });
+    method("connect_to", {{"connect_file", STRING}}, NOTHING, [](void *self, const void *, Arguments given) {
+        return static_cast<Sidecar *>(self)->connect(given[0].text()), Value();
+    });
+    method("close", {}, NOTHING,
+           [](void *self, const void *, Arguments) { return static_cast<Sidecar *>(self)->close(), Value(); });
+    method("set_lease", {{"vram_budget_mb", FLOAT}, {"state", STRING}}, NOTHING,
+           [](void *self, const void *, Arguments given) {
+               return static_cast<Sidecar *>(self)->set_lease(given[0].number(), given[1].text()), Value();
+           });
+    method("is_model_ready", {}, GDEXTENSION_VARIANT_TYPE_BOOL, [](void *self, const void *, Arguments) {
+        const auto *game = static_cast<Sidecar *>(self)->open();
+        return Value(game != nullptr && game->is_ready());
+    });
+    engine::add(TYPE, engine::Signal{"model_ready", {{"model", STRING}, {"floor_mb", FLOAT}, {"full_mb", FLOAT}}});
+    engine::add(TYPE, engine::Signal{"budget_released", {{"budget_mb", FLOAT}, {"used_mb", FLOAT}}});
+    engine::add(TYPE, engine::Signal{"notice_received", {{"kind", STRING}, {"text", STRING}, {"budget_mb", FLOAT}}});
+    engine::add(TYPE, engine::Signal{"loading_updated", {{"stage", STRING}, {"done", INT}, {"total", INT}}});
+    engine::add(TYPE, engine::Signal{"error_raised", {{"name", STRING}, {"message", STRING}}});
+    engine::add(TYPE, engine::Signal{"closed", {}});
+}
+
+void Sidecar::remove() { engine::remove(TYPE); }
