@@ -13,11 +13,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 SOURCES := $(shell find sdk native -type f -not -path '*/__pycache__/*' -not -path '*/.*') pyproject.toml README.md
-PYTHON_CODE := sdk tests samples native profiles .assets
-C_CODE = $(shell find native bindings/c tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
+PYTHON_CODE := sdk tests samples native profiles bindings/packages .assets
+C_CODE = $(shell find native bindings/c bindings/godot tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
 
-.PHONY: help build demo test lint generate bindings windows vulkan vulkan-tests fuzz hostile sanitize soak vision clean
+.PHONY: help build demo test lint generate bindings packages windows vulkan vulkan-tests fuzz hostile sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -48,9 +48,10 @@ generate: $(VENV)/installed ## rewrite what mirrors sdk/frameshard/wire: PROTOCO
 	PYTHONPATH=sdk $(BIN)/python tests/conformance/make_arbiter.py
 
 # FRAMESHARD_BINDINGS tells the tests where the C library is; with it none of them is skipped.
-bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C and C++ also under ASan with UBSan
+bindings: $(VENV)/installed ## the C, C++, C#, Godot and Lua clients: built, tested, C and C++ also under ASan with UBSan
 	@$(BIN)/python bindings/missing.py
-	cmake -S bindings/c -B build/bindings -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_EXAMPLES=ON
+	bindings/godot/engine.sh build/godot
+	cmake -S bindings/c -B build/bindings -G Ninja -DFRAMESHARD_TESTS=ON -DFRAMESHARD_EXAMPLES=ON -DFRAMESHARD_GODOT=$(CURDIR)/build/godot
 	cmake --build build/bindings
 	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings $(BIN)/python -m pytest tests/conformance tests/bindings \
 	  tests/test_wheel.py tests/test_bundle.py
@@ -58,6 +59,9 @@ bindings: $(VENV)/installed ## the C, C++, C# and Lua clients: built, tested, C 
 	cmake --build build/bindings-asan
 	FRAMESHARD_BINDINGS=$(CURDIR)/build/bindings-asan $(BIN)/python -m pytest -k "c- or cpp- or test_program" \
 	  tests/conformance/test_scenarios.py tests/bindings/test_native.py
+
+packages: $(VENV)/python ## packages for Unity, Unreal, Godot and LÖVE, in build/packages
+	$(BIN)/python bindings/packages
 
 windows: $(VENV)/installed ## all but the GPU for Windows: cross-compiled by MinGW-w64, tested under Wine
 	bindings/c/windows/build.sh build/windows

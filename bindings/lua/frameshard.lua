@@ -9,7 +9,8 @@
 --     end
 --
 -- This module wraps the C library, which it loads with LuaJIT's ffi. It looks for the library in $FRAMESHARD_LIBRARY,
--- then next to the LÖVE game, then under the name "frameshard" in the system's library path.
+-- then beside this file, in the LÖVE game's folder and beside the game, then under the name "frameshard" in the system's
+-- library path.
 --
 -- A call that fails raises an error object (see `Error`). An error that occurs later is passed to the callbacks and
 -- comes as an event. All texts are valid UTF-8, so LÖVE can draw them; a delta never ends within a character. Sizes
@@ -408,9 +409,13 @@ local function open_library()
   if chosen and chosen ~= "" then
     return load_library(chosen)
   end
+  local name = ({ Windows = "frameshard.dll", OSX = "libframeshard.dylib" })[ffi.os] or "libframeshard.so"
+  local folders = { debug.getinfo(1, "S").source:match("^@(.*)[/\\]") or "." }
   if love and love.filesystem then
-    local name = ({ Windows = "frameshard.dll", OSX = "libframeshard.dylib" })[ffi.os] or "libframeshard.so"
-    local path = love.filesystem.getSourceBaseDirectory() .. "/" .. name
+    folders = { love.filesystem.getSource(), love.filesystem.getSourceBaseDirectory() }
+  end
+  for _, folder in ipairs(folders) do
+    local path = folder .. "/" .. name
     local file = io.open(path, "rb")
     if file then
       file:close()

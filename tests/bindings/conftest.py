@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import engine_packages
 import pytest
 
 
@@ -30,3 +32,27 @@ def program_env(built: Path, model_path: Path, mmproj_path: Path) -> dict[str, s
         "FRAMESHARD_MMPROJ": str(mmproj_path),
         "FRAMESHARD_PYTHON": sys.executable,
     }
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Libraries: the real one for Linux if `make bindings` has built it; others are stand-ins."""
+    folder = tmp_path_factory.mktemp("native")
+    built = os.environ.get("FRAMESHARD_BINDINGS")
+    linux = ["linux-x86_64/libframeshard.so", "linux-x86_64/libframeshard_godot.so"]
+    windows = [f"windows-x86_64/{name}" for name in ("frameshard.dll", "libframeshard.dll.a", "frameshard_godot.dll")]
+    for name in (*linux, *windows, "licences/libzmq.txt"):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if built and path.suffix == ".so":
+            shutil.copyfile(next(Path(built).rglob(path.name)), path)
+        else:
+            path.write_text(f"stands for {name}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def packages(native: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages")
+    engine_packages.make(native, folder)
+    return folder

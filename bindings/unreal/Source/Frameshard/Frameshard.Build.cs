@@ -9,15 +9,15 @@ public class Frameshard : ModuleRules
         CppStandard = CppStandardVersion.Cpp20;
         PublicDependencyModuleNames.AddRange(new[] { "Core", "CoreUObject", "Engine", "DeveloperSettings" });
 
-        // What README.md has put there: frameshard.h, frameshard_game.hpp and the client library.
+        // Put there by `make packages`: frameshard.h, frameshard_game.hpp and the client library.
         string Client = Path.Combine(PluginDirectory, "ThirdParty", "frameshard");
         PrivateIncludePaths.Add(Path.Combine(Client, "include"));
         if (Target.Platform == UnrealTargetPlatform.Win64)
         {
             PublicAdditionalLibraries.Add(Path.Combine(Client, "lib", "libframeshard.dll.a"));
-            PublicDelayLoadDLLs.Add("libframeshard.dll");
+            PublicDelayLoadDLLs.Add("frameshard.dll");
             RuntimeDependencies.Add(
-                "$(TargetOutputDir)/libframeshard.dll", Path.Combine(Client, "bin", "libframeshard.dll"));
+                "$(TargetOutputDir)/frameshard.dll", Path.Combine(Client, "bin", "frameshard.dll"));
         }
         else
         {
