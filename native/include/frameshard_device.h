@@ -23,19 +23,20 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 3
+#define FSD_INTERFACE_VERSION 4
 
 typedef enum {
     FSD_OK = 0,
-    FSD_BAD_ARGUMENT = 1,  /* a value is out of range or a pointer is missing */
-    FSD_BAD_STATE = 2,     /* called out of order */
-    FSD_NO_DEVICE = 3,     /* no ggml device of that name; the message lists the devices */
-    FSD_VERSION = 4,       /* the running ggml is not the one this library was built against */
-    FSD_BELOW_FLOOR = 5,   /* the budget is below the floor; fsd_get_stats gives floor_bytes */
-    FSD_OUT_OF_MEMORY = 6, /* the inner device refused an allocation that fits the budget */
-    FSD_TIMEOUT = 7,       /* the time was not enough; the request stays in force */
-    FSD_STOPPED = 8,       /* fsd_stop_probe, or a request for a budget, has ended the measurement */
-    FSD_UNSUPPORTED = 9    /* not with this inner device */
+    FSD_BAD_ARGUMENT = 1,     /* a value is out of range or a pointer is missing */
+    FSD_BAD_STATE = 2,        /* called out of order */
+    FSD_NO_DEVICE = 3,        /* no ggml device of that name; the message lists the devices */
+    FSD_VERSION = 4,          /* the running ggml is not the one this library was built against */
+    FSD_BELOW_FLOOR = 5,      /* the budget is below the floor; fsd_get_stats gives floor_bytes */
+    FSD_OUT_OF_MEMORY = 6,    /* the inner device refused an allocation that fits the budget */
+    FSD_TIMEOUT = 7,          /* the time was not enough; the request stays in force */
+    FSD_STOPPED = 8,          /* fsd_stop_probe, or a request for a budget, has ended the measurement */
+    FSD_UNSUPPORTED = 9,      /* not with this inner device */
+    FSD_BELOW_HOST_FLOOR = 10 /* the host budget is below its floor; fsd_get_stats gives host_floor_bytes */
 } fsd_status;
 
 typedef enum { FSD_STREAMED = 1, FSD_CPU = 2 } fsd_placement; /* of a shard that is not resident */
@@ -111,6 +112,12 @@ typedef struct {
     uint64_t imported_bytes;    /* copied from imported host memory; a part of what was copied */
     uint64_t staged_bytes;      /* copied through slots of pinned memory; a part of what was copied */
     uint64_t image_floor_bytes; /* the smallest budget for the latest image; 0 before the first */
+    /* host memory that the shard device holds; not what llama.cpp and the calling program hold beside it */
+    uint64_t host_budget_bytes;  /* in force; 0: no limit */
+    uint64_t host_used_bytes;    /* weights, pinned memory, KV blocks in host memory, the vision tower's buffers */
+    uint64_t host_floor_bytes;   /* the smallest host budget; it grows with the KV blocks; valid after fsd_commit */
+    uint64_t host_weights_bytes; /* part of host_used_bytes: the model file, which is mapped */
+    uint64_t disk_read_bytes;    /* read from the file by the shard device since load; 0 while the file is mapped */
 } fsd_stats;
 
 /* Version of this interface, and the ggml version and commit that it was built against. */
@@ -149,6 +156,11 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
 /* [any thread] Requests a budget. It is applied between two steps of a running graph, otherwise at once. Waits until
  * used_bytes <= bytes, at most timeout_s. A budget below the floor changes nothing and returns FSD_BELOW_FLOOR. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
+
+/* [any thread] Requests a limit on host_used_bytes; 0: no limit. A limit below the floor changes nothing and returns
+ * FSD_BELOW_HOST_FLOOR. Before fsd_commit the floor is not known: fsd_commit checks the limit then, with the same result.
+ * Waits until host_used_bytes <= bytes, at most timeout_s. */
+FSD_API fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s);
 
 /* A sequence of llama.cpp has, or soon will have, so many cells. Memory for them is allocated at once. Memory that is no
  * longer in use is freed by fsd_fill; for a sequence that became shorter, after a graph has shown where its cells lie.

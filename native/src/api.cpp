@@ -341,6 +341,18 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
     return FSD_OK;
 }
 
+fsd_status fsd_set_host_budget(uint64_t bytes, double) {
+    Device &d = device();
+    if (!d.configured.load()) {
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
+    }
+    if (!d.host.fits(bytes)) {
+        return fail(FSD_BELOW_HOST_FLOOR, below_host_floor(bytes, d.host.floor()));
+    }
+    d.host.set_budget(bytes);
+    return FSD_OK;
+}
+
 fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
@@ -517,6 +529,10 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     add_tower_counters(*stats);
     stats->imported_bytes = d.inner.host_paths.imported_bytes.load();
     stats->staged_bytes = d.inner.host_paths.staged_bytes.load();
+    stats->host_budget_bytes = d.host.budget();
+    stats->host_used_bytes = d.host.used();
+    stats->host_floor_bytes = d.host.floor();
+    stats->host_weights_bytes = d.host.weights();
     stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.ledger.floor();
     stats->full_bytes = d.ledger.full();

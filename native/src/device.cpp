@@ -50,7 +50,7 @@ static std::vector<Ledger::Reclaimer> reclaimers(Device &d) {
 Device::Device(Inner &inner, Pacing &pacing, BudgetRequests &requests)
     : inner(inner), pacing(pacing), requests(requests), arena(inner, ledger, weights, residency_generation),
       ring(inner, ledger, weights, experts, residency_generation), kv(inner, ledger, weights, residency_generation),
-      ledger(inner, reclaimers(*this)) {}
+      ledger(inner, reclaimers(*this)), host(inner, kv) {}
 
 void Device::count(const Ring::Copied &copied) {
     counters.update([&](fsd_stats &c) {
@@ -99,6 +99,10 @@ fsd_status Device::commit(std::string &why) {
               " MiB is below the floor: this model and context need at least " +
               std::to_string((ledger.floor() + (1 << 20) - 1) >> 20) + " MiB";
         return FSD_BELOW_FLOOR;
+    }
+    if (!host.commit()) {
+        why = below_host_floor(host.budget(), host.floor());
+        return FSD_BELOW_HOST_FLOOR;
     }
     for (Buffer *b : buffers) {
         if (b->lasting && !materialise(b)) {

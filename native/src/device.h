@@ -13,6 +13,7 @@
 #include "buffer.h"
 #include "counters.h"
 #include "frameshard_device.h"
+#include "host_ledger.h"
 #include "kv_store.h"
 #include "plan.h"
 #include "requests.h"
@@ -56,6 +57,7 @@ struct Device {
 
     // Any thread.
     Ledger ledger;
+    HostLedger host;
     std::atomic<bool> abort{false};
     std::atomic<bool> probe_stopped{false};
     Counters counters;

@@ -195,6 +195,7 @@ HostPath HostPaths::add(ggml_backend_dev_t device, bool imports, void *p, size_t
         range->path = may_pin && copy_range(*range) ? HostPath::copied : HostPath::staged;
     }
     const HostPath path = range->path;
+    pinned_bytes += path == HostPath::copied ? bytes : 0;
     std::lock_guard<std::mutex> lock(mutex_);
     ranges_.push_back(std::move(range));
     return path;
@@ -211,6 +212,7 @@ void HostPaths::remove(void *p) {
         range = std::move(*it);
         ranges_.erase(it);
     }
+    pinned_bytes -= range->path == HostPath::copied ? (uint64_t)(range->end - range->begin) : 0;
     auto unpin = (void (*)(void *))procedure(range->device, "ggml_backend_unregister_host_buffer");
     if (range->path == HostPath::registered && unpin) {
         unpin(p);
@@ -263,6 +265,7 @@ void HostPaths::copy_from_windows(ggml_backend_t stream, const Range &range, con
 bool HostPaths::take_slots(ggml_backend_dev_t device) {
     if (!slot_memory_) {
         slot_memory_ = allocate_pinned(device, kSlots * kSlotBytes);
+        pinned_bytes += slot_memory_ ? kSlots * kSlotBytes : 0;
     }
     if (!slot_memory_) {
         return false;
@@ -308,6 +311,7 @@ void HostPaths::close() {
     }
     slots_.clear();
     copiers_.reset();
+    pinned_bytes -= slot_memory_ ? kSlots * kSlotBytes : 0;
     slot_memory_.reset();
     next_slot_ = 0;
 }

@@ -80,6 +80,8 @@ class HostPaths {
     void close();
 
     std::atomic<uint64_t> imported_bytes{0}, staged_bytes{0}; // copied so far
+    // Held: the slots, and second copies of ranges.
+    std::atomic<uint64_t> pinned_bytes{0};
 
   private:
     struct Window {

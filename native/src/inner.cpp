@@ -133,8 +133,8 @@ char *Inner::staging(size_t bytes) {
         synchronize(); // it may be in use
         staging_bytes = align_up(2 * bytes);
         ggml_backend_buffer_type_t host = host_buffer_type();
-        pinned_staging.reset(host ? ggml_backend_buft_alloc_buffer(host, staging_bytes) : nullptr);
-        pageable_staging.resize(pinned_staging ? 0 : staging_bytes);
+        pinned_staging.reset(host ? ggml_backend_buft_alloc_buffer(host, staging_bytes.load()) : nullptr);
+        pageable_staging.resize(pinned_staging ? 0 : staging_bytes.load());
     }
     return pinned_staging ? (char *)ggml_backend_buffer_get_base(pinned_staging.get()) : pageable_staging.data();
 }

@@ -96,6 +96,8 @@ class Inner {
     void wait_for_copies();
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
+    // [any thread] Host memory that is held for copies: staging memory, and that of the host paths.
+    uint64_t pinned_bytes() const { return staging_bytes.load() + host_paths.pinned_bytes.load(); }
     // Writes `n` rows of floats in staging memory to rows `places`, also in staging memory, of a tensor on the device.
     ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);
 
@@ -115,7 +117,7 @@ class Inner {
     ggml_backend_event_t copied = nullptr; // of wait_for_copies()
     InnerBuffer pinned_staging, pinned_zeros;
     std::vector<char> pageable_staging; // where the device has no pinned memory
-    size_t staging_bytes = 0;
+    std::atomic<size_t> staging_bytes{0};
 };
 
 } // namespace fsd

@@ -40,6 +40,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     }
     if (c->attached) {
         d.inner.detach(c->base);
+        d.host.remove_weights(c->size);
     }
     if (!c->weights && c->base) {
         release_addresses(c->base, std::max<size_t>(c->size, 1));
@@ -316,6 +317,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->weights = true;
     const HostPath path = d.inner.attach(ptr, size);
     c->attached = true;
+    d.host.add_weights(size);
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.buffers.push_back(c.get());
     d.weights.path = std::max(d.weights.path, path);

@@ -28,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 _FILE = {"win32": "{}.dll", "darwin": "lib{}.dylib"}.get(sys.platform, "lib{}.so")
 
 
@@ -109,6 +109,11 @@ class Stats:
     imported_bytes: int
     staged_bytes: int
     image_floor_bytes: int
+    host_budget_bytes: int
+    host_used_bytes: int
+    host_floor_bytes: int
+    host_weights_bytes: int
+    disk_read_bytes: int
 
 
 def _c_type(name: str, annotation: str) -> Any:
@@ -723,6 +728,10 @@ class ShardDevice:
             raise errors.VersionMismatch(text)
         if status == 5:
             raise errors.below_floor(self._vram_budget_bytes if budget is None else budget, self.stats().floor_bytes)
+        if status == 10:
+            stats = self.stats()
+            wanted = stats.host_budget_bytes if budget is None else budget
+            raise errors.BudgetBelowFloor(text, budget_bytes=wanted, floor_bytes=stats.host_floor_bytes)
         if status == 6:
             raise errors.OutOfMemory(text)
         if status == 7:
@@ -743,7 +752,7 @@ class ShardDevice:
     def commit(self) -> None:
         """Takes the VRAM that the model needs at any budget.
 
-        :raises BudgetBelowFloor: the budget is too small.
+        :raises BudgetBelowFloor: the budget, or the limit on host memory, is too small.
         :raises OutOfMemory: the inner device refuses the memory.
         """
         self._check(self._lib.fsd_commit())
@@ -838,6 +847,17 @@ class ShardDevice:
         status = self._lib.fsd_set_budget(ctypes.c_uint64(vram_budget_bytes), ctypes.c_double(timeout_s))
         self._check(status, vram_budget_bytes)
         self._vram_budget_bytes = vram_budget_bytes
+
+    def set_host_budget(self, host_budget_bytes: int, timeout_s: float = 5.0) -> None:
+        """Any thread, also while a graph runs: limits the host memory that the device holds; 0 for no limit. Returns
+        when at most ``host_budget_bytes`` are in use. Before :meth:`commit` the floor is not known, so :meth:`commit`
+        checks the limit.
+
+        :raises BudgetBelowFloor: the limit is below ``host_floor_bytes``; nothing changes.
+        :raises DeadlineMissed: more was in use after ``timeout_s`` seconds. The limit stays in force.
+        """
+        status = self._lib.fsd_set_host_budget(ctypes.c_uint64(host_budget_bytes), ctypes.c_double(timeout_s))
+        self._check(status, host_budget_bytes)
 
     def use_kv(self, sequence: int, cells: int) -> None:
         """Takes room for ``cells`` tokens of a sequence. Room that is not needed any more is freed by :meth:`fill`.

@@ -657,6 +657,27 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
 
 // A buffer that is allocated after fsd_commit, such as one of a second context, takes VRAM from the arena, never from
 // the floor.
+SCENARIO(host_memory_is_counted_and_limited) {
+    Session s(config_of(0));
+    CHECK(fsd_set_host_budget(1, 0) == FSD_OK); // the floor is not known yet
+    CHECK(fsd_commit() == FSD_BELOW_HOST_FLOOR &&
+          std::string(fsd_last_error()).find("host memory") != std::string::npos);
+    CHECK(fsd_set_host_budget(0, 0) == FSD_OK);
+    s.commit();
+    s.check_conversation();
+    fsd_stats st = stats();
+    CHECK(st.host_budget_bytes == 0 && st.host_weights_bytes == s.net->weights.bytes);
+    CHECK(st.kv_host_bytes == 0 && st.host_used_bytes >= st.host_weights_bytes && st.disk_read_bytes == 0);
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK); // KV blocks move to host memory
+    const fsd_stats small = stats();
+    CHECK(small.kv_host_bytes > 0 && small.host_used_bytes == st.host_used_bytes + small.kv_host_bytes);
+    CHECK(fsd_set_host_budget(small.host_floor_bytes - 1, 0) == FSD_BELOW_HOST_FLOOR);
+    CHECK(stats().host_budget_bytes == 0);
+    CHECK(fsd_set_host_budget(small.host_floor_bytes, 0) == FSD_OK);
+    CHECK(stats().host_budget_bytes == small.host_floor_bytes);
+    s.check_conversation();
+}
+
 SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
     Session s(config_of(0));
     s.commit();
