@@ -40,9 +40,20 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
         assert counted["R"] < sum(counted.values())
         assert len(placement["attention"]) == document["model"]["n_layer"]
         assert document["budget"]["vram_budget_bytes"] == 90 << 20
+        assert document["budget"]["host_floor_bytes"] > document["engine"]["host"]["weights_bytes"] > 80 << 20
         assert screen.returncode == 0, screen.stderr
         assert max(map(len, screen.stdout.decode().splitlines())) <= 80
-        for word in ("90 MiB", "attention", "ring", "tokens/s", "0 running", "clients: 2", "frames"):
+        for word in (
+            "90 MiB",
+            "attention",
+            "ring",
+            "tokens/s",
+            "0 running",
+            "clients: 2",
+            "frames",
+            "host",
+            "processes",
+        ):
             assert word in screen.stdout.decode()
         async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
             second = await run_top()

@@ -498,11 +498,12 @@ def _words_h(manifest: Manifest) -> str:
         "namespace frameshard_core {",
         "",
         "/* The protocol's words. Word 0 of a list has the number 1 in frameshard.h, and so on. */",
+        "// clang-format off",
     ]
     for name, known in numbers(manifest).items():
         words = ", ".join(f'"{word}"' for word in known)
-        lines.append(f"constexpr const char *k{name}[] = {{{words}}};")
-    return "\n".join([*lines, "", "} // namespace frameshard_core", "", "#endif", ""])
+        lines += textwrap.wrap(f"constexpr const char *k{name}[] = {{{words}}};", LINE, subsequent_indent="    ")
+    return "\n".join([*lines, "// clang-format on", "", "} // namespace frameshard_core", "", "#endif", ""])
 
 
 # ---- what answers have, for the codec -------------------------------------------------------------------------------

@@ -39,7 +39,12 @@ ENUMS = {
 }
 CLASSES = {"fs_launch_options": "LaunchOptions", "fs_sampling": "Sampling", "fs_lease": "Lease"}
 # People set these in MiB.
-SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb", "kv_cache_bytes": "KvCacheMb"}
+SIZES = {
+    "vram_budget_bytes": "VramBudgetMb",
+    "floor_bytes": "FloorMb",
+    "kv_cache_bytes": "KvCacheMb",
+    "host_budget_bytes": "HostBudgetMb",
+}
 INITIAL = {"client_name": "csharp"}
 
 
@@ -102,7 +107,7 @@ def _kind(member: for_c.Member) -> str:
     if field is None or field["type"] in ("text", "word"):
         return (field and _enum(field)) or "string"
     if field["name"] in SIZES:
-        return "double"
+        return "double?" if field.get("nullable") else "double"
     if field["type"] == "array":
         return f"{field['items'].get('record', 'string')}[]"
     if field.get("nullable") and field["max"] < 2**32:
@@ -126,7 +131,11 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
             yield f"            if ({given} != null) {target} = {made};"
             yield f"            native.{pascal(count.name)} = ({KINDS[count.kind]})({given}?.Length ?? 0);"
         elif field is not None and field["name"] in SIZES:
-            yield f"            {target} = Sidecar.Bytes({given});"
+            if field.get("nullable"):
+                value = f"({KINDS[member.kind]})Sidecar.Bytes({given}.Value)"
+                yield f"            if ({given}.HasValue) {target} = {value};"
+            else:
+                yield f"            {target} = Sidecar.Bytes({given});"
         elif field is not None and _enum(field):
             yield f"            {target} = ({KINDS[member.kind]}){given};"
         elif kind.endswith("?"):

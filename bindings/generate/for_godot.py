@@ -13,7 +13,11 @@ from manifest import Manifest
 OPTIONS = BINDINGS / "godot" / "src" / "options.h"
 
 # People set these in MiB.
-SIZES = {"vram_budget_bytes": "vram_budget_mb", "kv_cache_bytes": "kv_cache_mb"}
+SIZES = {
+    "vram_budget_bytes": "vram_budget_mb",
+    "kv_cache_bytes": "kv_cache_mb",
+    "host_budget_bytes": "host_budget_mb",
+}
 # A game that has set nothing keeps VRAM for itself.
 DEFAULTS = {"fs_launch_options.vram_budget_bytes": "2048"}
 OWN = ("python", "log_file", "extra_json")  # of the library, not of the protocol

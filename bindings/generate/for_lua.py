@@ -30,7 +30,12 @@ WORDS = {
     "SchedulingMode": "SCHEDULING_MODES",
 }
 # People set these in MiB.
-SIZES = {"vram_budget_bytes": "vram_budget_mb", "floor_bytes": "floor_mb", "kv_cache_bytes": "kv_cache_mb"}
+SIZES = {
+    "vram_budget_bytes": "vram_budget_mb",
+    "floor_bytes": "floor_mb",
+    "kv_cache_bytes": "kv_cache_mb",
+    "host_budget_bytes": "host_budget_mb",
+}
 
 
 def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:

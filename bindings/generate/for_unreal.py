@@ -18,7 +18,12 @@ OPTIONS = MODULE / "Private" / "FrameshardOptions.h"
 
 ENUMS = ("LeaseState", "Decision", "NoticeKind", "Reason", "Phase", "LoadingStage", "ImageFormat", "SchedulingMode")
 # People set these in MiB.
-SIZES = {"vram_budget_bytes": "VramBudgetMb", "floor_bytes": "FloorMb", "kv_cache_bytes": "KvCacheMb"}
+SIZES = {
+    "vram_budget_bytes": "VramBudgetMb",
+    "floor_bytes": "FloorMb",
+    "kv_cache_bytes": "KvCacheMb",
+    "host_budget_bytes": "HostBudgetMb",
+}
 PATHS = ("model", "mmproj", "draft_model", "embedder")  # may begin in the project's Content folder
 COMMON = ("model", "mmproj", "device", "vram_budget_bytes", "n_ctx", "n_parallel")  # others are under "Advanced"
 
@@ -83,7 +88,7 @@ def _properties(struct: for_c.Struct, specifiers: str) -> Iterator[str]:
 def _text(field: dict[str, Any]) -> str:
     text: str = field["text"].rstrip(".")
     if field["name"] in SIZES:
-        text += ". In MiB"
+        text += ". In MiB; below 0: not given" if field.get("nullable") else ". In MiB"
     elif field.get("nullable") and field["type"] == "int":
         text += f". {field['min']} to {field['max']}; below 0: not given"
     elif field["type"] == "word" and not _enumeration(field):
@@ -112,7 +117,7 @@ def _default(field: dict[str, Any]) -> str:
     if _enumeration(field):
         return f"{_enumeration(field)}::{pascal(str(default))}"
     if field["name"] in SIZES:
-        return str((default or 0) >> 20)
+        return "-1" if field.get("nullable") else str((default or 0) >> 20)
     if field["type"] == "int":
         return "-1" if field.get("nullable") else str(default or 0)
     if field["type"] == "number":
@@ -121,7 +126,7 @@ def _default(field: dict[str, Any]) -> str:
 
 
 def _meta(field: dict[str, Any]) -> str:
-    if field["name"] in SIZES:
+    if field["name"] in SIZES and not field.get("nullable"):
         return ', meta = (ClampMin = "0")'
     if field["type"] not in ("int", "number") or field.get("nullable"):
         return ""
@@ -137,6 +142,8 @@ def _fill(struct: for_c.Struct, source: str) -> str:
         member, given = f"Made.{field['name']}", f"From.{_name(field)}"
         if field["name"] in SIZES:
             value = f"FrameshardBytes({given})"
+            if field.get("nullable"):
+                value = f"{given} < 0 ? -1 : static_cast<decltype({member})>({value})"
         elif field["name"] in PATHS:
             value = f"Texts.Path({given})"
         elif field["type"] == "array":

@@ -79,6 +79,7 @@ typedef struct fs_launch_options {
   const char *fallback_key_file;
   const char *fallback_key_env;
   const char *fallback_http;
+  uint64_t host_budget_bytes;
 } fs_launch_options;
 void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size);
 fs_status fs_launch(const fs_launch_options *options, fs_client **client);
@@ -249,6 +250,7 @@ typedef struct fs_lease {
   uint64_t version;
   double timeout_s;
   const char *reason;
+  int64_t host_budget_bytes;
 } fs_lease;
 void fs_lease_init(fs_lease *lease, uint32_t struct_size);
 fs_status fs_set_lease(fs_client *client, const fs_lease *lease, uint64_t *request);
@@ -323,7 +325,7 @@ enum { FS_PHASE_ENCODE = 1, FS_PHASE_PREFILL = 2, };
 enum { FS_LOADING_READ = 1, FS_LOADING_PROFILE = 2, FS_LOADING_FILL = 3, };
 enum { FS_DECISION_GRANTED = 1, FS_DECISION_PARTIAL = 2, };
 enum { FS_NOTICE_WANTS = 1, FS_NOTICE_GIVES_BACK = 2, FS_NOTICE_LATE = 3, FS_NOTICE_PRESSURE = 4,
-  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6, FS_NOTICE_HTTP = 7, };
+  FS_NOTICE_OTHER_PROCESS = 5, FS_NOTICE_STATE = 6, FS_NOTICE_HTTP = 7, FS_NOTICE_HOST_PRESSURE = 8, };
 typedef struct fs_event {
   uint32_t type;
   fs_status status;
@@ -380,6 +382,12 @@ typedef struct fs_event {
   uint64_t remote;
   const char *call_id;
   const char *name;
+  uint64_t host_budget_bytes;
+  uint64_t host_used_bytes;
+  int64_t host_observed_bytes;
+  uint64_t host_floor_bytes;
+  int64_t host_total_bytes;
+  int64_t host_free_bytes;
 } fs_event;
 int32_t fs_poll(fs_client *client, fs_event *events, uint32_t event_size, int32_t capacity);
 int32_t fs_wait(fs_client *client, double timeout_s);
@@ -526,7 +534,7 @@ local ENGINE_STATES = { "loading", "ready", "restarting", "off", "hibernated" }
 local IMAGE_FORMATS = { "encoded", "rgb", "rgba" }
 local LEASE_STATES = { "active", "parked", "hibernated" }
 local LOADING_STAGES = { "read", "profile", "fill" }
-local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state", "http" }
+local NOTICES = { "wants", "gives_back", "late", "pressure", "other_process", "state", "http", "host_pressure" }
 local PHASES = { "encode", "prefill" }
 local REASONS = { "stop", "length", "tool_calls" }
 local SCHEDULING_MODES = { "prioritize_graphics", "balance", "prioritize_compute" }
@@ -648,6 +656,9 @@ local OPTIONS = {
     -- Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and the
     -- key can be read on the way. One of loopback, anywhere. Default loopback.
     fallback_http = { "text" },
+    -- Limit for all host memory that the sidecar's processes use, with the model's file in the page cache; 0: no limit.
+    -- Only on Linux; elsewhere it is refused with `unsupported`. In MiB.
+    host_budget_mb = { "mebibytes", "host_budget_bytes" },
   },
   fs_sampling = {
     -- Maximum length of the answer in tokens. Default 256.
@@ -719,6 +730,9 @@ local OPTIONS = {
     timeout_s = { "number", 0.001, 60 },
     -- Text for the sidecar's log.
     reason = { "text" },
+    -- Limit for all host memory that the sidecar's processes use; 0: no limit. If it is missing, the limit in force
+    -- stays. In MiB.
+    host_budget_mb = { "mebibytes", "host_budget_bytes" },
   },
 }
 -- end of options
@@ -1387,27 +1401,35 @@ local function convert(self, raw)
     event.error = new_error(lib.FS_CANCELLED, "the job was cancelled")
   elseif kind == "budget_released" then
     event.budget_bytes, event.used_bytes = tonumber(raw.budget_bytes), tonumber(raw.used_bytes)
+    event.host_budget_bytes, event.host_used_bytes = tonumber(raw.host_budget_bytes), tonumber(raw.host_used_bytes)
     event.seconds = raw.seconds
   elseif kind == "budget_observed" then
     event.observed_bytes = known_bytes(raw.observed_bytes)
+    event.host_observed_bytes = known_bytes(raw.host_observed_bytes)
     event.seconds = raw.seconds
   elseif kind == "lease" then
     event.decision, event.version = DECISIONS[raw.decision], tonumber(raw.version)
     event.budget_bytes, event.seconds = tonumber(raw.budget_bytes), raw.seconds
+    event.host_budget_bytes = tonumber(raw.host_budget_bytes)
   elseif kind == "budget" then
     event.state, event.version = LEASE_STATES[raw.lease_state], tonumber(raw.version)
     event.budget_bytes, event.used_bytes = tonumber(raw.budget_bytes), tonumber(raw.used_bytes)
     event.floor_bytes, event.full_bytes = tonumber(raw.floor_bytes), tonumber(raw.full_bytes)
     event.wanted_bytes = tonumber(raw.wanted_bytes)
+    event.host_budget_bytes, event.host_used_bytes = tonumber(raw.host_budget_bytes), tonumber(raw.host_used_bytes)
+    event.host_floor_bytes = tonumber(raw.host_floor_bytes)
   elseif kind == "notice" then
     event.kind, event.text = NOTICES[raw.notice] or "unknown", text
     event.budget_bytes, event.seconds = tonumber(raw.budget_bytes), raw.seconds
+    event.host_budget_bytes = tonumber(raw.host_budget_bytes)
   elseif kind == "loading" then
     event.stage, event.done, event.total = LOADING_STAGES[tonumber(raw.stage)] or "unknown", raw.done, raw.total
   elseif kind == "caps" then
     event.device, event.detail = text, ffi.string(raw.detail, raw.detail_length)
     event.total_bytes, event.free_bytes = known_bytes(raw.total_bytes), known_bytes(raw.free_bytes)
     event.floor_bytes, event.full_bytes = tonumber(raw.floor_bytes), tonumber(raw.full_bytes)
+    event.host_total_bytes, event.host_free_bytes = known_bytes(raw.host_total_bytes), known_bytes(raw.host_free_bytes)
+    event.host_floor_bytes = tonumber(raw.host_floor_bytes)
   elseif kind == "plan" then
     event.budget_bytes, event.fits = tonumber(raw.budget_bytes), raw.fits ~= 0
     event.ttft_s, event.tokens_per_second = raw.ttft_s, raw.tokens_per_second
@@ -1481,14 +1503,16 @@ end
 -- | "progress" | `job`, `phase` ("encode", "prefill"), `done`, `total`; with images or a long prompt |
 -- | "paused" (a job of higher priority has its place), "resumed" | `job` |
 -- | "failed", "cancelled" | `job`, `error` |
--- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version` |
--- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds` |
--- | "budget_observed" | `request`, `observed_bytes`, `seconds` |
+-- | "lease" | `request`, `decision` ("granted", "partial"), `budget_bytes`, `seconds`, `version`,
+--   `host_budget_bytes` |
+-- | "budget_released" | `request`, `budget_bytes`, `used_bytes`, `seconds`, `host_budget_bytes`, `host_used_bytes` |
+-- | "budget_observed" | `request`, `observed_bytes`, `host_observed_bytes`, `seconds` |
 -- | "budget" | `request`, `state`, `version`, `budget_bytes`, `floor_bytes`, `full_bytes`, `used_bytes`,
---   `wanted_bytes` |
+--   `wanted_bytes`, `host_budget_bytes`, `host_floor_bytes`, `host_used_bytes` |
 -- | "stats" | `request`, `detail` |
 -- | "adapters" | `request`, `detail` (JSON: all that are loaded), `floor_bytes` |
--- | "caps" | `request`, `device`, `total_bytes`, `free_bytes`, `floor_bytes`, `full_bytes`, `detail` |
+-- | "caps" | `request`, `device`, `total_bytes`, `free_bytes`, `floor_bytes`, `full_bytes`, `host_total_bytes`,
+--   `host_free_bytes`, `host_floor_bytes`, `detail` |
 -- | "plan" | `request`, `budget_bytes`, `fits`, `ttft_s`, `tokens_per_second`, `resident_bytes`, `streamed_bytes`,
 --   `cpu_bytes` |
 -- | "token_count" | `request`, `n_tokens`, `n_left` |
@@ -1496,7 +1520,7 @@ end
 -- | "frame_block" | `request`, `path` |
 -- | "kv" | `request`, `n_tokens`, `file_bytes`, `detail` (here a sentence: why `n_tokens` is 0) |
 -- | "refused" | `request`, `error`, `floor_bytes` |
--- | "notice" | `kind`, `budget_bytes`, `seconds`, `text` |
+-- | "notice" | `kind`, `budget_bytes`, `host_budget_bytes`, `seconds`, `text` |
 -- | "engine" | `state`, `restarts`, `error` |
 -- | "loading" | `stage` ("read", "profile", "fill"), `done`, `total`; before "ready" with `loading = "on"` |
 -- | "closed" | `error`; the last event |

@@ -108,7 +108,7 @@ class Completion(m.Done):
     tool_calls: tuple[m.ToolCall, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetResult(m.Released):
     """A change of the VRAM budget that is in force, with all its answers.
 
@@ -573,8 +573,11 @@ class Client:
         :param observe: also wait until the driver's count is known, which may take seconds.
         :param on_lease: called with the first answer, which comes at once.
         :param on_released: called with the second answer, before the driver's count is known.
-        :param terms: see :class:`frameshard.options.LeaseTerms`: `timeout_s`, `state`, `floor_mb`, `version`, `reason`.
-        :raises BudgetBelowFloor: the model cannot run in this budget; nothing changes.
+        :param terms: see :class:`frameshard.options.LeaseTerms`: `timeout_s`, `state`, `floor_mb`, `version`, `reason`,
+            `host_budget_mb` (the limit for host memory).
+        :raises BudgetBelowFloor: the model cannot run in this budget, or the sidecar in this host budget; nothing
+            changes.
+        :raises Unsupported: the system does not count host memory, so there can be no host budget.
         :raises StaleLease: a newer change is in force; nothing changes.
         :raises DeadlineMissed: the memory was not released in time. The new budget stays in force.
         :raises EngineDied: the engine is off after repeated deaths.
@@ -597,7 +600,10 @@ class Client:
         """
         fields: dict[str, Any] = {**terms}
         if "floor_mb" in fields:
-            fields["floor_bytes"] = mebibytes(fields.pop("floor_mb"))
+            fields["floor_bytes"] = mebibytes(fields.pop("floor_mb"), "floor_mb")
+        if fields.get("host_budget_mb") is not None:
+            fields["host_budget_bytes"] = mebibytes(fields["host_budget_mb"], "host_budget_mb")
+        fields.pop("host_budget_mb", None)
         budget_bytes = mebibytes(vram_budget_mb)
         request_id = self._ask(lambda: self._core.budget_set(budget_bytes, **fields))
         return BudgetChange(self, request_id, terms.get("timeout_s", m.BudgetSet.timeout_s))
@@ -1153,8 +1159,9 @@ def launch(
         fields["adapters"] = [f"{name}={os.path.abspath(path)}" for name, path in _by_name(fields["adapters"])]
     if isinstance(fields.get("connect_file"), os.PathLike):
         fields["connect_file"] = os.fspath(fields["connect_file"])
-    if "kv_cache_mb" in fields:
-        fields["kv_cache_bytes"] = mebibytes(fields.pop("kv_cache_mb"), "kv_cache_mb")
+    for size in ("kv_cache", "host_budget"):
+        if f"{size}_mb" in fields:
+            fields[f"{size}_bytes"] = mebibytes(fields.pop(f"{size}_mb"), f"{size}_mb")
     if on_loading is not None:
         fields["loading"] = "on"
     fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}

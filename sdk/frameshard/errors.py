@@ -98,7 +98,8 @@ class UnknownDevice(FrameshardError):
 
 
 class BudgetBelowFloor(FrameshardError):
-    """The VRAM budget is below the floor of the model; detail has ``budget_bytes`` and ``floor_bytes``."""
+    """The VRAM budget is below the floor of the model; detail has ``budget_bytes`` and ``floor_bytes``. Or the host
+    budget is below the floor of the sidecar; detail has ``host_budget_bytes`` and ``host_floor_bytes``."""
 
     code, name = 23, "budget_below_floor"
 
@@ -198,6 +199,17 @@ def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
         f"a VRAM budget of {budget} is below the floor of {-(-floor_bytes >> 20)} MiB",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
+    )
+
+
+def below_host_floor(host_budget_bytes: int, host_floor_bytes: int) -> BudgetBelowFloor:
+    """Returns the error for a host budget that is too small for the sidecar."""
+    floor_mb = -(-host_floor_bytes >> 20)
+    return BudgetBelowFloor(
+        f"a host budget of {host_budget_bytes / (1 << 20):.1f} MiB is below the floor of {floor_mb} MiB: set"
+        f" host_budget_mb to {floor_mb} or more, or take a smaller model",
+        host_budget_bytes=host_budget_bytes,
+        host_floor_bytes=host_floor_bytes,
     )
 
 

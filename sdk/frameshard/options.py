@@ -54,6 +54,9 @@ class LaunchOptions(TypedDict, total=False):
     kv_cache_mb: float
     """Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
     several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. By default 512."""
+    host_budget_mb: float
+    """Limit for all host memory that the sidecar's processes use, with the model's file in the page cache; 0: no limit.
+    Only on Linux; elsewhere it is refused with `unsupported`. In MiB. By default 0."""
     transport: Literal["ipc", "tcp"]
     """How clients connect: `ipc`, or `tcp` on the loopback interface (the default on Windows). Both are encrypted."""
     endpoint: str | None
@@ -179,3 +182,6 @@ class LeaseTerms(TypedDict, total=False):
     refused for its version. By default 0."""
     reason: str
     """Text for the sidecar's log."""
+    host_budget_mb: float
+    """Limit for all host memory that the sidecar's processes use; 0: no limit. If it is missing, the limit in force
+    stays. In MiB."""

@@ -27,7 +27,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from frameshard import program, system
-from frameshard.errors import BY_NAME, BadArgument, ContextOverflow, FrameshardError, ModelNotFound, below_floor
+from frameshard.errors import (
+    BY_NAME,
+    BadArgument,
+    ContextOverflow,
+    FrameshardError,
+    ModelNotFound,
+    below_floor,
+    below_host_floor,
+)
 from frameshard.sentences import Splitter
 from frameshard.wire import channel
 from frameshard.wire import engine as em
@@ -48,6 +56,8 @@ def fake_engine(
     endless: bool = False,
     floor_mb: int = 16,
     full_mb: int = 256,
+    host_floor_mb: int = 8,
+    host_full_mb: int = 64,
     n_ctx: int | None = None,
     fatal: str | None = None,
     crash_at_load: bool = False,
@@ -65,6 +75,8 @@ def fake_engine(
     :param endless: repeat the words until ``max_tokens``.
     :param floor_mb: smallest VRAM budget, in MiB.
     :param full_mb: VRAM that it holds without a limit, in MiB.
+    :param host_floor_mb: smallest host budget, in MiB.
+    :param host_full_mb: host memory that it holds without a limit, in MiB, of 1 GiB of which half is free.
     :param n_ctx: the most words of a prompt; by default the launch option of this name.
     :param fatal: name of an error, such as ``bad_model``, that the load fails with.
     :param crash_at_load: die by a signal while loading.
@@ -80,6 +92,8 @@ def fake_engine(
         "delay": delay_s,
         "floor": floor_mb,
         "full": full_mb,
+        "host-floor": host_floor_mb,
+        "host-full": host_full_mb,
         "n-ctx": n_ctx,
         "fatal": fatal,
         "crash-at-token": crash_at_token,
@@ -115,7 +129,7 @@ class _FakeEngine:
         self._args = args
         self._reader = channel.Reader()
         self._jobs: dict[int, _Job] = {}
-        self._budget = 0
+        self._budget = self._host_budget = 0
         self._parked = False
         self._n_ctx = 0
         self._settings: dict[str, Any] = {}
@@ -187,6 +201,9 @@ class _FakeEngine:
         self._budget = config.vram_budget_bytes
         if 0 < self._budget < self._floor():
             self._fail(below_floor(self._budget, self._floor()))
+        self._host_budget = config.host_budget_bytes
+        if 0 < self._host_budget < self._args.host_floor * MIB:
+            self._fail(below_host_floor(self._host_budget, self._args.host_floor * MIB))
         for done in range(self._args.loading):
             self._say(em.Loading("read", done + 1, self._args.loading))
         self._n_ctx = self._args.n_ctx or config.n_ctx
@@ -310,14 +327,19 @@ class _FakeEngine:
         if 0 < budget < self._floor():
             self._say(em.BudgetRefused(command.seq, m.ErrorInfo.of(below_floor(budget, self._floor()))))
             return
+        host_budget, host_floor = command.host_budget_bytes, self._args.host_floor * MIB
+        if 0 < host_budget < host_floor:
+            self._say(em.BudgetRefused(command.seq, m.ErrorInfo.of(below_host_floor(host_budget, host_floor))))
+            return
         self._parked = command.parked
-        self._budget = budget
+        self._budget, self._host_budget = budget, host_budget
         self._say(em.BudgetGranted(command.seq, budget, 0.0))
-        self._say(em.BudgetReleased(command.seq, budget, self._used(), 0.0))
-        self._say(em.BudgetObserved(command.seq, None, 0.0))
+        self._say(em.BudgetReleased(command.seq, budget, self._used(), 0.0, host_budget, self._host_used()))
+        self._say(em.BudgetObserved(command.seq, None, 0.0, self._host_used()))
 
     def _watch(self) -> None:
-        self._say(em.Watch(self._used(), self._floor(), self._args.full * MIB, None, None, (), 0))
+        device = (self._used(), self._floor(), self._args.full * MIB, None, None, (), 0)
+        self._say(em.Watch(*device, self._host_used(), self._args.host_floor * MIB, 1 << 30, 1 << 29))
 
     def _plan(self, question: em.MakePlans) -> None:
         rows = []
@@ -339,6 +361,10 @@ class _FakeEngine:
     def _floor(self) -> int:
         return int(self._args.floor * MIB) + sum(self._adapters.values())
 
+    def _host_used(self) -> int:
+        full = int(self._args.host_full * MIB)
+        return min(self._host_budget, full) if self._host_budget else full
+
     def _used(self) -> int:
         full = int(self._args.full * MIB)
         if self._parked:
@@ -357,6 +383,8 @@ def _main() -> None:
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--floor", type=int, default=16)
     parser.add_argument("--full", type=int, default=256)
+    parser.add_argument("--host-floor", type=int, default=8)
+    parser.add_argument("--host-full", type=int, default=64)
     for name in ("--fatal", "--poison", "--sick"):
         parser.add_argument(name)
     parser.add_argument("--n-ctx", type=int)

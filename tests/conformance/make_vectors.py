@@ -128,6 +128,8 @@ VALID: dict[str, m.Message] = {
     "budget_set": m.BudgetSet(5, EPOCH, 1610612736, 0.5),
     "budget_set-none": m.BudgetSet(5, EPOCH, 0),
     "budget_set-lease": m.BudgetSet(5, EPOCH, 1610612736, 0.5, "active", 268435456, 12, "streaming cell"),
+    "budget_set-host": m.BudgetSet(5, EPOCH, 1610612736, host_budget_bytes=3 << 30),
+    "budget_set-host-none": m.BudgetSet(5, EPOCH, 1610612736, host_budget_bytes=0),
     "budget_set-parked": m.BudgetSet(5, EPOCH, 1610612736, state="parked"),
     "budget_set-hibernated": m.BudgetSet(5, EPOCH, 0, state="hibernated", version=13),
     "caps_and_requirements": m.CapsGet(6, EPOCH),
@@ -170,11 +172,14 @@ VALID: dict[str, m.Message] = {
     "error-without-id": m.Error(None, EPOCH, m.ErrorInfo.of(errors.BadMessage("not a message: a key occurs twice"))),
     "error-stale_lease": m.Error(5, EPOCH, m.ErrorInfo.of(errors.StaleLease("version 12 is not above 13", version=13))),
     "lease": m.Lease(5, EPOCH, "granted", 1610612736, 0.004, 12),
+    "lease-host": m.Lease(5, EPOCH, "granted", 1610612736, 0.004, 12, 3 << 30),
     "lease-partial": m.Lease(5, EPOCH, "partial", 2147483648, 0.75, 0),
     "released": m.Released(5, EPOCH, 1610612736, 1610612000, 0.004),
     "observed": m.Observed(5, EPOCH, 1611661312, 0.25),
+    "observed-host": m.Observed(5, EPOCH, 1611661312, 0.25, 3 << 29),
     "observed-unknown": m.Observed(5, EPOCH, None, 0.0),
     "budget": m.Budget(6, EPOCH, 0, 16777216, 1 << 32, "active", 0, 1 << 32, 1610612000),
+    "budget-host": m.Budget(6, EPOCH, 0, 1 << 24, 1 << 32, "active", 0, 1 << 32, 1 << 30, 3 << 30, 1 << 29, 1 << 31),
     "budget-parked": m.Budget(6, EPOCH, 1610612736, 16777216, 1 << 32, "parked", 12, 0, 0),
     "answer-caps_and_requirements": m.Caps(
         6, EPOCH, "CUDA0", 8589934592, 2147483648, 16777216, 1 << 32, 1024, "planned"
@@ -211,6 +216,7 @@ VALID: dict[str, m.Message] = {
     "notice-pressure": m.Notice(EPOCH, "pressure", 1476395008, 0.0, "96 MiB of the device are free"),
     "notice-other_process": m.Notice(EPOCH, "other_process", 536870912, 0.0, "process 4100"),
     "notice-state": m.Notice(EPOCH, "state", 1610612736, 0.5, "parked"),
+    "notice-host_pressure": m.Notice(EPOCH, "host_pressure", 0, 0.0, "the system has 300 MiB left", 1 << 30),
     "notice-http": m.Notice(EPOCH, "http", 0, 0.5, "signal 9"),
     "started": m.Started(**PLACE, n_prompt=21, seed=2**32 - 1),
     "progress": m.Progress(**{**PLACE, "seq": 1}, phase="encode", done=1, total=2),
@@ -345,6 +351,10 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "images-long": (submit(images=[{"format": "encoded", "data": b"x" * 900001}]), "a binary of 900001 bytes"),
     "sampling-unknown": (submit(sampling={"top_q": 1}), "an unknown field of sampling"),
     "budget-negative": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": -1}, "a budget below 0"),
+    "host-budget-negative": (
+        {"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "host_budget_bytes": -1},
+        "a host budget below 0",
+    ),
     "budget-float": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1e9}, "a budget of 1e9 as a float"),
     "timeout-0": ({"t": "budget_set", "id": 1, "epoch": 5, "vram_budget_bytes": 1, "timeout_s": 0}, "no time at all"),
     "lease-state": (

@@ -78,7 +78,7 @@ class Talk:
 
     def blobs(self) -> list[tuple[str | None, list[int], object]]:
         """What the store holds, beside copies that were made ahead of time."""
-        return [(blob.conversation, blob.tokens, blob.shapes) for blob in self.batcher._store if not blob.ahead]
+        return [(blob.conversation, blob.tokens, blob.shapes) for blob in self.batcher.store if not blob.ahead]
 
     def stat(self, name: str) -> object:
         return self.batcher.statistics()[f"kv_cache_{name}"]

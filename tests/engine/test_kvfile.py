@@ -15,7 +15,7 @@ from frameshard.engine import kvfile
 from frameshard.engine.kvstore import Blob
 
 ENGINE = {"model": "ab" * 32, "kv_type": "f16", "device": "CUDA0", "mode": "stream_only", "llama_cpp": "1"}
-LIMITS = {"most_tokens": 512, "most_bytes": 1 << 20}
+LIMITS = {"most_tokens": 512, "most_bytes": 1 << 20, "memory": lambda n_bytes: np.empty(n_bytes, np.uint8)}
 
 
 def blob() -> Blob:

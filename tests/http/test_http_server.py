@@ -361,6 +361,7 @@ def test_random_requests_get_an_answer_or_a_refusal(http: Server) -> None:
         "stream_options": {"include_usage": True},
     }
     lease = {"vram_budget_mb": 64, "timeout_s": 1, "state": "active", "floor_mb": 0, "version": 0, "reason": "x"}
+    lease["host_budget_mb"] = 64
     for _ in range(300):
         method, path, body = random_.choice([("POST", CHAT, chat), ("PUT", "/lease", lease)])
         for _ in range(random_.randint(1, 3)):

@@ -251,6 +251,9 @@ typedef struct fs_launch_options {
     /* Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where prompts and
        the key can be read on the way. One of loopback, anywhere; NULL: the default, loopback. */
     const char *fallback_http;
+    /* Limit for all host memory that the sidecar's processes use, with the model's file in the page cache; 0: no
+       limit. Only on Linux; elsewhere it is refused with `unsupported`. Default 0. */
+    uint64_t host_budget_bytes;
     /* end of fs_launch_options */
 } fs_launch_options;
 
@@ -648,6 +651,9 @@ typedef struct fs_lease {
     double timeout_s;
     /* Text for the sidecar's log. At most 64 bytes; NULL (default): not given. */
     const char *reason;
+    /* Limit for all host memory that the sidecar's processes use; 0: no limit. If it is missing, the limit in
+       force stays. Range 0..9007199254740991, or -1: not given. Default -1. */
+    int64_t host_budget_bytes;
     /* end of fs_lease */
 } fs_lease;
 
@@ -952,6 +958,7 @@ enum {
     FS_NOTICE_OTHER_PROCESS = 5, /* another process uses VRAM that the lease grants */
     FS_NOTICE_STATE = 6,         /* the lease has changed its state */
     FS_NOTICE_HTTP = 7,          /* the HTTP server has ended; it is started again in `seconds` */
+    FS_NOTICE_HOST_PRESSURE = 8,
     /* end of NoticeKind */
 };
 
@@ -996,8 +1003,8 @@ typedef struct fs_event {
        again.
        FS_EVENT_BUDGET: VRAM budget in force; 0: no limit.
        FS_EVENT_LEASE: VRAM budget that will be reached by the deadline.
-       FS_EVENT_NOTICE: For `other_process`: VRAM that the other process uses (0: unknown). For `http`: 0. For
-       other kinds: a VRAM budget.
+       FS_EVENT_NOTICE: For `other_process`: VRAM that the other process uses (0: unknown). For `http` and
+       `host_pressure`: 0. For other kinds: a VRAM budget.
        FS_EVENT_PLAN: The VRAM budget that was asked about. */
     uint64_t budget_bytes;
     /* VRAM that the sidecar uses, by its own exact count. */
@@ -1099,6 +1106,24 @@ typedef struct fs_event {
     const char *call_id;
     /* Name of the tool. */
     const char *name;
+    /* FS_EVENT_BUDGET_RELEASED, FS_EVENT_BUDGET: Host budget in force; 0: no limit.
+       FS_EVENT_LEASE: Host budget that will be reached by the deadline; 0: no limit.
+       FS_EVENT_NOTICE: For `host_pressure`: the sidecar's own limit for its host memory while the system is short
+       of it; 0: the pressure is over. Else 0. */
+    uint64_t host_budget_bytes;
+    /* FS_EVENT_BUDGET_RELEASED: Host memory that the sidecar uses, by its own count.
+       FS_EVENT_BUDGET: Host memory that the sidecar uses, by its own count; 0: not known. */
+    uint64_t host_used_bytes;
+    /* Host memory of the sidecar's processes as the system counts it; missing if it was not measured. -1 if
+       missing. */
+    int64_t host_observed_bytes;
+    /* The smallest host budget that the sidecar can run in; 0: not known. */
+    uint64_t host_floor_bytes;
+    /* Host memory of the machine; missing if the system does not report it. -1 if missing. */
+    int64_t host_total_bytes;
+    /* Host memory that programs can still take without swapping; missing if the system does not report it. -1 if
+       missing. */
+    int64_t host_free_bytes;
     /* end of fs_event */
 } fs_event;
 

@@ -73,7 +73,8 @@ struct BudgetResult {
     fs_status status = FS_OK; // FS_BUDGET_BELOW_FLOOR: nothing changed
     std::string message;
     uint64_t budget_bytes = 0, used_bytes = 0, floor_bytes = 0;
-    double seconds = 0; // time that the release took
+    double seconds = 0;                                                        // time that the release took
+    uint64_t host_budget_bytes = 0, host_used_bytes = 0, host_floor_bytes = 0; // of host memory
 };
 
 /* One sidecar with its callbacks. */
@@ -350,6 +351,9 @@ class Game {
         result.used_bytes = event.used_bytes;
         result.floor_bytes = event.floor_bytes;
         result.seconds = event.seconds;
+        result.host_budget_bytes = event.host_budget_bytes;
+        result.host_used_bytes = event.host_used_bytes;
+        result.host_floor_bytes = event.host_floor_bytes;
         if (done) {
             done(result);
         }

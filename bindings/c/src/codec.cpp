@@ -241,6 +241,7 @@ const std::vector<Message> &messages() {
             {"vram_budget_bytes", Type::Int, 0, kMost},
             {"seconds", Type::Number, 0, 1000000000},
             {"version", Type::Int, 0, kMost},
+            {"host_budget_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"released", {
             {"id", Type::Int, 1, kMost},
@@ -248,12 +249,15 @@ const std::vector<Message> &messages() {
             {"vram_budget_bytes", Type::Int, 0, kMost},
             {"used_bytes", Type::Int, 0, kMost},
             {"seconds", Type::Number, 0, 1000000000},
+            {"host_budget_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"host_used_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"observed", {
             {"id", Type::Int, 1, kMost},
             {"epoch", Type::Int, 1, kMost},
             {"observed_bytes", Type::Int, 0, kMost, nullptr, true},
             {"seconds", Type::Number, 0, 1000000000},
+            {"host_observed_bytes", Type::Int, 0, kMost, nullptr, true, "null"},
         }},
         {"budget", {
             {"id", Type::Int, 1, kMost},
@@ -265,6 +269,9 @@ const std::vector<Message> &messages() {
             {"version", Type::Int, 0, kMost},
             {"wanted_bytes", Type::Int, 0, kMost},
             {"used_bytes", Type::Int, 0, kMost},
+            {"host_budget_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"host_floor_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
+            {"host_used_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"caps_and_requirements", {
             {"id", Type::Int, 1, kMost},
@@ -276,6 +283,9 @@ const std::vector<Message> &messages() {
             {"full_bytes", Type::Int, 0, kMost},
             {"context", Type::Int, 0, kMost},
             {"mode", Type::Word},
+            {"host_total_bytes", Type::Int, 0, kMost, nullptr, true, "null"},
+            {"host_free_bytes", Type::Int, 0, kMost, nullptr, true, "null"},
+            {"host_floor_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"plan", {
             {"id", Type::Int, 1, kMost},
@@ -420,6 +430,7 @@ const std::vector<Message> &messages() {
             {"vram_budget_bytes", Type::Int, 0, kMost},
             {"seconds", Type::Number, 0, 1000000000},
             {"detail", Type::Text, 0, 200},
+            {"host_budget_bytes", Type::Int, 0, kMost, nullptr, false, "0"},
         }},
         {"loading", {
             {"epoch", Type::Int, 1, kMost},

@@ -139,6 +139,10 @@ json fields_of(const fs_launch_options &given) {
     if (given.fallback_http != nullptr) {
         fields["fallback_http"] = word_of("fallback_http", given.fallback_http, {"loopback", "anywhere"});
     }
+    if (given.host_budget_bytes != 0) {
+        check_range("host_budget_bytes", double(given.host_budget_bytes), 0, 9007199254740991);
+        fields["host_budget_bytes"] = given.host_budget_bytes;
+    }
     return fields;
 }
 
@@ -255,6 +259,10 @@ json fields_of(const fs_lease &given) {
     if (given.reason != nullptr) {
         fields["reason"] = text_of("reason", given.reason, 0, 64);
     }
+    if (given.host_budget_bytes != -1) {
+        check_range("host_budget_bytes", double(given.host_budget_bytes), 0, 9007199254740991);
+        fields["host_budget_bytes"] = given.host_budget_bytes;
+    }
     return fields;
 }
 
@@ -305,5 +313,6 @@ void fs_lease_init(fs_lease *options, uint32_t struct_size) {
     defaults.struct_size = struct_size;
     defaults.state = FS_LEASE_ACTIVE;
     defaults.timeout_s = 5;
+    defaults.host_budget_bytes = -1;
     frameshard_core::fill(options, struct_size, defaults);
 }

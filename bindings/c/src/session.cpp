@@ -376,6 +376,7 @@ void Session::receive(const char *data, size_t size) {
         Event &event = put(FS_EVENT_NOTICE);
         event.fields.notice = place_of(message["kind"], kNoticeKind);
         event.fields.budget_bytes = message["vram_budget_bytes"];
+        event.fields.host_budget_bytes = message["host_budget_bytes"];
         event.fields.seconds = message["seconds"];
         event.text = message["detail"];
     } else if (name == "loading") {
@@ -482,11 +483,13 @@ void Session::answered_by(const json &message) {
         event.fields.request = id;
         event.fields.budget_bytes = message["vram_budget_bytes"];
         event.fields.seconds = message["seconds"];
+        event.fields.host_budget_bytes = message["host_budget_bytes"];
         if (name == "lease") {
             event.fields.decision = place_of(message["decision"], kDecision);
             event.fields.version = message["version"];
         } else {
             event.fields.used_bytes = message["used_bytes"];
+            event.fields.host_used_bytes = message["host_used_bytes"];
         }
         return; // the request stays open until `observed` comes
     }
@@ -496,6 +499,7 @@ void Session::answered_by(const json &message) {
         Event &event = put(FS_EVENT_BUDGET_OBSERVED);
         event.fields.request = id;
         event.fields.observed_bytes = or_unknown(message["observed_bytes"]);
+        event.fields.host_observed_bytes = or_unknown(message["host_observed_bytes"]);
         event.fields.seconds = message["seconds"];
     } else if (name == "budget") {
         Event &event = put(FS_EVENT_BUDGET);
@@ -507,12 +511,18 @@ void Session::answered_by(const json &message) {
         event.fields.version = message["version"];
         event.fields.wanted_bytes = message["wanted_bytes"];
         event.fields.used_bytes = message["used_bytes"];
+        event.fields.host_budget_bytes = message["host_budget_bytes"];
+        event.fields.host_floor_bytes = message["host_floor_bytes"];
+        event.fields.host_used_bytes = message["host_used_bytes"];
     } else if (name == "caps_and_requirements") {
         Event &event = put(FS_EVENT_CAPS);
         event.fields.request = id;
         event.text = message["device"];
         event.fields.total_bytes = or_unknown(message["total_bytes"]);
         event.fields.free_bytes = or_unknown(message["free_bytes"]);
+        event.fields.host_total_bytes = or_unknown(message["host_total_bytes"]);
+        event.fields.host_free_bytes = or_unknown(message["host_free_bytes"]);
+        event.fields.host_floor_bytes = message["host_floor_bytes"];
         event.fields.floor_bytes = message["floor_bytes"];
         event.fields.full_bytes = message["full_bytes"];
         json fields = message;
@@ -791,6 +801,9 @@ void Session::put_error(Event &event, const Error &error) {
     event.detail = to_text(error.detail);
     if (auto floor = error.detail.find("floor_bytes"); floor != error.detail.end() && floor->is_number_integer()) {
         event.fields.floor_bytes = uint64_t(std::max<int64_t>(0, floor->get<int64_t>()));
+    }
+    if (auto floor = error.detail.find("host_floor_bytes"); floor != error.detail.end() && floor->is_number_integer()) {
+        event.fields.host_floor_bytes = uint64_t(std::max<int64_t>(0, floor->get<int64_t>()));
     }
 }
 

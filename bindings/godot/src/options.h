@@ -89,6 +89,7 @@ struct LaunchValues {
     std::string fallback_key_file;
     std::string fallback_key_env;
     std::string fallback_http = "loopback";
+    double host_budget_mb = 0;
 };
 
 inline const Property LAUNCH_PROPERTIES[] = {
@@ -133,6 +134,7 @@ inline const Property LAUNCH_PROPERTIES[] = {
     {"fallback_key_file", Kind::text, offsetof(LaunchValues, fallback_key_file), 13, ""},
     {"fallback_key_env", Kind::text, offsetof(LaunchValues, fallback_key_env), 0, ""},
     {"fallback_http", Kind::text, offsetof(LaunchValues, fallback_http), 2, "loopback,anywhere"},
+    {"host_budget_mb", Kind::number, offsetof(LaunchValues, host_budget_mb), 1, "0,1048576,1,or_greater,suffix:MiB"},
 };
 
 inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts) {
@@ -178,6 +180,7 @@ inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts
     made.fallback_key_file = texts.path(from.fallback_key_file);
     made.fallback_key_env = texts.text(from.fallback_key_env);
     made.fallback_http = texts.text(from.fallback_http);
+    made.host_budget_bytes = uint64_t(std::max(0.0, from.host_budget_mb) * 1048576);
 }
 
 struct SamplingValues {
@@ -258,7 +261,7 @@ inline void fill(fs_sampling &made, const SamplingValues &from, Texts &texts) {
     made.dry_sequence_breakers = texts.list(from.dry_sequence_breakers);
 }
 
-inline constexpr const char *NoticeKind[] = {"wants", "gives_back", "late", "pressure", "other_process", "state", "http"};
+inline constexpr const char *NoticeKind[] = {"wants", "gives_back", "late", "pressure", "other_process", "state", "http", "host_pressure"};
 inline constexpr const char *LoadingStage[] = {"read", "profile", "fill"};
 inline constexpr const char *LeaseState[] = {"active", "parked", "hibernated"};
 inline constexpr const char *SchedulingMode[] = {"prioritize_graphics", "balance", "prioritize_compute"};

@@ -44,6 +44,7 @@ class Sidecar {
   private:
     void hear(const fs_event &event);
     void begin(fs_status status);
+    void propose(double vram_budget_mb, const std::string &state, double host_budget_mb); // below 0: it stays
     void emit(const char *signal, std::vector<engine::Value> arguments);
     /* After the call of the game that is going on, in which it may not listen yet. */
     void raise_later(fs_status status, const std::string &message);

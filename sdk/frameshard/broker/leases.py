@@ -24,6 +24,7 @@ from frameshard.errors import (
     Overloaded,
     StaleLease,
     below_floor,
+    below_host_floor,
 )
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
@@ -67,6 +68,8 @@ class _Change:
     connection: ServerConnection
     request: m.BudgetSet
     asked_at: float
+    host_budget_bytes: int
+    """The host budget that it asks for, or the one in force before it; 0 for no limit."""
     before: tuple[int, m.LeaseState]
     """The version and the state before; a refusal restores them."""
     state: states.Change = states.Change.ASKED
@@ -92,16 +95,36 @@ class _Change:
         self.connection.reply(answer)
 
 
+@dataclass
+class HostFigures:
+    """The host memory of all processes, in bytes.
+
+    :param budget_bytes: the host budget in force; 0 for no limit.
+    :param floor_bytes: the floor of the host budget; 0: not known.
+    :param used_bytes: what is held, by the engine's count.
+    :param total_bytes: of the machine. It and `free_bytes` are None if the system does not report them.
+    """
+
+    budget_bytes: int
+    floor_bytes: int = 0
+    used_bytes: int = 0
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+
 class Lease:
     """The lease of one sidecar.
 
     :param budget_bytes: the VRAM budget of the launch; 0 for no limit.
     :param epoch: the number of the launch; it is part of each answer.
+    :param host_budget_bytes: the host budget of the launch; 0 for no limit.
     """
 
-    def __init__(self, budget_bytes: int, epoch: int) -> None:
+    def __init__(self, budget_bytes: int, epoch: int, host_budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
         """The budget that the host has set; 0 for no limit."""
+        self.host = HostFigures(host_budget_bytes)
+        """The lease of host memory."""
         self.version = 0
         self.floor_bytes = 0
         """The floor of the model: a smaller budget is refused."""
@@ -190,9 +213,12 @@ class Lease:
         unchecked = request.state != "active" or self._state in _WITHOUT_ENGINE
         if unchecked and 0 < request.vram_budget_bytes < self.floor_bytes:
             raise below_floor(request.vram_budget_bytes, self.floor_bytes)
+        host_budget_bytes = self._host_wanted() if request.host_budget_bytes is None else request.host_budget_bytes
+        if unchecked and 0 < host_budget_bytes < self.host.floor_bytes:
+            raise below_host_floor(host_budget_bytes, self.host.floor_bytes)
         self._newest[connection] = request.id
         self._numbers += 1
-        change = _Change(self._numbers, connection, request, now, (self.version, self.state))
+        change = _Change(self._numbers, connection, request, now, host_budget_bytes, (self.version, self.state))
         self._changes[change.number] = change
         self.version = request.version or self.version
         self._step(request.state, now, change)
@@ -212,6 +238,9 @@ class Lease:
             version=self.version,
             wanted_bytes=self.full_bytes if jobs and self._short() else self.used_bytes,
             used_bytes=self.used_bytes,
+            host_budget_bytes=self.host.budget_bytes,
+            host_floor_bytes=self.host.floor_bytes,
+            host_used_bytes=self.host.used_bytes,
         )
 
     def drop(self, connection: ServerConnection) -> None:
@@ -255,6 +284,11 @@ class Lease:
         carried out yet."""
         return self._state is not states.Lease.ACTIVE or any(not change.released for change in self._changes.values())
 
+    def _host_wanted(self) -> int:
+        """The host budget that was asked for last; 0 for no limit."""
+        waiting = [change.host_budget_bytes for change in self._changes.values() if not change.released]
+        return waiting[-1] if waiting else self.host.budget_bytes
+
     def _bound(self) -> int:
         """The budget for the engine: the host's budget or one of the sidecar's own limits, whichever is smallest; 0 for
         no limit."""
@@ -282,7 +316,9 @@ class Lease:
     def _ask_own(self, kind: m.NoticeKind, detail: str) -> None:
         self._numbers += 1
         bound = self._bound()
-        self.commands.append(em.SetBudget(self._numbers, bound, OWN_TIMEOUT_S))
+        self.commands.append(
+            em.SetBudget(self._numbers, bound, OWN_TIMEOUT_S, host_budget_bytes=self.host.budget_bytes)
+        )
         self._notify(kind, bound or self.full_bytes, detail=detail)
 
     def _notify(self, kind: m.NoticeKind, n_bytes: int, seconds: float = 0.0, detail: str = "") -> None:
@@ -297,6 +333,11 @@ class Lease:
         if wanted and (wanted[-1] == 0 or wanted[-1] >= self.floor_bytes):
             return wanted[-1]
         return self._bound()
+
+    def engine_load_host_bytes(self) -> int:
+        """The host budget that a new engine is loaded with, as :meth:`engine_load_bytes`."""
+        wanted = self._host_wanted()
+        return wanted if wanted == 0 or wanted >= self.host.floor_bytes else self.host.budget_bytes
 
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
         """An engine is ready and runs with `budget_bytes`."""
@@ -318,19 +359,22 @@ class Lease:
         for change in list(self._changes.values()):
             self._refused(change, error)
 
-    def engine_event(self, event: em.BudgetEvent | em.Watch, now: float) -> None:
-        """Takes the engine's answer to a change, or its figures of the device.
+    def engine_event(self, event: em.BudgetEvent | em.Watch | em.HostPressure, now: float) -> None:
+        """Takes the engine's answer to a change, its figures of the memory, or its own limit for host memory.
 
         :raises BadMessage: the engine cannot send this answer now.
         """
         if isinstance(event, em.Watch):
             self._look(event, now)
             return
+        if isinstance(event, em.HostPressure):
+            self.notices.append(m.Notice(self._epoch, "host_pressure", 0, 0.0, event.why, event.limit_bytes))
+            return
         change = self._changes.get(event.seq)
         if isinstance(event, em.BudgetReleased):
-            self.used_bytes = event.used_bytes
+            self.used_bytes, self.host.used_bytes = event.used_bytes, event.host_used_bytes
             if change is not None or event.seq == 0:  # 0: the budget came through the frame block
-                self.budget_bytes = event.vram_budget_bytes
+                self.budget_bytes, self.host.budget_bytes = event.vram_budget_bytes, event.host_budget_bytes
                 self._idle_bytes, self._pressed_bytes, self._idle_since = 0, 0, None
         elif isinstance(event, em.BudgetLate):
             self._notify("late", event.vram_budget_bytes, event.seconds, "the release lags behind")
@@ -344,7 +388,7 @@ class Lease:
             self._released(change, seconds)
             self._announce(change.request.state, seconds)
         elif isinstance(event, em.BudgetObserved):
-            self._observed(change, event.observed_bytes, change.waited_s + event.seconds)
+            self._observed(change, event.observed_bytes, change.waited_s + event.seconds, event.host_observed_bytes)
         elif isinstance(event, em.BudgetRefused):
             self._refused(change, event.error.exception())
         else:
@@ -356,6 +400,8 @@ class Lease:
         self.used_bytes, self.floor_bytes = event.used_bytes, event.floor_bytes
         self.full_bytes = event.full_bytes
         self.total_bytes, self.free_bytes = event.total_bytes, event.free_bytes
+        self.host.used_bytes, self.host.floor_bytes = event.host_used_bytes, event.host_floor_bytes
+        self.host.total_bytes, self.host.free_bytes = event.host_total_bytes, event.host_free_bytes
         for pid, n_bytes in event.appeared:
             self._notify("other_process", n_bytes, detail=f"process {pid}" if pid else "")
         if event.excess_bytes:
@@ -372,7 +418,9 @@ class Lease:
         assert change is not None
         request = change.request
         parked = request.state == "parked"
-        self.commands.append(em.SetBudget(change.number, request.vram_budget_bytes, request.timeout_s, parked))
+        self.commands.append(
+            em.SetBudget(change.number, request.vram_budget_bytes, request.timeout_s, parked, change.host_budget_bytes)
+        )
 
     def _tell_all(self, _change: _Change | None, now: float) -> None:
         for change in list(self._changes.values()):
@@ -387,12 +435,12 @@ class Lease:
         self._grant(change, self.load_s if change.request.state == "active" else 0.0, change.request.vram_budget_bytes)
 
     def _settle(self, _change: _Change | None, now: float) -> None:
-        self.used_bytes = 0
+        self.used_bytes = self.host.used_bytes = 0
         asked_at = now
         waiting = list(self._changes.values())
         last = max((at for at, change in enumerate(waiting) if change.request.state != "active"), default=-1)
         for change in waiting[: last + 1]:
-            self.budget_bytes = change.request.vram_budget_bytes
+            self.budget_bytes, self.host.budget_bytes = change.request.vram_budget_bytes, change.host_budget_bytes
             asked_at = change.asked_at
             if not change.released:
                 self._grant(change, 0.0, change.request.vram_budget_bytes)
@@ -408,23 +456,39 @@ class Lease:
         request = change.request
         late = reached_bytes != request.vram_budget_bytes or seconds > request.timeout_s
         decision: m.Decision = "partial" if late else "granted"
-        change.answer(m.Lease(request.id, self._epoch, decision, reached_bytes, seconds, self.version))
+        change.answer(
+            m.Lease(request.id, self._epoch, decision, reached_bytes, seconds, self.version, change.host_budget_bytes)
+        )
         if late:
             self._notify("late", reached_bytes, seconds, "the deadline is too short")
 
     def _released(self, change: _Change, seconds: float) -> None:
         change.step("released")
-        change.answer(m.Released(change.request.id, self._epoch, self.budget_bytes, self.used_bytes, seconds))
+        change.answer(
+            m.Released(
+                change.request.id,
+                self._epoch,
+                self.budget_bytes,
+                self.used_bytes,
+                seconds,
+                self.host.budget_bytes,
+                self.host.used_bytes,
+            )
+        )
 
-    def _observed(self, change: _Change, observed_bytes: int | None, seconds: float) -> None:
+    def _observed(
+        self, change: _Change, observed_bytes: int | None, seconds: float, host_observed_bytes: int | None = None
+    ) -> None:
         change.step("observed")
-        self._end(change, m.Observed(change.request.id, self._epoch, observed_bytes, seconds))
+        answer = m.Observed(change.request.id, self._epoch, observed_bytes, seconds, host_observed_bytes)
+        self._end(change, answer)
 
     def _refused(self, change: _Change, error: FrameshardError) -> None:
         change.step("refused")
         request = change.request
         if isinstance(error, DeadlineMissed):
             self.budget_bytes = request.vram_budget_bytes  # the change stays in force, although it is late
+            self.host.budget_bytes = change.host_budget_bytes
             self._keep_bytes = request.floor_bytes
         elif change.number == max(self._changes):
             self.version, state = change.before

@@ -233,6 +233,9 @@ class Requests:
             full_bytes=lease.full_bytes,
             context=self.model.n_ctx,
             mode=self._config.mode,
+            host_total_bytes=lease.host.total_bytes,
+            host_free_bytes=lease.host.free_bytes,
+            host_floor_bytes=lease.host.floor_bytes,
         )
 
     def _answer_stats(self, connection: ServerConnection, request_id: int, engine: Mapping[str, Any] | None) -> None:

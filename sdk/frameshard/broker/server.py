@@ -79,7 +79,7 @@ class Server:
             max_client_jobs=config.max_client_jobs,
             model=config.fallback_model if remote is not None else "",
         )
-        self._lease = Lease(config.vram_budget_bytes, epoch)
+        self._lease = Lease(config.vram_budget_bytes, epoch, config.host_budget_bytes)
         self._supervisor = Supervisor(config, self, self._engine_config)
         self._embedder = Embedder(config.embedder, epoch, self._flush)
         self._requests = Requests(
@@ -308,7 +308,7 @@ class Server:
     def engine_event(self, event: em.Event) -> bool:
         if isinstance(event, em.Loading):
             self._tell_loading(m.Loading(self._epoch, event.stage, event.done, event.total))
-        elif isinstance(event, em.BudgetEvent | em.Watch):
+        elif isinstance(event, em.BudgetEvent | em.Watch | em.HostPressure):
             self._lease.engine_event(event, trio.current_time())
         elif isinstance(event, em.Answer):
             self._requests.engine_answered(event)
@@ -348,7 +348,12 @@ class Server:
     def _engine_config(self) -> em.EngineConfig:
         options = {field.name: getattr(self._config, field.name) for field in fields(EngineOptions)}
         adapters = tuple(f"{name}={path}" for name, path in self._requests.adapters.items())
-        options.update(vram_budget_bytes=self._lease.engine_load_bytes(), n_ubatch=self._n_ubatch, adapters=adapters)
+        options.update(
+            vram_budget_bytes=self._lease.engine_load_bytes(),
+            host_budget_bytes=self._lease.engine_load_host_bytes(),
+            n_ubatch=self._n_ubatch,
+            adapters=adapters,
+        )
         return em.EngineConfig(**options)
 
     def _tell_all(self) -> None:

@@ -34,6 +34,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--vram-budget", type=common.size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
     )
     parser.add_argument(
+        "--host-budget",
+        type=common.size,
+        default=0,
+        metavar="SIZE",
+        help="host memory for all its processes, with the model's file in the page cache (no limit)",
+    )
+    parser.add_argument(
         "--kv-cache",
         type=common.size,
         default=512 << 20,
@@ -110,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         vram_budget_bytes=args.vram_budget,
         kv_cache_bytes=args.kv_cache,
+        host_budget_bytes=args.host_budget,
         n_ctx=args.ctx,
         n_ubatch=args.ubatch,
         kv_type=args.kv_type,

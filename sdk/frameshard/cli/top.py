@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 INTERVAL_S = 0.25
+HOST_PARTS = (
+    ("weights", ("weights_bytes",), "green"),
+    ("pinned", ("pinned_bytes",), "yellow"),
+    ("KV", ("kv_blocks_bytes", "kv_store_bytes"), "cyan"),
+    ("processes", ("processes_bytes",), "bright_black"),
+)
 HISTORY = 40
 SPARKS = "▁▂▃▄▅▆▇█"
 PLACEMENTS = {"R": ("█", "green"), "S": ("▒", "yellow"), "C": ("░", "blue"), ".": (" ", "")}
@@ -155,7 +161,8 @@ def page(view: View) -> RenderableType:
     from rich.panel import Panel
 
     title = f"{view.model.name} on {view.model.device}"
-    panels = [("lease", lease(view), "magenta"), ("shards", shards(view), "green"), ("work", work(view), "yellow")]
+    leases = Group(lease(view), host(view))
+    panels = [("lease", leases, "magenta"), ("shards", shards(view), "green"), ("work", work(view), "yellow")]
     rooms = (Panel(body, title=name, title_align="left", border_style=style) for name, body, style in panels)
     return Group(f"[bold]frameshard top[/]  {title}", *rooms)
 
@@ -180,6 +187,32 @@ def lease(view: View) -> RenderableType:
         ("held", stacked([(n, style) for _, n, style in parts], top), held),
     )
     legend = Text("  ").join(Text(f"■ {name} {size(n)}", style) for name, n, style in parts)
+    return Group(bars, grid(("", legend, ""), ("", Text(bounds), "")))
+
+
+def host(view: View) -> RenderableType:
+    """The lease of host memory."""
+    from rich.console import Group
+    from rich.text import Text
+
+    budget, figures = view.budget, view.engine.get("host", {})
+    if not figures:
+        return Text("")
+    limits = [limit for limit in (budget.host_budget_bytes, figures["pressed_bytes"]) if limit]
+    top = max(figures["used_bytes"], budget.host_budget_bytes, 1)
+    parts = [(name, sum(figures[key] for key in keys), style) for name, keys, style in HOST_PARTS]
+    words = f"{size(budget.host_budget_bytes)} MiB" if budget.host_budget_bytes else "no limit"
+    if figures["pressed_bytes"]:
+        words += f"; {size(figures['pressed_bytes'])} under pressure"
+    held = f"{size(figures['used_bytes'])} MiB"
+    if figures["observed_bytes"] is not None:
+        held += f"; the system counts {size(figures['observed_bytes'])}"
+    bars = grid(
+        ("host", stacked([(min(limits, default=top), "magenta")], top), words),
+        ("held", stacked([(n, style) for _, n, style in parts], top), held),
+    )
+    legend = Text("  ").join(Text(f"■ {name} {size(n)}", style) for name, n, style in parts)
+    bounds = f"the floor is {size(figures['floor_bytes'])} MiB" if figures["floor_bytes"] else "not counted here"
     return Group(bars, grid(("", legend, ""), ("", Text(bounds), "")))
 
 

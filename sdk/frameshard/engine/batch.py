@@ -90,8 +90,8 @@ class Batcher:
         self._vision = vision
         self._draft = draft
         self._slots = [Slot(seq=seq) for seq in range(runtime.config.n_parallel)]
-        self._store = KvStore(runtime.config.kv_cache_bytes)
-        self.reuse = Reuse(runtime, self._slots, self._store)
+        self.store = KvStore(runtime.config.kv_cache_bytes)
+        self.reuse = Reuse(runtime, self._slots, self.store)
         """Which KV cells are where."""
         self._queued: collections.deque[Job] = collections.deque()
         self._turns = 0
@@ -143,7 +143,7 @@ class Batcher:
             "accepted_tokens": self._accepted,
             "draft_model_tokens": self._model_drafted,
             "draft_model_accepted": self._model_accepted,
-            **self._store.statistics(),
+            **self.store.statistics(),
         }
 
     def add(self, job: Job) -> None:

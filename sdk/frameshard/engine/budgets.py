@@ -1,4 +1,4 @@
-"""Changes the VRAM budget, and parks the engine.
+"""Changes the budgets for VRAM and host memory, and parks the engine.
 
 A new budget comes in a command or in the frame block. The *budget* thread makes the change, so that it takes effect in
 the middle of a decode: the shard device evicts weights between two steps. Parking also frees the VRAM of llama.cpp's
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from frameshard.engine.hostmemory import HostMemory
 from frameshard.engine.link import BrokerGone
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, DeadlineMissed, FrameshardError, below_floor, internal
@@ -64,8 +65,12 @@ class Budgets:
         """[any thread] Queues a change."""
         self._asked.put(command)
 
-    def serve(self, runtime: Runtime) -> None:
-        """[budget thread] Makes the changes one after the other, and follows the frame block. Never returns."""
+    def serve(self, runtime: Runtime, host: HostMemory) -> None:
+        """[budget thread] Makes the changes one after the other, and follows the frame block. Never returns.
+
+        :param host: the host memory of the processes.
+        """
+        self._host = host
         self._known_bytes = runtime.vram_budget_bytes
         standing_bytes, since = -1, time.monotonic()
         observed_at = 0.0
@@ -97,7 +102,11 @@ class Budgets:
         self._known_bytes = runtime.vram_budget_bytes
         self._replan()
         with contextlib.suppress(BrokerGone):
-            self._send(em.BudgetReleased(0, self._known_bytes, _used_bytes(runtime), 0.0))
+            self._send(em.BudgetReleased(0, self._known_bytes, _used_bytes(runtime), 0.0, *self._host_figures()))
+
+    def _host_figures(self) -> tuple[int, int]:
+        """The host budget in force, and the host memory that is held, in bytes."""
+        return self._host.budget_bytes, self._host.parts().used_bytes
 
     def _measure_overhead(self, runtime: Runtime) -> None:
         assert runtime.placement is not None
@@ -110,7 +119,9 @@ class Budgets:
         """Makes a change and sends all answers to its command."""
         started = time.monotonic()
         try:
+            self._host.check(command.host_budget_bytes)
             patience_s = self._grant(runtime, command)
+            host_changed = self._host.set_budget(command.host_budget_bytes, command.timeout_s)
             if command.parked or self.parked:
                 self._set_parked(runtime, command)
             elif runtime.device is not None:
@@ -118,15 +129,20 @@ class Budgets:
         except BrokerGone:
             raise
         except Exception as error:
-            why = internal(logger, "a change of the VRAM budget", error)
+            why = internal(logger, "a change of the budget", error)
             self._send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
             return
         self._known_bytes = runtime.vram_budget_bytes
         used = _used_bytes(runtime)
-        self._send(em.BudgetReleased(command.seq, runtime.vram_budget_bytes, used, time.monotonic() - started))
+        figures = self._host_figures()
+        self._send(
+            em.BudgetReleased(command.seq, runtime.vram_budget_bytes, used, time.monotonic() - started, *figures)
+        )
+        measures = host_changed and self._asked.empty()  # the next change must not wait
+        host_observed = self._host.measure() if measures else self._host.observed_bytes
         within_bytes = used if command.parked else command.vram_budget_bytes
         observed = self._await_observed(runtime, within_bytes, started + command.timeout_s)
-        self._send(em.BudgetObserved(command.seq, observed, time.monotonic() - started))
+        self._send(em.BudgetObserved(command.seq, observed, time.monotonic() - started, host_observed))
 
     def _grant(self, runtime: Runtime, command: em.SetBudget) -> float:
         """Sends the grant: the budget that can be reached by the deadline, predicted from earlier releases. Without

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from frameshard.engine.kvstore import Blob
 from frameshard.engine.link import BrokerGone
+from frameshard.engine.llama import Memory
 from frameshard.engine.reuse import Reuse
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sequences import pack_shapes
@@ -115,11 +116,14 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
     return n_bytes + _SHA_BYTES
 
 
-def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int) -> tuple[Blob, int]:
+def read(
+    path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int, memory: Memory
+) -> tuple[Blob, int]:
     """Reads a file that :func:`write` has written. The file may hold any bytes.
 
     :param most_tokens: the context of a sequence.
     :param most_bytes: the limit of the KV store.
+    :param memory: gives host memory for the cells.
     :returns: a blob that belongs to no conversation, and the bytes of the file.
     :raises Unusable: it cannot be read, is damaged or too large, or is of another engine.
     """
@@ -129,14 +133,16 @@ def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: 
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Unusable("it is no file")
-            return _read(file, status.st_size, engine, most_tokens, most_bytes), status.st_size
+            return _read(file, status.st_size, engine, most_tokens, most_bytes, memory), status.st_size
     except OSError as error:
         raise Unusable(f"it cannot be read: {error.strerror}") from None
     except MemoryError:
         raise Unusable("there is no host memory for it") from None
 
 
-def _read(file: BinaryIO, n_bytes: int, engine: Mapping[str, str], most_tokens: int, most_bytes: int) -> Blob:
+def _read(
+    file: BinaryIO, n_bytes: int, engine: Mapping[str, str], most_tokens: int, most_bytes: int, memory: Memory
+) -> Blob:
     checksum = hashlib.sha256()
     header = _read_header(file, checksum)
     if n_bytes != file.tell() + sum(header.sizes) + _SHA_BYTES:
@@ -150,7 +156,10 @@ def _read(file: BinaryIO, n_bytes: int, engine: Mapping[str, str], most_tokens: 
         raise Unusable(f"it has {header.n_tokens} tokens, more than the context of {most_tokens}")
     if header.cell_bytes > most_bytes:
         raise Unusable(f"it has {header.cell_bytes} bytes, more than the KV store of {most_bytes}")
-    tokens, shapes, data = (_read_array(file, size, checksum) for size in header.sizes)
+    n_tokens, n_shapes, n_cells = header.sizes
+    tokens = _read_array(file, np.empty(n_tokens, np.uint8), checksum)
+    shapes = _read_array(file, np.empty(n_shapes, np.uint8), checksum)
+    data = _read_array(file, memory(n_cells), checksum)
     if file.read(_SHA_BYTES) != checksum.digest():
         raise Unusable("it is damaged: its checksum is wrong")
     packed = shapes.view("<i4").reshape(-1, 3).tolist()
@@ -179,11 +188,10 @@ def _read_header(file: BinaryIO, checksum: hashlib._Hash) -> _Header:
         raise Unusable(f"it is damaged: {error}") from None
 
 
-def _read_array(file: BinaryIO, n_bytes: int, checksum: hashlib._Hash) -> npt.NDArray[np.uint8]:
-    """Reads so many bytes; the file is known to have them, unless it is changed meanwhile."""
-    array = np.empty(n_bytes, np.uint8)
+def _read_array(file: BinaryIO, array: npt.NDArray[np.uint8], checksum: hashlib._Hash) -> npt.NDArray[np.uint8]:
+    """Fills an array from the file, which is known to have so many bytes, unless it is changed meanwhile."""
     view = array.data
-    for at in range(0, n_bytes, _READ_BYTES):
+    for at in range(0, array.nbytes, _READ_BYTES):
         piece = view[at : at + _READ_BYTES]
         if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
             raise Unusable("it was changed while it was read")
@@ -240,8 +248,14 @@ class KvFiles:
 
     def _read(self, command: em.LoadKv) -> None:
         try:
-            limits = {"most_tokens": self._runtime.n_ctx_seq, "most_bytes": self._runtime.config.kv_cache_bytes}
-            blob, n_bytes = read(command.path, self._engine, **limits)
+            store = self._reuse.store
+            blob, n_bytes = read(
+                command.path,
+                self._engine,
+                most_tokens=self._runtime.n_ctx_seq,
+                most_bytes=store.limit_bytes,
+                memory=store.memory,
+            )
             self._post(lambda: self._add(command, blob, n_bytes))
         except Unusable as why:
             self._refuse(command, f"the file is not used: {why}")

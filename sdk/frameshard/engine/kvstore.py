@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,14 +45,23 @@ class Blob(Cells):
 
 
 class _Pages:
-    """Memory for copies. That of the last copy which nobody refers to any more is kept for the next one.
+    """[any thread] Memory for copies. That of the last copy which nobody refers to any more is kept for the next one.
 
-    :param has_room: [any thread] whether so many bytes may be kept.
+    :param has_room: whether so many bytes may be kept.
     """
 
     def __init__(self, has_room: Callable[[int], bool]) -> None:
         self._has_room = has_room
         self._kept: tuple[mmap.mmap, int] | None = None
+        self._lock = threading.RLock()  # a copy may be freed inside of a call
+        self.live_bytes = 0
+        """The bytes of all copies that something refers to."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all copies, and those that are kept."""
+        with self._lock:
+            return self.live_bytes + self.kept_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -65,8 +75,9 @@ class _Pages:
         :raises MemoryError: there is none.
         """
         if sys.platform != "linux" or not n_bytes:
-            return np.empty(n_bytes, np.uint8)
-        kept, self._kept = self._kept, None
+            return self._counted(np.empty(n_bytes, np.uint8), None)
+        with self._lock:
+            kept, self._kept = self._kept, None
         if kept is not None and n_bytes <= len(kept[0]):
             pages = kept[0]
             beyond = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -80,35 +91,67 @@ class _Pages:
                 raise MemoryError from error
             with contextlib.suppress(OSError):  # a kernel without large pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
-        data = np.frombuffer(pages, np.uint8, n_bytes)
-        weakref.finalize(data, self._keep, pages, n_bytes)
+                pages.madvise(mmap.MADV_DONTDUMP)  # by this it is told from emulated VRAM: see hostcount.py
+        return self._counted(np.frombuffer(pages, np.uint8, n_bytes), pages)
+
+    def _counted(self, data: npt.NDArray[np.uint8], pages: mmap.mmap | None) -> npt.NDArray[np.uint8]:
+        with self._lock:
+            self.live_bytes += data.nbytes
+            if not self._has_room(self.kept_bytes):  # kept by another thread meanwhile
+                self._kept = None
+        weakref.finalize(data, self._freed, pages, data.nbytes)
         return data
 
     def drop(self) -> None:
         """Frees what is kept."""
         self._kept = None
 
-    def _keep(self, pages: mmap.mmap, n_bytes: int) -> None:
-        """[any thread] Called when a copy of ``n_bytes`` is freed."""
-        if self._has_room(n_bytes):
-            self._kept = pages, n_bytes
+    def _freed(self, pages: mmap.mmap | None, n_bytes: int) -> None:
+        """Called when nothing refers to a copy of ``n_bytes`` any more."""
+        with self._lock:
+            self.live_bytes -= n_bytes
+            if pages is not None and self._has_room(n_bytes):
+                self._kept = pages, n_bytes
 
 
 class KvStore:
     """The blobs. Those that were made ahead of time are evicted first, then the least recently used.
+
+    One thread uses the blobs. Another one may change the limit, which evicts blobs at once; who still refers to an
+    evicted blob can go on using it.
 
     :param limit_bytes: the most bytes of all blobs, and of the memory kept for the next one; 0: none are kept.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self._strict = False
+        self._lock = threading.RLock()
         self._blobs: list[Blob] = []  # the most recently used last
         self._pages = _Pages(self.has_room)
         self._bytes = self._hits = self._evictions = 0
 
     def __iter__(self) -> Iterator[Blob]:
         """The blobs, the most recently used first."""
-        return reversed(self._blobs)
+        return reversed(list(self._blobs))
+
+    @property
+    def held_bytes(self) -> int:
+        """[any thread] The host memory of all copies, also of those that are being made, and what is kept for the next
+        one."""
+        return self._pages.held_bytes
+
+    def set_limit(self, limit_bytes: int, *, strict: bool) -> None:
+        """[any thread] Changes the limit, and evicts what is above it.
+
+        :param strict: room for a copy is made before the copy, so that the limit holds also while it is made.
+        """
+        with self._lock:
+            self.limit_bytes, self._strict = limit_bytes, strict
+            while self._bytes > limit_bytes:
+                self._evict()
+            if not self.has_room(self._pages.kept_bytes):
+                self._pages.drop()
 
     def put(self, blob: Blob) -> bool:
         """Keeps a blob, as the most recently used one. It takes the place of the conversation's earlier blob, and of
@@ -116,45 +159,58 @@ class KvStore:
 
         :returns: false if it is larger than the limit. Then nothing changes.
         """
-        if blob.data.nbytes > self.limit_bytes:
-            return False
-        for other in list(self):
-            same_text = (other.tokens, other.adapters, other.shapes) == (blob.tokens, blob.adapters, blob.shapes)
-            if same_text or (blob.conversation is not None and other.conversation == blob.conversation):
-                self.drop(other)
-        while self._bytes + blob.data.nbytes > self.limit_bytes:
-            victim = next((other for other in self._blobs if other.ahead), None)
-            if victim is None:
-                victim = self._blobs[0]
-                self._evictions += 1
-            self.drop(victim)
-        self._blobs.append(blob)
-        self._bytes += blob.data.nbytes
-        if not self.has_room(self._pages.kept_bytes):
-            self._pages.drop()
-        return True
+        with self._lock:
+            if blob.data.nbytes > self.limit_bytes:
+                return False
+            for other in self:
+                same_text = (other.tokens, other.adapters, other.shapes) == (blob.tokens, blob.adapters, blob.shapes)
+                if same_text or (blob.conversation is not None and other.conversation == blob.conversation):
+                    self.drop(other)
+            while self._bytes + blob.data.nbytes > self.limit_bytes:
+                self._evict()
+            self._blobs.append(blob)
+            self._bytes += blob.data.nbytes
+            if not self.has_room(self._pages.kept_bytes):
+                self._pages.drop()
+            return True
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether so many bytes more can be kept without an eviction."""
-        return self._bytes + n_bytes <= self.limit_bytes
+        """[any thread] Whether so many bytes more can be kept without an eviction."""
+        return max(self._bytes, self._pages.live_bytes) + n_bytes <= self.limit_bytes
 
     def memory(self, n_bytes: int) -> npt.NDArray[np.uint8]:
-        """Memory for the data of a blob. When nothing refers to it any more, a later blob gets it.
+        """[any thread] Memory for the data of a blob. When nothing refers to it any more, a later blob gets it.
 
-        :raises MemoryError: there is none.
+        :raises MemoryError: there is none, or the limit is strict and has no room for it.
         """
-        return self._pages.take(n_bytes)
+        with self._lock:
+            while self._strict and self._blobs and self._pages.live_bytes + n_bytes > self.limit_bytes:
+                self._evict()
+            if self._strict and self._pages.live_bytes + n_bytes > self.limit_bytes:
+                raise MemoryError
+            return self._pages.take(n_bytes)
 
     def use(self, blob: Blob) -> None:
         """Counts a hit, and makes ``blob`` the most recently used one."""
-        self._hits += 1
-        self._blobs.remove(blob)
-        self._blobs.append(blob)
+        with self._lock:
+            self._hits += 1
+            if blob in self._blobs:
+                self._blobs.remove(blob)
+                self._blobs.append(blob)
 
     def drop(self, blob: Blob) -> None:
-        """Frees a blob."""
-        self._blobs.remove(blob)
-        self._bytes -= blob.data.nbytes
+        """Frees a blob. Nothing happens if it was evicted."""
+        with self._lock:
+            if blob in self._blobs:
+                self._blobs.remove(blob)
+                self._bytes -= blob.data.nbytes
+
+    def _evict(self) -> None:
+        victim = next((other for other in self._blobs if other.ahead), None)
+        if victim is None:
+            victim = self._blobs[0]
+            self._evictions += 1
+        self.drop(victim)
 
     def statistics(self) -> dict[str, object]:
         """[any thread] Its figures, for :meth:`Batcher.statistics`."""

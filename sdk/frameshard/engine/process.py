@@ -14,7 +14,8 @@ budget   changes the budget, and waits until the device has released memory (:mo
 adapter  checks and reads the file of a LoRA adapter, one thread for each load.
 plan     answers what-if questions (:mod:`frameshard.engine.whatif`).
 count    counts the tokens of prompts (:mod:`frameshard.engine.counting`).
-watch    reports the device's memory to the broker (:mod:`frameshard.engine.watch`).
+watch    reports the memory of device and host to the broker (:mod:`frameshard.engine.watch`), and gives host memory
+         back while the machine is short of it (:mod:`frameshard.engine.pressure`).
 
 The process ends when the broker closes the socket, so it never outlives the broker.
 """
@@ -32,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from frameshard import system
@@ -40,6 +42,8 @@ from frameshard.engine.batch import Batcher
 from frameshard.engine.budgets import Budgets
 from frameshard.engine.counting import Counting
 from frameshard.engine.draft import DraftModel
+from frameshard.engine.hostcount import PROC
+from frameshard.engine.hostmemory import HostMemory
 from frameshard.engine.idle import Idle, IdleProfile
 from frameshard.engine.job import Job
 from frameshard.engine.kvfile import KvFiles
@@ -47,6 +51,7 @@ from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
 from frameshard.engine.prepare import Preparation
+from frameshard.engine.pressure import Pressure
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.vision import Vision
@@ -83,6 +88,7 @@ MEASURE_S = 30.0
 STUCK_S = 2.0
 """After a decode has made no progress for so many seconds, pings are not answered. One operation may take a second."""
 
+LOAD_RELEASE_S = 5.0
 WATCH_S = 0.25
 WATCH_SEND_S = 1.0
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel kills the sidecar before the game
@@ -104,6 +110,7 @@ class Engine:
         self._pace = Pace()
         self._runtime: Runtime | None = None
         self._batcher: Batcher | None = None
+        self._watcher: Watcher | None = None
         self._preparation: Preparation | None = None
         self._kv_files: KvFiles | None = None
         self._vision: Vision | None = None
@@ -124,17 +131,18 @@ class Engine:
 
     # --- main thread ----------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
+    def run(self, proc: Path) -> int:
         """Runs until a stop command comes or the broker ends.
 
+        :param proc: where /proc is, to read how much memory the machine has.
         :returns: the exit code.
         """
         for name, work in (
             ("reader", self._read),
-            ("budget", partial(self._when_loaded, self._budgets.serve)),
+            ("budget", partial(self._when_loaded, self._serve_budgets)),
             ("plan", partial(self._when_loaded, self._what_if.serve)),
             ("count", partial(self._when_loaded, self._counting.serve)),
-            ("watch", partial(self._when_loaded, self._watch)),
+            ("watch", partial(self._when_loaded, partial(self._watch, proc))),
         ):
             threading.Thread(target=work, daemon=True, name=name).start()
         try:
@@ -244,7 +252,10 @@ class Engine:
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
         self._idle = Idle(IdleProfile(runtime, self._want_plan), self._batcher.reuse.copy_ahead)
-        self._watcher = Watcher(runtime)
+        host = HostMemory(runtime, self._batcher.store)
+        host.measure()
+        host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S, spare_bytes=0)
+        self._watcher = Watcher(runtime, host)
         self._link.send(self._watcher.look(parked=False))
         self._loaded.set()
         self._link.send(report.ready(runtime, self._vision, time.monotonic() - started))
@@ -438,9 +449,10 @@ class Engine:
             self._commands.put(lambda: batcher.set_priority(command.job, command.priority))
 
     def _statistics(self) -> dict[str, object]:
-        if self._runtime is None or self._batcher is None:
+        if self._runtime is None or self._batcher is None or self._watcher is None:
             return {}
-        return report.statistics(self._runtime, self._batcher, has_frame_block=self._budgets.has_frame_block)
+        has_frame_block = self._budgets.has_frame_block
+        return report.statistics(self._runtime, self._batcher, self._watcher.host, has_frame_block=has_frame_block)
 
     def _end(self) -> None:
         self._commands.put(self._stop_main)
@@ -476,12 +488,21 @@ class Engine:
         assert self._runtime is not None
         serve(self._runtime)
 
-    def _watch(self, _runtime: Runtime) -> None:
-        """[watch thread] Reports the device's memory when it has changed, and at least every second."""
-        sent, sent_at = None, 0.0
+    def _serve_budgets(self, runtime: Runtime) -> None:
+        """[budget thread]"""
+        assert self._watcher is not None
+        self._budgets.serve(runtime, self._watcher.host)
+
+    def _watch(self, proc: Path, _runtime: Runtime) -> None:
+        """[watch thread] Reports the memory of device and host when it has changed, and at least every second."""
+        assert self._watcher is not None
+        host, sent, sent_at = self._watcher.host, None, 0.0
+        pressure = Pressure(host, lambda limit, why: self._link.send(em.HostPressure(limit, why)), proc)
         with contextlib.suppress(BrokerGone):
             while not self._stop:  # while the model is being freed, the figures mean nothing
                 time.sleep(WATCH_S)
+                host.look()
+                pressure.look()
                 look = self._watcher.look(parked=self._budgets.parked)
                 if look != sent or time.monotonic() - sent_at >= WATCH_SEND_S:
                     sent, sent_at = look, time.monotonic()
@@ -492,6 +513,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point of the process."""
     parser = argparse.ArgumentParser(prog="frameshard.engine.process")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--proc", type=Path, default=PROC, help="where /proc is; tests play a machine short of memory")
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker handles Ctrl-C
@@ -501,7 +523,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sock = system.inherited_socket(args.fd)
     engine = Engine(Link(sock))
     on_abort(engine.aborted)
-    code = engine.run()
+    code = engine.run(args.proc)
     logging.shutdown()
     # Skips Python's cleanup: other threads still wait in native code, and the plugin must never be unloaded.
     os._exit(code)

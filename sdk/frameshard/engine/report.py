@@ -7,6 +7,7 @@ import hashlib
 import os
 
 from frameshard.engine.batch import Batcher
+from frameshard.engine.hostmemory import HostMemory
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.vision import Vision
 from frameshard.wire import engine as em
@@ -49,10 +50,11 @@ def _template_fingerprint(template: str | None) -> str:
     return "" if template is None else hashlib.sha256(template.encode()).hexdigest()
 
 
-def statistics(runtime: Runtime, batcher: Batcher, *, has_frame_block: bool) -> dict[str, object]:
+def statistics(runtime: Runtime, batcher: Batcher, host: HostMemory, *, has_frame_block: bool) -> dict[str, object]:
     """[any thread] Returns the engine's part of the protocol's ``stats`` answer."""
     stats: dict[str, object] = batcher.statistics()
     stats["adapters"] = {each.name: each.size_bytes for each in runtime.adapters.describe()}
+    stats["host"] = host.figures()
     stats["observed_by"] = None if runtime.observer is None else runtime.observer.source
     if runtime.device is not None and runtime.placement is not None:
         stats.update(dataclasses.asdict(runtime.device.stats()))

@@ -52,13 +52,13 @@ class Reuse:
     """Brings the cells that a job can reuse into its sequence.
 
     :param slots: all sequences of the runtime.
-    :param store: the KV store; its limit is 0 if cells are not copied.
+    :param store: the KV store; its limit is 0 if cells are never copied.
     """
 
     def __init__(self, runtime: Runtime, slots: Sequence[Slot], store: KvStore) -> None:
         self._runtime = runtime
         self._slots = slots
-        self._store = store
+        self.store = store
         self._copies = store.limit_bytes > 0 and runtime.llama.can_trim
         self._crowded = False
         """A conversation has lost its sequence to another job."""
@@ -78,7 +78,7 @@ class Reuse:
             self._cut(slot, n_reused)
         else:
             if isinstance(source, Blob):
-                self._store.use(source)
+                self.store.use(source)
             n_reused = self._shared(source, job, text, history)
             n_lost = len(source.tokens) - n_reused
             self._cut(slot, n_reused)
@@ -86,9 +86,9 @@ class Reuse:
             if foreign and (n_lost >= WORTH_TOKENS or isinstance(source, Slot)):
                 self._store_prefix(slot)
         slot.adapters, slot.conversation = job.adapters, job.conversation
-        for blob in list(self._store):
+        for blob in list(self.store):
             if blob.job == job.id or (blob.conversation is not None and blob.conversation == job.conversation):
-                self._store.drop(blob)  # the sequence has it now
+                self.store.drop(blob)  # the sequence has it now
 
     def paused(self, job: Job, slot: Slot, text: list[int]) -> bool:
         """Continues a paused job in mid-answer if its cells are still there.
@@ -96,11 +96,11 @@ class Reuse:
         :param text: the tokens that its cells must hold.
         :returns: whether ``slot`` holds them now.
         """
-        blob = next((blob for blob in self._store if blob.job == job.id), None)
+        blob = next((blob for blob in self.store if blob.job == job.id), None)
         if blob is None or blob.tokens != text or blob.adapters != job.adapters:
             return False
-        self._store.use(blob)
-        self._store.drop(blob)
+        self.store.use(blob)
+        self.store.drop(blob)
         if slot.conversation != job.conversation:
             self._vacate(slot)
         if not self._copy(blob, slot):
@@ -121,10 +121,10 @@ class Reuse:
         idle = (slot for slot in self._slots if slot.job is None and slot.conversation is not None)
         for slot in sorted(idle, key=lambda slot: slot.used_at) if self._crowded else ():
             # A blob of the conversation has these cells, or it was read from a file to go on from there.
-            has_blob = any(blob.conversation == slot.conversation for blob in self._store)
+            has_blob = any(blob.conversation == slot.conversation for blob in self.store)
             if self._worth(slot) and not has_blob:
                 n_bytes = self._runtime.llama.saved_bytes(slot.seq)
-                if self._store.has_room(n_bytes) and self._put(slot, ahead=True):
+                if self.store.has_room(n_bytes) and self._put(slot, ahead=True):
                     return True
         return False
 
@@ -133,10 +133,10 @@ class Reuse:
 
         :raises BadArgument: they are larger than the store.
         """
-        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) and not blob.ahead for blob in self._store):
+        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) and not blob.ahead for blob in self.store):
             return
         data = self._saved(slot) if self._fits(slot) else None
-        if data is None or not self._store.put(self._blob(slot, data)):
+        if data is None or not self.store.put(self._blob(slot, data)):
             size_mb = -(-self._runtime.llama.saved_bytes(slot.seq) >> 20)
             raise BadArgument(
                 f"the KV cache of these messages has {size_mb} MiB, more than the KV store may hold: launch with a"
@@ -148,7 +148,7 @@ class Reuse:
         """Returns a copy of the cells of a conversation; ``None`` if there are none that could be reused elsewhere."""
         slot = next((slot for slot in self._slots if slot.conversation == conversation), None)
         if slot is None:
-            return next((blob for blob in self._store if blob.conversation == conversation), None)
+            return next((blob for blob in self.store if blob.conversation == conversation), None)
         if not self._copies or not slot.tokens or slot.pictures:
             return None
         data = self._saved(slot)
@@ -160,7 +160,7 @@ class Reuse:
         :returns: false if there is no store, or the blob is too large for it.
         """
         blob.conversation = conversation
-        return self._copies and self._store.put(blob)
+        return self._copies and self.store.put(blob)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Reuse:
         if not self._copies or len(text) <= n_own + WORTH_TOKENS:
             return None
         others = (other for other in self._slots if other is not slot and not other.pictures)
-        blobs = (blob for blob in self._store if not blob.ahead)
+        blobs = (blob for blob in self.store if not blob.ahead)
         sources: list[Blob | Slot] = [*blobs, *others]
         found = [(self._shared(cells, job, text, history), cells) for cells in sources]
         found = [
@@ -201,14 +201,14 @@ class Reuse:
 
     def _saved(self, slot: Slot) -> npt.NDArray[np.uint8] | None:
         """A copy of the cells of a sequence, that of the store if it has one; ``None`` if there is no memory."""
-        for blob in self._store:
+        for blob in self.store:
             if (blob.tokens, blob.shapes, blob.adapters) == (slot.tokens, slot.shapes, slot.adapters):
                 return blob.data
-        return self._runtime.save(slot.seq, self._store.memory)
+        return self._runtime.save(slot.seq, self.store.memory)
 
     def _fits(self, slot: Slot) -> bool:
         """Whether a copy of the sequence is within the limit of the store."""
-        return self._runtime.llama.saved_bytes(slot.seq) <= self._store.limit_bytes
+        return self._runtime.llama.saved_bytes(slot.seq) <= self.store.limit_bytes
 
     def _copy(self, source: Cells, slot: Slot) -> bool:
         """Copies cells into ``slot``.
@@ -262,12 +262,12 @@ class Reuse:
             return False
         blob = self._blob(slot, data)
         blob.conversation, blob.job, blob.ahead = slot.conversation, job, ahead
-        return self._store.put(blob)
+        return self.store.put(blob)
 
     def _store_prefix(self, slot: Slot) -> None:
         data = self._saved(slot)
         if data is not None:
-            self._store.put(self._blob(slot, data))
+            self.store.put(self._blob(slot, data))
 
     def _blob(self, cells: Cells, data: npt.NDArray[np.uint8]) -> Blob:
         """A blob that belongs to no conversation."""

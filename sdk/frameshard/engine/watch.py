@@ -1,4 +1,4 @@
-"""Watches the device's memory and the other processes that use it, to check the host's budget.
+"""Watches the device's memory and the other processes that use it, to check the host's budget, and host memory.
 
 The figures come from the driver (NVML, DRM), else from the device's own interface (CUDA, Vulkan's memory budget), which
 knows no other processes by their ids. The emulated device simulates another process if its fault script says so. Where
@@ -8,7 +8,10 @@ there are no figures, the log says so once.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
+from frameshard.engine import hostcount
+from frameshard.engine.hostmemory import HostMemory
 from frameshard.engine.runtime import Runtime
 from frameshard.wire import engine as em
 
@@ -24,8 +27,10 @@ EXCESS_LOOKS = 8
 class Watcher:
     """Looks at one device. Use it from one thread only."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, host: HostMemory) -> None:
         self._runtime = runtime
+        self.host = host
+        """[any thread] The host memory of the processes."""
         self._known: set[int] | None = None
         self._above = 0
         self._used = 0
@@ -40,14 +45,14 @@ class Watcher:
         """
         runtime = self._runtime
         if runtime.device is None:
-            return em.Watch(0, 0, 0, None, None, (), 0)
+            return self._with_host(em.Watch(0, 0, 0, None, None, (), 0))
         stats = runtime.device.stats()
         totals, others = self._totals(stats.used_bytes), self._others(stats.used_bytes)
         known = self._known if self._known is not None else set(others)
         appeared = tuple((pid, n_bytes) for pid, n_bytes in others.items() if pid not in known)
         self._known = known | others.keys()
         free, total = (None, None) if totals is None else totals
-        return em.Watch(
+        watch = em.Watch(
             used_bytes=stats.used_bytes,
             floor_bytes=stats.floor_bytes,
             full_bytes=stats.full_bytes,
@@ -55,6 +60,17 @@ class Watcher:
             free_bytes=None if free is None else free // UNIT * UNIT,
             appeared=appeared,
             excess_bytes=0 if parked else self._excess(stats.used_bytes),
+        )
+        return self._with_host(watch)
+
+    def _with_host(self, watch: em.Watch) -> em.Watch:
+        machine = hostcount.machine()
+        return replace(
+            watch,
+            host_used_bytes=self.host.parts().used_bytes,
+            host_floor_bytes=self.host.floor_bytes,
+            host_total_bytes=None if machine is None else machine.total_bytes,
+            host_free_bytes=None if machine is None else machine.available_bytes // UNIT * UNIT,
         )
 
     def _totals(self, used_bytes: int) -> tuple[int, int] | None:

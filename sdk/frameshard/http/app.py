@@ -26,7 +26,7 @@ from frameshard.http.guard import Access, Guard
 from frameshard.http.refusal import Refusal, bad, of_error
 from frameshard.wire import messages as m
 
-LEASE_TERMS = frozenset({"vram_budget_mb", "timeout_s", "state", "floor_mb", "version", "reason"})
+LEASE_TERMS = frozenset({"vram_budget_mb", "timeout_s", "state", "floor_mb", "version", "reason", "host_budget_mb"})
 CORS_HEADERS = ("authorization", "content-type", request.CONVERSATION_HEADER, request.PRIORITY_HEADER)
 
 

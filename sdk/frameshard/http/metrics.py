@@ -42,6 +42,9 @@ def page(stats: m.Stats, budget: m.Budget, responses: Counter[tuple[str, int]], 
     add("vram_used_bytes", "VRAM in use by the sidecar's own count.", budget.used_bytes)
     add("vram_floor_bytes", "The smallest VRAM budget.", budget.floor_bytes)
     add("vram_full_bytes", "With this VRAM budget all weights are resident.", budget.full_bytes)
+    add("host_budget_bytes", "Host budget; 0: no limit.", budget.host_budget_bytes)
+    add("host_used_bytes", "Host memory in use by the sidecar's own count.", budget.host_used_bytes)
+    add("host_floor_bytes", "The smallest host budget.", budget.host_floor_bytes)
     counts = [({"path": path, "status": status}, float(n)) for (path, status), n in sorted(responses.items())]
     add("http_responses_total", "Responses of the HTTP server.", counts, "counter")
     add("http_connections", "Open connections of the HTTP server.", connections)

@@ -108,6 +108,8 @@ class SetBudget:
     vram_budget_bytes: Bytes
     timeout_s: Seconds = 5.0
     parked: bool = False
+    host_budget_bytes: Bytes = 0
+    """The limit for the host memory of all processes; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -362,15 +364,19 @@ class BudgetReleased:
     vram_budget_bytes: Bytes
     used_bytes: Bytes
     seconds: Seconds
+    host_budget_bytes: Bytes = 0
+    host_used_bytes: Bytes = 0
 
 
 @dataclass(frozen=True)
 class BudgetObserved:
-    """The third answer to :class:`SetBudget`: the bytes that the driver counts; None if it gives no count."""
+    """The third answer to :class:`SetBudget`: the bytes that the driver counts, and the host memory that the system
+    counts; None if there is no count."""
 
     seq: Count
     observed_bytes: Bytes | None
     seconds: Seconds
+    host_observed_bytes: Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -435,7 +441,7 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class Watch:
-    """The state of the device's memory. `total_bytes` and `free_bytes` are None if the driver does not give them."""
+    """The state of the device's memory and of host memory. Bytes that neither driver nor system give are None."""
 
     used_bytes: Bytes
     floor_bytes: Bytes
@@ -447,6 +453,18 @@ class Watch:
     the process is not known."""
     excess_bytes: Bytes
     """The bytes above the budget that the driver counts."""
+    host_used_bytes: Bytes = 0
+    host_floor_bytes: Bytes = 0
+    host_total_bytes: Bytes | None = None
+    host_free_bytes: Bytes | None = None
+
+
+@dataclass(frozen=True)
+class HostPressure:
+    """The engine has set a limit of its own for host memory, because the machine is short of it; 0: the limit ends."""
+
+    limit_bytes: Bytes
+    why: Annotated[str, checks.text(m.MAX_NOTICE_DETAIL)]
 
 
 @dataclass(frozen=True)
@@ -464,7 +482,7 @@ class Pong:
 JobEvent = Started | Progress | Token | Done | Failed | Cancelled
 BudgetEvent = BudgetGranted | BudgetLate | BudgetReleased | BudgetObserved | BudgetRefused
 Answer = Stats | Plans | TokenCount | Adapters | Kv
-Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Answer | Watch | Alive | Pong
+Event = Loading | Ready | Fatal | JobEvent | BudgetEvent | Answer | Watch | HostPressure | Alive | Pong
 Message = Command | Event
 
 COMMANDS: dict[str, type[Any]] = {
@@ -508,6 +526,7 @@ EVENTS: dict[str, type[Any]] = {
     "adapters": Adapters,
     "kv": Kv,
     "watch": Watch,
+    "host_pressure": HostPressure,
     "alive": Alive,
     "pong": Pong,
 }

@@ -194,6 +194,11 @@ class EngineOptions:
         "Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that"
         " several jobs begin with. The least recently used are dropped; 0: none are kept.",
     ] = 512 << 20
+    host_budget_bytes: Annotated[
+        Bytes,
+        "Limit for all host memory that the sidecar's processes use, with the model's file in the page cache; 0: no"
+        " limit. Only on Linux; elsewhere it is refused with `unsupported`.",
+    ] = 0
 
     def __post_init__(self) -> None:
         checks.verify(self)

@@ -51,7 +51,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 EngineState = Literal["loading", "ready", "restarting", "hibernated", "off"]
 LeaseState = Literal["active", "parked", "hibernated"]
 Decision = Literal["granted", "partial"]
-NoticeKind = Literal["wants", "gives_back", "late", "pressure", "other_process", "state", "http"]
+NoticeKind = Literal["wants", "gives_back", "late", "pressure", "other_process", "state", "http", "host_pressure"]
 Mode = Literal["planned", "stream_only"]
 SchedulingMode = Literal["prioritize_graphics", "balance", "prioritize_compute"]
 ImageFormat = Literal["encoded", "rgb", "rgba"]
@@ -539,6 +539,11 @@ class BudgetSet:
         " refused for its version.",
     ] = 0
     reason: Annotated[str, checks.text(64), "Text for the sidecar's log."] = ""
+    host_budget_bytes: Annotated[
+        Bytes | None,
+        "Limit for all host memory that the sidecar's processes use; 0: no limit. If it is missing, the limit in force"
+        " stays.",
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -772,6 +777,7 @@ class Lease:
         Seconds, "Predicted time until the release is complete; 0: it is immediate, or nothing was measured yet."
     ]
     version: Annotated[Count, "Version of the lease in force; 0: it has none."]
+    host_budget_bytes: Annotated[Bytes, "Host budget that will be reached by the deadline; 0: no limit."] = 0
 
 
 @dataclass(frozen=True)
@@ -785,6 +791,8 @@ class Released:
     ]
     used_bytes: Annotated[Bytes, "VRAM that the sidecar uses, by its own exact count."]
     seconds: Annotated[Seconds, "Time since the engine was asked."]
+    host_budget_bytes: Annotated[Bytes, "Host budget in force; 0: no limit."] = 0
+    host_used_bytes: Annotated[Bytes, "Host memory that the sidecar uses, by its own count."] = 0
 
 
 @dataclass(frozen=True)
@@ -797,6 +805,10 @@ class Observed:
         Bytes | None, "VRAM of the engine process as the driver counts it; missing if the driver does not report it."
     ]
     seconds: Annotated[Seconds, "Time since the engine was asked."]
+    host_observed_bytes: Annotated[
+        Bytes | None,
+        "Host memory of the sidecar's processes as the system counts it; missing if it was not measured.",
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -816,6 +828,9 @@ class Budget:
         " it uses.",
     ]
     used_bytes: Annotated[Bytes, "VRAM that the sidecar uses, by its own exact count."]
+    host_budget_bytes: Annotated[Bytes, "Host budget in force; 0: no limit."] = 0
+    host_floor_bytes: Annotated[Bytes, "The smallest host budget that the sidecar can run in; 0: not known."] = 0
+    host_used_bytes: Annotated[Bytes, "Host memory that the sidecar uses, by its own count; 0: not known."] = 0
 
 
 @dataclass(frozen=True)
@@ -833,6 +848,14 @@ class Caps:
     full_bytes: Annotated[Bytes, "With this VRAM budget all weights are resident."]
     context: Annotated[Tokens, "Context length of one conversation in tokens."]
     mode: Annotated[Mode, "Mode of the plan; `stream_only` gives the same bits at every budget."]
+    host_total_bytes: Annotated[
+        Bytes | None, "Host memory of the machine; missing if the system does not report it."
+    ] = None
+    host_free_bytes: Annotated[
+        Bytes | None,
+        "Host memory that programs can still take without swapping; missing if the system does not report it.",
+    ] = None
+    host_floor_bytes: Annotated[Bytes, "The smallest host budget that the sidecar can run in; 0: not known."] = 0
 
 
 @dataclass(frozen=True)
@@ -1132,13 +1155,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class Notice:
-    """News about VRAM, the lease and the HTTP server, for sessions that asked for it. The client need not react."""
+    """News about memory, the lease and the HTTP server, for sessions that asked for it. The client need not react."""
 
     epoch: Epoch
     kind: Annotated[NoticeKind, "What the notice is about."]
     vram_budget_bytes: Annotated[
         Bytes,
-        "For `other_process`: VRAM that the other process uses (0: unknown). For `http`: 0."
+        "For `other_process`: VRAM that the other process uses (0: unknown). For `http` and `host_pressure`: 0."
         " For other kinds: a VRAM budget.",
     ]
     seconds: Annotated[
@@ -1149,6 +1172,11 @@ class Notice:
     detail: Annotated[
         str, checks.text(MAX_NOTICE_DETAIL), "Text for a log. For `state`: the new state. For `http`: how it ended."
     ]
+    host_budget_bytes: Annotated[
+        Bytes,
+        "For `host_pressure`: the sidecar's own limit for its host memory while the system is short of it; 0: the"
+        " pressure is over. Else 0.",
+    ] = 0
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ internal static class Runner
                     { "state", Word(budget.State) }, { "version", budget.Version },
                     { "budget_bytes", budget.BudgetBytes }, { "floor_bytes", budget.FloorBytes },
                     { "full_bytes", budget.FullBytes }, { "used_bytes", budget.UsedBytes },
-                    { "wanted_bytes", budget.WantedBytes },
+                    { "wanted_bytes", budget.WantedBytes }, { "host_budget_bytes", budget.HostBudgetBytes },
+                    { "host_floor_bytes", budget.HostFloorBytes }, { "host_used_bytes", budget.HostUsedBytes },
                 });
             case "load_adapter":
                 return Watch("adapters", Client.LoadAdapterAsync((string)command["name"], (string)command["path"]),
@@ -128,7 +129,8 @@ internal static class Runner
                 {
                     { "device", caps.Device }, { "total_bytes", Known(caps.TotalBytes) },
                     { "free_bytes", Known(caps.FreeBytes) }, { "floor_bytes", caps.FloorBytes },
-                    { "full_bytes", caps.FullBytes },
+                    { "full_bytes", caps.FullBytes }, { "host_total_bytes", Known(caps.HostTotalBytes) },
+                    { "host_free_bytes", Known(caps.HostFreeBytes) }, { "host_floor_bytes", caps.HostFloorBytes },
                 });
             case "get_plan":
                 var plan = Client.GetPlanAsync((ulong)command["vram_budget_bytes"] / Mebibyte,
@@ -293,6 +295,8 @@ internal static class Runner
         var lease = new Lease();
         if (given.ContainsKey("vram_budget_bytes")) lease.VramBudgetMb = (ulong)given["vram_budget_bytes"] / Mebibyte;
         if (given.ContainsKey("floor_bytes")) lease.FloorMb = (ulong)given["floor_bytes"] / Mebibyte;
+        if (given.ContainsKey("host_budget_bytes"))
+            lease.HostBudgetMb = (ulong)given["host_budget_bytes"] / Mebibyte;
         if (given.ContainsKey("timeout_s")) lease.TimeoutSeconds = (double)given["timeout_s"];
         if (given.ContainsKey("version")) lease.Version = (ulong)given["version"];
         if (given.ContainsKey("reason")) lease.Reason = (string)given["reason"];
@@ -327,7 +331,7 @@ internal static class Runner
         sidecar.OnNotice += notice => Tell("notice", new JsonObject
         {
             { "kind", Word(notice.Kind) }, { "budget_bytes", notice.BudgetBytes }, { "seconds", notice.Seconds },
-            { "text", notice.Text },
+            { "text", notice.Text }, { "host_budget_bytes", notice.HostBudgetBytes },
         });
         sidecar.OnLoading += loading => Tell("loading", new JsonObject
         {
@@ -369,14 +373,17 @@ internal static class Runner
         {
             { "decision", Word(answer.Decision) }, { "budget_bytes", answer.BudgetBytes },
             { "seconds", answer.Seconds }, { "version", answer.Version },
+            { "host_budget_bytes", answer.HostBudgetBytes },
         }));
         After(change.Released, result => TellOf(request, "budget_released", new JsonObject
         {
             { "budget_bytes", result.BudgetBytes }, { "used_bytes", result.UsedBytes }, { "seconds", result.Seconds },
+            { "host_budget_bytes", result.HostBudgetBytes }, { "host_used_bytes", result.HostUsedBytes },
         }));
         After(change.Observed, seen => TellOf(request, "budget_observed", new JsonObject
         {
             { "observed_bytes", Known(seen.Bytes) }, { "seconds", seen.Seconds },
+            { "host_observed_bytes", Known(seen.HostObservedBytes) },
         }), error => TellOf(request, "refused", Failure(error)));
         return Number("request", request);
     }

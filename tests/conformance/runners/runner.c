@@ -16,8 +16,8 @@ static const char *const modes[] = {NULL, "prioritize_graphics", "balance", "pri
 static const char *const reasons[] = {NULL, "stop", "length", "tool_calls"};
 static const char *const engines[] = {NULL, "loading", "ready", "restarting", "off", "hibernated"};
 static const char *const decisions[] = {NULL, "granted", "partial"};
-static const char *const notices[] = {NULL,       "wants",         "gives_back", "late",
-                                      "pressure", "other_process", "state",      "http"};
+static const char *const notices[] = {NULL,    "wants", "gives_back",   "late", "pressure", "other_process",
+                                      "state", "http",  "host_pressure"};
 static const char *const formats[] = {NULL, "encoded", "rgb", "rgba"};
 static const char *const phases[] = {NULL, "encode", "prefill"};
 static const char *const types[] = {
@@ -345,6 +345,7 @@ static fs_status set_lease(const cJSON *command, uint64_t *request) {
     lease.vram_budget_bytes = (uint64_t)number(given, "vram_budget_bytes", 0);
     lease.floor_bytes = (uint64_t)number(given, "floor_bytes", 0);
     lease.version = (uint64_t)number(given, "version", 0);
+    lease.host_budget_bytes = (int64_t)number(given, "host_budget_bytes", -1);
     lease.timeout_s = number(given, "timeout_s", lease.timeout_s);
     lease.state = place(text(given, "state", "active"), states, 4);
     lease.reason = text(given, "reason", NULL);
@@ -408,6 +409,12 @@ static cJSON *told(const fs_event *event) {
     add(object, "floor_bytes", (double)event->floor_bytes);
     add(object, "full_bytes", (double)event->full_bytes);
     add(object, "wanted_bytes", (double)event->wanted_bytes);
+    add(object, "host_budget_bytes", (double)event->host_budget_bytes);
+    add(object, "host_used_bytes", (double)event->host_used_bytes);
+    add(object, "host_floor_bytes", (double)event->host_floor_bytes);
+    add_known(object, "host_observed_bytes", event->host_observed_bytes);
+    add_known(object, "host_total_bytes", event->host_total_bytes);
+    add_known(object, "host_free_bytes", event->host_free_bytes);
     add(object, "seconds", event->seconds);
     add(object, "prefill_s", event->prefill_s);
     add(object, "decode_s", event->decode_s);

@@ -21,8 +21,8 @@ const std::vector<std::string> kReasons = {"", "stop", "length", "tool_calls"};
 const std::vector<std::string> kEngines = {"", "loading", "ready", "restarting", "off", "hibernated"};
 const std::vector<std::string> kDecisions = {"", "granted", "partial"};
 const std::vector<std::string> kStages = {"unknown", "read", "profile", "fill"};
-const std::vector<std::string> kNotices = {"",         "wants",         "gives_back", "late",
-                                           "pressure", "other_process", "state",      "http"};
+const std::vector<std::string> kNotices = {"",      "wants", "gives_back",   "late", "pressure", "other_process",
+                                           "state", "http",  "host_pressure"};
 
 /* Returns the index of a word; -1, which the library refuses, for an unknown word. */
 int32_t place(const std::vector<std::string> &words, const std::string &word) {
@@ -206,19 +206,24 @@ json told(const Event &event) {
                 {"decision", kDecisions.at(event.decision)},
                 {"budget_bytes", event.budget_bytes},
                 {"seconds", event.seconds},
-                {"version", event.version}};
+                {"version", event.version},
+                {"host_budget_bytes", event.host_budget_bytes}};
         said.update(of_request);
         break;
     case FS_EVENT_BUDGET_RELEASED:
         said = {{"type", "budget_released"},
                 {"budget_bytes", event.budget_bytes},
                 {"used_bytes", event.used_bytes},
-                {"seconds", event.seconds}};
+                {"seconds", event.seconds},
+                {"host_budget_bytes", event.host_budget_bytes},
+                {"host_used_bytes", event.host_used_bytes}};
         said.update(of_request);
         break;
     case FS_EVENT_BUDGET_OBSERVED:
-        said = {
-            {"type", "budget_observed"}, {"observed_bytes", known(event.observed_bytes)}, {"seconds", event.seconds}};
+        said = {{"type", "budget_observed"},
+                {"observed_bytes", known(event.observed_bytes)},
+                {"host_observed_bytes", known(event.host_observed_bytes)},
+                {"seconds", event.seconds}};
         said.update(of_request);
         break;
     case FS_EVENT_BUDGET:
@@ -229,7 +234,10 @@ json told(const Event &event) {
                 {"floor_bytes", event.floor_bytes},
                 {"full_bytes", event.full_bytes},
                 {"used_bytes", event.used_bytes},
-                {"wanted_bytes", event.wanted_bytes}};
+                {"wanted_bytes", event.wanted_bytes},
+                {"host_budget_bytes", event.host_budget_bytes},
+                {"host_floor_bytes", event.host_floor_bytes},
+                {"host_used_bytes", event.host_used_bytes}};
         said.update(of_request);
         break;
     case FS_EVENT_ADAPTERS:
@@ -246,7 +254,10 @@ json told(const Event &event) {
                 {"total_bytes", known(event.total_bytes)},
                 {"free_bytes", known(event.free_bytes)},
                 {"floor_bytes", event.floor_bytes},
-                {"full_bytes", event.full_bytes}};
+                {"full_bytes", event.full_bytes},
+                {"host_total_bytes", known(event.host_total_bytes)},
+                {"host_free_bytes", known(event.host_free_bytes)},
+                {"host_floor_bytes", event.host_floor_bytes}};
         said.update(of_request);
         break;
     case FS_EVENT_PLAN:
@@ -289,7 +300,8 @@ json told(const Event &event) {
                 {"kind", event.notice == 0 ? "unknown" : kNotices.at(event.notice)},
                 {"budget_bytes", event.budget_bytes},
                 {"seconds", event.seconds},
-                {"text", event.text()}};
+                {"text", event.text()},
+                {"host_budget_bytes", event.host_budget_bytes}};
     case FS_EVENT_LOADING:
         return {{"type", "loading"}, {"stage", kStages.at(event.stage)}, {"done", event.done}, {"total", event.total}};
     case FS_EVENT_CLOSED:
@@ -383,6 +395,7 @@ class Runner {
             lease.vram_budget_bytes = given.value("vram_budget_bytes", lease.vram_budget_bytes);
             lease.floor_bytes = given.value("floor_bytes", lease.floor_bytes);
             lease.version = given.value("version", lease.version);
+            lease.host_budget_bytes = given.value("host_budget_bytes", lease.host_budget_bytes);
             lease.timeout_s = given.value("timeout_s", lease.timeout_s);
             lease.state = place(kStates, given.value("state", "active"));
             lease.reason = text(given, "reason");

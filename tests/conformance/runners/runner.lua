@@ -58,10 +58,13 @@ local function told(event)
   made.detail = nil
   if event.type == "budget_observed" then
     made.observed_bytes = event.observed_bytes or json.null
+    made.host_observed_bytes = event.host_observed_bytes or json.null
   elseif event.type == "kv" then
     made.text, detail = event.detail, nil
   elseif event.type == "caps" then
     made.total_bytes, made.free_bytes = event.total_bytes or json.null, event.free_bytes or json.null
+    made.host_total_bytes = event.host_total_bytes or json.null
+    made.host_free_bytes = event.host_free_bytes or json.null
   end
   if event.rows then
     made.rows, made.cosines = nil, cosines(event.rows)
@@ -177,6 +180,7 @@ function commands.set_lease(command)
   local lease = command.lease
   lease.vram_budget_mb, lease.vram_budget_bytes = mebibytes(lease.vram_budget_bytes), nil
   lease.floor_mb, lease.floor_bytes = mebibytes(lease.floor_bytes), nil
+  lease.host_budget_mb, lease.host_budget_bytes = mebibytes(lease.host_budget_bytes), nil
   return { request = client():set_lease(lease) }
 end
 

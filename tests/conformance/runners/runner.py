@@ -17,6 +17,7 @@ from frameshard import errors
 from frameshard.frame import FrameBlock
 
 Event = dict[str, Any]
+OBSERVED = ("observed_bytes", "host_observed_bytes", "seconds")
 MIB = 1 << 20
 JOB_OPTIONS = (
     "conversation",
@@ -106,6 +107,7 @@ class Session:
                 budget_bytes=notice.vram_budget_bytes,
                 seconds=notice.seconds,
                 text=notice.detail,
+                host_budget_bytes=notice.host_budget_bytes,
             )
 
     async def _hear_loads(self) -> None:
@@ -243,6 +245,8 @@ class Session:
     def set_lease(self, lease: dict[str, Any]) -> int:
         terms = dict(lease)
         budget_mb, floor_mb = terms.pop("vram_budget_bytes", 0) / MIB, terms.pop("floor_bytes", 0) / MIB
+        if "host_budget_bytes" in terms:
+            terms["host_budget_mb"] = terms.pop("host_budget_bytes") / MIB
         number = self._number()
         said, heard = trio.open_memory_channel[Event](math.inf)
 
@@ -261,7 +265,7 @@ class Session:
                     )
                     seen = result.observed
                     assert seen is not None
-                    observed = {"observed_bytes": seen.observed_bytes, "seconds": seen.seconds}
+                    observed = {name: getattr(seen, name) for name in OBSERVED}
                     said.send_nowait({"type": "budget_observed", "request": number, **observed})
                 except frameshard.FrameshardError as error:
                     said.send_nowait({"type": "refused", "request": number, **_why(error)})

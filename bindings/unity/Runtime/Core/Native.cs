@@ -105,6 +105,7 @@ namespace Frameshard
             internal IntPtr FallbackKeyFile;
             internal IntPtr FallbackKeyEnv;
             internal IntPtr FallbackHttp;
+            internal ulong HostBudgetBytes;
             // end of fs_launch_options
         }
 
@@ -277,6 +278,7 @@ namespace Frameshard
             internal ulong Version;
             internal double TimeoutS;
             internal IntPtr Reason;
+            internal long HostBudgetBytes;
             // end of fs_lease
         }
 
@@ -351,6 +353,12 @@ namespace Frameshard
             internal ulong Remote;
             internal IntPtr CallId;
             internal IntPtr Name;
+            internal ulong HostBudgetBytes;
+            internal ulong HostUsedBytes;
+            internal long HostObservedBytes;
+            internal ulong HostFloorBytes;
+            internal long HostTotalBytes;
+            internal long HostFreeBytes;
             // end of fs_event
         }
 

@@ -52,6 +52,7 @@ namespace Frameshard
             if (options.FallbackKeyFile != null) native.FallbackKeyFile = texts.Name(options.FallbackKeyFile);
             if (options.FallbackKeyEnv != null) native.FallbackKeyEnv = texts.Name(options.FallbackKeyEnv);
             if (options.FallbackHttp != null) native.FallbackHttp = texts.Name(options.FallbackHttp);
+            native.HostBudgetBytes = Sidecar.Bytes(options.HostBudgetMb);
         }
 
         internal static void Fill(ref Native.Sampling native, Sampling options, Utf8 texts)
@@ -93,6 +94,7 @@ namespace Frameshard
             native.Version = options.Version;
             native.TimeoutS = options.TimeoutSeconds ?? native.TimeoutS;
             if (options.Reason != null) native.Reason = texts.Name(options.Reason);
+            if (options.HostBudgetMb.HasValue) native.HostBudgetBytes = (long)Sidecar.Bytes(options.HostBudgetMb.Value);
         }
         // end of options
 

@@ -369,7 +369,8 @@ namespace Frameshard
                 {
                     State = (LeaseState)answer.LeaseState, Version = answer.Version, BudgetBytes = answer.BudgetBytes,
                     FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, UsedBytes = answer.UsedBytes,
-                    WantedBytes = answer.WantedBytes,
+                    WantedBytes = answer.WantedBytes, HostBudgetBytes = answer.HostBudgetBytes,
+                    HostFloorBytes = answer.HostFloorBytes, HostUsedBytes = answer.HostUsedBytes,
                 });
         }
 
@@ -381,6 +382,8 @@ namespace Frameshard
                 {
                     Device = text, TotalBytes = Known(answer.TotalBytes), FreeBytes = Known(answer.FreeBytes),
                     FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, DetailJson = detail,
+                    HostTotalBytes = Known(answer.HostTotalBytes), HostFreeBytes = Known(answer.HostFreeBytes),
+                    HostFloorBytes = answer.HostFloorBytes,
                 });
         }
 
@@ -762,13 +765,14 @@ namespace Frameshard
                     change.Decision.TrySetResult(new LeaseAnswer
                     {
                         Decision = (LeaseDecision)answer.Decision, BudgetBytes = answer.BudgetBytes,
-                        Seconds = answer.Seconds, Version = answer.Version,
+                        Seconds = answer.Seconds, Version = answer.Version, HostBudgetBytes = answer.HostBudgetBytes,
                     });
                     break;
                 case Native.EventType.BudgetReleased:
                     var result = new BudgetResult
                     {
                         BudgetBytes = answer.BudgetBytes, UsedBytes = answer.UsedBytes, Seconds = answer.Seconds,
+                        HostBudgetBytes = answer.HostBudgetBytes, HostUsedBytes = answer.HostUsedBytes,
                     };
                     OnBudgetChanged?.Invoke(result);
                     change.Release.TrySetResult(result);
@@ -777,6 +781,7 @@ namespace Frameshard
                     change.Observation.TrySetResult(new Observation
                     {
                         Bytes = Known(answer.ObservedBytes), Seconds = answer.Seconds,
+                        HostObservedBytes = Known(answer.HostObservedBytes),
                     });
                     break;
             }
@@ -889,6 +894,7 @@ namespace Frameshard
                     OnNotice?.Invoke(new Notice
                     {
                         Kind = (NoticeKind)native.Notice, BudgetBytes = native.BudgetBytes, Seconds = native.Seconds,
+                        HostBudgetBytes = native.HostBudgetBytes,
                         Text = text,
                     });
                     break;
@@ -993,7 +999,7 @@ namespace Frameshard
         internal static ulong Bytes(double mebibytes)
         {
             if (!(mebibytes >= 0 && mebibytes <= uint.MaxValue))
-                throw new FrameshardException(ErrorCode.BadArgument, "a VRAM budget is a number of MiB, 0 or more");
+                throw new FrameshardException(ErrorCode.BadArgument, "a budget is a number of MiB, 0 or more");
             return (ulong)Math.Round(mebibytes * Mebibyte);
         }
 

@@ -181,6 +181,9 @@ namespace Frameshard
         /// <summary>Where the server may be if its URL begins with `http://`: on this machine, or `anywhere`, where
         /// prompts and the key can be read on the way. One of loopback, anywhere. Default loopback.</summary>
         public string FallbackHttp;
+        /// <summary>Limit for all host memory that the sidecar's processes use, with the model's file in the page
+        /// cache; 0: no limit. Only on Linux; elsewhere it is refused with `unsupported`. In MiB.</summary>
+        public double HostBudgetMb;
         // end of fs_launch_options
     }
 
@@ -456,6 +459,7 @@ namespace Frameshard
         OtherProcess = 5,
         State = 6,
         Http = 7,
+        HostPressure = 8,
         // end of NoticeKind
     }
 
@@ -514,6 +518,9 @@ namespace Frameshard
         public double? TimeoutSeconds;
         /// <summary>Text for the sidecar's log.</summary>
         public string Reason;
+        /// <summary>Limit for all host memory that the sidecar's processes use; 0: no limit. If it is missing, the
+        /// limit in force stays. In MiB.</summary>
+        public double? HostBudgetMb;
         // end of fs_lease
     }
 
@@ -544,6 +551,8 @@ namespace Frameshard
         public double Seconds { get; internal set; }
         /// <summary>Version of the lease in force.</summary>
         public ulong Version { get; internal set; }
+        /// <summary>Host budget that will be reached by the deadline; 0: no limit.</summary>
+        public ulong HostBudgetBytes { get; internal set; }
     }
 
     /// <summary>A VRAM budget that is in force.</summary>
@@ -554,6 +563,10 @@ namespace Frameshard
         public ulong UsedBytes { get; internal set; }
         /// <summary>Time since the engine was asked.</summary>
         public double Seconds { get; internal set; }
+        /// <summary>Host budget in force; 0: no limit.</summary>
+        public ulong HostBudgetBytes { get; internal set; }
+        /// <summary>Host memory that the sidecar uses, by its own count.</summary>
+        public ulong HostUsedBytes { get; internal set; }
     }
 
     public sealed class Observation
@@ -562,9 +575,13 @@ namespace Frameshard
         /// it.</summary>
         public long? Bytes { get; internal set; }
         public double Seconds { get; internal set; }
+        /// <summary>Host memory of the sidecar's processes as the system counts it; null if it was not
+        /// measured.</summary>
+        public long? HostObservedBytes { get; internal set; }
     }
 
-    /// <summary>The lease in force, the floor and the VRAM in use. BudgetBytes is 0 if there is no limit.</summary>
+    /// <summary>The lease in force, the floors and the memory in use. BudgetBytes and HostBudgetBytes are 0 if there is
+    /// no limit.</summary>
     public sealed class Budget
     {
         public LeaseState State { get; internal set; }
@@ -575,6 +592,9 @@ namespace Frameshard
         public ulong UsedBytes { get; internal set; }
         /// <summary>VRAM that the sidecar would like to have.</summary>
         public ulong WantedBytes { get; internal set; }
+        public ulong HostBudgetBytes { get; internal set; }
+        public ulong HostFloorBytes { get; internal set; }
+        public ulong HostUsedBytes { get; internal set; }
     }
 
     /// <summary>How far the model is loaded, for a progress bar.</summary>
@@ -586,7 +606,7 @@ namespace Frameshard
         public uint Total { get; internal set; }
     }
 
-    /// <summary>News about VRAM and the lease; PROTOCOL.md ("The lease") describes the kinds.</summary>
+    /// <summary>News about memory and the lease; PROTOCOL.md ("The lease") describes the kinds.</summary>
     public sealed class Notice
     {
         public NoticeKind Kind { get; internal set; }
@@ -594,10 +614,12 @@ namespace Frameshard
         public double Seconds { get; internal set; }
         /// <summary>A text for a log.</summary>
         public string Text { get; internal set; }
+        /// <summary>For HostPressure: the sidecar's own limit for its host memory; 0: the pressure is over.</summary>
+        public ulong HostBudgetBytes { get; internal set; }
     }
 
-    /// <summary>VRAM of the device and of the model. TotalBytes and FreeBytes are null if the system does not report
-    /// them.</summary>
+    /// <summary>Memory of the device and of the machine, and what the model needs. Totals and free bytes are null if
+    /// the system does not report them.</summary>
     public sealed class Caps
     {
         public string Device { get; internal set; }
@@ -605,6 +627,9 @@ namespace Frameshard
         public long? FreeBytes { get; internal set; }
         public ulong FloorBytes { get; internal set; }
         public ulong FullBytes { get; internal set; }
+        public long? HostTotalBytes { get; internal set; }
+        public long? HostFreeBytes { get; internal set; }
+        public ulong HostFloorBytes { get; internal set; }
         /// <summary>The whole answer, a JSON object.</summary>
         public string DetailJson { get; internal set; }
     }

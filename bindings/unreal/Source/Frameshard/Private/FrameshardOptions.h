@@ -119,6 +119,7 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.fallback_key_file = Texts.Text(From.FallbackKeyFile);
 	Made.fallback_key_env = Texts.Text(From.FallbackKeyEnv);
 	Made.fallback_http = Texts.Text(From.FallbackHttp);
+	Made.host_budget_bytes = FrameshardBytes(From.HostBudgetMb);
 }
 
 inline void FrameshardFill(fs_sampling& Made, const FFrameshardAskParams& From, FFrameshardTexts& Texts)
@@ -160,5 +161,6 @@ inline void FrameshardFill(fs_lease& Made, const FFrameshardLease& From, FFrames
 	Made.version = static_cast<decltype(Made.version)>(From.Version);
 	Made.timeout_s = static_cast<decltype(Made.timeout_s)>(From.TimeoutSeconds);
 	Made.reason = Texts.Text(From.Reason);
+	Made.host_budget_bytes = From.HostBudgetMb < 0 ? -1 : static_cast<decltype(Made.host_budget_bytes)>(FrameshardBytes(From.HostBudgetMb));
 }
 // end of options

@@ -112,6 +112,7 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 			Notice.Kind = static_cast<EFrameshardNoticeKind>(Event.notice);
 			Notice.BudgetMb = FrameshardMegabytes(Event.budget_bytes);
 			Notice.Seconds = Event.seconds;
+			Notice.HostBudgetMb = FrameshardMegabytes(Event.host_budget_bytes);
 			Notice.Text = FrameshardText(std::string_view(Event.text, Event.text_length));
 			OnNotice.Broadcast(Notice);
 		}
@@ -264,6 +265,7 @@ void UFrameshardSubsystem::RequestLease(const FFrameshardLease& Lease,
 		Decision.BudgetMb = FrameshardMegabytes(Event.budget_bytes);
 		Decision.Seconds = Event.seconds;
 		Decision.Version = static_cast<int64>(Event.version);
+		Decision.HostBudgetMb = FrameshardMegabytes(Event.host_budget_bytes);
 		if (Decided)
 		{
 			Decided(Decision);
@@ -276,6 +278,8 @@ void UFrameshardSubsystem::RequestLease(const FFrameshardLease& Lease,
 			Budget.BudgetMb = FrameshardMegabytes(Result.budget_bytes);
 			Budget.UsedMb = FrameshardMegabytes(Result.used_bytes);
 			Budget.Seconds = Result.seconds;
+			Budget.HostBudgetMb = FrameshardMegabytes(Result.host_budget_bytes);
+			Budget.HostUsedMb = FrameshardMegabytes(Result.host_used_bytes);
 			Done(Budget, Result.status, FrameshardText(Result.message));
 			if (Result.status == FS_OK)
 			{

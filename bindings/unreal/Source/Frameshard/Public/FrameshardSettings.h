@@ -193,6 +193,11 @@ public:
 	 * the key can be read on the way. One of loopback, anywhere. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString FallbackHttp = TEXT("loopback");
+
+	/** Limit for all host memory that the sidecar's processes use, with the model's file in the page cache; 0: no
+	 * limit. Only on Linux; elsewhere it is refused with `unsupported`. In MiB. */
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0"))
+	double HostBudgetMb = 0;
 	// end of launch options
 
 	/** Path of the Python that runs the sidecar, relative to the project's Content folder, such as sidecar/python of a

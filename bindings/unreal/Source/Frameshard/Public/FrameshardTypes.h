@@ -34,6 +34,7 @@ enum class EFrameshardNoticeKind : uint8
 	OtherProcess = 5,
 	State = 6,
 	Http = 7,
+	HostPressure = 8,
 };
 
 UENUM(BlueprintType)
@@ -511,6 +512,11 @@ struct FRAMESHARD_API FFrameshardLease
 	/** Text for the sidecar's log. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString Reason;
+
+	/** Limit for all host memory that the sidecar's processes use; 0: no limit. If it is missing, the limit in
+	 * force stays. In MiB; below 0: not given. */
+	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
+	double HostBudgetMb = -1;
 	// end of lease
 };
 
@@ -535,9 +541,13 @@ struct FRAMESHARD_API FFrameshardDecision
 	/** Version of the lease in force. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	int64 Version = 0;
+
+	/** Host budget that will be reached by the deadline, in MiB; 0: no limit. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	double HostBudgetMb = 0;
 };
 
-/** A VRAM budget that is in force. */
+/** Budgets that are in force. */
 USTRUCT(BlueprintType)
 struct FRAMESHARD_API FFrameshardBudget
 {
@@ -554,6 +564,14 @@ struct FRAMESHARD_API FFrameshardBudget
 	/** Time that the release took. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	double Seconds = 0;
+
+	/** Limit for host memory in MiB; 0: no limit. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	double HostBudgetMb = 0;
+
+	/** Host memory that the sidecar uses, in MiB. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	double HostUsedMb = 0;
 };
 
 /** How far the model is loaded, for a progress bar. */
@@ -592,6 +610,10 @@ struct FRAMESHARD_API FFrameshardNotice
 	/** A text for a log. For State: the new state. */
 	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
 	FString Text;
+
+	/** For HostPressure: the sidecar's own limit for its host memory, in MiB; 0: the pressure is over. */
+	UPROPERTY(BlueprintReadOnly, Category = "frameshard")
+	double HostBudgetMb = 0;
 };
 
 /** Code is the protocol's error code, Message a sentence about the error. */

@@ -1,0 +1,161 @@
+"""Reads how much host memory processes, files and the machine use, from Linux's /proc. Other systems give no figures.
+
+A page that several processes map is counted once: each process counts its share (PSS). The pages of the model's file
+are counted apart, as the page cache has them (mincore), because the system may keep them although no process maps them.
+They are counted whole, also if another program reads the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from frameshard import models
+
+PROC = Path("/proc")
+KIB = 1 << 10
+LARGE_PAGES, NO_DUMP = b"hg", b"dd"
+"""Flags of mappings. Emulated VRAM has the first alone; the KV store's memory has both."""
+
+
+def counts() -> bool:
+    """Whether this system has the figures."""
+    return sys.platform == "linux" and (PROC / "self" / "smaps").exists()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Host memory of the machine in bytes.
+
+    :param available_bytes: what programs can still take without swapping.
+    :param stalled: percent of the last 10 s in which a task waited for memory; 0 if the kernel does not tell.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    stalled: float
+
+
+def machine(proc: Path = PROC) -> Machine | None:
+    """The machine's figures; None if the system does not give them.
+
+    :param proc: where /proc is.
+    """
+    found = {}
+    try:
+        for line in (proc / "meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("MemTotal", "MemAvailable"):
+                found[name] = int(rest.split()[0]) * KIB
+        total, available = found["MemTotal"], found["MemAvailable"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    stalled = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):  # a kernel without PSI
+        some = (proc / "pressure" / "memory").read_text().split()
+        stalled = float(some[1].removeprefix("avg10="))
+    return Machine(total, available, stalled)
+
+
+def family(ancestor: int) -> Iterator[int]:
+    """The ids of a process and of all processes that it and they have started."""
+    parents = {}
+    for entry in os.listdir(PROC):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                # The name, in parentheses, may have any characters. Behind it are the state and the parent.
+                stat = (PROC / entry / "stat").read_bytes()
+                parents[int(entry)] = int(stat[stat.rindex(b")") + 1 :].split()[1])
+    found = [ancestor]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return iter(found)
+
+
+def process_bytes(pid: int) -> int:
+    """The share of memory (PSS) of a process; 0 if it has ended or may not be read."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (PROC / str(pid) / "smaps_rollup").read_bytes().splitlines():
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * KIB
+    return 0
+
+
+@dataclass(frozen=True)
+class Own:
+    """This process, without the mapping of one file and without emulated VRAM.
+
+    :param bytes: its share of memory.
+    :param mapped_bytes: addresses at which it maps the file.
+    """
+
+    bytes: int
+    mapped_bytes: int
+
+
+def own(file: ModelPages, *, emulated: bool) -> Own:
+    """
+    :param emulated: whether the device is the emulated one, whose VRAM is memory of this process.
+    """
+    total = mapped = pss = size = 0
+    of_file = False
+    inode = str(file.inode).encode()
+    for line in (PROC / "self" / "smaps").read_bytes().splitlines():
+        if line.startswith(b"Pss:"):
+            pss = int(line.split()[1]) * KIB
+        elif line.startswith(b"Size:"):
+            size = int(line.split()[1]) * KIB
+        elif line.startswith(b"VmFlags:"):
+            if of_file:
+                mapped += size
+            else:
+                flags = line.split()[1:]
+                if not (emulated and LARGE_PAGES in flags and NO_DUMP not in flags):
+                    total += pss
+        elif not line[:1].isupper():  # addresses, permissions, offset, device, inode, path
+            words = line.split(maxsplit=5)
+            of_file = words[4] == inode and file.name in words[-1]
+    return Own(total, mapped - file.own_bytes)
+
+
+class ModelPages:
+    """The pages of a model's file, or of the part of a file that is the model.
+
+    :raises OSError: the file cannot be read.
+    """
+
+    def __init__(self, model: str) -> None:
+        found = models.locate(model)
+        self.name = os.fsencode(found.path.name)
+        with open(found.path, "rb") as file:
+            status = os.fstat(file.fileno())
+            self.inode = status.st_ino
+            begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            end = found.offset + found.n_bytes if found.n_bytes else status.st_size
+            self._map = mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_READ, offset=begin)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._pages = np.empty(-(-len(self._map) // mmap.PAGESIZE), np.uint8)
+
+    @property
+    def own_bytes(self) -> int:
+        """Addresses that this object maps."""
+        return self._pages.size * mmap.PAGESIZE
+
+    def cached_bytes(self) -> int | None:
+        """The bytes in the page cache; None if the system does not tell. For a file that this user may not write, Linux
+        tells that all of it is there."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "mincore"):
+            return None
+        address, n_bytes = ctypes.c_void_p(self._bytes.ctypes.data), ctypes.c_size_t(len(self._map))
+        if libc.mincore(address, n_bytes, self._pages.ctypes.data_as(ctypes.c_void_p)) != 0:
+            return None
+        return int(np.count_nonzero(self._pages & 1)) * mmap.PAGESIZE

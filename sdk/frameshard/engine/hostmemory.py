@@ -1,0 +1,258 @@
+"""The host memory of the sidecar's processes: its parts, and the limit for them.
+
+The limit is the host budget of the lease, or the sidecar's own limit while the system is short of memory, whichever is
+smaller. Each part has a share of it: the shard device (weights, pinned memory, KV blocks) and the KV store hold theirs
+at every moment. All else that the processes hold is measured every :data:`MEASURE_S` seconds, and :data:`SPARE_BYTES`
+are left free for what it grows by in between.
+
+Without a limit nothing changes: the KV store may hold what the launch option ``kv_cache_bytes`` allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+from frameshard.engine import hostcount
+from frameshard.engine.kvstore import KvStore
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import BudgetBelowFloor, DeadlineMissed, Unsupported, below_host_floor
+from frameshard.native import EMULATED
+
+logger = logging.getLogger("frameshard.engine")
+
+MEASURE_S = 2.0
+
+SPARE_BYTES = 32 << 20
+"""Part of the floor: what Python, libraries and drivers may take between two measurements."""
+
+STORE_SHARE = 4
+"""The KV store gets one of so many parts of what is above the floor, and more where the weights need less."""
+
+STEP_BYTES = 1 << 20
+"""The shard device's share is changed if it differs by so much."""
+
+POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is held in host memory, in bytes. Each part is counted once.
+
+    :param weights_bytes: the model's file as far as it is mapped, and the vision tower's weights.
+    :param pinned_bytes: memory through which copies to the device pass.
+    :param kv_blocks_bytes: KV blocks of running conversations that have no room in VRAM.
+    :param kv_store_bytes: copies of KV caches in the KV store, and memory kept for the next copy.
+    :param processes_bytes: all else of broker, engine and the processes that these have started, when it was last
+        measured; 0 if the system does not tell.
+    """
+
+    weights_bytes: int
+    pinned_bytes: int
+    kv_blocks_bytes: int
+    kv_store_bytes: int
+    processes_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(asdict(self).values())
+
+
+def share(spare_bytes: int, wanted_bytes: int, most_bytes: int, *, weights_first: bool) -> int:
+    """The limit of the KV store.
+
+    :param spare_bytes: of the limit, above the floor.
+    :param wanted_bytes: what the shard device could use of it.
+    :param most_bytes: the launch option ``kv_cache_bytes``.
+    :param weights_first: the KV store gets only what the shard device has no use for.
+    """
+    least = 0 if weights_first else spare_bytes // STORE_SHARE
+    return min(most_bytes, max(least, spare_bytes - wanted_bytes, 0))
+
+
+class HostMemory:
+    """[any thread] Counts and limits the host memory of one engine and its broker.
+
+    :param store: the engine's KV store.
+    """
+
+    def __init__(self, runtime: Runtime, store: KvStore) -> None:
+        self.budget_bytes = 0
+        """The host budget in force; 0 for no limit."""
+        self.pressed_bytes = 0
+        """The sidecar's own limit while the system is short of memory; 0 for none."""
+        self.observed_bytes: int | None = None
+        """What the system counted at the last measurement; None if it does not count."""
+        self._runtime = runtime
+        self._store = store
+        self._lock = threading.RLock()
+        self._processes = 0
+        self._measured_at = -MEASURE_S
+        self._file = hostcount.ModelPages(runtime.config.model) if hostcount.counts() else None
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def parts(self) -> Parts:
+        """The parts, from exact counters and the last measurement."""
+        device = self._runtime.device
+        if device is None:
+            weights, pinned, blocks = self._runtime.model_info.file_bytes, 0, 0
+        else:
+            stats = device.stats()
+            weights, blocks = stats.host_weights_bytes, stats.kv_host_bytes
+            pinned = stats.host_used_bytes - weights - blocks
+        return Parts(weights, pinned, blocks, self._store.held_bytes, self._processes)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest host budget; 0 if the system does not count, so that there can be none."""
+        if self._file is None:
+            return 0
+        return self._device_floor() + self._processes + SPARE_BYTES
+
+    def figures(self) -> dict[str, object]:
+        """Its part of the protocol's ``stats`` answer."""
+        parts = self.parts()
+        return {
+            **asdict(parts),
+            "used_bytes": parts.used_bytes,
+            "observed_bytes": self.observed_bytes,
+            "budget_bytes": self.budget_bytes,
+            "pressed_bytes": self.pressed_bytes,
+            "floor_bytes": self.floor_bytes,
+        }
+
+    def measure(self) -> int | None:
+        """Measures anew; takes some milliseconds. The shares follow.
+
+        :returns: the bytes that the system counts; None if it does not count.
+        """
+        if self._file is None:
+            return None
+        with self._lock:
+            own = hostcount.own(self._file, emulated=self._runtime.device_name == EMULATED)
+            broker = os.getppid()
+            others = sum(hostcount.process_bytes(pid) for pid in hostcount.family(broker) if pid != os.getpid())
+            cached = self._file.cached_bytes()
+            parts = self.parts()
+            # The mapped weights are in the page cache, and the other parts in the engine's own share. Pages of the
+            # file that are not mapped, such as its header, are left to the processes.
+            mapped = min(parts.weights_bytes, own.mapped_bytes)
+            counted = parts.used_bytes - self._processes - mapped
+            self._processes = max(0, own.bytes + others - counted) + max(0, (cached or 0) - mapped)
+            self.observed_bytes = None if cached is None else own.bytes + others + cached
+            self._measured_at = time.monotonic()
+            self._give_shares()
+        return self.observed_bytes
+
+    def look(self) -> None:
+        """To be called several times a second: measures when it is due, and lets the shares follow the counters."""
+        if time.monotonic() - self._measured_at >= MEASURE_S:
+            self.measure()
+        elif self.limit_bytes:
+            with self._lock:
+                self._give_shares()
+
+    # --- the limit ------------------------------------------------------------------------------------------------
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit in force; 0 for none."""
+        return min((limit for limit in (self.budget_bytes, self.pressed_bytes) if limit), default=0)
+
+    def check(self, budget_bytes: int, spare_bytes: int = SPARE_BYTES) -> None:
+        """
+        :param spare_bytes: of the floor.
+        :raises Unsupported: this system does not count host memory.
+        :raises BudgetBelowFloor: the host budget is below the floor.
+        """
+        if not budget_bytes or budget_bytes == self.budget_bytes:
+            return
+        if self._file is None:
+            raise Unsupported(
+                "a host budget needs Linux, because this system does not tell what the processes hold: set"
+                " host_budget_mb to 0, and bound the KV store by kv_cache_mb",
+                field="host_budget_bytes",
+            )
+        if budget_bytes < self.floor_bytes:
+            self.measure()
+        floor_bytes = self.floor_bytes - SPARE_BYTES + spare_bytes
+        if budget_bytes < floor_bytes:
+            raise below_host_floor(budget_bytes, floor_bytes)
+
+    def set_budget(self, budget_bytes: int, timeout_s: float, spare_bytes: int = SPARE_BYTES) -> bool:
+        """Sets the host budget, and waits until what is held is within it.
+
+        :param spare_bytes: of the floor. A new engine must fit where the last one ran, so it demands none.
+        :returns: whether it is another one than before.
+        :raises Unsupported: as :meth:`check`.
+        :raises BudgetBelowFloor: as :meth:`check`.
+        :raises DeadlineMissed: the memory was not released in time. The budget is in force all the same.
+        """
+        if budget_bytes == self.budget_bytes:
+            return False
+        self.check(budget_bytes, spare_bytes)
+        with self._lock:
+            self.budget_bytes = budget_bytes
+            self._give_shares()
+        self._await_release(timeout_s)
+        return True
+
+    def press(self, missing_bytes: int) -> bool:
+        """Sets the sidecar's own limit below what is held, or lowers it, at most to the floor.
+
+        :param missing_bytes: how much the system is short of.
+        :returns: false if that is not possible.
+        """
+        with self._lock:
+            held = self.parts().used_bytes + SPARE_BYTES
+            pressed = max(self.floor_bytes, min(self.limit_bytes or held, held) - missing_bytes)
+            if self._file is None or 0 < self.pressed_bytes <= pressed:
+                return False
+            self.pressed_bytes = pressed
+            self._give_shares()
+        return True
+
+    def ease(self) -> None:
+        """Ends the sidecar's own limit."""
+        with self._lock:
+            self.pressed_bytes = 0
+            self._give_shares()
+
+    def _device_floor(self) -> int:
+        device = self._runtime.device
+        return self._runtime.model_info.file_bytes if device is None else device.stats().host_floor_bytes
+
+    def _give_shares(self) -> None:
+        """Gives the KV store and the shard device their shares of the limit."""
+        most, limit = self._runtime.config.kv_cache_bytes, self.limit_bytes
+        if not limit:
+            self._store.set_limit(most, strict=False)
+            self._limit_device(0)
+            return
+        floor = self._device_floor()
+        wanted = max(self._runtime.model_info.file_bytes - floor, 0)
+        spare = limit - floor - self._processes - SPARE_BYTES
+        kept = share(spare, wanted, most, weights_first=bool(self.pressed_bytes))
+        self._store.set_limit(kept, strict=True)
+        self._limit_device(max(floor, floor + spare - kept))
+
+    def _limit_device(self, limit_bytes: int) -> None:
+        """Limits the shard device's part. Its release is awaited by :meth:`_await_release`."""
+        device = self._runtime.device
+        if device is not None and abs(device.stats().host_budget_bytes - limit_bytes) >= STEP_BYTES:
+            # Its floor rises with the KV blocks: the next look sets it anew.
+            with contextlib.suppress(BudgetBelowFloor, DeadlineMissed):
+                device.set_host_budget(limit_bytes, 0.0)
+
+    def _await_release(self, timeout_s: float) -> None:
+        """Waits for the shard device, and for copies that are being made, which cannot be taken back."""
+        until = time.monotonic() + timeout_s
+        while 0 < self.limit_bytes < self.parts().used_bytes:
+            if time.monotonic() >= until:
+                raise DeadlineMissed("host memory is still in use; the host budget stays in force")
+            time.sleep(POLL_S)

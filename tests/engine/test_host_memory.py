@@ -1,0 +1,309 @@
+"""Host memory with real processes: its parts, the limit, shrinks while jobs run, and a machine short of memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import frameshard
+from frameshard import program
+from frameshard.engine.hostmemory import SPARE_BYTES, share
+from frameshard.engine.kvstore import Blob, KvStore
+from frameshard.engine.pressure import Pressure
+from frameshard.errors import BudgetBelowFloor
+
+MIB = 1 << 20
+VRAM_MB = 120
+FEW = frameshard.Sampling(max_tokens=12, temperature=0.0)
+LORE = "The inn stands by the old harbour, and its keeper knows every ship that has come in since the flood. "
+PARTS = ("weights_bytes", "pinned_bytes", "kv_blocks_bytes", "kv_store_bytes", "processes_bytes")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is counted on Linux")
+
+
+def play(model: Path, main: Callable[[frameshard.Client], Awaitable[None]], **options: Any) -> None:
+    options = {
+        "device": "emulated",
+        "vram_budget_mb": VRAM_MB,
+        "n_ctx": 1024,
+        "n_parallel": 1,
+        "n_threads": 1,
+        "mode": "stream_only",
+        **options,
+    }
+
+    async def bounded() -> None:
+        with trio.fail_after(900):
+            async with frameshard.launch(model, log=subprocess.DEVNULL, **options) as client:
+                await main(client)
+
+    trio.run(bounded)
+
+
+async def figures(client: frameshard.Client) -> dict[str, Any]:
+    engine = (await client.stats()).engine
+    assert engine is not None
+    host: dict[str, Any] = engine["host"]
+    return host
+
+
+async def talk(client: frameshard.Client, n_turns: int, n_words: int = 5) -> list[str]:
+    """Three conversations that take turns in one sequence, so that each of them is copied to the KV store."""
+    texts = []
+    for turn in range(n_turns):
+        for name in ("innkeeper", "fisher", "smith"):
+            said = f"{name} {turn}: {LORE * n_words}" if turn == 0 else f"And then, {name}?"
+            texts.append((await client.ask(said, conversation=name, sampling=FEW).completed()).text)
+    return texts
+
+
+def test_the_parts_add_up_to_what_the_system_counts(model_path: Path) -> None:
+    async def main(client: frameshard.Client) -> None:
+        await talk(client, 1)
+        while True:  # until the jobs' memory has been measured
+            host = await figures(client)
+            if host["kv_store_bytes"] and abs(host["observed_bytes"] - host["used_bytes"]) < 8 * MIB:
+                break
+            await trio.sleep(0.1)
+        assert sum(host[part] for part in PARTS) == host["used_bytes"]
+        assert abs(host["weights_bytes"] - model_path.stat().st_size) < 8 * MIB
+        assert host["processes_bytes"] < 400 * MIB  # without the emulated device's VRAM, and broker and engine once
+        assert host["budget_bytes"] == host["pressed_bytes"] == 0
+        budget = await client.budget()
+        assert budget.host_floor_bytes >= host["weights_bytes"] + SPARE_BYTES
+        caps = await client.caps_and_requirements()
+        assert caps.host_total_bytes is not None
+        assert caps.host_free_bytes is not None
+        assert 0 < caps.host_free_bytes < caps.host_total_bytes
+
+    play(model_path, main)
+
+
+def test_a_limit_below_the_floor_is_refused_and_changes_nothing(model_path: Path) -> None:
+    async def main(client: frameshard.Client) -> None:
+        before = await client.budget()
+        with pytest.raises(BudgetBelowFloor, match="set host_budget_mb to") as below:
+            await client.set_budget(VRAM_MB - 10, host_budget_mb=50)
+        floor = below.value.detail["host_floor_bytes"]
+        assert floor > model_path.stat().st_size
+        after = await client.budget()
+        assert (after.vram_budget_bytes, after.host_budget_bytes) == (before.vram_budget_bytes, 0)
+        # The other budget's floor: the host budget stays.
+        with pytest.raises(BudgetBelowFloor) as below:
+            await client.set_budget(1, host_budget_mb=4096)
+        assert "host_floor_bytes" not in below.value.detail
+        assert (await client.budget()).host_budget_bytes == 0
+
+    play(model_path, main)
+    with pytest.raises(BudgetBelowFloor, match="host budget"):
+        play(model_path, main, host_budget_mb=60)
+
+
+def test_the_limit_of_the_launch_holds_in_the_next_engine(model_path: Path) -> None:
+    async def main(client: frameshard.Client) -> None:
+        await client.set_budget(VRAM_MB, state="hibernated")
+        assert (await client.budget()).host_budget_bytes == 900 * MIB
+        await client.set_budget(VRAM_MB, host_budget_mb=800, timeout_s=60)  # a new engine is started with it
+        host = await figures(client)
+        assert host["budget_bytes"] == 800 * MIB
+        assert (await client.set_budget(VRAM_MB)).host_budget_bytes == 800 * MIB
+        assert (await client.set_budget(VRAM_MB, host_budget_mb=0)).host_budget_bytes == 0
+
+    play(model_path, main, host_budget_mb=900)
+
+
+def test_a_hundred_shrinks_while_jobs_run_change_no_text(model_path: Path) -> None:
+    """Shrinks to little more than the floor and growths take turns, first while prompts are read, then during answers.
+    Each release is within the limit by both counts."""
+    calm: list[str] = []
+    shrunk: list[str] = []
+    again: set[str] = set()
+    evictions = 0
+
+    async def undisturbed(client: frameshard.Client) -> None:
+        calm.extend(await talk(client, 2))
+
+    async def main(client: frameshard.Client) -> None:
+        nonlocal evictions
+        n_shrinks = 0
+
+        async def disturb() -> None:
+            nonlocal n_shrinks
+            while True:
+                low_mb = (await client.budget()).host_floor_bytes / MIB + 1
+                try:
+                    released = await client.set_budget(VRAM_MB, host_budget_mb=low_mb, observe=n_shrinks % 20 == 0)
+                except BudgetBelowFloor:  # the processes have grown meanwhile
+                    continue
+                assert released.host_used_bytes <= released.host_budget_bytes == int(low_mb * MIB)
+                if released.observed is not None:
+                    assert released.observed.host_observed_bytes is not None
+                    assert released.observed.host_observed_bytes <= int(low_mb * MIB)
+                n_shrinks += 1
+                await trio.sleep(0.02)
+                await client.set_budget(VRAM_MB, host_budget_mb=0, observe=False)
+                await trio.sleep(0.02)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disturb)
+            shrunk.extend(await talk(client, 2))
+            while n_shrinks < 120:
+                again.add((await client.ask(LORE * 4, sampling=FEW).completed()).text)
+            nursery.cancel_scope.cancel()
+        engine = (await client.stats()).engine
+        assert engine is not None
+        evictions = engine["kv_cache_evictions"]
+
+    play(model_path, undisturbed)
+    play(model_path, main)
+    assert shrunk == calm
+    assert len(again) <= 1
+    assert evictions > 0
+
+
+def test_the_store_is_within_a_strict_limit_in_a_hundred_thousand_samples() -> None:
+    """One thread makes copies, one changes the limit, and one looks at the counter. A copy that is being made can
+    only be waited for, so after a shrink that much may be held until the copy is done."""
+    store = KvStore(8 * MIB)
+    store.set_limit(8 * MIB, strict=True)
+    sizes, limits = (MIB, 3 * MIB // 2, MIB // 2), (8 * MIB, 2 * MIB, 5 * MIB, 0, 3 * MIB)
+    n_samples = n_copies = n_refused = 0
+    over = threading.Event()
+
+    def copy() -> None:
+        nonlocal n_copies, n_refused
+        at = 0
+        while not over.is_set():
+            at += 1
+            try:
+                data = store.memory(sizes[at % 3])
+            except MemoryError:
+                n_refused += 1
+                continue
+            n_copies += store.put(Blob(tokens=[at], data=data))
+            del data
+
+    copier = threading.Thread(target=copy)
+    copier.start()
+    try:
+        for at in range(100):
+            limit = limits[at % len(limits)]
+            store.set_limit(limit, strict=True)
+            while store.held_bytes > limit:  # until the copy that was being made is done
+                time.sleep(0)
+            for _ in range(1000):
+                assert store.held_bytes <= limit
+                n_samples += 1
+    finally:
+        over.set()
+        copier.join()
+    assert n_samples == 100_000
+    assert n_copies > 100
+    assert n_refused > 0
+
+
+def test_the_share_of_the_store() -> None:
+    assert share(100, 0, 1000, weights_first=False) == 100
+    assert share(100, 300, 1000, weights_first=False) == 25
+    assert share(100, 60, 1000, weights_first=False) == 40
+    assert share(100, 60, 30, weights_first=False) == 30
+    assert share(100, 300, 1000, weights_first=True) == 0
+    assert share(-5, 0, 1000, weights_first=False) == 0
+
+
+class _Host:
+    """Stands for the engine's host memory: 100 MiB are held, and 40 can be given back."""
+
+    def __init__(self) -> None:
+        self.pressed_bytes = 0
+
+    def press(self, missing_bytes: int) -> bool:
+        pressed = max(60 * MIB, 100 * MIB - missing_bytes)
+        lower = not self.pressed_bytes or pressed < self.pressed_bytes
+        self.pressed_bytes = pressed
+        return lower
+
+    def ease(self) -> None:
+        self.pressed_bytes = 0
+
+
+def test_the_own_limit_ends_when_the_machine_has_had_enough_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[float, int]] = []
+    now = 100.0
+    monkeypatch.setattr("frameshard.engine.pressure.time.monotonic", lambda: now)
+    host: Any = _Host()
+    watch = Pressure(host, lambda limit, why: told.append((now, limit)), tmp_path)
+
+    def look(seconds: int, **machine: Any) -> None:
+        nonlocal now
+        play_machine(tmp_path, **machine)
+        for _ in range(4 * seconds):
+            watch.look()
+            now += 0.25
+
+    look(5, available_mb=9000)
+    look(5, available_mb=800)  # of 16 GiB: below a twentieth
+    assert told == [(105.0, 60 * MIB)]  # once: no more can be given
+    look(20, available_mb=2000)
+    look(5, available_mb=1000)  # not yet twice as much: the wait begins anew
+    look(29, available_mb=2000)
+    assert len(told) == 1
+    look(3, available_mb=2000)
+    assert [limit for _, limit in told] == [60 * MIB, 0]
+    look(60, available_mb=2000)
+    look(2, available_mb=9000, stalled=9.0)
+    assert len(told) == 2
+    look(1, available_mb=9000, stalled=11.0)
+    assert len(told) == 3
+    assert host.pressed_bytes < 100 * MIB
+
+
+def play_machine(root: Path, *, available_mb: int, stalled: float = 0.0) -> None:
+    (root / "pressure").mkdir(parents=True, exist_ok=True)
+    lines = f"MemTotal: {16 << 20} kB\nMemAvailable: {available_mb << 10} kB\n"
+    for path, text in (
+        (root / "meminfo", lines),
+        (root / "pressure" / "memory", f"some avg10={stalled:.2f} avg60=0.00 avg300=0.00 total=0\n"),
+    ):
+        new = path.with_suffix(".new")
+        new.write_text(text)
+        new.replace(path)  # the engine reads one or the other
+
+
+@pytest.mark.parametrize(
+    "cause", [{"available_mb": 300}, {"available_mb": 9000, "stalled": 40.0}], ids=["low", "stalls"]
+)
+def test_a_machine_short_of_memory_gets_the_store_back(model_path: Path, tmp_path: Path, cause: dict[str, Any]) -> None:
+    """A notice says so. The limit is not lowered for ever, and the jobs go on."""
+    play_machine(tmp_path, available_mb=9000)
+
+    async def main(client: frameshard.Client) -> None:
+        notices = client.notices()
+        before = await talk(client, 1)
+        assert (await figures(client))["kv_store_bytes"] > 0
+        play_machine(tmp_path, **cause)
+        notice = await notices.receive()
+        while notice.kind != "host_pressure":
+            notice = await notices.receive()
+        assert notice.host_budget_bytes > model_path.stat().st_size
+        assert notice.detail
+        while (host := await figures(client))["kv_store_bytes"]:
+            await trio.sleep(0.05)
+        assert host["pressed_bytes"] <= notice.host_budget_bytes
+        again = [await client.ask(f"{name} 0: {LORE * 5}", sampling=FEW).completed() for name in ("innkeeper", "smith")]
+        assert [each.text for each in again] == [before[0], before[2]]
+        host = await figures(client)
+        assert 0 < host["used_bytes"] <= host["pressed_bytes"]
+
+    engine = program.command("frameshard.engine.process", "--proc", str(tmp_path))
+    play(model_path, main, engine=engine)
