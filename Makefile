@@ -1,8 +1,8 @@
 # The one entry point for developers and CI. Everything happens in .venv and build/ here and in
 # ${XDG_CACHE_HOME:-~/.cache}/frameshard; nothing reads standard input; a second run takes seconds.
 #
-# A GPU is chosen once, by llama-cpp-python's own variable, and remembered in .venv:
-#   make build CMAKE_ARGS=-DGGML_CUDA=on      (or -DGGML_VULKAN=on, -DGGML_METAL=on; CMAKE_ARGS= goes back to the CPU)
+# GPUs are chosen once, by llama-cpp-python's own variable, and remembered in .venv:
+#   make build CMAKE_ARGS="-DGGML_CUDA=on -DGGML_VULKAN=on"     (one or both; CMAKE_ARGS= goes back to the CPU)
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,8 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find sdk native -type f -not -path '*/__pycache__/*' -not -path '*/.*') pyproject.toml README.md
 PYTHON_CODE := sdk tests samples native profiles bindings/packages .assets
 C_CODE = $(shell find native bindings/c bindings/godot tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
-NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON
+NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON \
+  "-DFRAMESHARD_GPU_MODULES=$$(cat $(VENV)/gpu_modules)"
 
 .PHONY: help build demo test lint generate bindings packages windows vulkan vulkan-tests fuzz hostile sanitize soak vision clean
 .DELETE_ON_ERROR:
@@ -131,12 +132,16 @@ ifneq ($(origin CMAKE_ARGS),undefined)
 endif
 FORCE:
 
-$(VENV)/llama: $(VENV)/cmake_args native/tools/llama_wheel.py native/tools/headers.py
+$(VENV)/llama: $(VENV)/cmake_args native/tools/llama_wheel.py native/tools/gpu_modules.py native/tools/headers.py
 	@wheel=$$(CMAKE_ARGS="$$(cat $<)" $(BIN)/python native/tools/llama_wheel.py) && \
 	$(PIP) install --force-reinstall --no-deps "$$wheel"
 	@touch $@
 
-$(VENV)/installed: $(VENV)/llama $(SOURCES)
+$(VENV)/gpu_modules: $(VENV)/cmake_args native/tools/gpu_modules.py native/tools/headers.py $(wildcard native/modules/*)
+	@CMAKE_ARGS="$$(cat $<)" $(BIN)/python native/tools/gpu_modules.py > $@
+
+$(VENV)/installed: $(VENV)/llama $(VENV)/gpu_modules $(SOURCES)
 	@CMAKE_ARGS= $(BIN)/python native/tools/progress.py "building frameshard" build/install.log \
-	  $(BIN)/python -m pip install --verbose --no-build-isolation '.[dev]'
+	  $(BIN)/python -m pip install --verbose --no-build-isolation '.[dev]' \
+	  --config-settings "cmake.define.FRAMESHARD_GPU_MODULES=$$(cat $(VENV)/gpu_modules)"
 	@touch $@

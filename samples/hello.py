@@ -5,7 +5,7 @@ from frameshard.models import resolve
 
 
 async def main() -> None:
-    # "auto" instead of "emulated" takes the first GPU.
+    # "auto" instead of "emulated" takes the best GPU.
     async with frameshard.launch(resolve("smollm2-135m"), device="emulated", vram_budget_mb=200) as sidecar:
         async with sidecar.ask("Any rooms left?", system="You are Mira, a friendly innkeeper.") as answer:
             async for event in answer:

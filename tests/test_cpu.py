@@ -18,6 +18,7 @@ from frameshard import cpu
 from frameshard.errors import Unsupported
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native" / "tools"))
+import gpu_modules
 import llama_wheel
 
 HASWELL = frozenset({"avx", "avx2", "bmi2", "f16c", "fma"})
@@ -93,18 +94,32 @@ def test_a_wheel_is_kept_for_all_cpus_unless_it_is_for_one(monkeypatch: pytest.M
         return found
 
     assert len(keys("")) == 1
-    assert len(keys("-DGGML_VULKAN=on")) == 1
-    assert keys("-DGGML_VULKAN=on") != keys("")
+    assert len(keys("-DGGML_OPENMP=OFF")) == 1
+    assert keys("-DGGML_OPENMP=OFF") != keys("")
     for native in ("-DGGML_NATIVE=ON", "-DGGML_NATIVE:BOOL=1", "-DCMAKE_C_FLAGS=-march=native"):
         assert len(keys(native)) == 2, native
 
 
 @x86
 def test_what_is_given_wins() -> None:
-    args = llama_wheel.cmake_args(["-DGGML_NATIVE=ON", "-DGGML_CUDA=on", "-DCMAKE_CUDA_ARCHITECTURES=89"])
-    for name, value in (("GGML_NATIVE", "ON"), ("CMAKE_CUDA_ARCHITECTURES", "89")):
-        assert [arg for arg in args if arg.startswith(f"-D{name}=")][-1] == f"-D{name}={value}"
-    assert not [arg for arg in llama_wheel.cmake_args([]) if "CUDA" in arg]
+    args = llama_wheel.cmake_args(["-DGGML_NATIVE=ON"])
+    assert [arg for arg in args if arg.startswith("-DGGML_NATIVE=")][-1] == "-DGGML_NATIVE=ON"
+    args = gpu_modules.for_module("cuda", ["-DGGML_CUDA=on", "-DCMAKE_CUDA_ARCHITECTURES=89"])
+    assert args[-1] == "-DCMAKE_CUDA_ARCHITECTURES=89"
+
+
+BOTH = ["-DGGML_CUDA=on", "-DCUDAToolkit_ROOT=/c", "-DGGML_VULKAN:BOOL=1", "-DVulkan_INCLUDE_DIR=/v"]
+BOTH += ["-DGGML_NATIVE=ON"]
+
+
+def test_each_part_is_built_with_what_is_about_it() -> None:
+    assert gpu_modules.wanted(BOTH) == ["cuda", "vulkan"]
+    assert gpu_modules.wanted([*BOTH, "-DGGML_CUDA=OFF"]) == ["vulkan"]
+    assert gpu_modules.wanted(["-DGGML_METAL=on", "-DGGML_VULKAN_DEBUG=on"]) == []
+    assert gpu_modules.for_wheel(BOTH) == ["-DGGML_NATIVE=ON"]
+    assert gpu_modules.for_module("vulkan", BOTH) == BOTH[2:]
+    assert gpu_modules.for_module("cuda", BOTH) == ["-DCMAKE_CUDA_ARCHITECTURES=native", *BOTH[:2], BOTH[4]]
+    assert gpu_modules.key("cuda", BOTH) != gpu_modules.key("cuda", BOTH[1:])
 
 
 # --- What is run --------------------------------------------------------------------------------------------------
@@ -173,14 +188,14 @@ def test_a_ggml_with_amx_is_loaded_without_its_buffer_types(tiny_model: Callable
 def test_a_cpu_that_lacks_what_ggml_was_compiled_for_is_told_so(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from frameshard import native
+    from frameshard import ggml
     from frameshard.engine.runtime import Runtime
     from frameshard.wire.engine import EngineConfig
 
     features = cpu.compiled_for()
     assert features
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"avx", "sse4_2"}))  # Sandy Bridge
-    for use in (native.gpu_devices, lambda: Runtime.load(EngineConfig(model=str(model_path), device="cpu"))):
+    for use in (ggml.gpu_devices, lambda: Runtime.load(EngineConfig(model=str(model_path), device="cpu"))):
         with pytest.raises(Unsupported) as caught:
             use()
         assert {"avx2", "bmi2", "f16c", "fma"} <= set(caught.value.detail["missing"])

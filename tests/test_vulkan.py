@@ -10,7 +10,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    "FRAMESHARD_VULKAN" not in os.environ, reason="needs llama.cpp with ggml-vulkan, and a Vulkan device: make vulkan"
+    "FRAMESHARD_VULKAN" not in os.environ, reason="needs the GPU module for Vulkan, and a Vulkan device: make vulkan"
 )
 
 # The model's floor is 12 MiB and its full size 160 MiB with these arguments.

@@ -57,18 +57,3 @@ def test_new_or_named_headers_are_taken_as_they_are(sdk: Path, tmp_path: Path) -
     set_version(sdk, 272)
     new = further_arguments(sdk, tmp_path)
     assert (new.returncode, new.stdout.strip(), new.stderr) == (0, "[]", "")
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("-DGGML_VULKAN=on", True),
-        ("-DGGML_VULKAN:BOOL=1", True),
-        ("-DGGML_VULKAN=OFF", False),
-        ("-DX=on", False),
-    ],
-)
-def test_what_asks_for_vulkan(value: str, expected: bool) -> None:
-    code = f"import vulkan; print(vulkan.wanted([{value!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=TOOLS, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(expected)

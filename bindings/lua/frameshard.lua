@@ -110,6 +110,7 @@ typedef struct fs_model {
   const char *http_key;
   const char *embedder;
   uint64_t thinks;
+  const char *passed_over;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_logit_bias {
@@ -548,8 +549,8 @@ local OPTIONS = {
     -- Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a game's
     -- pak file; the offset is a multiple of 32.
     model = { "text" },
-    -- `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
-    -- tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.
+    -- `auto` (the best GPU that works, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
+    -- `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.
     device = { "text" },
     -- Limit for all VRAM that the sidecar uses; 0: no limit. In MiB.
     vram_budget_mb = { "mebibytes", "vram_budget_bytes" },
@@ -1009,8 +1010,8 @@ end
 
 --- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
 -- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`, `fingerprint`,
--- `template_fingerprint`, `http_url`, `http_key`, `embedder`, `thinks`; fs_model in frameshard.h says what they mean. Raises
--- an error before "ready".
+-- `template_fingerprint`, `http_url`, `http_key`, `embedder`, `thinks`, `passed_over`; fs_model in frameshard.h says
+-- what they mean. Raises an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -1036,6 +1037,7 @@ function Sidecar:model()
     http_key = ffi.string(model.http_key),
     embedder = ffi.string(model.embedder),
     thinks = model.thinks ~= 0,
+    passed_over = ffi.string(model.passed_over),
   }
 end
 

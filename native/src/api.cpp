@@ -29,8 +29,7 @@ static std::string device_list() {
         }
     }
     if (names == "emulated") {
-        names += " (llama-cpp-python sees no GPU: has it been built for one, with CMAKE_ARGS=-DGGML_CUDA=on or the "
-                 "like, and is the driver there?)";
+        names += " (ggml sees no GPU: `frameshard doctor` says why)";
     }
     return names;
 }

@@ -2,7 +2,7 @@
 
 Compiling llama.cpp takes minutes, so the wheel is kept in ${XDG_CACHE_HOME:-~/.cache}/frameshard/wheels under a key of
 everything that changes what comes out: version, CMake arguments, interpreter and system. CMAKE_ARGS from the
-environment chooses the GPU, as llama-cpp-python documents: "-DGGML_CUDA=on", "-DGGML_VULKAN=on" or "-DGGML_METAL=on".
+environment has further arguments; those about CUDA and Vulkan are for gpu_modules.py.
 
 On x86-64 ggml is compiled for Haswell, not for the CPU that builds it: the same files then run on every later CPU, and
 a bundle can carry them. It also leaves AMX out, which gcc 12 compiles wrongly: it drops the stores that prepare
@@ -10,7 +10,6 @@ _tile_loadconfig, and the process dies in ggml_backend_amx_mul_mat. With -DGGML_
 this CPU, and its key has the CPU's features too.
 """
 
-import fcntl
 import hashlib
 import os
 import pathlib
@@ -19,9 +18,10 @@ import shutil
 import sys
 import tempfile
 
+import gpu_modules
 import headers
+import locks
 import progress
-import vulkan
 
 # Of llama.cpp only the libraries are used.
 LEAN = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("TOOLS", "EXAMPLES", "TESTS", "SERVER")]
@@ -43,9 +43,6 @@ def cmake_args(given: list[str]) -> list[str]:
     args = list(LEAN)
     if platform.machine().lower() in ("x86_64", "amd64"):
         args += HASWELL
-        if any("GGML_CUDA" in arg for arg in given):
-            # Left to itself, ggml without GGML_NATIVE compiles its kernels for every GPU since Maxwell: an hour.
-            args.append("-DCMAKE_CUDA_ARCHITECTURES=native")
     return args + given
 
 
@@ -76,18 +73,11 @@ def build(directory: pathlib.Path, args: list[str]) -> None:
 
 
 def main() -> None:
-    args = cmake_args(os.environ.get("CMAKE_ARGS", "").split())
+    args = cmake_args(gpu_modules.for_wheel(os.environ.get("CMAKE_ARGS", "").split()))
     directory = headers.cache_dir() / "wheels" / f"{headers.VERSION}-{key(args)}"
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another build in {directory}", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locks.locked(directory):
         if not list(directory.glob("*.whl")):
-            # Where headers come from is not a part of the key: ggml takes from them what it finds.
-            build(directory, args + (vulkan.cmake_args(args) if vulkan.wanted(args) else []))
+            build(directory, args)
         print(next(directory.glob("*.whl")))
 
 

@@ -1,4 +1,4 @@
-"""What a build with ggml-vulkan needs on this system, checked before llama.cpp is compiled for minutes.
+"""What a build of ggml-vulkan needs on this system, checked before it is compiled for minutes.
 
 The pinned ggml-vulkan needs C++ headers of Vulkan 1.3.272 or newer (``vk::LayerSettingEXT``). Debian 12 has 1.3.239.
 There the headers come from Debian 13's libvulkan-dev: apt fetches it from the system's own mirror, checks its
@@ -20,12 +20,6 @@ OLDEST = (1, 3, 272)
 PACKAGES = "apt-get install libvulkan-dev glslc spirv-headers"
 NEWER_RELEASE = "trixie"  # Debian 13
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-
-
-def wanted(args: list[str]) -> bool:
-    """Whether CMake arguments ask for ggml-vulkan."""
-    values = [arg.partition("=")[2] for arg in args if re.match(r"-DGGML_VULKAN(:BOOL)?=", arg)]
-    return bool(values) and values[-1].lower() in ("on", "1", "true", "yes")
 
 
 def cmake_args(given: list[str]) -> list[str]:

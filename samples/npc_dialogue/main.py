@@ -272,7 +272,7 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF file or a known name (smollm2-135m)")
-    parser.add_argument("--device", default="auto", help="auto: the first GPU, else emulated:2 (GB/s)")
+    parser.add_argument("--device", default="auto", help="auto: the best GPU, else emulated:2 (GB/s)")
     parser.add_argument("--unattended", action="store_true", help="say a few lines and leave")
     args = parser.parse_args()
     if not sys.stdin.isatty():

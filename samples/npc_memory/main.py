@@ -137,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF file or a known name (smollm2-135m)")
     parser.add_argument("--embedder", default=models.ENCODER, help=f"likewise, a sentence encoder ({models.ENCODER})")
-    parser.add_argument("--device", default="auto", help="auto: the first GPU, else the CPU")
+    parser.add_argument("--device", default="auto", help="auto: the best GPU, else the CPU")
     parser.add_argument("--save", metavar="FILE", help="where her memories are kept (a new file)")
     parser.add_argument("--unattended", action="store_true", help="say a few lines on two days and leave")
     args = parser.parse_args()

@@ -188,7 +188,7 @@ async def play(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="path or name of a model")
-    parser.add_argument("--device", default="emulated", help="auto: the first GPU")
+    parser.add_argument("--device", default="emulated", help="auto: the best GPU")
     try:
         asyncio.run(play(parser.parse_args()))
     except frameshard.FrameshardError as error:

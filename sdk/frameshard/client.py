@@ -1144,7 +1144,7 @@ def launch(
     :param log: file descriptor for the sidecar's log, or ``subprocess.DEVNULL``; by default standard error.
     :param on_loading: called with each :class:`frameshard.Loading` while the model is loaded, for a progress bar; also
         when an engine starts again later.
-    :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the first GPU, or the CPU if
+    :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the best GPU, or the CPU if
         there is none), `n_ctx`, `n_parallel`, `mmproj`, ...
     :raises BadArgument: an option is unknown or has a wrong value.
 

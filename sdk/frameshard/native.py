@@ -11,8 +11,7 @@ import ctypes
 import dataclasses
 import enum
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import cpu, errors
+from . import errors, ggml
 
 STREAMED = 1
 CPU = 2
@@ -29,7 +28,6 @@ EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
 INTERFACE_VERSION = 4
-_FILE = {"win32": "{}.dll", "darwin": "lib{}.dylib"}.get(sys.platform, "lib{}.so")
 
 
 class _Config(ctypes.Structure):
@@ -276,88 +274,9 @@ def check_llama_cpp_python() -> None:
         )
 
 
-_AbortCallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-
-
-def _loaded(library: str) -> ctypes.CDLL:
-    """A library that llama_cpp has loaded. A second copy in the process would have a device registry of its own.
-
-    :raises Unsupported: it was compiled for a CPU with other features.
-    """
-    import llama_cpp
-
-    cpu.check()
-    directory = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
-    return ctypes.CDLL(str(directory / _FILE.format(library)))
-
-
-def _ggml() -> ctypes.CDLL:
-    """The registry of devices."""
-    ggml = _loaded("ggml")
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_load.restype = ctypes.c_void_p
-    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
-    return ggml
-
-
-def _ggml_base() -> ctypes.CDLL:
-    """The devices' own functions. On Windows a library does not pass on those of the libraries that it uses."""
-    base = _loaded("ggml-base")
-    for name in ("name", "type", "description"):
-        getattr(base, f"ggml_backend_dev_{name}").argtypes = [ctypes.c_void_p]
-    base.ggml_backend_dev_name.restype = ctypes.c_char_p
-    base.ggml_backend_dev_description.restype = ctypes.c_char_p
-    base.ggml_set_abort_callback.argtypes = [_AbortCallback]
-    base.ggml_set_abort_callback.restype = ctypes.c_void_p
-    return base
-
-
-_on_abort: Any = None  # ggml keeps the pointer for the life of the process
-
-
-def on_abort(tell: Callable[[str], None]) -> None:
-    """Makes ggml call `tell` before it aborts the process, in any thread. The argument is the reason: file, line and
-    message. The process aborts when `tell` returns."""
-    global _on_abort
-    _on_abort = _AbortCallback(lambda why: tell((why or b"").decode("utf-8", "replace")))
-    _ggml_base().ggml_set_abort_callback(_on_abort)
-
-
-_GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
-
-
-def gpu_devices() -> list[str]:
-    """The names of the GPUs that this build of ggml can use, such as ``CUDA0``."""
-    return [name for name, _ in described_gpus()]
-
-
-def described_gpus() -> list[tuple[str, str]]:
-    """The names and descriptions of the GPUs that this build of ggml can use."""
-    ggml, base = _ggml(), _ggml_base()
-    found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-    gpus = [device for device in found if base.ggml_backend_dev_type(device) in _GPU_TYPES]
-    texts = (base.ggml_backend_dev_name, base.ggml_backend_dev_description)
-    described = [tuple(text(device).decode("utf-8", "replace") for text in texts) for device in gpus]
-    return [(name, about) for name, about in described if not name.startswith("FRAMESHARD")]
-
-
-def device_handle(name: str) -> int:
-    """ggml's handle of a registered device, for ``llama_model_params.devices``.
-
-    :raises UnknownDevice: there is no such device.
-    """
-    handle: int | None = _ggml().ggml_backend_dev_by_name(name.encode())
-    if not handle:
-        raise errors.UnknownDevice(f"no device named {name!r}; there are: {gpu_devices()}", devices=gpu_devices())
-    return handle
-
-
 def _library_path() -> Path:
-    path = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or Path(__file__).parent / _FILE.format("frameshard_device"))
+    name = ggml.LIBRARY_FILE.format("frameshard_device")
+    path = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or Path(__file__).parent / name)
     if not path.exists():
         raise errors.VersionMismatch(
             f"the shard device library {path.name} is not installed with the package: reinstall frameshard "
@@ -378,7 +297,7 @@ def check_library() -> None:
 def _library() -> ctypes.CDLL:
     """Loads the plugin library for functions that need no device, without registering it with ggml."""
     check_llama_cpp_python()
-    _ggml()
+    ggml.registry()
     path = _library_path()
     lib = ctypes.CDLL(str(path))
     lib.fsd_last_error.restype = ctypes.c_char_p
@@ -396,14 +315,14 @@ def _load() -> tuple[ctypes.CDLL, int]:
     :returns: the library and ggml's handle of its device.
     """
     check_llama_cpp_python()
-    ggml = _ggml()
+    registry = ggml.registry()
     path = _library_path()
-    if not ggml.ggml_backend_dev_by_name(b"FRAMESHARD0") and not ggml.ggml_backend_load(str(path).encode()):
+    if not registry.ggml_backend_dev_by_name(b"FRAMESHARD0") and not registry.ggml_backend_load(str(path).encode()):
         raise errors.VersionMismatch(
             f"ggml refused {path.name}: it was built against another ggml than the one that runs; "
             f"reinstall frameshard against llama-cpp-python {LLAMA_CPP_PYTHON}"
         )
-    return _library(), ggml.ggml_backend_dev_by_name(b"FRAMESHARD0")
+    return _library(), registry.ggml_backend_dev_by_name(b"FRAMESHARD0")
 
 
 class WeightShape(NamedTuple):
@@ -698,6 +617,7 @@ class ShardDevice:
     ) -> None:
         self._lib, handle = _load()
         self.inner, link_gbps = parse_device(inner)
+        ggml.load_module_of(self.inner)
         config = _Config(
             struct_size=ctypes.sizeof(_Config),
             inner_device=self.inner.encode(),
@@ -723,7 +643,7 @@ class ShardDevice:
             return
         text = self._lib.fsd_last_error().decode()
         if status == 3:
-            raise errors.UnknownDevice(text, devices=["cpu", EMULATED, *gpu_devices()])
+            raise errors.UnknownDevice(text, devices=["cpu", EMULATED, *ggml.gpu_devices()])
         if status == 4:
             raise errors.VersionMismatch(text)
         if status == 5:

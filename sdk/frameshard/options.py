@@ -20,8 +20,8 @@ class LaunchOptions(TypedDict, total=False):
     mmproj: str | os.PathLike[str] | None
     """Path of the GGUF file with the model's vision tower, which cannot be a part of a file; empty: none."""
     device: str
-    """`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For
-    tests, `emulated:25` limits copies to 25e9 bytes/s. By default auto."""
+    """`auto` (the best GPU that works, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
+    `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. By default auto."""
     n_ctx: int
     """Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only for the tokens
     in the context. By default 4096."""

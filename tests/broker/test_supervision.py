@@ -67,11 +67,11 @@ def patched_engine(patch: str) -> tuple[str, ...]:
 
     :param patch: Python code that runs first; `process` is the engine's module.
     """
-    script = f"from frameshard import native\nfrom frameshard.engine import process\n{patch}\nprocess.main()"
+    script = f"from frameshard import ggml, native\nfrom frameshard.engine import process\n{patch}\nprocess.main()"
     return (sys.executable, "-c", script)
 
 
-ABORT = "native._ggml_base().ggml_abort(b'here.c', 7, b'it cannot be')"
+ABORT = "ggml.base().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
 async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshard.Stream, *after: int) -> None:

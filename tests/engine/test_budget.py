@@ -79,9 +79,8 @@ def test_unknown_device(model_path: Path) -> None:
     try:
         event = child.load(model_path, device="CUDA77")
         assert event["error"]["name"] == "unknown_device"
-        devices = event["error"]["detail"]["devices"]
-        assert "emulated" in devices
-        assert ("sees no GPU" in event["error"]["message"]) == (set(devices) == {"cpu", "emulated"})
+        assert "emulated" in event["error"]["detail"]["devices"]
+        assert event["error"]["message"].startswith("no device named 'CUDA77'")
         assert child.process.wait(30) == 3
     finally:
         child.close()

@@ -7,10 +7,10 @@ import sys
 
 LOOK = """
 import frameshard.engine
-from frameshard import native
+from frameshard import ggml, native
 native._load()
-assert native.device_handle("FRAMESHARD_VISION")
-assert not [name for name in native.gpu_devices() if name.startswith("FRAMESHARD")]
+assert ggml.device_handle("FRAMESHARD_VISION")
+assert not [name for name in ggml.gpu_devices() if name.startswith("FRAMESHARD")]
 """
 
 

@@ -47,6 +47,9 @@ struct Vulkan {
         // Imports have several windows.
         CHECK(set_environment("GGML_VK_SUBALLOCATION_BLOCK_SIZE", "4194304"));
         ggml_backend_dev_t device = ggml_backend_dev_by_name("Vulkan0");
+        if (!device && ggml_backend_load(VULKAN_MODULE)) {
+            device = ggml_backend_dev_by_name("Vulkan0");
+        }
         if (!device) {
             fprintf(stderr, "no Vulkan device: GGML_VK_VISIBLE_DEVICES=0 takes Mesa's software Vulkan\n");
         }

@@ -129,8 +129,8 @@ typedef struct fs_launch_options {
     /* Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a
        game's pak file; the offset is a multiple of 32. 1..4096 bytes. */
     const char *model;
-    /* `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`.
-       For tests, `emulated:25` limits copies to 25e9 bytes/s. At most 256 bytes; NULL (default): auto. */
+    /* `auto` (the best GPU that works, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
+       `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. At most 256 bytes; NULL (default): auto. */
     const char *device;
     /* Limit for all VRAM that the sidecar uses; 0: no limit. Default 0. */
     uint64_t vram_budget_bytes;
@@ -320,6 +320,7 @@ typedef struct fs_model {
     const char *http_key;             /* key for HTTP requests (`Authorization: Bearer`); keep it secret */
     const char *embedder;             /* name of the sentence encoder's file; "" if there is none */
     uint64_t thinks;                  /* 1: it can think before it answers: fs_job_options.thinking */
+    const char *passed_over; /* why better devices were not taken, on a line each; "": the best was, or a named one */
 } fs_model;
 
 /* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */

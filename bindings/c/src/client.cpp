@@ -98,7 +98,7 @@ struct fs_client {
     std::string connect_file;
     uint64_t pid = 0;
     std::string model_name, model_arch, model_device, model_plan, model_vision, model_fingerprint, model_template;
-    std::string http_url, http_key, model_embedder;
+    std::string http_url, http_key, model_embedder, model_passed_over;
     void *context = nullptr, *socket = nullptr;
     double next_beat = 0, next_look = 0;
     std::deque<Event> handed; // events of the last poll; the program may still read their texts
@@ -700,6 +700,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
             texts.model_fingerprint = info["fingerprint"];
             texts.model_template = info["template_fingerprint"];
             texts.model_embedder = info["embedder"];
+            texts.model_passed_over = info["passed_over"];
             texts.model_plan = frameshard_core::to_text(info["plan"]);
         }
         fs_model found{};
@@ -724,6 +725,7 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.http_key = client->http_key.c_str();
         found.embedder = client->model_embedder.c_str();
         found.thinks = info["thinks"].get<bool>() ? 1 : 0;
+        found.passed_over = client->model_passed_over.c_str();
         fill(model, model->struct_size, found);
     });
 }

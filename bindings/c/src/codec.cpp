@@ -177,6 +177,7 @@ const Table kModelInfo = {
     {"template_fingerprint", Type::Text, 0, 64, nullptr, false, "\"\""},
     {"embedder", Type::Text, 0, 4096, nullptr, false, "\"\""},
     {"thinks", Type::Bool, 0, 0, nullptr, false, "false"},
+    {"passed_over", Type::Text, 0, 4096, nullptr, false, "\"\""},
 };
 const Table kServerLimits = {
     {"message_bytes", Type::Int, 0, kMost},

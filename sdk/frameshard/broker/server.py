@@ -95,6 +95,7 @@ class Server:
             predicted=self._predicted,
         )
         self._n_ubatch = config.n_ubatch
+        self._device = config.device
         self._announce: Callable[[], None] | None = None
         self._deadline = trio.Event()
         """Set when there may be an earlier time at which a job fails or goes to the fallback server."""
@@ -285,10 +286,15 @@ class Server:
     # ---- engine (called by the supervisor) --------------------------------------------------------------------------
 
     def engine_ready(self, ready: em.Ready) -> None:
-        self._requests.model = replace(ready.model, embedder=Path(self._config.embedder).name)
-        # Later engines use the size that the first one has chosen, so that they prefill conversations in the same
-        # chunks.
+        # Later engines use what the first one has chosen: the size, so that they prefill conversations in the same
+        # chunks, and the device, because the host may have taken memory of it since.
         self._n_ubatch = self._n_ubatch or ready.n_ubatch
+        first = self._requests.model or ready.model
+        if self._config.device == "auto":
+            self._device = first.device
+        self._requests.model = replace(
+            ready.model, embedder=Path(self._config.embedder).name, passed_over=first.passed_over
+        )
         self._lease.load_s = self._supervisor.load_s
         self._lease.engine_ready(
             ready.model.floor_bytes, ready.model.full_bytes, ready.vram_budget_bytes, trio.current_time()
@@ -352,6 +358,7 @@ class Server:
             vram_budget_bytes=self._lease.engine_load_bytes(),
             host_budget_bytes=self._lease.engine_load_host_bytes(),
             n_ubatch=self._n_ubatch,
+            device=self._device,
             adapters=adapters,
         )
         return em.EngineConfig(**options)

@@ -60,7 +60,7 @@ start here:
       the process that a game talks to
 
 --model     a GGUF file, or a name that `frameshard models list` knows
---device    auto (first GPU, else the CPU), cpu, emulated, or a name that
+--device    auto (best GPU, else the CPU), cpu, emulated, or a name that
             llama.cpp gives, such as CUDA0 or Vulkan0
 budgets     in MiB, or with a unit: 512, 1.5GiB, 800MB
 --json      one JSON document on stdout; messages go to stderr

@@ -99,7 +99,7 @@ class _Row:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import resolve_device
+    from frameshard.engine import gpus
     from frameshard.plan.workload import Workload
     from frameshard.wire.engine import EngineConfig
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             raise errors.BadArgument("--equal-vram is not for images: leave it out")
         args.image = bench_images.parse_sizes(args.image)
         return bench_images.run(args)
-    device = resolve_device(args.device)
+    device = gpus.resolve(args.device).device
     needed = args.prompt + 1 + max(args.generate, _DRAWN)
     _check(args, device, needed)
     config = EngineConfig(

@@ -67,14 +67,14 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import resolve_device
+    from frameshard.engine import gpus
     from frameshard.engine.vision import Vision
     from frameshard.wire.engine import EngineConfig
 
     mmproj = args.mmproj or models.mmproj_of(args.model)
     if mmproj is None:
         raise errors.BadArgument("--image needs --mmproj, the file with which this model reads images")
-    device = resolve_device(args.device)
+    device = gpus.resolve(args.device).device
     config = EngineConfig(
         model=str(models.resolve(args.model)),
         mmproj=str(models.resolve(mmproj)),

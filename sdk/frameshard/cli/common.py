@@ -161,7 +161,7 @@ def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) ->
         "--device",
         default="auto",
         metavar="D",
-        help="auto: the first GPU, else the CPU (default); cpu: llama.cpp alone; "
+        help="auto: the best GPU, else the CPU (default); cpu: llama.cpp alone; "
         "emulated: a GPU emulated on the CPU (emulated:25 copies 25e9 bytes/s at most); or a name such as CUDA0",
     )
     parser.add_argument(

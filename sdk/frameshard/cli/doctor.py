@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from frameshard import cpu, program
+from frameshard import cpu, ggml, program
 from frameshard.errors import FrameshardError
 
 from . import common
 
-ASK_S = 60.0
-"""Seconds that the GPU drivers have to answer."""
+ASK_S = 200.0
+"""Seconds that all GPU drivers together have to answer."""
 
 MAX_LAST_WORDS = 300
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -129,7 +129,8 @@ def _devices() -> tuple[Facts, list[str]]:
     except ValueError:
         last_words = child.stderr.strip()[-MAX_LAST_WORDS:]
         return {}, [_anonymous(f"asking the GPU drivers ended with status {child.returncode}: {last_words}")]
-    return found["facts"], [_anonymous(problem) for problem in found["problems"]]
+    facts = {name: _anonymous(value) for name, value in found["facts"].items()}
+    return facts, [_anonymous(problem) for problem in found["problems"]]
 
 
 def _anonymous(text: str) -> str:
@@ -145,44 +146,48 @@ class _Examination:
 
     def run(self) -> None:
         try:
-            import llama_cpp
+            import llama_cpp  # noqa: F401
         except Exception as error:  # a library that it is linked to is missing, such as that of a driver
             self.problems.append(f"llama-cpp-python does not load: {error}")
             return
         from frameshard.engine.probe import gpu_names
 
-        nvidia = gpu_names()
-        self.facts.update({f"nvidia {name}": str(value) for name, value in nvidia.items()})
-        offload = bool(llama_cpp.llama_supports_gpu_offload())
-        self.facts["gpu backends of llama.cpp"] = "yes" if offload else "none"
+        self.facts.update({f"nvidia {name}": str(value) for name, value in gpu_names().items()})
         try:
-            self._look_at_ggml(offload, bool(nvidia))
+            self._look_at_ggml()
         except FrameshardError as error:
             self.problems.append(error.message)
 
-    def _look_at_ggml(self, offload: bool, nvidia: bool) -> None:
+    def _look_at_ggml(self) -> None:
         from frameshard import native
-        from frameshard.engine import llamalog
+        from frameshard.engine import gpus, llamalog
+        from frameshard.engine.probe import gpu_names
 
         features = cpu.compiled_for()
         self.facts["llama.cpp compiled for"] = "several CPUs" if features is None else ", ".join(sorted(features))
         cpu.check()
         llamalog.install()
         native.check_library()
-        gpus = native.described_gpus()
-        self.facts.update(dict(gpus))
-        self.facts["auto"] = gpus[0][0] if gpus else "cpu"
         self.facts["native library"] = f"interface {native.INTERFACE_VERSION}"
-        if offload and not gpus:
-            self.problems.append(
-                "llama.cpp finds no GPU: the driver is missing, or older than the CUDA or Vulkan that llama.cpp was "
-                "built with"
-            )
-        elif nvidia and not offload:
-            self.problems.append(
-                "the GPU is not used, because the installed llama-cpp-python has no GPU backend: build with "
-                "`make build CMAKE_ARGS=-DGGML_CUDA=on`"
-            )
+        self.facts["ggml"] = ggml.version()
+        found = {gpu.name: gpu for gpu in gpus.registered()}
+        for module in ggml.MODULES:
+            if ggml.has_inside(module):
+                self.facts[f"module {module}"] = "not needed: llama-cpp-python has it inside"
+                continue
+            try:
+                found |= {gpu.name: gpu for gpu in gpus.try_module(module)}
+            except gpus.NotWorking as reason:
+                self.facts[f"module {module}"] = f"not used: {reason}"
+            else:
+                self.facts[f"module {module}"] = "works"
+        for name, gpu in found.items():
+            memory = f"{gpu.free_bytes >> 20} of {gpu.total_bytes >> 20} MiB free"
+            self.facts[name] = f"{gpu.description}, {memory}"
+        self.facts["auto"] = next(iter(found), "cpu")
+        expected = any(ggml.has_inside(module) or ggml.module_path(module).is_file() for module in ggml.MODULES)
+        if not found and (expected or gpu_names()):
+            self.problems.append("no GPU is used: the lines of the modules say why")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -95,7 +94,7 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     :param seconds: time in seconds for all measurements together.
     """
     from frameshard import native
-    from frameshard.engine import llamalog
+    from frameshard.engine import gpus, llamalog
     from frameshard.engine.probe import Measurements
     from frameshard.errors import BadArgument
 
@@ -104,8 +103,8 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     if inner == "cpu":
         raise BadArgument("on the CPU alone there is nothing to place: name a GPU, or --device emulated")
     if inner == "auto":
-        inner = next(iter(native.gpu_devices()), "emulated")
-        print(f"device auto: using {inner}", file=sys.stderr)
+        inner = gpus.resolve(inner).device
+        inner = native.EMULATED if inner == "cpu" else inner
     device = native.ShardDevice(inner, vram_budget_bytes=0, n_threads=args.threads)
     measurements = Measurements(
         device, model, device_name=inner, n_threads=args.threads, refresh=refresh, seconds=seconds

@@ -61,11 +61,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
-    from frameshard.engine.runtime import resolve_device
+    from frameshard.engine import gpus
     from frameshard.engine.scratch import try_files
     from frameshard.wire.engine import EngineConfig
 
-    device = resolve_device(args.device)
+    device = gpus.resolve(args.device).device
     if device == "cpu":
         raise errors.BadArgument(
             "verify compares the shard device with stock llama.cpp: name a GPU, or --device emulated"

@@ -58,7 +58,7 @@ from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.engine.whatif import WhatIf
 from frameshard.errors import BadArgument, BadMessage, BadModel, BudgetBelowFloor, EngineDied, FrameshardError, internal
-from frameshard.native import on_abort
+from frameshard.ggml import on_abort
 from frameshard.plan.adapter import AdapterFile, read_adapter
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m

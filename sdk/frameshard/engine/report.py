@@ -13,6 +13,8 @@ from frameshard.engine.vision import Vision
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 
+_MAX_REASONS_BYTES = 4096
+
 
 def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
     """Returns the event that describes the loaded model.
@@ -38,12 +40,18 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
             fingerprint=model.fingerprint,
             template_fingerprint=_template_fingerprint(model.chat_template),
             thinks=runtime.tokenizer.thinking is not None,
+            passed_over=_cut("\n".join(runtime.passed_over)),
         ),
         vram_budget_bytes=runtime.vram_budget_bytes,
         n_ubatch=runtime.n_ubatch,
         n_threads=runtime.n_threads,
         load_s=load_s,
     )
+
+
+def _cut(text: str) -> str:
+    """The beginning of a text that fits into a message."""
+    return text.encode()[:_MAX_REASONS_BYTES].decode(errors="ignore")
 
 
 def _template_fingerprint(template: str | None) -> str:

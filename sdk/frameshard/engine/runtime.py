@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from frameshard import cpu, models
 from frameshard.cpu import default_threads
-from frameshard.engine import llamalog
+from frameshard.engine import gpus, llamalog
 from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows
@@ -35,11 +35,13 @@ from frameshard.engine.observer import Observer, find_observer
 from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, Overloaded
-from frameshard.native import EMULATED, ShardDevice, device_handle, gpu_devices, parse_device
+from frameshard.ggml import device_handle
+from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
-from frameshard.plan.memory import check_kv_type, logits_rows
+from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows
 from frameshard.plan.model import Model, read_model
-from frameshard.plan.ubatch import PLAIN_UBATCH
+from frameshard.plan.ubatch import LEAST_UBATCH, PLAIN_UBATCH
+from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
 from frameshard.wire.launch import adapter_of
 
@@ -60,6 +62,8 @@ class Runtime:
         self.placement: Placement | None = None
         """The placement of each shard; ``None`` without a shard device."""
         self.device_name = ""
+        self.passed_over: tuple[str, ...] = ()
+        """Why better devices were not taken, if the device was to be chosen."""
         self.floor_lock = threading.Lock()
         """[any thread] Held while the floor may rise, and while the budget is changed."""
         self.observer: Observer | None = None
@@ -121,7 +125,8 @@ class Runtime:
         self._file = open(models.locate(config.model).path, "rb")  # noqa: SIM115 - closed by close()
         self._file_state = _state(os.fstat(self._file.fileno()))
         self.n_threads = config.n_threads or default_threads()
-        device = resolve_device(config.device)
+        choice = gpus.resolve(config.device, self._least_bytes)
+        device, self.passed_over = choice.device, choice.passed_over
         self.device_name, _ = parse_device(device)
         size_mib = -(-self.model_info.file_bytes >> 20)
         logger.info("loading %s (%d MiB) on %s", os.path.basename(config.model), size_mib, self.device_name)
@@ -163,6 +168,13 @@ class Runtime:
             with _blaming(name):
                 files[name] = read_adapter(path, self.model_info)
         return files
+
+    def _least_bytes(self) -> int:
+        """Estimates the VRAM that the model needs, without the driver's own."""
+        config = self.config
+        n_ubatch = config.n_ubatch or LEAST_UBATCH
+        workload = Workload(config.n_ctx, 0, n_ubatch=n_ubatch, n_parallel=config.n_parallel, kv_type=config.kv_type)
+        return estimate_floor(self.model_info, workload)
 
     def _open_device(self, device: str, measure: bool) -> ctypes.Array[ctypes.c_void_p]:
         """Makes the shard device, if the model uses one.
@@ -522,16 +534,6 @@ def _blaming(adapter: str) -> Iterator[None]:
     except FrameshardError as error:
         error.detail["adapter"] = adapter
         raise
-
-
-def resolve_device(name: str) -> str:
-    """The device to use: ``name``, or for ``auto`` the first GPU, or the CPU if there is none. The log says which."""
-    if name != "auto":
-        return name
-    found = gpu_devices()
-    name = found[0] if found else "cpu"
-    logger.warning("device auto: using %s", name)
-    return name
 
 
 def _state(stat: os.stat_result) -> tuple[int, int]:

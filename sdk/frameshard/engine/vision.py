@@ -195,7 +195,7 @@ class Vision:
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.use_gpu = runtime.device_name != "cpu"
         if params.use_gpu:
-            from frameshard.native import device_handle
+            from frameshard.ggml import device_handle
 
             stock = runtime.device_name.removeprefix(STOCK)
             params.device = device_handle(stock if stock != runtime.device_name else VISION_DEVICE)

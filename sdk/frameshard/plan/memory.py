@@ -104,6 +104,13 @@ def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes
     return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
 
 
+def estimate_floor(model: Model, workload: Workload) -> int:
+    """Estimates the floor on a GPU, without the driver's context: whether a GPU has room for the model at all."""
+    device = "CUDA0"  # sizes are the same on all GPUs
+    window = estimate_context(model, device, workload).window
+    return estimate_fixed(model, device, workload) + lay_out(model, device).least_bytes + window
+
+
 def estimate_prompt(model: Model, device: str, workload: Workload) -> int:
     """Estimates the part of :func:`estimate_fixed` that decodes leave to weights: what the compute buffer of the
     largest graph has more than that of a graph with one token of each sequence."""

@@ -141,8 +141,8 @@ class EngineOptions:
     device: Annotated[
         str,
         checks.text(256, least=1),
-        "`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`. For"
-        " tests, `emulated:25` limits copies to 25e9 bytes/s.",
+        "`auto` (the best GPU that works, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as"
+        " `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s.",
     ] = "auto"
     vram_budget_bytes: Annotated[Bytes, "Limit for all VRAM that the sidecar uses; 0: no limit."] = 0
     n_ctx: Annotated[

@@ -351,6 +351,12 @@ class ModelInfo:
         str, checks.text(4096), "The name of the sentence encoder's file; empty: there is none, and `embed` is refused."
     ] = ""
     thinks: Annotated[bool, "True if the model can think before it answers: jobs may set `thinking`."] = False
+    passed_over: Annotated[
+        str,
+        checks.text(4096),
+        "Why better devices than `device` were not taken, on a line each; empty: the best was taken, or the launch"
+        " named it.",
+    ] = ""
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ namespace Frameshard
             internal IntPtr HttpKey;
             internal IntPtr Embedder;
             internal ulong Thinks;
+            internal IntPtr PassedOver;
         }
 
         [StructLayout(LayoutKind.Sequential)]

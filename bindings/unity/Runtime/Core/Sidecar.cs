@@ -977,7 +977,7 @@ namespace Frameshard
                     TemplateFingerprint = Utf8.Read(native.TemplateFingerprint),
                     HttpUrl = Utf8.Read(native.HttpUrl), HttpKey = Utf8.Read(native.HttpKey),
                     Embedder = Utf8.Read(native.Embedder),
-                    Thinks = native.Thinks != 0,
+                    Thinks = native.Thinks != 0, PassedOver = Utf8.Read(native.PassedOver),
                 };
             }
         }

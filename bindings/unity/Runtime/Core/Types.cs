@@ -63,8 +63,8 @@ namespace Frameshard
         /// <summary>Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file,
         /// such as a game's pak file; the offset is a multiple of 32.</summary>
         public string Model;
-        /// <summary>`auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
-        /// `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.</summary>
+        /// <summary>`auto` (the best GPU that works, or the CPU if there is none), `cpu`, `emulated`, or a ggml device
+        /// such as `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. Default auto.</summary>
         public string Device;
         /// <summary>Limit for all VRAM that the sidecar uses; 0: no limit. In MiB.</summary>
         public double VramBudgetMb;
@@ -704,6 +704,9 @@ namespace Frameshard
         public string Embedder { get; internal set; }
         /// <summary>True if it can think before it answers: <see cref="JobOptions.Thinking"/>.</summary>
         public bool Thinks { get; internal set; }
+        /// <summary>Why better devices than <see cref="Device"/> were not taken, on a line each; empty: the best was
+        /// taken, or the launch named it.</summary>
+        public string PassedOver { get; internal set; }
     }
 
     /// <summary>What <see cref="Sidecar.SaveKvAsync"/> has written or <see cref="Sidecar.LoadKvAsync"/> has

@@ -21,8 +21,8 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Model;
 
-	/** `auto` (the first GPU, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as `CUDA0`.
-	 * For tests, `emulated:25` limits copies to 25e9 bytes/s. */
+	/** `auto` (the best GPU that works, or the CPU if there is none), `cpu`, `emulated`, or a ggml device such as
+	 * `CUDA0`. For tests, `emulated:25` limits copies to 25e9 bytes/s. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Device = TEXT("auto");
 
