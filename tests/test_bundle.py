@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import trio
 
+import fake_modules
 import frameshard
 import sidecars
 from frameshard import cpu
@@ -147,6 +148,56 @@ def test_the_manifest_tells_what_is_there(bundled: tuple[Path, dict[str, Any]], 
     total = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     assert 0 <= total - manifest["total_bytes"] < 10_000  # the launchers and the manifest itself
     assert not list(place.rglob("tests"))
+
+
+def installed_with(modules: Path, place: Path) -> None:
+    """Makes a directory with this environment's packages, to which pip seems to have added files of frameshard."""
+    place.mkdir()
+    ours = metadata.distribution("frameshard")
+    site = Path(str(ours.locate_file("")))
+    notes = next(site.glob("frameshard-*.dist-info"))
+    for entry in site.iterdir():
+        if entry.name != "frameshard" and entry != notes:
+            (place / entry.name).symlink_to(entry)
+    shutil.copytree(notes, place / notes.name)
+    (place / "frameshard").mkdir()
+    for entry in (site / "frameshard").iterdir():
+        if entry.name != "gpu":
+            (place / "frameshard" / entry.name).symlink_to(entry)
+    shutil.copytree(modules, place / "frameshard" / "gpu")
+    record = place / notes.name / "RECORD"
+    lines = [line for line in record.read_text().splitlines() if not line.startswith("frameshard/gpu/")]
+    lines += [f"frameshard/gpu/{path.name},," for path in modules.iterdir()]
+    record.write_text("\n".join(lines) + "\n")
+
+
+@fake_modules.needs_compiler
+def test_a_gpu_module_is_carried_with_what_it_is_linked_to(tmp_path: Path) -> None:
+    toolkit, modules = tmp_path / "libtoolkit.so.1", tmp_path / "modules"
+    modules.mkdir()
+    subprocess.run(["cc", "-shared", "-o", toolkit, "-Wl,-soname,libtoolkit.so.1", "-x", "c", "/dev/null"], check=True)
+    libraries = ("-Wl,--no-as-needed", str(toolkit), f"-Wl,-rpath,{tmp_path}")
+    fake_modules.compile_module(modules, "vulkan", libraries=libraries)
+    (modules / "ggml-vulkan.json").write_text('{"driver": "a driver for tests"}')
+    installed_with(modules, tmp_path / "site")
+    command = [sys.executable, "-S", "-m", "frameshard", "bundle", tmp_path / "made", "--json"]
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    made = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, **options)
+    assert made.returncode == 0, made.stderr
+    manifest = json.loads(made.stdout)
+    assert manifest["system"]["gpu_modules"] == {"vulkan": {"driver": "a driver for tests"}}
+    carried = [path.stat().st_size for path in (*modules.iterdir(), toolkit)]
+    assert manifest["bytes"]["GPU module vulkan"] == sum(carried)
+
+    toolkit.unlink()
+    place = tmp_path / "a game's place"
+    shutil.move(tmp_path / "made", place)
+    told = subprocess.run([place / "frameshard", "doctor", "--json"], env={}, **options)
+    assert told.returncode == 0, told.stderr
+    devices = json.loads(told.stdout)["devices"]
+    assert devices["module vulkan"] == "works"
+    assert devices["module cuda"].startswith("not used: this build has no module for CUDA")
+    assert devices["auto"] == "Vulkan0"
 
 
 def test_every_part_has_its_licence(bundled: tuple[Path, dict[str, Any]]) -> None:

@@ -15,6 +15,8 @@ STDLIB_LEFT_OUT = re.compile(
     r"|lib-dynload)(/|$)"
 )
 EXTENSIONS_LEFT_OUT = re.compile(r"_tkinter|_test|_ctypes_test|xx|readline|_curses|_dbm|_gdbm|nis")
+GPU_MODULE = "GPU module"
+GPU_MODULE_FILE = re.compile(r"frameshard/gpu/(?:lib)?ggml-([a-z]+)\.[a-z]+")
 TESTS = re.compile(r"(^|/)(tests?|_tests)/")
 
 
@@ -73,7 +75,8 @@ def requirements(distribution: metadata.Distribution) -> Iterator[tuple[str, str
 
 
 def package_files(distributions: dict[str, metadata.Distribution]) -> Iterator[File]:
-    """The files that pip has installed for each distribution, without scripts, tests, headers and duplicates."""
+    """The files that pip has installed for each distribution, without scripts, tests, headers and duplicates. Each GPU
+    module of frameshard is a part of its own, of a name that begins with :data:`GPU_MODULE`."""
     for name, distribution in distributions.items():
         if distribution.files is None:
             raise Unsupported(f"{name} was not installed by pip: its files are not known", package=name)
@@ -81,7 +84,9 @@ def package_files(distributions: dict[str, metadata.Distribution]) -> Iterator[F
             top = file.parts[0]
             # llama-cpp-python installs its libraries again under lib/, for programs that compile against it.
             if top not in ("..", "bin", "lib", "include") and file.suffix != ".pyc" and not TESTS.search(str(file)):
-                yield File(Path(str(distribution.locate_file(file))), Path("sidecar/packages") / file, name)
+                module = GPU_MODULE_FILE.fullmatch(file.as_posix())
+                part = f"{GPU_MODULE} {module[1]}" if module else name
+                yield File(Path(str(distribution.locate_file(file))), Path("sidecar/packages") / file, part)
 
 
 def stdlib_files(stdlib: Path, target: Path) -> Iterator[File]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from frameshard import cpu
 from frameshard.cli.bundle_files import (
+    GPU_MODULE,
     Contents,
     File,
     extension_files,
@@ -30,7 +32,7 @@ PYTHON = """\
 #!/bin/sh
 # This bundle's Python, which uses nothing of the machine's.
 here=$(dirname -- "$(readlink -f -- "$0")")
-unset FRAMESHARD_DEVICE_LIB LLAMA_CPP_LIB_PATH PYTHONSTARTUP
+unset FRAMESHARD_DEVICE_LIB FRAMESHARD_GPU_MODULES LLAMA_CPP_LIB_PATH PYTHONSTARTUP
 export PYTHONHOME="$here/home" PYTHONPATH="$here/packages"
 export PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 export LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -61,7 +63,8 @@ def contents(clients: list[Path]) -> Contents:
     files += [File(path, Path("client") / path.name, "client library") for path in clients]
     files += _shared_libraries(files)
     libc = platform.libc_ver()
-    system = {"os": "linux", "machine": platform.machine(), libc[0] or "libc": libc[1], "cpu": _cpu_needs()}
+    system: dict[str, object] = {"os": "linux", "machine": platform.machine(), libc[0] or "libc": libc[1]}
+    system |= {"cpu": _cpu_needs(), "gpu_modules": _gpu_needs(files)}
     launchers = {"sidecar/python": PYTHON, "frameshard": COMMAND}
     return Contents(files, launchers, distributions, _licences(files), platform.python_version(), system)
 
@@ -98,23 +101,33 @@ def _interpreter() -> Iterator[File]:
 
 
 def _shared_libraries(files: list[File]) -> Iterator[File]:
-    """The libraries of this machine that files of the bundle are linked with, as found by `ldd`."""
+    """The libraries of this machine that files of the bundle are linked with, as found by `ldd`. Those that only a GPU
+    module needs are of its part."""
     inside = {os.path.realpath(file.source) for file in files}
     seen: set[tuple[str, str]] = set()
-    for part in ("sidecar", "client"):
-        binaries = [str(f.source) for f in files if f.target.parts[0] == part and _is_elf(f.source)]
-        if not binaries:
-            continue
-        try:
-            told = subprocess.run(["ldd", *binaries], capture_output=True, text=True).stdout
-        except FileNotFoundError:
-            raise Unsupported("this system has no ldd, which tells what libraries a bundle needs") from None
-        for name, path in re.findall(r"^\s*(\S+) => (/\S+)", told, flags=re.MULTILINE):
-            if name.startswith(SYSTEM_LIBRARIES) or os.path.realpath(path) in inside or (part, name) in seen:
+    by_part: dict[str, list[str]] = {"shared libraries": []}
+    for file in files:
+        if file.target.parts[0] in ("sidecar", "client") and _is_elf(file.source):
+            own = file.part.startswith(GPU_MODULE) or file.target.parts[0] == "client"
+            by_part.setdefault(file.part if own else "shared libraries", []).append(str(file.source))
+    for part, binaries in by_part.items():
+        top = "client" if part == "client library" else "sidecar"
+        for name, path in _linked_with(binaries):
+            if name.startswith(SYSTEM_LIBRARIES) or os.path.realpath(path) in inside or (top, name) in seen:
                 continue
-            seen.add((part, name))
-            place = Path("sidecar/lib" if part == "sidecar" else "client")
-            yield File(Path(path), place / name, "shared libraries" if part == "sidecar" else "client library")
+            seen.add((top, name))
+            yield File(Path(path), Path("sidecar/lib" if top == "sidecar" else "client") / name, part)
+
+
+def _linked_with(binaries: list[str]) -> list[tuple[str, str]]:
+    """The names and the paths of the libraries that binaries are linked with."""
+    if not binaries:
+        return []
+    try:
+        told = subprocess.run(["ldd", *binaries], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        raise Unsupported("this system has no ldd, which tells what libraries a bundle needs") from None
+    return re.findall(r"^\s*(\S+) => (/\S+)", told, flags=re.MULTILINE)
 
 
 def _is_elf(path: Path) -> bool:
@@ -155,6 +168,12 @@ def _debian_copyrights(paths: list[Path]) -> dict[Path, list[Path]]:
         if name in names and copyright.is_file():
             found[names[name]] = [copyright]
     return found
+
+
+def _gpu_needs(files: list[File]) -> dict[str, object]:
+    """What each GPU module needs of a machine, as its build has noted it. Its CPU code is for any x86-64."""
+    notes = [file for file in files if file.part.startswith(GPU_MODULE) and file.source.suffix == ".json"]
+    return {file.part.removeprefix(f"{GPU_MODULE} "): json.loads(file.source.read_text()) for file in notes}
 
 
 def _cpu_needs() -> dict[str, object] | None:

@@ -57,7 +57,7 @@ def contents(clients: list[Path], native: Path, python: Path | None, work: Path)
     ours = {name: installed(name) for name in HERE}
     theirs = _downloaded_packages(ours, work)
     files = [*interpreter, *libraries]
-    files += [file for file in package_files(ours) if file.source.suffix != ".so"]
+    files += [file for file in package_files(ours) if file.source.suffix != ".so" and file.part in ours]
     files += package_files(theirs)
     files += [File(path, Path("client") / path.name, "client library") for path in clients]
     paths = f"{STEM}.zip\nLib\nDLLs\npackages\n"
