@@ -25,7 +25,7 @@ def shortened(name: str, directory: Path) -> str:
     """A trace of the package with short answers, and with deadlines that a busy machine can keep."""
     document = json.loads(Path(trace.__file__).with_name("traces").joinpath(f"{name}.json").read_text())
     for event in document["events"]:
-        if event["do"] in ("vram", "lease"):
+        if event["do"] in ("vram", "host", "lease"):
             event["deadline_ms"] = 30_000
         elif event["do"] == "ask":
             event["max_tokens"] = 12
@@ -127,7 +127,14 @@ def judged(used_mb: float, at: float) -> list[str]:
         Change(2.0, 50 * MIB, "active", 0.5, "message"),
     ]
     recording.samples = [Sample(at, at + 0.01, int(used_mb * MIB), 0, None, 0.0, None)]
-    return over_the_lease(recording, 200 * MIB)
+    found = over_the_lease(recording, 200 * MIB, 0)
+    # The same with host memory: nothing is said of VRAM then.
+    for change in recording.changes:
+        change.budget_bytes, change.host_budget_bytes = 0, change.budget_bytes
+    recording.samples = [Sample(at, at + 0.01, 0, 0, None, 0.0, None, int(used_mb * MIB))]
+    of_host = over_the_lease(recording, 0, 200 * MIB)
+    assert [problem.replace("host lease", "lease") for problem in of_host] == found
+    return found
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,36 @@ def judged(used_mb: float, at: float) -> list[str]:
 )
 def test_the_judge(used_mb: float, at: float, kept: bool) -> None:
     assert (judged(used_mb, at) == []) is kept
+
+
+def test_without_a_limit_no_host_memory_is_too_much() -> None:
+    recording = Recording("t", 0, 0)
+    recording.changes = [
+        Change(1.0, 0, "active", 0.5, "message", 0.2, host_budget_bytes=100 * MIB),
+        Change(2.0, 0, "active", 0.5, "message", 0.2),
+    ]
+    recording.samples = [Sample(at, at, 0, 0, None, 0.0, None, 101 * MIB) for at in (0.5, 1.5, 2.5)]
+    assert over_the_lease(recording, 0, 0) == ["1.0 MiB above the host lease at 1.50 s"]
+
+
+@in_trio
+async def test_a_script_limits_host_memory(model_path: Path, tmp_path: Path) -> None:
+    """The limit is the sidecar's floor and what the script adds, until the script lifts it."""
+    events = (
+        trace.Host(0.0, 24, deadline_ms=30_000),
+        trace.Ask(0.0, "mira", "Who comes there?", 8),
+        trace.Host(1.5, None, deadline_ms=30_000),
+    )
+    async with frameshard.launch(model_path, device="emulated", n_ctx=512, n_threads=1) as client:
+        recording = await play(client, trace.Trace("maps", "", 2.0, 8192, events))
+        assert (await client.budget()).host_budget_bytes == 0
+    assert recording.problems == []
+    limited, lifted = recording.changes
+    assert limited.host_budget_bytes >= recording.host_floor_bytes > model_path.stat().st_size
+    assert lifted.host_budget_bytes == 0
+    assert all(sample.host_used_bytes > model_path.stat().st_size for sample in recording.samples)
+    plot.draw([recording], str(tmp_path / "maps.svg"))
+    assert "host, MiB" in (tmp_path / "maps.svg").read_text()
 
 
 @in_trio

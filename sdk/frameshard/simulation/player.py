@@ -4,8 +4,9 @@ One task writes the frame block and sleeps for the length of each frame; it does
 budget, one samples the VRAM in use, and each conversation has a task. Only one change of the budget is under way at a
 time.
 
-The sidecar keeps its lease if no sample is above the budget in force. While a change is under way, until its release or
-its deadline, the larger one of the two budgets counts. Every job must end as its question says.
+The sidecar keeps its lease if no sample is above the budgets in force, of VRAM and of host memory. While a change is
+under way, until its release or its deadline, the larger one of the two budgets counts. Every job must end as its
+question says.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -20,7 +22,7 @@ import trio
 import frameshard
 from frameshard.errors import BadArgument, BudgetBelowFloor, DeadlineMissed, FrameshardError, JobCancelled
 from frameshard.frame import FrameBlock
-from frameshard.simulation.trace import Ask, Cancel, Draw, Lease, Trace, Vram
+from frameshard.simulation.trace import Ask, Cancel, Draw, Host, Lease, Trace, Vram
 from frameshard.wire import messages as m
 
 MIB = 1 << 20
@@ -42,6 +44,7 @@ class Sample:
     :param used_bytes: VRAM in its ledger.
     :param observed_bytes: VRAM that the driver counts; None if the driver does not report it.
     :param frame_ms: the time of the last frame; None while nothing is drawn.
+    :param host_used_bytes: host memory of all processes, by the sidecar's count.
     """
 
     at: float
@@ -51,6 +54,7 @@ class Sample:
     observed_bytes: int | None
     tokens_per_second: float
     frame_ms: float | None
+    host_used_bytes: int = 0
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Change:
 
     :param budget_bytes: the new budget. If the new state is not active, it is the most that the sidecar may hold in
         that state.
+    :param host_budget_bytes: the host budget with it; 0 for no limit.
     :param released_s: seconds from the request until the change was in force; None if it missed its deadline.
     """
 
@@ -68,6 +73,7 @@ class Change:
     deadline_s: float
     by: str
     released_s: float | None = None
+    host_budget_bytes: int = 0
 
 
 @dataclass
@@ -99,6 +105,7 @@ class Recording:
     frames_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    host_floor_bytes: int = 0
 
     @property
     def resumed_s(self) -> list[float]:
@@ -139,11 +146,14 @@ class _Player:
     ) -> None:
         self._client, self._trace, self._bounds, self._block = client, trace, bounds, block
         self._speed, self._as_recorded = speed, as_recorded
-        self._recording = Recording(trace.name, bounds.floor_bytes, bounds.full_bytes)
+        self._recording = Recording(
+            trace.name, bounds.floor_bytes, bounds.full_bytes, host_floor_bytes=bounds.host_floor_bytes
+        )
         self._draw: Draw | None = None
         self._drawing = trio.Event()
         self._state: m.LeaseState = "active"
         self._offer = bounds.full_bytes
+        self._host_offer = bounds.host_budget_bytes
         self._driver_bytes = 0  # VRAM of the driver's context; a parked sidecar keeps it
         self._frame_ms: float | None = None
         self._frame_at = 0.0
@@ -163,7 +173,7 @@ class _Player:
         for job in recording.jobs:
             if job.outcome not in ("stop", "length", *(("cancelled",) * job.cancelled)):
                 recording.problems.append(f"the question to {job.who} at {job.at:.2f} s {job.outcome or 'never ended'}")
-        recording.problems += over_the_lease(recording, self._bounds.vram_budget_bytes)
+        recording.problems += over_the_lease(recording, self._bounds.vram_budget_bytes, self._bounds.host_budget_bytes)
         return recording
 
     def _now(self) -> float:
@@ -175,14 +185,14 @@ class _Player:
     # ---- the script -------------------------------------------------------------------------------------------------
 
     async def _script(self, work: trio.Nursery) -> None:
-        negotiation, changes = trio.open_memory_channel[Vram | Lease](math.inf)
+        negotiation, changes = trio.open_memory_channel[Vram | Host | Lease](math.inf)
         work.start_soon(self._negotiate, changes)
         talks: dict[str, trio.MemorySendChannel[tuple[Job, int]]] = {}
         with contextlib.ExitStack() as channels:
             channels.enter_context(negotiation)
             for event in self._trace.events:
                 await self._until(event.at)
-                if isinstance(event, (Vram, Lease)):
+                if isinstance(event, (Vram, Host, Lease)):
                     negotiation.send_nowait(event)
                 elif isinstance(event, Ask):
                     if event.who not in talks:
@@ -247,23 +257,37 @@ class _Player:
         floor, full = self._bounds.floor_bytes, self._bounds.full_bytes
         return floor + int(share * (full - floor))
 
-    async def _negotiate(self, events: trio.MemoryReceiveChannel[Vram | Lease]) -> None:
+    async def _host_offered(self, event: Host) -> int:
+        """The host budget for the sidecar in bytes; 0 for no limit."""
+        if event.above_floor_mb is None:
+            return 0
+        return (await self._client.budget()).host_floor_bytes + event.above_floor_mb * MIB
+
+    async def _negotiate(self, events: trio.MemoryReceiveChannel[Vram | Host | Lease]) -> None:
         async for event in events:
             by = "message"
             if isinstance(event, Lease):
                 self._state = event.state
+            elif isinstance(event, Host):
+                self._host_offer = await self._host_offered(event)
             else:
                 self._offer = self._offered(event)
                 by = event.by if self._state == "active" else "message"
             held = self._offer if self._state == "active" else self._driver_bytes * (self._state == "parked")
-            change = Change(self._now(), held, self._state, event.deadline_ms / 1e3, by)
+            change = Change(
+                self._now(), held, self._state, event.deadline_ms / 1e3, by, host_budget_bytes=self._host_offer
+            )
             self._recording.changes.append(change)
             try:
                 if by == "page":
                     await self._set_by_page(change)
                 else:
                     await self._client.set_budget(
-                        self._offer / MIB, timeout_s=change.deadline_s, observe=False, state=self._state
+                        self._offer / MIB,
+                        timeout_s=change.deadline_s,
+                        observe=False,
+                        state=self._state,
+                        host_budget_mb=self._host_offer / MIB,
                     )
                 change.released_s = self._now() - change.at
             except FrameshardError as error:
@@ -335,23 +359,44 @@ class _Player:
                     engine.get("observed_bytes"),
                     engine.get("tokens_per_second", 0.0),
                     self._frame_ms,
+                    engine.get("host", {}).get("used_bytes", 0),
                 )
             )
             await trio.sleep(max(0.0, at + SAMPLE_S - self._now()))
 
 
-def over_the_lease(recording: Recording, first_budget_bytes: int) -> list[str]:
+def over_the_lease(recording: Recording, first_budget_bytes: int, first_host_bytes: int) -> list[str]:
     """One line of text for each budget that a sample exceeds."""
+    vram = [(change, change.budget_bytes) for change in recording.changes]
+    host = [(change, change.host_budget_bytes or math.inf) for change in recording.changes]
+    return [
+        *_over(vram, first_budget_bytes or math.inf, [(each, each.used_bytes) for each in recording.samples], "lease"),
+        *_over(
+            host,
+            first_host_bytes or math.inf,
+            [(each, each.host_used_bytes) for each in recording.samples],
+            "host lease",
+        ),
+    ]
+
+
+def _over(
+    changes: Sequence[tuple[Change, float]], first_bytes: float, samples: Sequence[tuple[Sample, int]], what: str
+) -> list[str]:
+    """
+    :param changes: the changes with the bytes that each allows.
+    :param samples: the samples with the bytes that are held.
+    """
     found: dict[float, str] = {}
-    for sample in recording.samples:
-        latest, allowed = 0.0, first_budget_bytes or math.inf
-        for change in recording.changes:
+    for sample, used_bytes in samples:
+        latest, allowed = 0.0, first_bytes
+        for change, budget_bytes in changes:
             if change.at > sample.until:
                 break
             settled = change.at + min(change.deadline_s, change.released_s or math.inf) <= sample.at
-            allowed = change.budget_bytes if settled else max(allowed, change.budget_bytes)
+            allowed = budget_bytes if settled else max(allowed, budget_bytes)
             latest = change.at
-        if sample.used_bytes > allowed:
-            over = (sample.used_bytes - allowed) / MIB
-            found[latest] = f"{over:.1f} MiB above the lease at {sample.at:.2f} s"
+        if used_bytes > allowed:
+            over = (used_bytes - allowed) / MIB
+            found[latest] = f"{over:.1f} MiB above the {what} at {sample.at:.2f} s"
     return list(found.values())

@@ -1,7 +1,8 @@
-"""Draws recordings in one picture: for each the VRAM and the lease, tokens per second, and frame times."""
+"""Draws recordings in one picture: for each VRAM and host memory with their leases, tokens per second, frame times."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def draw(recordings: Sequence[Recording], path: str) -> None:
     from matplotlib.figure import Figure
 
     rows = [recordings[i : i + COLUMNS] for i in range(0, len(recordings), COLUMNS)]
-    figure = Figure(figsize=(1.0 + 3.6 * len(rows[0]), 5.2 * len(rows)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(1.0 + 3.6 * len(rows[0]), 6.6 * len(rows)), dpi=110, layout="constrained")
     for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
         grid = _draw_row(part, row)
     lines = grid[0][0].get_legend_handles_labels()
@@ -47,12 +48,14 @@ def draw(recordings: Sequence[Recording], path: str) -> None:
 
 
 def _draw_row(figure: Any, recordings: Sequence[Recording]) -> Any:
-    grid = figure.subplots(3, len(recordings), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 1.3, 1.3))
+    ratios = (3, 1.6, 1.3, 1.3)
+    grid = figure.subplots(4, len(recordings), squeeze=False, sharex="col", sharey="row", height_ratios=ratios)
     for column, recording in enumerate(recordings):
         _vram(grid[0][column], recording)
-        _tokens(grid[1][column], recording)
-        _frames(grid[2][column], recording)
-    for row, label in enumerate(("VRAM, MiB", "tokens/s", "frame, ms")):
+        _host(grid[1][column], recording)
+        _tokens(grid[2][column], recording)
+        _frames(grid[3][column], recording)
+    for row, label in enumerate(("VRAM, MiB", "host, MiB", "tokens/s", "frame, ms")):
         grid[row][0].set_ylabel(label)
     for axes in grid.flat:
         axes.tick_params(labelsize=8, colors=INK)
@@ -79,6 +82,17 @@ def _vram(axes: Any, recording: Recording) -> None:
             axes.text(change.at, axes.get_ylim()[1] * 0.98, f" {change.state}", fontsize=7, color=INK, va="top")
         before = change.state
     axes.axhline(recording.floor_bytes / MIB, color=INK, lw=0.7, ls=":", label="floor")
+
+
+def _host(axes: Any, recording: Recording) -> None:
+    samples = recording.samples
+    limits = [change.host_budget_bytes / MIB or math.nan for change in recording.changes]  # no line where there is none
+    asked_at = [change.at for change in recording.changes]
+    axes.step([*asked_at, recording.seconds], [*limits, *limits[-1:]], where="post", color=ASKED, lw=1.4)
+    axes.plot(
+        [sample.until for sample in samples], [sample.host_used_bytes / MIB for sample in samples], color=HELD, lw=1.2
+    )
+    axes.axhline(recording.host_floor_bytes / MIB, color=INK, lw=0.7, ls=":")
 
 
 def _tokens(axes: Any, recording: Recording) -> None:

@@ -1,4 +1,4 @@
-"""A trace is a script of a game: its frames, its VRAM demand and its questions to the model, with their times.
+"""A trace is a script of a game: its frames, its demand for memory and its questions to the model, with their times.
 
 It is a JSON file:
 
@@ -19,6 +19,7 @@ It is a JSON file:
 | draw | from now on frames take `frame_ms`, and the game keeps the GPU busy for `gpu_busy_ms` of each |
 | idle | the game draws no frames (menu, loading, another window) until the next draw |
 | vram | the game needs `game_mb`; the sidecar gets the rest, `by` a "message" or by the frame block ("page") |
+| host | the sidecar may hold `above_floor_mb` more than its floor in host memory; without it, there is no limit |
 | lease | the sidecar must be "parked" or "hibernated" because the game needs the whole GPU, or "active" again |
 | ask | sends `text` in the conversation with `who`; the questions of one conversation are asked one after another |
 | cancel | cancels the answer of `who` |
@@ -68,6 +69,15 @@ class Vram:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The host memory that the sidecar may hold from now on, above its floor; None: there is no limit."""
+
+    at: checks.Seconds
+    above_floor_mb: checks.Count | None = None
+    deadline_ms: checks.Seconds = 1000.0
+
+
+@dataclass(frozen=True)
 class Lease:
     """A state of the sidecar. Budgets that are set while it is not active apply when it is active again."""
 
@@ -94,11 +104,12 @@ class Cancel:
     who: checks.Name
 
 
-Event = Draw | Idle | Vram | Lease | Ask | Cancel
+Event = Draw | Idle | Vram | Host | Lease | Ask | Cancel
 KINDS: dict[str, type[Event]] = {
     "draw": Draw,
     "idle": Idle,
     "vram": Vram,
+    "host": Host,
     "lease": Lease,
     "ask": Ask,
     "cancel": Cancel,
