@@ -214,6 +214,47 @@ async def test_caps_and_plans() -> None:
         ]
 
 
+@in_trio
+async def test_the_host_budget_stays_until_it_is_changed() -> None:
+    """Through changes of the VRAM budget, of other clients, through hibernation and an engine's death."""
+    async with (
+        launch(engine=fake_engine(host_floor_mb=16, host_full_mb=96), host_budget_mb=64) as client,
+        frameshard.connect(client.info) as other,
+    ):
+        assert (await client.budget()).host_used_bytes == 64 * MIB
+        changed = await other.set_budget(100, host_budget_mb=48)
+        assert (changed.lease.host_budget_bytes, changed.host_budget_bytes) == (48 * MIB, 48 * MIB)
+        assert (changed.host_used_bytes, changed.observed.host_observed_bytes) == (48 * MIB, 48 * MIB)
+        assert (await client.set_budget(80)).host_budget_bytes == 48 * MIB
+        with pytest.raises(errors.BudgetBelowFloor) as below:
+            await client.set_budget(90, host_budget_mb=15)
+        assert below.value.detail == {"host_budget_bytes": 15 * MIB, "host_floor_bytes": 16 * MIB}
+        assert (await client.budget()).vram_budget_bytes == 80 * MIB
+        await client.set_budget(80, state="hibernated")
+        with pytest.raises(errors.BudgetBelowFloor, match="host budget"):  # without an engine
+            await client.set_budget(80, host_budget_mb=15)
+        hibernated = await client.set_budget(80, state="hibernated", host_budget_mb=32)
+        assert hibernated.host_budget_bytes == 32 * MIB
+        assert (await client.set_budget(80)).host_used_bytes == 32 * MIB
+        engine = (await client.stats()).broker.engine_pid
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        with trio.fail_after(60):
+            while (await client.stats()).broker.engine_pid in (engine, None):
+                await trio.sleep(0.01)
+        assert (await client.set_budget(70)).host_used_bytes == 32 * MIB
+        assert (await client.set_budget(70, host_budget_mb=0)).host_used_bytes == 96 * MIB
+        with pytest.raises(errors.BadArgument, match="host_budget_mb is a number"):
+            await client.set_budget(70, host_budget_mb=-1)
+
+
+@in_trio
+async def test_a_launch_below_the_host_floor_is_refused() -> None:
+    with pytest.raises(errors.BudgetBelowFloor, match="set host_budget_mb to 16 or more"):
+        async with launch(engine=fake_engine(host_floor_mb=16), host_budget_mb=8):
+            pass
+
+
 # ---- decisions, with a clock of the test's own ----------------------------------------------------------------------
 
 
@@ -292,6 +333,16 @@ def test_nothing_is_given_back_that_was_not_agreed() -> None:
     for now in range(60):
         made.tick(float(now), 0)
     assert made.commands == []
+
+
+def test_a_machine_short_of_memory_is_told() -> None:
+    made = lease(200, 200)
+    for limit in (500 * MIB, 0):
+        made.engine_event(em.HostPressure(limit, "300 MiB of the machine's memory are available"), 1.0)
+    assert [(notice.kind, notice.host_budget_bytes) for notice in made.notices] == [
+        ("host_pressure", 500 * MIB),
+        ("host_pressure", 0),
+    ]
 
 
 def test_pressure_shrinks_until_enough_is_free() -> None:
