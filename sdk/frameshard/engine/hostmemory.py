@@ -21,7 +21,7 @@ from frameshard.engine import hostcount
 from frameshard.engine.kvstore import KvStore
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, DeadlineMissed, Unsupported, below_host_floor
-from frameshard.native import EMULATED
+from frameshard.native import EMULATED, HostPath
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -33,8 +33,12 @@ SPARE_BYTES = 32 << 20
 STORE_SHARE = 4
 """The KV store gets one of so many parts of what is above the floor, and more where the weights need less."""
 
-STEP_BYTES = 1 << 20
+STEP_BYTES = 4 << 20
 """The shard device's share is changed if it differs by so much."""
+
+RECLAIMABLE = (HostPath.DIRECT, HostPath.STAGED)
+"""Where weights are pages of the mapped file that are not pinned, the system can take these pages back itself. Memory
+that holds weights in their place could only be swapped."""
 
 POLL_S = 0.002
 
@@ -142,6 +146,8 @@ class HostMemory:
             # The mapped weights are in the page cache, and the other parts in the engine's own share. Pages of the
             # file that are not mapped, such as its header, are left to the processes.
             mapped = min(parts.weights_bytes, own.mapped_bytes)
+            if not self._is_mapped():
+                mapped = min(mapped, cached or 0)  # memory has taken the place of the mapping's pages
             counted = parts.used_bytes - self._processes - mapped
             self._processes = max(0, own.bytes + others - counted) + max(0, (cached or 0) - mapped)
             self.observed_bytes = None if cached is None else own.bytes + others + cached
@@ -203,14 +209,15 @@ class HostMemory:
         return True
 
     def press(self, missing_bytes: int) -> bool:
-        """Sets the sidecar's own limit below what is held, or lowers it, at most to the floor.
+        """Sets the sidecar's own limit below what is held, or lowers it, at most to the floor. Weights that the system
+        can take back itself are left to it.
 
         :param missing_bytes: how much the system is short of.
         :returns: false if that is not possible.
         """
         with self._lock:
             held = self.parts().used_bytes + SPARE_BYTES
-            pressed = max(self.floor_bytes, min(self.limit_bytes or held, held) - missing_bytes)
+            pressed = max(self._least_bytes(), min(self.limit_bytes or held, held) - missing_bytes)
             if self._file is None or 0 < self.pressed_bytes <= pressed:
                 return False
             self.pressed_bytes = pressed
@@ -222,6 +229,19 @@ class HostMemory:
         with self._lock:
             self.pressed_bytes = 0
             self._give_shares()
+
+    def _is_mapped(self) -> bool:
+        """Whether all weights are used through the mapping of the model's file."""
+        device = self._runtime.device
+        return device is None or device.stats().disk_read_bytes == 0
+
+    def _least_bytes(self) -> int:
+        """The least that pressure may set as the limit."""
+        device = self._runtime.device
+        if device is None or not self._is_mapped() or device.stats().host_weights not in RECLAIMABLE:
+            return self.floor_bytes
+        stats = device.stats()
+        return self.floor_bytes + stats.host_used_bytes - stats.host_floor_bytes
 
     def _device_floor(self) -> int:
         device = self._runtime.device
