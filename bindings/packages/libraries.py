@@ -60,7 +60,9 @@ def _build(system: str, folder: Path, work: Path, godot: Path | None) -> None:
     """`godot` is the folder of Godot's header; without it the addon's library is not built."""
     kind = system.split("-")[0]
     print(f"building for {system} (logs in {work})", flush=True)
-    subprocess.run([BINDINGS / "c" / "dependencies.sh", kind, work], check=True)
+    script = BINDINGS / "c" / "dependencies.sh"
+    if subprocess.run([script, kind, work], check=False).returncode:
+        raise SystemExit(f"failed: {script} {kind} {work}")
     prefix = work / "prefix"
     options = {
         "CMAKE_BUILD_TYPE": "Release",

@@ -26,16 +26,35 @@ def run(command: list[str | Path], **options: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_unreal_layer_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["plugin", "sample"])
+def test_the_unreal_layer_compiles(part: str, tmp_path: Path) -> None:
     """It is compiled with stubs of the engine, because Unreal is not installed."""
     layer = REPO / "bindings" / "unreal" / "Source" / "Frameshard"
-    sources = sorted((layer / "Private").glob("*.cpp"))
+    sample = REPO / "samples" / "unreal_tavern" / "Source" / "UnrealTavern"
+    sources = sorted((layer / "Private" if part == "plugin" else sample).glob("*.cpp"))
     assert sources
     whole = tmp_path / "layer.cpp"
     whole.write_text("".join(f'#include "{source}"\n' for source in sources))
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-fno-exceptions", "-fno-rtti"]
-    places = [REPO / "tests" / "unreal_stubs", layer / "Public", layer / "Private", REPO / "bindings" / "c" / "include"]
+    inner = [layer / "Private", REPO / "bindings" / "c" / "include"] if part == "plugin" else []
+    places = [REPO / "tests" / "unreal_stubs", layer / "Public", *inner]
     run(["g++", *flags, *(f"-I{place}" for place in places), whole])
+
+
+def test_the_project_of_unreal_is_whole() -> None:
+    project = REPO / "samples" / "unreal_tavern"
+    about = json.loads((project / "UnrealTavern.uproject").read_text())
+    assert about["FileVersion"] == 3
+    for module in about["Modules"]:
+        assert (project / "Source" / module["Name"] / f"{module['Name']}.Build.cs").is_file()
+    plugin = json.loads((REPO / "bindings" / "unreal" / "Frameshard.uplugin").read_text())
+    assert {plugin["Name"] for plugin in about["Plugins"]} == {module["Name"] for module in plugin["Modules"]}
+    settings = (REPO / "bindings" / "unreal" / "Source" / "Frameshard" / "Public" / "FrameshardSettings.h").read_text()
+    config = (
+        (project / "Config" / "DefaultGame.ini").read_text().partition("[/Script/Frameshard.FrameshardSettings]\n")[2]
+    )
+    for name in re.findall(r"^(\w+)=", config.partition("\n[")[0], flags=re.MULTILINE):
+        assert re.search(rf"^\t\w+ b?{name}( =|;)", settings, flags=re.MULTILINE), name
 
 
 @pytest.mark.skipif(BUILT is None, reason="`make bindings` runs this one")

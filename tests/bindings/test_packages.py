@@ -75,8 +75,9 @@ def test_unity_gets_a_tarball(packages: Path) -> None:
 
 def test_every_asset_of_unity_has_its_own_guid(packages: Path) -> None:
     found = files(packages, "com.frameshard.unity-*.tgz")
-    assets = {name for name in found if not name.endswith(".meta") and "~/" not in name}
+    assets = {name for name in found if not name.endswith(".meta")}
     folders = {str(parent) for name in assets for parent in Path(name).parents if str(parent) not in (".", "package")}
+    folders = {name for name in folders if "~" not in name}  # Unity copies what is in those
     guids = {}
     for name in assets | folders:
         meta = found[f"{name}.meta"].decode()
@@ -86,6 +87,7 @@ def test_every_asset_of_unity_has_its_own_guid(packages: Path) -> None:
     # Scenes of games refer to these, so they may never change.
     assert guids["package/Runtime/FrameshardSidecar.cs"] == "1e6cf60ac4c5d3c9617d6af5ff5f7d91"
     assert guids["package/Runtime/FrameshardNpc.cs"] == "2ee1ce9c8b3f25fca08e6b0c19669740"
+    assert guids["package/Runtime/Prefabs/Innkeeper.prefab"] == "35448527e3c208bc641bdc937ee1aee9"
     assert guids["package/Runtime/Plugins/x86_64/libframeshard.so"] == "60c31eeae28da70c503fce5453c8dfc7"
     assert guids["package/Runtime/Plugins/x86_64/frameshard.dll"] == "27ada1c7ae609d009017ea3b07615558"
 

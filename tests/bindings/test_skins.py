@@ -13,6 +13,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 HEADER = REPO / "bindings" / "c" / "include" / "frameshard.h"
 UNITY = REPO / "bindings" / "unity"
+TAVERN = "../../samples/unity_tavern/Assets"
 
 
 NOT_IN_CSHARP = {
@@ -98,9 +99,10 @@ def test_csharp_names_errors_as_the_header_does() -> None:
 def test_the_unity_package_is_whole() -> None:
     """Every asset has a GUID, by which scenes find components after an update, and assemblies refer to each other."""
     package = json.loads((UNITY / "package.json").read_text())
-    for sample in package["samples"]:
-        assert list((UNITY / sample["path"]).glob("*.cs"))
-    assets = [path for path in UNITY.rglob("*") if path.suffix != ".meta" and "~" not in str(path.relative_to(UNITY))]
+    samples = [UNITY / sample["path"] for sample in package["samples"]]
+    assert all(list(sample.glob("*.cs")) for sample in samples)
+    folders = [UNITY / "Samples~", *samples]  # Unity copies what is in them
+    assets = [path for path in UNITY.rglob("*") if path.suffix != ".meta" and path not in folders]
     guids = []
     for asset in assets:
         meta = asset.with_name(asset.name + ".meta").read_text()
@@ -115,10 +117,12 @@ def test_the_unity_package_is_whole() -> None:
 
 @pytest.mark.skipif(shutil.which("mcs") is None, reason="no C# compiler: apt-get install mono-mcs")
 @pytest.mark.parametrize(
-    "folders", [["Runtime/Core"], ["Runtime/Core", "Runtime", "Editor", "Samples~/Innkeeper"]], ids=["core", "unity"]
+    "folders",
+    [["Runtime/Core"], ["Runtime/Core", "Runtime", "Editor", "Samples~/Innkeeper", TAVERN]],
+    ids=["core", "unity"],
 )
 def test_csharp_compiles(folders: list[str], tmp_path: Path) -> None:
-    """Compiles the core alone, and the core and the components with stubs of the engine."""
+    """Compiles the core alone, and the core, the components and the samples with stubs of the engine."""
     sources = [path for folder in folders for path in sorted((UNITY / folder).glob("*.cs"))]
     if len(folders) > 1:
         sources += sorted((REPO / "tests" / "unity_stubs").glob("*.cs"))
@@ -126,3 +130,55 @@ def test_csharp_compiles(folders: list[str], tmp_path: Path) -> None:
     command = ["mcs", "-langversion:7", "-warnaserror", "-nowarn:0649", "-target:library", f"-out:{tmp_path}/out.dll"]
     result = subprocess.run([*command, *map(str, sources)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+SCENES = [
+    "bindings/unity/Runtime/Prefabs/Innkeeper.prefab",
+    "bindings/unity/Samples~/Innkeeper/Innkeeper.unity",
+    "samples/unity_tavern/Assets/Tavern.unity",
+]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_scenes_of_unity_refer_to_what_there_is(name: str) -> None:
+    """To objects in the file, to scripts by their GUIDs, and to fields of these scripts; all fields are set."""
+    scripts = {}
+    for folder in (UNITY, REPO / "samples" / "unity_tavern"):
+        for meta in folder.rglob("*.cs.meta"):
+            (guid,) = re.findall(r"^guid: (\w+)$", meta.read_text(), flags=re.MULTILINE)
+            scripts[guid] = meta.with_suffix("").read_text()
+    scene = (REPO / name).read_text()
+    assert scene.startswith("%YAML 1.1\n%TAG !u! tag:unity3d.com,2011:\n")
+    objects = re.findall(r"^--- !u!(\d+) &(\d+)\n(\w+):\n(.*?)(?=^---|\Z)", scene, flags=re.MULTILINE | re.DOTALL)
+    ids = [number for _, number, _, _ in objects]
+    assert len(set(ids)) == len(ids) == scene.count("\n--- ")
+    inner = re.findall(r"\{fileID: (\d+)\}", scene)
+    assert set(inner) - {"0"} <= set(ids)
+    components = {}
+    for _, number, kind, body in objects:
+        if kind == "GameObject":
+            for component in re.findall(r"component: \{fileID: (\d+)\}", body):
+                components[component] = number
+    assert set(components) == {number for _, number, kind, _ in objects if kind != "GameObject"}
+    told = 0
+    for _, number, kind, body in objects:
+        if kind != "GameObject":
+            assert f"m_GameObject: {{fileID: {components[number]}}}" in body
+        if kind == "MonoBehaviour":
+            told += 1
+            (guid,) = re.findall(r"m_Script: \{fileID: 11500000, guid: (\w+), type: 3\}", body)
+            fields = re.findall(r"^  (\w+):", body.partition("m_EditorClassIdentifier:")[2], flags=re.MULTILINE)
+            serialized = re.findall(r"\[SerializeField.*?private \w+ (\w+)", scripts[guid], flags=re.DOTALL)
+            assert fields == serialized
+    assert told >= 2
+
+
+def test_the_project_of_unity_takes_the_package() -> None:
+    project = REPO / "samples" / "unity_tavern"
+    package = json.loads((UNITY / "package.json").read_text())
+    taken = json.loads((project / "Packages" / "manifest.json").read_text())["dependencies"][package["name"]]
+    path = (project / "Packages" / taken.removeprefix("file:")).resolve()
+    assert path == REPO / "build" / "packages" / f"{package['name']}-{package['version']}.tgz"
+    scenes = (project / "ProjectSettings" / "EditorBuildSettings.asset").read_text()
+    ((scene, guid),) = re.findall(r"path: (.+)\n    guid: (\w+)", scenes)
+    assert f"guid: {guid}\n" in (project / f"{scene}.meta").read_text()

@@ -46,6 +46,52 @@ namespace UnityEngine
         public static int height => 720;
     }
 
+    public struct Vector3
+    {
+        public Vector3(float x, float y, float z) { }
+    }
+
+    public struct Color
+    {
+        public Color(float r, float g, float b) { }
+    }
+
+    public enum PrimitiveType { Sphere, Capsule, Cylinder, Cube, Plane, Quad }
+
+    public class Transform : Object
+    {
+        public Vector3 position { get; set; }
+        public Vector3 localScale { get; set; }
+    }
+
+    public class Material : Object
+    {
+        public Color color { get; set; }
+    }
+
+    public class Renderer : Object
+    {
+        public Material material { get; } = new Material();
+    }
+
+    public class GameObject : Object
+    {
+        public Transform transform { get; } = new Transform();
+        public static GameObject CreatePrimitive(PrimitiveType type) => new GameObject();
+        public T GetComponent<T>() where T : new() => new T();
+    }
+
+    public static class Mathf
+    {
+        public const float PI = 3.14159274f;
+        public static float Sin(float f) => (float)Math.Sin(f);
+    }
+
+    public static class Time
+    {
+        public static float time => 0;
+    }
+
     public static class GUILayout
     {
         public static void BeginArea(Rect screenRect) { }

@@ -122,6 +122,40 @@ class FTCHARToUTF8 {
     std::string Text;
 };
 
+class FName {
+  public:
+    FName(const TCHAR *) {}
+};
+
+class FText {
+  public:
+    static FText FromString(const FString &Text) {
+        FText Made;
+        Made.Text_ = Text;
+        return Made;
+    }
+    static FText AsNumber(int64 Number) {
+        return FromString(
+            FString(FUTF8ToTCHAR(std::to_string(Number).c_str(), int32(std::to_string(Number).size())).Get()));
+    }
+    template <class... Params> static FText Format(const FText &Pattern, const Params &...) { return Pattern; }
+    const FString &ToString() const { return Text_; }
+    bool IsEmpty() const { return Text_.IsEmpty(); }
+
+  private:
+    FString Text_;
+};
+
+struct FVector {
+    FVector(double X, double Y, double Z) : X(X), Y(Y), Z(Z) {}
+    double X, Y, Z;
+};
+
+struct FRotator {
+    static const FRotator ZeroRotator;
+};
+inline const FRotator FRotator::ZeroRotator = {};
+
 #define DEFINE_LOG_CATEGORY_STATIC(Category, Default, Compiled)
 #define UE_LOG(Category, Verbosity, Format, Text) std::fprintf(stderr, "%s\n", FTCHARToUTF8(Text).Get())
 
@@ -133,6 +167,7 @@ class UObject {
     virtual UWorld *GetWorld() const { return nullptr; }
     FString GetName() const { return Name; }
     bool IsTemplate() const { return false; }
+    template <class T> T *CreateDefaultSubobject(FName);
 
     FString Name;                                               // not in Unreal
     const std::shared_ptr<int> Alive = std::make_shared<int>(); // not in Unreal
@@ -161,6 +196,8 @@ template <class T> T *NewObject() {
     return Made.back().get();
 }
 
+template <class T> T *UObject::CreateDefaultSubobject(FName) { return NewObject<T>(); }
+
 template <class T> T *GetMutableDefault() {
     static T Default;
     return &Default;
@@ -173,6 +210,9 @@ template <class... Params> class TStubDelegate {
         for (const auto &Listener : Listeners) {
             Listener(Values...);
         }
+    }
+    template <class Object, class Class> void AddDynamic(Object *Listener, void (Class::*Method)(Params...)) {
+        Listeners.push_back([Listener, Method](Params... Values) { (Listener->*Method)(Values...); });
     }
     std::vector<std::function<void(Params...)>> Listeners; // not in Unreal
 };

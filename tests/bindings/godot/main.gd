@@ -35,12 +35,14 @@ func talk() -> void:
 	sidecar.launch()
 	var deltas := PackedStringArray()
 	mira.response_updated.connect(func(delta: String) -> void: deltas.append(delta))
-	mira.sentence_finished.connect(func(sentence: String) -> void: print("sentence '", sentence, "'"))
+	var hear := func(sentence: String) -> void: print("sentence '", sentence, "'")
+	mira.sentence_finished.connect(hear)
 	mira.ask("One two. Three “four”")
 	check(mira.is_speaking() and not sidecar.is_model_ready())
 	var model: Array = await sidecar.model_ready
 	print("model ", model[0], " ", model[1], " ", model[2])
 	var answer: String = await mira.response_finished
+	mira.sentence_finished.disconnect(hear)
 	print("answer '", answer, "' ", "".join(deltas) == answer, " ", mira.is_speaking())
 
 

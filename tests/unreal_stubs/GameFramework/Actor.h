@@ -2,4 +2,16 @@
 
 #include "CoreMinimal.h"
 
-class AActor : public UObject {};
+class USceneComponent;
+class UWorld;
+
+class AActor : public UObject {
+  public:
+    UWorld *GetWorld() const override { return World; }
+
+    USceneComponent *RootComponent = nullptr;
+    UWorld *World = nullptr; // not in Unreal
+
+  protected:
+    virtual void BeginPlay() {}
+};

@@ -1,0 +1,5 @@
+#pragma once
+
+#include "GameFramework/Actor.h"
+
+class APointLight : public AActor {};

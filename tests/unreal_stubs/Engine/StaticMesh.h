@@ -1,0 +1,5 @@
+#pragma once
+
+#include "CoreMinimal.h"
+
+class UStaticMesh : public UObject {};

@@ -1,0 +1,1 @@
+// Empty, because the stubs need nothing of what Unreal's header tool writes here.

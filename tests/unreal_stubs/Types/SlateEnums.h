@@ -1,0 +1,5 @@
+#pragma once
+
+namespace ETextCommit {
+enum Type { Default, OnEnter, OnUserMovedFocus, OnCleared };
+}
