@@ -79,7 +79,7 @@ void raise_later(const Value &node, fs_status status, const std::string &message
 Sidecar::Sidecar(GDExtensionObjectPtr owner) : owner_(owner) {
     living().push_back(this);
     game_->on_ready = [this](const fs_model &model) {
-        changed(PROPERTIES[2]);
+        set_pacing();
         emit("model_ready", {model.name, double(model.floor_bytes) / MIB, double(model.full_bytes) / MIB});
     };
     game_->on_event = [this](const fs_event &event) { hear(event); };
@@ -136,11 +136,22 @@ void Sidecar::connect(const std::string &connect_file) {
 }
 
 void Sidecar::begin(fs_status status) {
+    if (status == FS_OK) {
+        tell_frames();
+    } else {
+        raise_later(status, last_error());
+    }
+}
+
+void Sidecar::tell_frames() {
+    game_->keep_out_of_frames(values.target_frame_rate > 0 ? 1 / values.target_frame_rate : 0);
+}
+
+void Sidecar::set_pacing() {
+    const fs_status status = fs_set_pacing(game_->client(), number(SchedulingMode, values.scheduling), 0, nullptr);
     if (status != FS_OK) {
         raise_later(status, last_error());
-        return;
     }
-    changed(PROPERTIES[1]);
 }
 
 void Sidecar::close() { game_->close(0); }
@@ -180,12 +191,9 @@ void Sidecar::changed(const Property &property) {
     } else if (name == "host_budget_mb") {
         propose(options.vram_budget_mb, "active", std::max(0.0, options.host_budget_mb));
     } else if (name == "target_frame_rate") {
-        game_->keep_out_of_frames(values.target_frame_rate > 0 ? 1 / values.target_frame_rate : 0);
+        tell_frames();
     } else if (name == "scheduling") {
-        const fs_status status = fs_set_pacing(game_->client(), number(SchedulingMode, values.scheduling), 0, nullptr);
-        if (status != FS_OK) {
-            raise_later(status, last_error());
-        }
+        set_pacing();
     }
 }
 

@@ -45,6 +45,8 @@ class Sidecar {
     void hear(const fs_event &event);
     void begin(fs_status status);
     void propose(double vram_budget_mb, const std::string &state, double host_budget_mb); // below 0: it stays
+    void tell_frames();
+    void set_pacing();
     void emit(const char *signal, std::vector<engine::Value> arguments);
     /* After the call of the game that is going on, in which it may not listen yet. */
     void raise_later(fs_status status, const std::string &message);
@@ -54,7 +56,7 @@ class Sidecar {
     bool entered_ = false;
 };
 
-/* Emits a signal at the end of the frame. */
+/* Emits error_raised at the end of the frame. */
 void raise_later(const engine::Value &node, fs_status status, const std::string &message);
 std::string last_error();
 
