@@ -33,6 +33,7 @@ class Executor {
     void adopt_expert_cache();
     bool wait_for_frame(bool &timed);
     ggml_status run_cpu(Segment &s);
+    void take_inputs(const Segment &s);
     ggml_status give_back(Segment &s);
     ggml_status run_gpu(const Segment &s);
     void copy_missing_experts(const Segment &s);
@@ -53,11 +54,12 @@ class Executor {
     size_t next = 0;                           // segment of the program
     int node = 0, piece = 0;                   // that segment's first node and row piece: where a new program starts
     const ggml_tensor *known_choice = nullptr; // the latest choice of experts, which all products of a layer share
-    // Where the device has one queue, what the CPU waits for would stand behind all copies that were queued before. So they
-    // are queued while the CPU computes: for each byte of weights that it reads so many bytes of copies. 0: not metered.
+    // Where copies share one queue with all else, what the CPU waits for would stand behind all that were queued before. So
+    // they are queued while the CPU computes: for each byte of weights that it reads so many bytes of copies. 0: not metered.
     double copies_per_byte = 0;
     double owed_bytes = 0; // of copies that are not queued yet
     ggml_backend_event_t queued[kRunAhead] = {};
+    uint64_t uses[kRunAhead] = {}; // of the ring, by `queued`
     uint64_t n_queued = 0;
 };
 
@@ -136,6 +138,7 @@ bool Executor::load_program() {
     }
     next = 0;
     d.ring.lay_out(*program);
+    std::fill_n(uses, kRunAhead, 0); // the ring may have begun anew
     adopt_expert_cache();
     kv.begin(*program); // a change of residency has waited for all copies
     meter_copies();
@@ -151,7 +154,7 @@ void Executor::meter_copies() {
     for (size_t bytes : program->entry_bytes) {
         streamed += bytes;
     }
-    const bool metered = d.inner.quirks.one_queue && on_cpu > 0;
+    const bool metered = d.inner.quirks.one_queue && !d.ring.has_thread() && on_cpu > 0;
     copies_per_byte = metered ? (double)streamed / (double)on_cpu : 0;
     owed_bytes = 0;
 }
@@ -201,15 +204,19 @@ void Executor::finish_segment() {
 
 // Waits until at most kRunAhead segments are queued, and for this one if it is timed.
 void Executor::limit_queue(uint64_t start_ns, bool timed) {
-    ggml_backend_event_t &event = queued[n_queued++ % kRunAhead];
+    ggml_backend_event_t &event = queued[n_queued % kRunAhead];
+    uint64_t &use = uses[n_queued++ % kRunAhead];
     if (event) {
         ggml_backend_event_synchronize(event);
+        d.ring.computed(use);
     } else {
         event = ggml_backend_event_new(d.inner.dev);
     }
     ggml_backend_event_record(event, d.inner.compute);
+    use = d.ring.next_use();
     if (timed) {
         ggml_backend_event_synchronize(event);
+        d.ring.computed(use);
         d.pacing.after_step(start_ns, clock_ns());
     }
 }
@@ -232,6 +239,9 @@ void Executor::copy_ahead(size_t at) {
 
 // Starts the copies that are to run while the CPU computes a segment.
 void Executor::copy_beside(const Segment &s) {
+    if (d.ring.has_thread()) {
+        d.count(d.ring.pump()); // the host has waited for the compute stream
+    }
     owed_bytes += copies_per_byte * (double)s.bytes;
     if (owed_bytes >= 1) {
         const Ring::Copied started = d.ring.pump((uint64_t)owed_bytes);
@@ -284,7 +294,7 @@ ggml_status Executor::run_gpu(const Segment &s) {
         copy_missing_experts(s);
     }
     if (s.entry >= 0) {
-        d.ring.wait_for(s.entry);
+        d.count(d.ring.wait_for(s.entry));
     }
     if (d.inner.trace) {
         d.inner.trace->begin(FSD_LANE_DEVICE, d.inner.compute);
@@ -306,22 +316,50 @@ ggml_status Executor::run_gpu(const Segment &s) {
     return status;
 }
 
-// Bytes of staging memory for what a CPU segment of few tokens gives back; 0 where it is copied instead.
-size_t staging_for(const Span &out) {
+// Bytes of staging memory for what a CPU segment of few tokens takes or gives back; 0 where it is copied instead.
+size_t staging_for(const Span &span) {
     constexpr size_t kMost = 256 << 10; // kernels read host memory more slowly than copies do
-    return out.buffer->kv || out.bytes > kMost || out.bytes % sizeof(float) ? 0 : kAlign + align_up(out.bytes);
+    return span.buffer->kv || span.bytes > kMost || span.bytes % sizeof(float) ? 0 : kAlign + align_up(span.bytes);
+}
+
+// Waits for the compute stream and copies what a CPU segment reads from the device. What is small is copied in the stream
+// where a synchronous copy would wait for one of the CopyThread.
+void Executor::take_inputs(const Segment &s) {
+    const auto staging_for = [this](const Span &in) { return d.ring.has_thread() ? fsd::staging_for(in) : 0; };
+    size_t staged = 0;
+    for (const Span &in : s.in) {
+        staged += staging_for(in);
+    }
+    char *const stage = staged > 0 ? d.inner.staging(staged) : nullptr;
+    char *at = stage;
+    for (const Span &in : s.in) {
+        each_inner(*in.buffer, in.offset, in.bytes, [&](const ggml_tensor *raw, size_t from, size_t n) {
+            if (raw && staging_for(in) > 0) {
+                ggml_backend_tensor_get_async(d.inner.compute, raw, at + from, 0, n);
+                d.inner.compute_pending = true;
+            }
+        });
+        at += staging_for(in);
+    }
+    d.inner.synchronize();
+    d.ring.computed(d.ring.next_use());
+    at = stage;
+    for (const Span &in : s.in) {
+        char *to = in.buffer->base + in.offset;
+        each_inner(*in.buffer, in.offset, in.bytes, [&](const ggml_tensor *raw, size_t from, size_t n) {
+            if (raw && staging_for(in) > 0) {
+                memcpy(to + from, at + from, n);
+            } else if (raw) {
+                ggml_backend_tensor_get(raw, to + from, 0, n);
+            }
+        });
+        at += staging_for(in);
+    }
 }
 
 ggml_status Executor::run_cpu(Segment &s) {
-    d.inner.synchronize();
+    take_inputs(s);
     const double start = Trace::now();
-    for (const Span &in : s.in) {
-        each_inner(*in.buffer, in.offset, in.bytes, [&](const ggml_tensor *raw, size_t from, size_t n) {
-            if (raw) {
-                ggml_backend_tensor_get(raw, in.buffer->base + in.offset + from, 0, n);
-            }
-        });
-    }
     copy_beside(s);
     ggml_cgraph view = *graph;
     view.nodes += s.node0;

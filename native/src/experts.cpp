@@ -215,6 +215,7 @@ void GroupRun::read_choice() {
         fetch(d, group.input, exchange.input);
     }
     d.inner.synchronize(); // from here on no slot is being read, and staging memory is free
+    d.ring.computed(d.ring.next_use());
     for (int64_t t = 0; t < group.ids->ne[1]; t++) {
         for (int64_t j = 0; j < group.ids->ne[0]; j++) {
             const int32_t expert = expert_at(exchange.ids, group.ids, j, t);

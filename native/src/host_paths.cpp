@@ -231,6 +231,9 @@ const HostPaths::Range *HostPaths::find(const char *from, size_t bytes) const {
 
 bool HostPaths::copy(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes) {
     const Range *range = find(from, bytes);
+    if (range && !stream && range->path != HostPath::imported) {
+        return false; // read from where it lies
+    }
     if (range && !range->windows.empty()) {
         copy_from_windows(stream, *range, to, from, bytes);
         imported_bytes += range->path == HostPath::imported ? bytes : 0;
@@ -251,9 +254,11 @@ void HostPaths::copy_from_windows(ggml_backend_t stream, const Range &range, con
         const Window &w = range.windows[i];
         const size_t at = (size_t)(from + done - w.begin), n = std::min(bytes - done, w.bytes - at);
         ggml_backend_buffer_t buffer = w.buffer.get();
-        const ggml_tensor src = raw_tensor(buffer, (char *)ggml_backend_buffer_get_base(buffer) + at, n);
+        ggml_tensor src = raw_tensor(buffer, (char *)ggml_backend_buffer_get_base(buffer) + at, n);
         ggml_tensor dst = raw_tensor(to.buffer, (char *)to.data + done, n);
-        if (range.path == HostPath::imported) {
+        if (!stream) {
+            ggml_backend_tensor_copy(&src, &dst);
+        } else if (range.path == HostPath::imported) {
             ggml_backend_tensor_copy_async(stream, stream, &src, &dst);
         } else {
             ggml_backend_tensor_set_async(stream, &dst, src.data, 0, n);

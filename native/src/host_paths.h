@@ -73,8 +73,8 @@ class HostPaths {
     // All copies from the range must have run. A range that was not added is ignored.
     void remove(void *p);
 
-    // Queues the copy of `bytes` at `from` to a tensor of as many bytes. False: the memory was not added, or has no path of
-    // its own, and nothing is done.
+    // Queues the copy of `bytes` at `from` to a tensor of as many bytes; without a stream it is made on return [any thread].
+    // False: the memory was not added, or has no path of its own, and nothing is done.
     bool copy(ggml_backend_t stream, const ggml_tensor &to, const char *from, size_t bytes);
     // Frees what belongs to the streams, whose work must have run.
     void close();

@@ -48,7 +48,8 @@ struct Quirks {
     // Its streams and events keep what finished work has used until the host waits for them, and an event may be freed
     // only after that.
     bool keeps_until_waited;
-    bool one_queue; // work of all streams runs in the order in which it is queued
+    // Work of all streams runs in the order in which it is queued. Synchronous copies do not wait for it (CopyThread).
+    bool one_queue;
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
     size_t decode_merge, paced_decode_merge, prefill_merge;
@@ -64,6 +65,8 @@ const Quirks &quirks_of(const char *name);
 
 // While the host is paced, its own uploads wait for at most one copy of this size.
 constexpr size_t kPacedCopyBytes = 4 * 1024 * 1024;
+// A thread that waits for a copy begins the next one late, so it makes larger ones: so many times copy_bytes.
+constexpr size_t kWaitedFor = 4;
 
 class Inner {
   public:
@@ -86,9 +89,12 @@ class Inner {
     void detach(void *p); // its copies must have run
 
     // Copies host memory to an address in an inner buffer, in copies of at most copy_bytes. With a stream the copies are
-    // queued, and the host memory must stay as it is until they have run; without one they are done on return.
+    // queued, and the host memory must stay as it is until they have run; without one they are done on return. [without a
+    // stream: any thread]
     void upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes);
     void upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes);
+
+    size_t largest_copy(bool queued) const; // [any thread]
 
     // The host waits for the compute stream.
     void synchronize();
@@ -111,8 +117,6 @@ class Inner {
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
   private:
-    size_t largest_copy() const;
-
     const Pacing &pacing;
     ggml_backend_event_t copied = nullptr; // of wait_for_copies()
     InnerBuffer pinned_staging, pinned_zeros;

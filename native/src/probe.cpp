@@ -37,7 +37,7 @@ static double timed(double budget_s, const std::function<void()> &call) {
     return runs[runs.size() / 2];
 }
 
-static constexpr size_t kCopyTarget = (size_t)32 << 20;
+static constexpr size_t kCopyTarget = (size_t)64 << 20;
 static constexpr int64_t kRandomRows = 64; // repeated to fill a matrix
 
 // Products of weight matrices of rows x cols with n columns each: as many matrices as make up `total` bytes, at least one.
@@ -231,12 +231,18 @@ struct Copies {
         return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, copy_bytes); });
     }
     void once(bool to_device, char *from, size_t copy_bytes) {
+        ggml_backend_t stream = d.inner.copy;
+        if (from == as_weights && d.inner.quirks.one_queue && d.weights.path == HostPath::imported &&
+            copy_bytes >= std::min(d.inner.copy_bytes, target_bytes)) { // as a CopyThread makes them
+            stream = nullptr;
+            copy_bytes = target_bytes;
+        }
         char *base = (char *)ggml_backend_buffer_get_base(target.get());
         ggml_tensor t = raw_tensor(target.get(), base, target_bytes);
         for (size_t done = 0; done < target_bytes; done += copy_bytes) {
             const size_t n = std::min(copy_bytes, target_bytes - done);
             if (to_device) {
-                d.inner.upload(d.inner.copy, target.get(), base + done, from + at + done, n);
+                d.inner.upload(stream, target.get(), base + done, from + at + done, n);
             } else {
                 ggml_backend_tensor_get_async(d.inner.copy, &t, from + at + done, done, n);
             }

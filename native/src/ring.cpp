@@ -59,15 +59,60 @@ bool Ring::resize(size_t bytes) {
     return true;
 }
 
+// Memory that must be staged for a copy is copied by the host in any case, and the second copy of weights has no fast
+// synchronous path.
+bool Ring::wants_thread() const {
+    return inner_.quirks.one_queue && weights_.path != HostPath::copied && weights_.path != HostPath::staged;
+}
+
+Ring::Copied Ring::wait_for(size_t entry) {
+    if (!thread_) {
+        ggml_backend_event_wait(inner_.compute, ready_[entry]);
+        return {};
+    }
+    const Copied started = pump_next();
+    if (!thread_->made(last_copy_[entry])) {
+        inner_.synchronize(); // the host has to wait anyway, and more slots may be free then
+        computed(next_use_);
+        const Copied more = pump();
+        thread_->wait(last_copy_[entry]);
+        return {started.copies + more.copies, started.bytes + more.bytes};
+    }
+    return started;
+}
+
+// Starts the copies of the next step at the latest, and those behind it that can be started.
+Ring::Copied Ring::pump_next() {
+    if (thread_ && next_copy_ <= next_use_) {
+        inner_.synchronize();
+        computed(next_use_);
+    }
+    return pump();
+}
+
+void Ring::synchronize(size_t entry) {
+    if (!thread_) {
+        ggml_backend_event_synchronize(ready_[entry]);
+    } else if (next_copy_ > next_use_) {
+        thread_->wait(last_copy_[entry]);
+    }
+}
+
 void Ring::use(size_t entry) {
-    ggml_backend_event_record(done_[entry], inner_.compute);
+    if (!thread_) {
+        ggml_backend_event_record(done_[entry], inner_.compute);
+    }
     next_use_++;
 }
 
 Ring::Copied Ring::copy_missing_experts(size_t entry) {
-    Copied c = pump();
+    Copied c = pump_next();
     c.bytes += copy_experts(entry);
-    ggml_backend_event_record(ready_[entry], inner_.copy);
+    if (thread_) {
+        last_copy_[entry] = given_;
+    } else {
+        ggml_backend_event_record(ready_[entry], inner_.copy);
+    }
     return c;
 }
 
@@ -75,6 +120,7 @@ void Ring::reset() {
     if (entries_.empty()) {
         return;
     }
+    thread_.reset();
     ggml_backend_synchronize(inner_.copy);
     inner_.synchronize();
     for (ggml_backend_event_t e : ready_) {
@@ -88,7 +134,8 @@ void Ring::reset() {
     entries_.clear();
     held_.clear();
     slots_.clear();
-    next_copy_ = next_use_ = rested_at_ = 0;
+    last_copy_.clear();
+    next_copy_ = next_use_ = rested_at_ = given_ = computed_ = 0;
 }
 
 void Ring::lay_out(const Program &p) {
@@ -100,19 +147,37 @@ void Ring::lay_out(const Program &p) {
     entries_ = p.entries;
     slots_ = lay_ring(p.entry_bytes, p.entry_capacity);
     entry_capacity_ = p.entry_capacity;
+    held_.assign(entries_.size(), {});
+    if (!entries_.empty() && wants_thread()) {
+        thread_ = std::make_unique<CopyThread>(inner_);
+        last_copy_.assign(entries_.size(), 0);
+        return;
+    }
     for (size_t i = 0; i < entries_.size(); i++) {
         ready_.push_back(ggml_backend_event_new(inner_.dev));
         done_.push_back(ggml_backend_event_new(inner_.dev));
     }
-    held_.assign(entries_.size(), {});
+}
+
+void Ring::copy_from_host(char *to, const char *from, size_t bytes) {
+    if (thread_) {
+        CopyThread::Copy copy;
+        copy.to = raw_tensor(buffer_.get(), to, bytes);
+        copy.host = from;
+        given_ = thread_->queue(copy);
+    } else {
+        inner_.upload(inner_.copy, buffer_.get(), to, from, bytes);
+    }
 }
 
 // Copies the range [from, to) of a piece to its place `at` in the ring, and the padding behind its last byte.
 void Ring::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
     const char *source = weights_.all[p.tensor].host + p.host_offset;
-    inner_.upload(inner_.copy, buffer_.get(), base_ + at + from, source + from, to - from);
+    copy_from_host(base_ + at + from, source + from, to - from);
     if (to == p.bytes) {
-        inner_.upload_zeros(inner_.copy, buffer_.get(), base_ + at + to, p.padded - to);
+        ggml_backend_t stream = thread_ ? inner_.compute : inner_.copy;
+        inner_.compute_pending = inner_.compute_pending || thread_ != nullptr;
+        inner_.upload_zeros(stream, buffer_.get(), base_ + at + to, p.padded - to);
     }
 }
 
@@ -150,7 +215,11 @@ uint64_t Ring::copy_experts(size_t entry) {
             char *cached = base_ + experts_.arena().at(slot) + experts_.arena().parts[e.product];
             ggml_tensor src = raw_tensor(buffer_.get(), cached, size);
             ggml_tensor dst = raw_tensor(buffer_.get(), base_ + slots_[entry].offset + i * each, size);
-            ggml_backend_tensor_copy_async(inner_.copy, inner_.copy, &src, &dst);
+            if (thread_) {
+                given_ = thread_->queue({dst, nullptr, src});
+            } else {
+                ggml_backend_tensor_copy_async(inner_.copy, inner_.copy, &src, &dst);
+            }
         }
     }
     return bytes;
@@ -170,7 +239,7 @@ void Ring::rest() {
 Ring::Copied Ring::pump(uint64_t least_bytes) {
     Copied all;
     const size_t n = entries_.size();
-    if (inner_.quirks.keeps_until_waited && next_copy_ - rested_at_ >= kRest) {
+    if (!thread_ && inner_.quirks.keeps_until_waited && next_copy_ - rested_at_ >= kRest) {
         rest();
     }
     while (n > 0 && next_copy_ < next_use_ + n && all.bytes < least_bytes) {
@@ -181,7 +250,12 @@ Ring::Copied Ring::pump(uint64_t least_bytes) {
             if (previous >= next_use_) {
                 return all; // a queued step has yet to use the place
             }
-            ggml_backend_event_wait(inner_.copy, done_[previous % n]);
+            if (thread_ && previous >= computed_) {
+                return all;
+            }
+            if (!thread_) {
+                ggml_backend_event_wait(inner_.copy, done_[previous % n]);
+            }
         }
         if (inner_.trace) {
             inner_.trace->begin(FSD_LANE_COPY, inner_.copy);
@@ -201,7 +275,11 @@ Ring::Copied Ring::pump(uint64_t least_bytes) {
         if (inner_.trace) {
             inner_.trace->end(FSD_LANE_COPY, inner_.copy, bytes);
         }
-        ggml_backend_event_record(ready_[i], inner_.copy);
+        if (thread_) {
+            last_copy_[i] = given_;
+        } else {
+            ggml_backend_event_record(ready_[i], inner_.copy);
+        }
         next_copy_++;
         all.copies++;
         all.bytes += bytes;

@@ -3,8 +3,13 @@
 // Its policy: steps get slots in the order of use, one behind the other, and start again at the front when the end is reached
 // (lay_ring). The next step of that order is copied next (pump). A slot may be overwritten once the last step whose bytes
 // overlap it has been computed (RingSlot::reuse_distance). Behind the slots the rest of the ring is the expert cache.
+//
+// Copies are queued on the copy stream, and events order them and the compute stream. Where all streams share one queue, a
+// thread makes them instead (CopyThread). Then the host waits for copies, and copies wait until the host knows that a step
+// has been computed.
 #pragma once
 
+#include "copy_thread.h"
 #include "expert_cache.h"
 #include "ledger.h"
 #include "program.h"
@@ -47,9 +52,14 @@ class Ring {
     // Copies the chosen experts that pump() did not predict.
     Copied copy_missing_experts(size_t entry);
 
-    void wait_for(size_t entry) { ggml_backend_event_wait(inner_.compute, ready_[entry]); } // the compute stream waits
-    void synchronize(size_t entry) { ggml_backend_event_synchronize(ready_[entry]); }       // the host waits
-    void use(size_t entry); // the step's computing is queued
+    // The next step, which is `entry`, may be queued on the compute stream after this: the stream waits for its copies, or
+    // the host does, and starts them if it had to wait for their slot.
+    Copied wait_for(size_t entry);
+    void synchronize(size_t entry); // the host waits
+    void use(size_t entry);         // the step's computing is queued
+    // The first `uses` steps have been computed. To be called where the host has waited for the compute stream.
+    void computed(uint64_t uses) { computed_ = std::max(computed_, uses); }
+    bool has_thread() const { return thread_ != nullptr; }
 
     ggml_backend_buffer_t buffer() const { return buffer_.get(); }
     char *base() const { return base_; }
@@ -62,6 +72,9 @@ class Ring {
     size_t wanted = 0; // capacity that the plan asks for
 
   private:
+    bool wants_thread() const;
+    Copied pump_next();
+    void copy_from_host(char *to, const char *from, size_t bytes);
     void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
     uint64_t copy_experts(size_t entry);
     void rest();
@@ -81,6 +94,10 @@ class Ring {
     std::vector<std::vector<bool>> held_;            // by entry of experts: those in its latest copy
     uint64_t next_copy_ = 0, next_use_ = 0;
     uint64_t rested_at_ = 0; // the next copy then
+    std::unique_ptr<CopyThread> thread_;
+    std::vector<uint64_t> last_copy_; // by entry: how many copies the thread had been given then
+    uint64_t given_ = 0;              // to the thread so far
+    uint64_t computed_ = 0;           // steps, as far as the host knows
 };
 
 } // namespace fsd

@@ -966,6 +966,46 @@ SCENARIO(a_second_copy_of_weights_gives_the_same_result) { with_unpinned_weights
 
 SCENARIO(staged_weights_give_the_same_result) { with_unpinned_weights(2, FSD_HOST_STAGED); }
 
+// Where all streams share one queue, a thread copies the weights that are streamed.
+SCENARIO(copies_in_a_thread_give_the_same_result) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 2;
+    config.copy_bytes = 10'000; // steps are copied in several parts
+    Session s(config);
+    fsd::device().inner.quirks.one_queue = true;
+    s.commit();
+    std::mt19937 random(6);
+    for (const bool planned : {false, true}) {
+        for (uint64_t budget : {s.floor, s.random_budget(random), s.random_budget(random), s.full, s.floor}) {
+            if (planned) {
+                s.set_random_plan(random);
+            }
+            CHECK(fsd_set_budget(budget, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+            const fsd_stats before = stats();
+            s.check_conversation(&random);
+            s.check_ledger();
+            const bool copied = stats().copied_bytes > before.copied_bytes;
+            CHECK(planned || copied == (budget < s.full));
+            CHECK(planned || copied == fsd::device().ring.has_thread());
+        }
+    }
+    CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK);
+    s.check_conversation(&random);
+}
+
+SCENARIO(a_model_can_go_while_a_thread_copies) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.02;
+    Session s(config);
+    fsd::device().inner.quirks.one_queue = true;
+    s.commit();
+    CHECK(fsd_set_budget(s.floor + 4 * kPieceBytes, 0) == FSD_OK);
+    s.check_decode(0);
+    CHECK(fsd::device().ring.has_thread());
+    s.net.reset();
+    s.file.unmap();
+}
+
 TEST(every_computation_may_fail) {
     int result = 0;
     uint64_t k = 1;
