@@ -86,6 +86,26 @@ def test_a_gpu_with_too_little_memory_is_passed_over(make: Make) -> None:
     assert choice.passed_over[0] == "CUDA0: 8 of 16 MiB are free, and the model needs about 9 MiB"
 
 
+INSIDE = """
+import sys
+from frameshard import ggml
+from frameshard.engine import gpus
+assert ggml.registry().ggml_backend_load(sys.argv[1].encode())
+assert gpus.choose() == gpus.Choice("CUDA0"), gpus.choose()
+assert ggml.device_handle("CUDA0")
+two = gpus.choose(lambda: 9 << 20).passed_over
+assert [why.partition(":")[0] for why in two] == ["CUDA0", "Vulkan"], two
+"""
+
+
+def test_a_backend_inside_llama_cpp_needs_no_module(make: Make, tmp_path: Path) -> None:
+    """It is registered with ggml before frameshard looks, as here."""
+    make("cuda")
+    inside = tmp_path / "inside.so"
+    (tmp_path / "gpu" / "libggml-cuda.so").rename(inside)
+    subprocess.run([sys.executable, "-c", INSIDE, inside], check=True, timeout=120)
+
+
 def test_without_a_gpu_the_need_is_not_computed(make: Make) -> None:
     assert gpus.choose(lambda: 1 // 0).device == "cpu"
 
