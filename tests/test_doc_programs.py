@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from servers import server, sidecar
 from sidecars import DEADLINE_S, started
 
@@ -49,6 +51,13 @@ def test_asyncio(model_path: Path) -> None:
     answer, others = re.findall(r"(.*)(\[.*\])\n$", printed(command), flags=re.DOTALL)[0]
     assert answer.strip()
     assert len([text for text in ast.literal_eval(others) if text]) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="host memory is counted on Linux")
+def test_host_memory(model_path: Path) -> None:
+    held = re.fullmatch(r"(\d+) MiB; (\d+) as the system counts\n", printed(program("host-memory.md")))
+    assert held is not None
+    assert all(90 < int(n_mib) <= 600 for n_mib in held.groups())
 
 
 def test_tools(model_path: Path) -> None:
