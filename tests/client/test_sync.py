@@ -18,6 +18,7 @@ from frameshard import ChatMessage, Engine, Notice, Sampling, errors
 from frameshard.sync import (
     MAX_EVENTS,
     BudgetArrived,
+    BudgetGranted,
     BudgetObserved,
     BudgetRefused,
     BudgetReleased,
@@ -145,6 +146,22 @@ def test_budgets_are_set_in_order() -> None:
         wrong = sidecar.set_budget(-1)
         (refused,) = of(play(sidecar, lambda: sidecar._events) + sidecar.poll(), BudgetRefused)
         assert refused.request == wrong
+
+
+def test_the_host_budget_is_a_term_of_its_own() -> None:
+    with start(engine=fake_engine(host_floor_mb=16, host_full_mb=96), host_budget_mb=80) as sidecar:
+        numbers = [
+            sidecar.set_budget(100, host_budget_mb=48),
+            sidecar.set_budget(64),
+            sidecar.set_budget(64, host_budget_mb=8),
+        ]
+        seen: list[Event] = []
+        play(sidecar, lambda: of(seen, BudgetRefused) or seen.extend(sidecar.poll()))
+        assert [event.lease.host_budget_bytes >> 20 for event in of(seen, BudgetGranted)] == [48, 48]
+        assert [event.released.host_used_bytes >> 20 for event in of(seen, BudgetReleased)] == [48, 48]
+        (refused,) = of(seen, BudgetRefused)
+        assert refused.request == numbers[2]
+        assert refused.error.detail["host_floor_bytes"] == 16 << 20
 
 
 def test_cancel() -> None:
