@@ -559,10 +559,9 @@ local OPTIONS = {
     n_ctx = { "integer", 1, 16777216 },
     -- Number of jobs that run at once, each in its own context. Default 4.
     n_parallel = { "integer", 1, 64 },
-    -- Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph.
-    -- The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long prompt; the
-    -- floor is then at most about half of the budget, or the floor with 512 if that is higher. Without a budget it
-    -- chooses 512. Default 512.
+    -- Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph,
+    -- and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at most a quarter
+    -- higher than with 512; in mode `stream_only` it is 512.
     n_ubatch = { "integer", 0, 65536 },
     -- Number of CPU threads; 0: half of the CPUs.
     n_threads = { "integer", 0, 1024 },

@@ -26,10 +26,9 @@ class LaunchOptions(TypedDict, total=False):
     """Context length of each conversation in tokens, rounded up to a multiple of 256. VRAM is used only for the tokens
     in the context. By default 4096."""
     n_ubatch: int
-    """Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph.
-    The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long prompt; the floor
-    is then at most about half of the budget, or the floor with 512 if that is higher. Without a budget it chooses 512.
-    By default 512."""
+    """Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph,
+    and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at most a quarter
+    higher than with 512; in mode `stream_only` it is 512. By default 0."""
     n_parallel: int
     """Number of jobs that run at once, each in its own context. By default 4."""
     n_threads: int

@@ -52,7 +52,7 @@ def test_a_plan_counts_adapters(tiny_model: Callable[[str], Path], adapters: Cal
     floors = []
     for more in ([], options):
         command = [sys.executable, "-m", "frameshard", "plan", "--model", str(tiny_model("llama")), "--json", *more]
-        command += ["--vram-budget", "floor", "--profile", "laptop-rtx-4060-8gb"]
+        command += ["--vram-budget", "floor", "--profile", "laptop-rtx-4060-8gb", "--ubatch", "512"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert ended.returncode == 0, ended.stderr
         floors.append(json.loads(ended.stdout)["floor_bytes"])

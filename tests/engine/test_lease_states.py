@@ -67,7 +67,7 @@ async def next_of(notices: trio.MemoryReceiveChannel[frameshard.Notice], kind: s
 
 
 def test_what_was_chosen_at_launch_stays(model_path: Path) -> None:
-    """Without a budget ``n_ubatch`` is 512. An engine that starts later with a small budget keeps this size."""
+    """An engine that starts later with a small budget keeps the ``n_ubatch`` of the launch, which had no budget."""
 
     async def main(client: frameshard.Client) -> None:
         floor = (await client.caps_and_requirements()).floor_bytes
@@ -78,7 +78,7 @@ def test_what_was_chosen_at_launch_stays(model_path: Path) -> None:
         await client.set_budget(floor / MIB, timeout_s=30)
         assert (await client.caps_and_requirements()).floor_bytes == floor
 
-    play(model_path, main, n_ctx=4096, n_parallel=1, vram_budget_mb=0, n_ubatch=0, device="emulated:2")
+    play(model_path, main, n_ctx=4096, n_parallel=1, vram_budget_mb=0, device="emulated:2")
 
 
 def test_a_deadline_that_is_too_short(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

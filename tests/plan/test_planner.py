@@ -17,7 +17,7 @@ from frameshard.native import CPU, STREAMED
 from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
-from frameshard.plan.memory import Context, estimate_context, estimate_fixed
+from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context, estimate_fixed
 from frameshard.plan.model import Model, Shard, read_model
 from frameshard.plan.plans import Mode, Plan, make_plan
 from frameshard.plan.profile import Profile
@@ -357,27 +357,29 @@ def test_the_ubatch_grows_with_the_prompt() -> None:
         choose_ubatch(model, H100, [64 << 20], Workload(8256, 8192))
 
 
-def test_at_launch_the_floor_stays_below_half_of_the_budget() -> None:
+def test_a_launch_chooses_the_ubatch_by_the_floor() -> None:
+    """It is the same at every budget that has room for it, so the floor is, too."""
     model = dense()
+    least = lay_out(model, "CUDA0").least_bytes
 
-    def launched(budget_bytes: int, n_ctx: int = 16384) -> tuple[int, int]:
-        n_ubatch = choose_launch_ubatch(model, H100, budget_bytes, Workload(n_ctx))
-        fixed, context = (
-            estimate_fixed(model, "emulated", Workload(n_ctx, n_ubatch=n_ubatch)),
-            estimate_context(model, "emulated", Workload(n_ctx)),
-        )
-        return n_ubatch, make_plan(model, H100, budget_bytes=0, fixed_bytes=fixed, context=context).floor_bytes
+    def floor(n_ctx: int, n_ubatch: int) -> int:
+        workload = Workload(n_ctx, n_parallel=4, n_ubatch=n_ubatch)
+        fixed = estimate_fixed(model, "CUDA0", workload, DRIVER_BYTES)
+        return fixed + estimate_context(model, "CUDA0", workload).window + least
 
-    assert launched(0)[0] == 512
-    assert launched(8 << 30, n_ctx=256)[0] == 256
-    (less, low), (more, high) = launched(1 << 30), launched(4 << 30)
-    assert 256 < less < more
-    plain = launched(0)[1]
-    assert low <= max(1 << 29, plain)
-    assert high <= 2 << 30
-    # The smallest size is chosen if larger ones do not fit.
-    assert launched(plain)[0] <= 512
-    assert launched(plain - (1 << 20))[0] == 256
+    def launched(budget_bytes: int, n_ctx: int = 4096) -> int:
+        workload = Workload(n_ctx, n_parallel=4)
+        return choose_launch_ubatch(model, "CUDA0", workload, budget_bytes, overhead_bytes=DRIVER_BYTES)
+
+    chosen = launched(0)
+    assert chosen > 512
+    assert floor(4096, chosen) <= 1.25 * floor(4096, 512) < floor(4096, 2 * chosen)
+    assert [launched(gib << 30) for gib in (2, 4, 8)] == [chosen] * 3
+    assert launched(floor(4096, chosen)) == chosen > launched(floor(4096, chosen) - 1)
+    assert launched(1 << 20) == 512  # the device says that the budget is below the floor
+    assert launched(0, n_ctx=768) == 512  # no prompt is longer than the context
+    # Without a driver the floor is hardly more than these buffers.
+    assert choose_launch_ubatch(model, "emulated", Workload(4096, n_parallel=4), 0) < chosen
 
 
 def test_a_plan_is_little_work() -> None:

@@ -140,9 +140,8 @@ typedef struct fs_launch_options {
     /* Number of jobs that run at once, each in its own context. Range 1..64. Default 4. */
     uint32_t n_parallel;
     /* Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
-       graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long
-       prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher. Without
-       a budget it chooses 512. Range 0..65536 tokens. Default 512. */
+       graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at
+       most a quarter higher than with 512; in mode `stream_only` it is 512. Range 0..65536 tokens. Default 0. */
     uint32_t n_ubatch;
     /* Number of CPU threads; 0: half of the CPUs. Range 0..1024. Default 0. */
     uint32_t n_threads;

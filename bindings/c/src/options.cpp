@@ -25,7 +25,7 @@ json fields_of(const fs_launch_options &given) {
         check_range("n_parallel", double(given.n_parallel), 1, 64);
         fields["n_parallel"] = given.n_parallel;
     }
-    if (given.n_ubatch != 512) {
+    if (given.n_ubatch != 0) {
         check_range("n_ubatch", double(given.n_ubatch), 0, 65536);
         fields["n_ubatch"] = given.n_ubatch;
     }
@@ -273,7 +273,6 @@ void fs_launch_options_init(fs_launch_options *options, uint32_t struct_size) {
     defaults.struct_size = struct_size;
     defaults.n_ctx = 4096;
     defaults.n_parallel = 4;
-    defaults.n_ubatch = 512;
     defaults.silent_s = 10;
     defaults.max_jobs = 256;
     defaults.max_client_jobs = 64;

@@ -53,7 +53,7 @@ struct LaunchValues {
     double vram_budget_mb = 2048;
     int64_t n_ctx = 4096;
     int64_t n_parallel = 4;
-    int64_t n_ubatch = 512;
+    int64_t n_ubatch = 0;
     int64_t n_threads = 0;
     double silent_s = 10;
     std::string transport;

@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--ctx", type=common.positive, metavar="N", help="context of each sequence in tokens (what the rows need)"
     )
-    common.add_ubatch_arg(parser)
+    common.add_ubatch_arg(parser, auto=True)
     common.add_kv_type_arg(parser)
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         model=str(models.resolve(args.model)),
         device=device,
         n_ctx=args.ctx or needed,
-        n_ubatch=args.ubatch and max(args.ubatch, args.parallel),
+        n_ubatch=max(args.ubatch, args.parallel) if args.ubatch > 0 else 0,
         n_parallel=args.parallel,
         n_threads=args.threads,
         mode="stream_only" if args.stream_only else "planned",
@@ -126,10 +126,11 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
     result["kv_type"] = args.kv_type
     n_rows = 1 if device == "cpu" else len(args.vram_budget.split(","))
+    for_prompts = args.ubatch == common.UBATCH_FOR_PROMPTS
     n_steps = args.repeat * n_rows * (2 if args.vs else 1) + (n_rows if args.equal_vram else 0)
     with (
         progress.steps(n_steps) as steps,
-        common.load_within(config, args.vram_budget, n_prompt=args.prompt) as runtime,
+        common.load_within(config, args.vram_budget, n_prompt=args.prompt * for_prompts) as runtime,
     ):
         workload = Workload(
             runtime.n_ctx_seq, args.prompt, args.generate, args.parallel, runtime.config.n_ubatch, args.kv_type

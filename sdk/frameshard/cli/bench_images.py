@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         mmproj=str(models.resolve(mmproj)),
         device=device,
         n_ctx=CONTEXT + args.generate,
-        n_ubatch=args.ubatch,
+        n_ubatch=max(args.ubatch, 0),
         n_parallel=1,
         n_threads=args.threads,
         mode="stream_only" if args.stream_only else "planned",
@@ -88,10 +88,11 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
     seeds = iter(range(10**6))
+    n_prompt = CONTEXT if args.ubatch == common.UBATCH_FOR_PROMPTS else 0
     n_rows = len(args.image) * (1 if device == "cpu" else len(args.vram_budget.split(",")))
     with (
         progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
-        common.load_within(config, args.vram_budget, n_prompt=CONTEXT) as runtime,
+        common.load_within(config, args.vram_budget, n_prompt=n_prompt) as runtime,
     ):
         result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)

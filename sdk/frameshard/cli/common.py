@@ -147,9 +147,13 @@ def rate(text: str) -> float:
     return value
 
 
+UBATCH_FOR_PROMPTS = -1
+"""The value of ``--ubatch auto``."""
+
+
 def ubatch(text: str) -> int:
-    """The type of ``--ubatch``: a number of tokens, or ``auto``, which becomes 0."""
-    return 0 if text == "auto" else positive(text)
+    """The type of a ``--ubatch`` that may be ``auto``."""
+    return UBATCH_FOR_PROMPTS if text == "auto" else positive(text)
 
 
 def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -174,11 +178,14 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
-def add_context_args(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--ctx --parallel --ubatch --kv-type``."""
+def add_context_args(parser: argparse.ArgumentParser, *, auto_ubatch: bool = False) -> None:
+    """Adds ``--ctx --parallel --ubatch --kv-type``.
+
+    :param auto_ubatch: as for :func:`add_ubatch_arg`.
+    """
     parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context of each job in tokens (4096)")
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
-    add_ubatch_arg(parser)
+    add_ubatch_arg(parser, auto=auto_ubatch)
     add_kv_type_arg(parser)
 
 
@@ -193,15 +200,18 @@ def add_adapter_arg(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--ubatch``; its value is 0 for ``auto``."""
+def add_ubatch_arg(parser: argparse.ArgumentParser, *, auto: bool) -> None:
+    """Adds ``--ubatch``; its value is 0 if it is not given.
+
+    :param auto: also take ``auto``, which becomes :data:`UBATCH_FOR_PROMPTS`.
+    """
+    about = "prompt tokens computed at once (as many as raise the floor by a quarter at most)"
     parser.add_argument(
         "--ubatch",
-        type=ubatch,
-        default=512,
-        metavar="N|auto",
-        help="prompt tokens computed at once (512); auto: with what prompts take least at the budgets given, for a "
-        "sidecar with a floor of about half of its budget at most",
+        type=ubatch if auto else positive,
+        default=0,
+        metavar="N|auto" if auto else "N",
+        help=f"{about}; auto: with what prompts take least at the budgets given" if auto else about,
     )
 
 

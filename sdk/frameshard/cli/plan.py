@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "listed as such; exit status 2 if all are.",
     )
     common.add_model_args(parser)
-    common.add_context_args(parser)
+    common.add_context_args(parser, auto_ubatch=True)
     parser.add_argument(
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
@@ -122,8 +122,16 @@ class _Forecast:
         shares = routing.recall(model)
         workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, kv_type=args.kv_type)
         held = overhead + sum(file.n_bytes for file in files)
-        choose = partial(ubatch.choose_ubatch, model, profile, workload=workload, overhead_bytes=held, routing=shares)
-        self.n_ubatch = args.ubatch or _choose_ubatch(choose, common.sizes_of(args.vram_budget))
+        budgets = common.sizes_of(args.vram_budget)
+        if args.ubatch == common.UBATCH_FOR_PROMPTS:
+            choose = partial(
+                ubatch.choose_ubatch, model, profile, workload=workload, overhead_bytes=held, routing=shares
+            )
+            self.n_ubatch = _choose_ubatch(choose, budgets)
+        else:
+            self.n_ubatch = args.ubatch or ubatch.choose_launch_ubatch(
+                model, self.device, workload, max(budgets), overhead_bytes=held
+            )
         self.n_used = min(args.prompt, args.ctx)
         workload = replace(workload, n_prompt=self.n_used, n_ubatch=self.n_ubatch)
         self.fixed = memory.estimate_fixed(model, self.device, workload, overhead)

@@ -23,7 +23,7 @@ from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile
-from frameshard.plan.ubatch import LEAST_UBATCH, choose_launch_ubatch, choose_ubatch
+from frameshard.plan.ubatch import LEAST_UBATCH, PLAIN_UBATCH, choose_launch_ubatch, choose_ubatch
 from frameshard.plan.workload import Workload
 from frameshard.wire import messages as m
 from frameshard.wire.engine import EngineConfig
@@ -125,9 +125,9 @@ class Placement:
         return _limit(self.device.stats().budget_bytes)
 
     def choose_ubatch(self, budgets: Sequence[int], n_prompt: int, held_bytes: int = 0) -> int:
-        """Chooses ``n_ubatch``.
+        """Chooses ``n_ubatch`` for prompts of one length.
 
-        :param budgets: the budgets in bytes to choose it for; if empty, the configured budget and half of it.
+        :param budgets: the budgets in bytes to choose it for.
         :param n_prompt: tokens of the prompt in each sequence.
         :param held_bytes: VRAM of adapters.
         """
@@ -140,12 +140,26 @@ class Placement:
             overhead_bytes = max(least, self.device.stats().overhead_bytes) + held_bytes
             workload = Workload(config.n_ctx, n_prompt, n_parallel=config.n_parallel, kv_type=config.kv_type)
             estimated: dict[str, Any] = {"overhead_bytes": overhead_bytes, "routing": routing.recall(self._model)}
-            if not budgets:
-                return choose_launch_ubatch(self._model, profile, config.vram_budget_bytes, workload, **estimated)
             together = config.n_parallel
             return choose_ubatch(self._model, profile, budgets, workload, n_together=together, **estimated)
         except (BudgetBelowFloor, OutOfMemory):  # this was an estimate: the device knows the floor and reports it
             return LEAST_UBATCH
+
+    def choose_launch_ubatch(self, held_bytes: int) -> int:
+        """Chooses ``n_ubatch`` for prompts of unknown lengths. In stream-only mode it is always the same, because the
+        bits of the logits depend on it.
+
+        :param held_bytes: VRAM of adapters.
+        """
+        config, device = self._config, self.device.inner
+        if self.mode == "stream_only":
+            return PLAIN_UBATCH
+        workload = Workload(config.n_ctx, n_parallel=config.n_parallel, kv_type=config.kv_type)
+        # Not measured, so that each launch chooses the same.
+        overhead_bytes = held_bytes + (0 if device == EMULATED else DRIVER_BYTES)
+        return choose_launch_ubatch(
+            self._model, device, workload, config.vram_budget_bytes, overhead_bytes=overhead_bytes
+        )
 
     def start(self, llama: Llama, lengths: Sequence[int]) -> None:
         """Takes the VRAM that the model needs at any budget, and makes the first plan.

@@ -91,9 +91,8 @@ class Runtime:
 
         If ``config.n_ubatch`` is 0, it is chosen here.
 
-        :param budgets: the budgets in bytes for which ``n_ubatch`` is chosen; if empty, ``config.vram_budget_bytes``
-            and half of it.
-        :param n_prompt: tokens of the prompt in each sequence for which ``n_ubatch`` is chosen.
+        :param n_prompt: tokens of the prompt in each sequence for which ``n_ubatch`` is chosen; 0: not known.
+        :param budgets: the budgets in bytes for which it is chosen, if ``n_prompt`` is not 0.
         :param fill: make weights resident at once.
         :param measure: measure at once what the machine's profile lacks; if false, plan from an estimate.
         :param on_loading: called with the progress of the load.
@@ -143,7 +142,11 @@ class Runtime:
         self.n_vocab = tokenizer.n_vocab
         if not config.n_ubatch:
             held = sum(file.n_bytes for file in files.values())
-            chosen = self.placement.choose_ubatch(budgets, n_prompt, held) if self.placement else PLAIN_UBATCH
+            chosen = PLAIN_UBATCH
+            if self.placement is not None and n_prompt:
+                chosen = self.placement.choose_ubatch(budgets, n_prompt, held)
+            elif self.placement is not None:
+                chosen = self.placement.choose_launch_ubatch(held)
             config = self.config = replace(config, n_ubatch=max(chosen, config.n_parallel))
         rows = logits_rows(config.n_parallel, config.n_ubatch, can_speculate=self.can_speculate)
         # On the CPU, progress of a long decode is the count of its nodes. Counting takes 2 % of the time of a token

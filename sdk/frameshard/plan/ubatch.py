@@ -1,6 +1,7 @@
 """Chooses ``n_ubatch``: the most prompt tokens in one graph.
 
-Larger graphs copy streamed weights less often, but their compute buffers leave less VRAM for weights while they run.
+Larger graphs copy streamed weights less often, but their compute buffers leave less VRAM for weights while they run,
+and raise the floor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from frameshard.errors import BudgetBelowFloor
+from frameshard.plan.layout import lay_out
 from frameshard.plan.memory import estimate_context, estimate_fixed, estimate_prompt
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
@@ -19,9 +21,9 @@ from frameshard.plan.workload import Workload
 
 LEAST_UBATCH = 256
 PLAIN_UBATCH = 512
-"""The size if there is no budget."""
+"""The size whose floor a launch takes as the measure."""
 _UBATCHES = (LEAST_UBATCH, PLAIN_UBATCH, 1024, 2048, 4096, 8192)
-_LONG_PROMPT = 8192
+_HIGHER_FLOOR = 1.25  # a launch may raise the floor by this factor, for prompts in about half of the time
 _AS_GOOD = 1.01  # times up to this factor of the least time count as equal, because nobody notices the difference
 
 
@@ -63,29 +65,26 @@ def choose_ubatch(
 
 
 def choose_launch_ubatch(
-    model: Model,
-    profile: Profile,
-    vram_budget_bytes: int,
-    workload: Workload,
-    *,
-    overhead_bytes: int = 0,
-    routing: Sequence[float] = (),
+    model: Model, device: str, workload: Workload, vram_budget_bytes: int, *, overhead_bytes: int = 0
 ) -> int:
-    """Chooses the size at launch, for prompts that fill a conversation (at most 8192 tokens).
+    """Chooses the size at launch: the largest one with which the floor is at most a quarter higher than with
+    :data:`PLAIN_UBATCH`. The budget at launch does not matter, because the host may reduce it later; but the floor lies
+    within it if that of :data:`PLAIN_UBATCH` does.
 
-    Larger compute buffers raise the floor, and the host may reduce the budget later. So the size is chosen for the
-    budget and for half of it, and its floor is at most half of the budget. If :data:`PLAIN_UBATCH` has a higher floor
-    than that, this floor is the limit.
-
-    :param vram_budget_bytes: the budget at launch; 0 for no limit, which gives :data:`PLAIN_UBATCH`.
+    :param device: the name of the inner device.
+    :param vram_budget_bytes: the budget at launch; 0 for no limit.
+    :param overhead_bytes: VRAM of the driver's context and of adapters.
     """
-    if not vram_budget_bytes:
-        return PLAIN_UBATCH
-    workload = replace(workload, n_prompt=min(workload.n_ctx, _LONG_PROMPT), n_ubatch=PLAIN_UBATCH)
-    plain = plan_workload(model, profile, 0, workload, overhead_bytes)
-    lowest = max(vram_budget_bytes // 2, plain.floor_bytes)
-    budgets = [vram_budget_bytes, lowest] if lowest < vram_budget_bytes else [vram_budget_bytes]
-    return choose_ubatch(model, profile, budgets, workload, overhead_bytes=overhead_bytes, routing=routing)
+
+    def floor(n_ubatch: int) -> int:
+        return beside + estimate_fixed(model, device, replace(workload, n_ubatch=n_ubatch), overhead_bytes)
+
+    beside = estimate_context(model, device, workload).window + lay_out(model, device).least_bytes
+    highest = _HIGHER_FLOOR * floor(PLAIN_UBATCH)
+    if vram_budget_bytes:
+        highest = min(highest, vram_budget_bytes)
+    sizes = (n_ubatch for n_ubatch in _UBATCHES if PLAIN_UBATCH < n_ubatch <= workload.n_ctx)
+    return max((n_ubatch for n_ubatch in sizes if floor(n_ubatch) <= highest), default=PLAIN_UBATCH)
 
 
 def plan_workload(

@@ -155,10 +155,9 @@ class EngineOptions:
         int,
         checks.integer(0, 2**16, "tokens"),
         "Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each"
-        " graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long"
-        " prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher. Without"
-        " a budget it chooses 512.",
-    ] = 512
+        " graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at most"
+        " a quarter higher than with 512; in mode `stream_only` it is 512.",
+    ] = 0
     n_parallel: Annotated[int, checks.integer(1, 64), "Number of jobs that run at once, each in its own context."] = 4
     n_threads: Annotated[int, checks.integer(0, 1024), "Number of CPU threads; 0: half of the CPUs."] = 0
     mode: Annotated[

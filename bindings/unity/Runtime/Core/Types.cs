@@ -74,9 +74,8 @@ namespace Frameshard
         /// <summary>Number of jobs that run at once, each in its own context. Default 4.</summary>
         public uint? NParallel;
         /// <summary>Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once
-        /// for each graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a
-        /// long prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher.
-        /// Without a budget it chooses 512. Default 512.</summary>
+        /// for each graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor
+        /// is at most a quarter higher than with 512; in mode `stream_only` it is 512.</summary>
         public uint? NUbatch;
         /// <summary>Number of CPU threads; 0: half of the CPUs.</summary>
         public uint? NThreads;

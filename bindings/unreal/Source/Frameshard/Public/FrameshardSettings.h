@@ -40,11 +40,10 @@ public:
 	int32 NParallel = 4;
 
 	/** Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
-	 * graph. The buffers of a graph are part of the floor. 0: the launch chooses the fastest value for a long
-	 * prompt; the floor is then at most about half of the budget, or the floor with 512 if that is higher. Without
-	 * a budget it chooses 512. */
+	 * graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at
+	 * most a quarter higher than with 512; in mode `stream_only` it is 512. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "65536"))
-	int32 NUbatch = 512;
+	int32 NUbatch = 0;
 
 	/** Number of CPU threads; 0: half of the CPUs. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1024"))
