@@ -9,7 +9,7 @@ profiles/RESULTS.md from all files, and the chart of the README. With ``--check`
 is 1 if one of them is out of date.
 
 The name of a file begins with its kind (bench, ablation, bench-image, vram-grid, negotiate, render-loop, states,
-verify, speculation, characters, soak, evaluation).
+verify, speculation, characters, play, soak, evaluation).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -451,6 +452,76 @@ def characters(results: list[Result]) -> list[str]:
     return table(columns, rows)
 
 
+def play(results: list[Result]) -> list[str]:
+    """What a game sees through the client."""
+    rows = [(result, row) for result in results for row in result["rows"]]
+    lines: list[str] = []
+    for title, columns, found in (_first_tokens(rows), _urgent(rows), _to_the_floor(rows), _launches(results)):
+        if found:
+            lines += [title, "", *table(columns, found)]
+    return lines
+
+
+Shown = tuple[str, list[str], list[list[str]]]
+"""A title, names of columns, and rows."""
+
+
+def _first_tokens(rows: Sequence[tuple[Result, Result]]) -> Shown:
+    columns = ["budget MiB", "prompt tokens", "step tokens", "first token s", "`bench` s", "ratio", "floor MiB"]
+    columns += ["NVML samples above the budget"]
+    found = []
+    for result, row in rows:
+        if "ttft_s" in row:
+            values = [row["budget_mb"], result["prompt"], result["ubatch"], row["ttft_s"], row["bench_ttft_s"]]
+            values += [row["ttft_s"] / row["bench_ttft_s"], row["floor_mb"], row["nvml_samples_above_budget"]]
+            found.append([number(value) for value in values])
+    return "First tokens:", columns, found
+
+
+def _urgent(rows: Sequence[tuple[Result, Result]]) -> Shown:
+    columns = [
+        "budget MiB",
+        "background jobs",
+        "first token alone s",
+        "one step s",
+        "longest s",
+        "1.3 x alone + step s",
+    ]
+    found = []
+    for _, row in rows:
+        for what in {"generating", "reading"} & {*row.get("urgent", ())}:
+            urgent = row["urgent"][what]
+            values = [statistics.median(row["urgent"]["alone_s"]), urgent["step_s"]]
+            values += [max(urgent["first_token_s"]), urgent["bar_s"]]
+            found.append([number(row["budget_mb"]), what, *(number(value) for value in values)])
+    return "An urgent question beside background jobs:", columns, sorted(found)
+
+
+def _to_the_floor(rows: Sequence[tuple[Result, Result]]) -> Shown:
+    columns = ["from MiB", "prompt tokens", "what", "count", "median ms", "99 % within ms", "longest ms"]
+    found = []
+    for _, row in rows:
+        for what in ("released", "observed"):
+            if figures := row.get("shrinks", {}).get(what):
+                values = [figures[key] for key in ("n", "p50_ms", "p99_ms", "max_ms")]
+                shrinks = [number(row["budget_mb"]), number(row["shrinks"]["n_prompt"]), what]
+                found.append([*shrinks, *(number(value) for value in values)])
+    return "Shrinks to the floor while a prompt is read:", columns, found
+
+
+def _launches(results: Sequence[Result]) -> Shown:
+    columns = ["launch", "profile", "s", "first token s, predicted at the first budget", "tokens/s, predicted"]
+    names = {"first": "with an empty cache", "second": "the next", "after_profile": "after `profile`"}
+    found = []
+    for result in results:
+        for key in names if "launches" in result else ():
+            launch = result["launches"][key]
+            plan = launch["plan"][0]
+            values = [launch["seconds"], plan["ttft_s"], plan["tokens_per_second"]]
+            found.append([names[key], launch["profile"], *(number(value) for value in values)])
+    return "Launches; the predictions are those at the end:", columns, found
+
+
 def flight(results: list[Result]) -> list[str]:
     """Flights of samples/streaming_world, one result each. Late: the work of a frame took longer than 1/60 s."""
     columns = {
@@ -546,6 +617,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "verify": ("Logits beside stock llama.cpp", verify),
     "speculation": ("Speculative decoding", speculation),
     "characters": ("Many characters with one lore", characters),
+    "play": ("What a game sees through the client", play),
     "flight": ("A flight whose textures and model share the VRAM", flight),
     "soak": ("An hour of simulated play", soak),
     "evaluation": ("The paper's evaluation, predicted", evaluation),
