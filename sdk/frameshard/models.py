@@ -158,6 +158,26 @@ def locate(path: str | os.PathLike[str]) -> ModelFile:
     return ModelFile(Path(part[1]), int(part[2]), int(part[3]))
 
 
+@contextmanager
+def own_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The GGUF that ``path`` names as a file of its own, for a library that opens files by their path only. Of a part
+    of a file it is a temporary copy, which is deleted at the end.
+
+    :raises OSError: the file cannot be read, or its copy not be written.
+    """
+    found = locate(path)
+    if found.n_bytes is None:
+        yield found.path
+        return
+    with tempfile.TemporaryDirectory(prefix="frameshard-") as folder:
+        copy, left = Path(folder) / "part.gguf", found.n_bytes
+        with open(found.path, "rb") as whole, open(copy, "wb") as file:
+            whole.seek(found.offset)
+            while left and (block := whole.read(min(left, _BLOCK))):
+                left -= file.write(block)
+        yield copy
+
+
 def cache_dir() -> Path:
     """frameshard's cache directory: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``, by default on Windows
     ``%LOCALAPPDATA%\\frameshard\\cache``."""

@@ -7,13 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_driver import EngineProcess, engine, ids, user
 
+import frameshard
 from frameshard import models
 from frameshard.errors import BadModel, ModelNotFound
 from frameshard.plan.model import read_model
+from make_adapter import make_adapter
+from sidecars import in_trio
 
 OFFSET = 3 * 4096 + 32  # not at the beginning of a page
 CASTLE = user("Who lives in the old castle?")
@@ -56,6 +60,35 @@ def test_a_draft_model_may_be_packed_and_a_vision_tower_may_not(pak: Path, model
         assert "a file of its own" in refused["error"]["message"]
     finally:
         child.close()
+
+
+@in_trio
+async def test_adapters_may_be_packed(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded at the launch or later, they change the text as their file does, and no copy of them is left."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    alone, packed = tmp_path / "alone.gguf", tmp_path / "game.pak"
+    make_adapter(tiny_model("llama"), alone)
+    packed.write_bytes(b"\xa5" * OFFSET + alone.read_bytes() + b"\x5a" * 500)
+    inside = part(packed, OFFSET, alone.stat().st_size)
+    fields: dict[str, Any] = {"device": "emulated", "n_ctx": 256, "n_ubatch": 32, "n_threads": 1}
+    greedy = frameshard.Sampling(max_tokens=12, temperature=0.0)
+    async with frameshard.launch(
+        tiny_model("llama"), adapters={"packed": inside}, mode="stream_only", log=subprocess.DEVNULL, **fields
+    ) as client:
+        await client.adapter_load("alone", alone)
+        await client.adapter_load("later", inside)
+        texts = [
+            (await client.complete("Once upon", sampling=greedy, adapters=adapters).completed()).text
+            for adapters in ({}, {"alone": 1.0}, {"packed": 1.0}, {"later": 1.0})
+        ]
+        with pytest.raises(BadModel, match="the part ends at byte"):
+            await client.adapter_load("beyond", part(packed, OFFSET, 10 * packed.stat().st_size))
+    assert texts[0] != texts[1] == texts[2] == texts[3]
+    assert not list(temporary.rglob("*.gguf"))
 
 
 def test_what_is_wrong_with_a_part(pak: Path, model_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from frameshard import models
 from frameshard.engine.llama import Llama
 from frameshard.errors import BadArgument, BadModel, unknown_adapter
 from frameshard.plan.adapter import AdapterFile
@@ -84,7 +85,10 @@ class Adapters:
         :raises BadModel: llama.cpp refuses the file, or there is no memory for it.
         """
         try:
-            handle = self._llama.load_adapter(os.fspath(file.path))
+            with models.own_file(file.path) as path:
+                handle = self._llama.load_adapter(os.fspath(path))
+        except OSError as error:
+            raise BadModel(f"cannot read {file.path}: {error}", path=str(file.path), adapter=name) from None
         except BadModel as error:
             raise BadModel(error.message, path=str(file.path), adapter=name) from None
         self._loaded[name] = adapter = Adapter(name, file, handle)

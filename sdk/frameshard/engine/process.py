@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from frameshard import system
+from frameshard import models, system
 from frameshard.engine import report
 from frameshard.engine.batch import Batcher
 from frameshard.engine.budgets import Budgets
@@ -280,13 +280,14 @@ class Engine:
 
     def _read_adapter(self, command: em.LoadAdapter) -> None:
         """[a thread of its own] Checks an adapter's file and reads it into the page cache, so that the main thread
-        loads it fast."""
+        loads it fast. A part of a pak file is only checked."""
         assert self._runtime is not None
         try:
             file = read_adapter(command.path, self._runtime.model_info)
-            with open(command.path, "rb") as content:
-                while content.read(1 << 20):
-                    pass
+            if models.locate(command.path).n_bytes is None:
+                with open(command.path, "rb") as content:
+                    while content.read(1 << 20):
+                        pass
         except Exception as error:
             why = m.ErrorInfo.of(internal(logger, f"the load of the adapter {command.name}", error))
             self._commands.put(lambda: self._link.send(em.Adapters(command.seq, error=why)))
