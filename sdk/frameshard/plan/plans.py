@@ -36,8 +36,10 @@ _TIERS = ((0, 1), (2, 4), (8, 16), (32, 64), (128, 512), (1024, 2048), (4096, 81
 _DECODING = 4  # tiers of up to so many tokens are planned as decodes, with one token of each sequence
 # The sizes of the expert cache to try, in 64ths of all experts. They are few, so that a small change of the budget or
 # of the context does not change the size of the ring.
-_CACHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-_WORTH_A_CACHE = 0.98  # a larger cache must reduce the time to this share, because filling it costs copies
+_CACHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
+# A larger cache takes the room of weights that prompts need. It must reduce the time of one step of a prompt and of an
+# answer of so many tokens to this share.
+_ANSWER, _WORTH_A_CACHE = 64, 0.99
 # The ring has room for so many steps of the largest size: one in use, the others for copies while the CPU works. A
 # mixture of experts copies only the experts in use, and gains little from more.
 _RING, _RING_OF_EXPERTS = 4, 3
@@ -232,20 +234,10 @@ def make_plan(
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
     least_ring = n_steps * layout.min_ring_bytes + min(round(gpu_busy_s * profile.h2d), room // 8)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
-    found: list[tuple[float, Costs]] = []
-    for wanted_ring in _rings(layout, room, least_ring, routing):
-        ring, n_slabs = layout.sizes.fit(room, wanted_ring)
-        share = layout.resident_share(n_slabs)
-        conditions = Conditions(ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type)
-        costs = Costs(layout, profile, share, conditions)
-        seconds = costs.at(1, n_ctx_used).seconds(costs.shards.masks["experts"] & (mode == "planned"))
-        if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
-            found.append((seconds, costs))
-    costs = found[-1][1]
-    ring, n_slabs = layout.sizes.fit(budget - prompt_fixed, least_ring)
-    conditions = replace(costs.conditions, ring=ring, kv_room=prompt_kv_room)
-    share = np.minimum(costs.resident_share, layout.resident_share(n_slabs))
-    prompt_costs = Costs(layout, profile, share, conditions)
+    conditions = Conditions(least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type)
+    costs, prompt_costs = _with_cache(
+        layout, profile, room, conditions, budget - prompt_fixed, prompt_kv_room, mode, n_ubatch
+    )
     tiers = tuple(
         _plan_tier(costs if tier[0] < layout.sizes.prefill_tokens else prompt_costs, *tier, mode, n_ubatch)
         for tier in _TIERS
@@ -278,6 +270,43 @@ def _with_context(layout: Layout, budget: int, fixed_bytes: int, context: Contex
     if context.used <= room:
         return fixed_bytes + context.used, float("inf")
     return fixed_bytes + max(room, context.window), max(room - context.window, 0)
+
+
+def _with_cache(
+    layout: Layout,
+    profile: Profile,
+    room: int,
+    conditions: Conditions,
+    prompt_room: int,
+    prompt_kv_room: float,
+    mode: Mode,
+    n_ubatch: int,
+) -> tuple[Costs, Costs]:
+    """Chooses the cache of experts.
+
+    :param room: VRAM for weights while decoding; ``prompt_room`` while the largest graph runs.
+    :param conditions: those of decodes, with the smallest ring.
+    :returns: the costs of decodes, and of prompts.
+    """
+    least_ring, routing = conditions.ring, conditions.routing
+    prompt_ring, n_slabs = layout.sizes.fit(prompt_room, least_ring)
+    in_prompts, most_share = (
+        replace(conditions, ring=prompt_ring, kv_room=prompt_kv_room),
+        layout.resident_share(n_slabs),
+    )
+    found: list[tuple[float, Costs, Costs]] = []
+    for wanted_ring in _rings(layout, room, least_ring, routing):
+        ring, n_slabs = layout.sizes.fit(room, wanted_ring)
+        share = layout.resident_share(n_slabs)
+        costs = Costs(layout, profile, share, replace(conditions, ring=ring))
+        prompt_costs = Costs(layout, profile, np.minimum(share, most_share), in_prompts)
+        experts = costs.shards.masks["experts"]
+        seconds = _ANSWER * costs.at(1, conditions.n_ctx_used).seconds(experts & (mode == "planned"))
+        seconds += prompt_costs.at(n_ubatch, 0).seconds(np.zeros_like(experts))
+        if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
+            found.append((seconds, costs, prompt_costs))
+    _, costs, prompt_costs = found[-1]
+    return costs, prompt_costs
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:

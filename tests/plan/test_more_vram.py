@@ -1,0 +1,58 @@
+"""More VRAM is not slower, as plans predict it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from frameshard.errors import BudgetBelowFloor
+from frameshard.plan.memory import DRIVER_BYTES
+from frameshard.plan.model import Model, read_model
+from frameshard.plan.profile import load
+from frameshard.plan.ubatch import plan_workload
+from frameshard.plan.workload import Workload
+
+TOOLS = Path(__file__).parents[2] / "profiles" / "tools"
+
+
+@pytest.fixture
+def synth_gguf(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(TOOLS)
+    return __import__("synth_gguf")
+
+
+def skewed(model: Model) -> tuple[float, ...]:
+    """A routing in which an expert is chosen the less often, the later it stands."""
+    weights = [1 / (i + 1) for i in range(model.n_expert)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "n_ctx"),
+    [
+        ("minitron-8b-f16", "laptop-rtx-4060-8gb", 65536),
+        ("qwen3-30b-a3b-q4_0", "laptop-rtx-4060-8gb", 16384),
+        ("qwen3-30b-a3b-q4_0", "h100-80gb-pcie5-16c", 1024),
+    ],
+)
+def test_more_vram_is_not_slower(name: str, profile: str, n_ctx: int, synth_gguf: ModuleType, tmp_path: Path) -> None:
+    """A step of a prompt and an answer never take longer. The cache of experts grows in steps, so the prompt or the
+    answer alone may take a few percent longer than with a little less VRAM."""
+    synth_gguf.write(synth_gguf.SHAPES[name], str(tmp_path / "model.gguf"), with_weights=False)
+    model, rates = read_model(tmp_path / "model.gguf"), load(profile)
+    routing = skewed(model) if model.n_expert else ()
+    found = []
+    for mib in range(1024, 13 * 1024, 1024):
+        try:
+            plan = plan_workload(model, rates, mib << 20, Workload(n_ctx + 128, n_ctx), DRIVER_BYTES, routing)
+        except BudgetBelowFloor:
+            continue
+        ttft_s, decode_s = plan.predicted_ttft(n_ctx), plan.predicted_decode_s()
+        found.append((plan.predicted_ttft(512) + 64 * decode_s, ttft_s, decode_s))
+    assert len(found) >= 9
+    most = (1.01, 1.01, 1.01) if not model.n_expert else (1.01, 1.03, 1.03)
+    for less, more in itertools.pairwise(found):
+        assert [after <= factor * before for before, after, factor in zip(less, more, most, strict=True)] == [True] * 3
