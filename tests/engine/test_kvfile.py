@@ -24,9 +24,9 @@ def blob() -> Blob:
 
 
 def read(path: Path, engine: dict[str, str] = ENGINE, **limits: Any) -> Blob:
-    found, n_bytes = kvfile.read(str(path), engine, **{**LIMITS, **limits})
-    assert n_bytes == path.stat().st_size
-    return found
+    found = kvfile.read(str(path), engine, **{**LIMITS, **limits})
+    assert (found.file_bytes, found.adapters) == (path.stat().st_size, ())
+    return found.blob
 
 
 def test_a_file_has_what_was_written(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import trio
 import frameshard
 from frameshard.errors import BadArgument
 from frameshard.wire import messages as m
+from make_adapter import make_adapter
 from sidecars import gone_after, in_trio, until_lost
 
 GREEDY = m.Sampling(max_tokens=24, temperature=0.0)
@@ -89,3 +91,34 @@ async def test_a_kv_cache_goes_on_after_the_sidecar_was_killed(model_path: Path,
         assert (await ask(client, QUESTIONS[2])).n_reused == 0
         with pytest.raises(BadArgument):
             await client.load_kv(path, conversation="")
+
+
+@in_trio
+async def test_a_kv_cache_that_adapters_have_made(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """It is used with the same adapters under the same names, and not with others."""
+    model, path = tiny_model("llama"), tmp_path / "inn.kv"
+    files = [tmp_path / f"{seed}.gguf" for seed in (1, 2)]
+    for seed, file in enumerate(files, start=1):
+        make_adapter(model, file, seed=seed)
+    sampling, used = m.Sampling(max_tokens=16, temperature=0.0), {"pirate": 0.8, "sailor": -0.5}
+
+    async def go_on(client: frameshard.Client, prompt: str) -> frameshard.Completion:
+        return await client.complete(prompt, sampling=sampling, conversation="inn", adapters=used).completed()
+
+    start = "Once upon a time there was an inn by the sea, and its keeper was an old man."
+    names = dict(zip(used, files, strict=True))
+    async with launch(model, adapters=names) as client:
+        begun = start + (await go_on(client, start)).text
+        written = await client.save_kv("inn", path)
+        assert (written.detail, written.n_tokens > 0) == ("", True)
+        undisturbed = await go_on(client, begun)
+        await kill(client)
+    async with launch(model, adapters=names) as client:
+        assert (await client.load_kv(path, conversation="inn")).n_tokens == written.n_tokens
+        again = await go_on(client, begun)
+        assert (again.text, again.n_reused) == (undisturbed.text, undisturbed.n_reused)
+        assert again.n_reused > 0
+    async with launch(model, adapters=dict(zip(used, reversed(files), strict=True))) as client:
+        answer = await client.load_kv(path, conversation="inn")
+        assert (answer.n_tokens, "pirate" in answer.detail) == (0, True)
+        assert (await go_on(client, begun)).n_reused == 0

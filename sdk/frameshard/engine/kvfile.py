@@ -18,13 +18,14 @@ import stat
 import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, BinaryIO
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from frameshard.engine.adapters import AdapterSet
 from frameshard.engine.kvstore import Blob
 from frameshard.engine.link import BrokerGone
 from frameshard.engine.llama import Memory
@@ -41,7 +42,7 @@ from frameshard.wire.checks import Bytes, Count, Tokens
 logger = logging.getLogger("frameshard.engine")
 
 _START = struct.Struct("<4sII")
-_MAGIC, _FORMAT = b"FSKV", 1
+_MAGIC, _FORMAT = b"FSKV", 2
 _MAX_HEADER = 4096
 _SHA_BYTES = 32
 _READ_BYTES = 1 << 20
@@ -52,10 +53,22 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True)
+class UsedAdapter:
+    """An adapter with which cells were computed.
+
+    :param fingerprint: that of its file.
+    """
+
+    adapter: m.Adapter
+    fingerprint: Annotated[str, checks.text(64)]
+
+
+@dataclass(frozen=True)
 class _Header:
     """:param engine: what must be equal, so that the cells are those that this engine would compute."""
 
     engine: Mapping[str, str]
+    adapters: Annotated[tuple[UsedAdapter, ...], m.MAX_JOB_ADAPTERS]
     n_tokens: Tokens
     n_shapes: Count
     least: Annotated[int, checks.integer()]
@@ -91,6 +104,10 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
     header = codec.encode(
         {
             "engine": dict(engine),
+            "adapters": [
+                {"adapter": {"name": each.name, "scale": scale}, "fingerprint": each.file.fingerprint}
+                for each, scale in blob.adapters
+            ],
             "n_tokens": len(tokens),
             "n_shapes": len(shapes),
             "least": blob.least,
@@ -116,15 +133,24 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
     return n_bytes + _SHA_BYTES
 
 
-def read(
-    path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int, memory: Memory
-) -> tuple[Blob, int]:
+@dataclass(frozen=True)
+class Content:
+    """What is in a file.
+
+    :param blob: the cells. It belongs to no conversation, and its adapters are missing.
+    """
+
+    blob: Blob
+    adapters: tuple[UsedAdapter, ...]
+    file_bytes: int
+
+
+def read(path: str, engine: Mapping[str, str], *, most_tokens: int, most_bytes: int, memory: Memory) -> Content:
     """Reads a file that :func:`write` has written. The file may hold any bytes.
 
     :param most_tokens: the context of a sequence.
     :param most_bytes: the limit of the KV store.
     :param memory: gives host memory for the cells.
-    :returns: a blob that belongs to no conversation, and the bytes of the file.
     :raises Unusable: it cannot be read, is damaged or too large, or is of another engine.
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -133,7 +159,7 @@ def read(
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Unusable("it is no file")
-            return _read(file, status.st_size, engine, most_tokens, most_bytes, memory), status.st_size
+            return _read(file, status.st_size, engine, most_tokens, most_bytes, memory)
     except OSError as error:
         raise Unusable(f"it cannot be read: {error.strerror}") from None
     except MemoryError:
@@ -142,7 +168,7 @@ def read(
 
 def _read(
     file: BinaryIO, n_bytes: int, engine: Mapping[str, str], most_tokens: int, most_bytes: int, memory: Memory
-) -> Blob:
+) -> Content:
     checksum = hashlib.sha256()
     header = _read_header(file, checksum)
     if n_bytes != file.tell() + sum(header.sizes) + _SHA_BYTES:
@@ -163,12 +189,13 @@ def _read(
     if file.read(_SHA_BYTES) != checksum.digest():
         raise Unusable("it is damaged: its checksum is wrong")
     packed = shapes.view("<i4").reshape(-1, 3).tolist()
-    return Blob(
+    blob = Blob(
         tokens=tokens.view("<i4").tolist(),
         shapes=[(kept, decoded) for kept, decoded, count in packed for _ in range(count)],
         least=header.least,
         data=data,
     )
+    return Content(blob, header.adapters, n_bytes)
 
 
 def _read_header(file: BinaryIO, checksum: hashlib._Hash) -> _Header:
@@ -224,14 +251,12 @@ class KvFiles:
     def save(self, command: em.SaveKv, *, parked: bool) -> None:
         """[main thread] Copies the cells, and has them written."""
         blob = None if parked else self._reuse.copy_of(command.conversation)
-        if blob is not None and not blob.adapters:
+        if blob is not None:
             self._thread.submit(self._write, command, blob)
         elif parked:
             self._refuse(command, "the sidecar is parked")
-        elif blob is None:
-            self._refuse(command, "there is none of this conversation that could be copied")
         else:
-            self._refuse(command, "adapters were used, and which ones these are is not known later")
+            self._refuse(command, "there is none of this conversation that could be copied")
 
     def load(self, command: em.LoadKv) -> None:
         """[any thread] Has the file read, and then puts its cells into the store."""
@@ -249,24 +274,41 @@ class KvFiles:
     def _read(self, command: em.LoadKv) -> None:
         try:
             store = self._reuse.store
-            blob, n_bytes = read(
+            content = read(
                 command.path,
                 self._engine,
                 most_tokens=self._runtime.n_ctx_seq,
                 most_bytes=store.limit_bytes,
                 memory=store.memory,
             )
-            self._post(lambda: self._add(command, blob, n_bytes))
+            self._post(lambda: self._add(command, content))
         except Unusable as why:
             self._refuse(command, f"the file is not used: {why}")
         except Exception as error:
             self._refuse(command, internal(logger, "reading a KV cache", error).message)
 
-    def _add(self, command: em.LoadKv, blob: Blob, n_bytes: int) -> None:
+    def _add(self, command: em.LoadKv, content: Content) -> None:
+        try:
+            blob = replace(content.blob, adapters=self._loaded(content.adapters))
+        except Unusable as why:
+            self._refuse(command, f"the file is not used: {why}")
+            return
         if self._reuse.add(blob, command.conversation):
-            self._answer(em.Kv(command.seq, len(blob.tokens), n_bytes))
+            self._answer(em.Kv(command.seq, len(blob.tokens), content.file_bytes))
         else:
             self._refuse(command, "this sidecar has no KV store: kv_cache_mb is 0, or the model is recurrent")
+
+    def _loaded(self, used: tuple[UsedAdapter, ...]) -> AdapterSet:
+        """The adapters with which the cells of a file were computed.
+
+        :raises Unusable: one of them is not loaded under its name.
+        """
+        loaded = {each.name: each for each in self._runtime.adapters}
+        for each in used:
+            name = each.adapter.name
+            if name not in loaded or loaded[name].file.fingerprint != each.fingerprint:
+                raise Unusable(f"it was computed with another adapter {name} than is loaded now, if one is")
+        return tuple((loaded[each.adapter.name], each.adapter.scale) for each in used)
 
     def _refuse(self, command: em.SaveKv | em.LoadKv, why: str) -> None:
         logger.info("the KV cache of a conversation was not saved or loaded: %s", why)

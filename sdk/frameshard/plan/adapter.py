@@ -27,11 +27,13 @@ class AdapterFile:
 
     :param n_bytes: what its matrices take in VRAM.
     :param token_bytes: what llama.cpp's compute buffers need more with it, at most, for each token of a graph.
+    :param fingerprint: what :attr:`frameshard.plan.header.Header.fingerprint` says, in hex.
     """
 
     path: Path
     n_bytes: int
     token_bytes: int
+    fingerprint: str
 
 
 def vram_bytes(adapters: Sequence[AdapterFile], n_ubatch: int) -> int:
@@ -68,6 +70,7 @@ def read_adapter(path: str | os.PathLike[str], model: Model) -> AdapterFile:
         path,
         n_bytes=sum(-(-tensor.n_bytes // _ALIGN) * _ALIGN for tensor in matrices),
         token_bytes=4 * rows * max(1, model.n_expert_used),
+        fingerprint=header.fingerprint.hex(),
     )
 
 
