@@ -120,7 +120,7 @@ class Game:
             self._adapters[name] = {file.stem: 1.0}
             await self._sidecar.warm_up(lore, adapters=self._adapters[name])
             self._stage.world(f"{name} speaks with the LoRA adapter {file.name}, and has read the lore with it")
-        self.save()
+        self._saved = self._conversations()
         self._stage.world(f"here live {', '.join(VILLAGERS)}")
         for _ in VILLAGERS:
             self._remark()
@@ -137,9 +137,12 @@ class Game:
             await self._answer(self._partner, line)
             await self._overhear()
 
+    def _conversations(self) -> dict[str, bytes]:
+        return {name: self._sidecar.save(name) for name in VILLAGERS}
+
     def save(self) -> None:
         """Keep all conversations. A game would write these bytes to its own file."""
-        self._saved = {name: self._sidecar.save(name) for name in VILLAGERS}
+        self._saved = self._conversations()
         self._stage.world(f"saved: {self._said()} in {sum(map(len, self._saved.values()))} bytes")
 
     def load(self) -> None:
