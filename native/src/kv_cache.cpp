@@ -37,6 +37,7 @@ void KvCache::add(const ggml_tensor *t, size_t offset) {
     if (block == blocks.end()) {
         blocks.emplace_back();
         block = blocks.end() - 1;
+        block->place = blocks.size() - 1;
         block->group = &*group;
         block->key = key;
         group->blocks.push_back(&*block);

@@ -27,7 +27,8 @@ struct KvTensor;
 // A layer's tensors: the unit that moves between VRAM and host memory.
 struct KvBlock {
     KvGroup *group = nullptr;
-    std::string key; // the end that the names of its tensors share
+    std::string key;  // the end that the names of its tensors share
+    size_t place = 0; // among the blocks of its cache
     InnerBuffer storage;
     char *base = nullptr;
     size_t bytes = 0;

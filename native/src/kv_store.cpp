@@ -6,6 +6,8 @@
 #include "ggml-backend-impl.h"
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 
 namespace fsd {
 
@@ -112,11 +114,29 @@ bool KvStore::fits(int64_t more) {
     return (int64_t)(ledger_.fixed() + weights_.layout.weights_beside_kv()) + more <= (int64_t)ledger_.budget();
 }
 
-// The last layer first: the copies of the blocks of earlier layers would have less computing to hide behind.
+// All blocks, those first that stay in VRAM longest. However many have moved to host memory, they are spread evenly over the
+// layers, so that copies and the CPU's attention have the computing of other layers beside them: the multiples of the golden
+// ratio, modulo 1, divide their range evenly at any number of them.
+std::vector<KvBlock *> KvStore::last_to_spill() const {
+    constexpr double kGoldenRatio = 0.6180339887498949;
+    std::vector<std::pair<double, KvBlock *>> order;
+    for (KvCache *cache : caches_) {
+        for (KvBlock &b : cache->blocks) {
+            order.push_back({std::fmod((double)(b.place + 1) * kGoldenRatio, 1.0), &b});
+        }
+    }
+    std::stable_sort(order.begin(), order.end(), [](const auto &a, const auto &b) { return a.first < b.first; });
+    std::vector<KvBlock *> blocks;
+    std::transform(order.begin(), order.end(), std::back_inserter(blocks),
+                   [](const auto &each) { return each.second; });
+    return blocks;
+}
+
 bool KvStore::spill_block() {
-    KvBlock *last = nullptr;
-    each_block([&](KvBlock &b) { last = b.bytes > 0 && !b.in_host_memory && !b.stays ? &b : last; });
-    return last && relocate(*last, last->cells, last->streams, true);
+    const std::vector<KvBlock *> blocks = last_to_spill();
+    const auto next = std::find_if(blocks.rbegin(), blocks.rend(),
+                                   [](const KvBlock *b) { return b->bytes > 0 && !b->in_host_memory && !b->stays; });
+    return next != blocks.rend() && relocate(**next, (*next)->cells, (*next)->streams, true);
 }
 
 bool KvStore::ensure_window() {
@@ -172,12 +192,12 @@ size_t KvStore::fetch_blocks() {
     if (window_ && all_fit) {
         release_window();
     }
-    each_block([&](KvBlock &b) {
-        if (b.in_host_memory && (all_fit || fits((int64_t)(weights_.layout.granular(b.bytes) + window_lacks()))) &&
-            relocate(b, b.cells, b.streams, false)) {
-            done += b.bytes;
+    for (KvBlock *b : last_to_spill()) {
+        if (b->in_host_memory && (all_fit || fits((int64_t)(weights_.layout.granular(b->bytes) + window_lacks()))) &&
+            relocate(*b, b->cells, b->streams, false)) {
+            done += b->bytes;
         }
-    });
+    }
     ensure_window();
     return done;
 }
@@ -217,14 +237,14 @@ bool KvStore::resize(KvBlock &b, int64_t cells, int64_t streams) {
 }
 
 bool KvStore::settle(bool may_shrink) {
-    for (KvCache *cache : caches_) {
-        for (KvGroup &g : cache->groups) {
-            const auto [cells, streams] = extent_of(g, may_shrink);
-            for (KvBlock *b : g.blocks) {
-                if ((b->cells != cells || b->streams != streams) && !resize(*b, cells, streams)) {
-                    return false;
-                }
-            }
+    std::map<const KvGroup *, std::pair<int64_t, int64_t>> extents;
+    for (KvBlock *b : last_to_spill()) {
+        extents.try_emplace(b->group, extent_of(*b->group, may_shrink));
+    }
+    for (KvBlock *b : last_to_spill()) {
+        const auto [cells, streams] = extents[b->group];
+        if ((b->cells != cells || b->streams != streams) && !resize(*b, cells, streams)) {
+            return false;
         }
     }
     spill_surplus();
@@ -309,6 +329,14 @@ bool writes_rows(const ggml_tensor *node, const KvTensor &c) {
            ids->buffer->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE && node->data == c.shape.data &&
            ggml_row_size(node->type, node->ne[0]) == c.row && node->nb[1] == c.row &&
            node->ne[1] * node->ne[2] == c.cells * c.streams && node->ne[3] == 1 && node->src[0]->ne[2] == 1;
+}
+
+void numbers_inside(const KvBlock &b, const ggml_tensor *whole, std::vector<int64_t> &inside) {
+    const int64_t *numbers = (const int64_t *)whole->data;
+    inside.assign(numbers, numbers + whole->ne[0]);
+    for (int64_t &n : inside) {
+        n = n / b.group->cells * b.cells + n % b.group->cells;
+    }
 }
 
 static KvAccess access_of(const ggml_cgraph *graph) {
@@ -416,11 +444,7 @@ bool KvStore::prepare(const KvAccess &a) {
             continue; // row numbers of the first stream are the same in both
         }
         inner_.synchronize();
-        const int64_t *numbers = (const int64_t *)r.numbers->data;
-        inside.assign(numbers, numbers + r.numbers->ne[0]);
-        for (int64_t &n : inside) {
-            n = n / r.group->cells * b.cells + n % r.group->cells;
-        }
+        numbers_inside(b, r.numbers, inside);
         const Buffer *buffer = buffer_of(r.numbers);
         const size_t at = (size_t)((char *)r.numbers->data - buffer->base);
         inner_.upload(nullptr, buffer->device_buffer(), buffer->device_address(at), inside.data(),

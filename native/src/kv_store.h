@@ -30,6 +30,9 @@ struct KvAccess {
 // Whether a node writes rows by number into all of a cached tensor, the numbers being an input that the host knows.
 bool writes_rows(const ggml_tensor *node, const KvTensor &c);
 
+// Row numbers of a whole tensor become those of what a block has storage for.
+void numbers_inside(const KvBlock &b, const ggml_tensor *whole, std::vector<int64_t> &inside);
+
 // All methods but host_bytes() need the caller to hold the graph mutex.
 class KvStore {
   public:
@@ -74,6 +77,7 @@ class KvStore {
 
   private:
     template <typename F> void each_block(F use);
+    std::vector<KvBlock *> last_to_spill() const;
     static size_t lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::vector<size_t> &at);
     // Moves a block to storage of another size or in the other memory, with the cells in use. False leaves it as it was.
     bool relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host);

@@ -436,6 +436,35 @@ def test_a_context_without_room_waits_on_the_host() -> None:
     assert streamed.tiers[0].resident_bytes > small.tiers[0].resident_bytes
 
 
+def test_the_cpu_attends_to_a_context_behind_a_slow_link() -> None:
+    """Where copies take longer than the CPU's attention, the CPU attends in decodes, and only there."""
+    model, budget_bytes = dense(), 3 << 29
+    context = estimate_context(model, "emulated", Workload(1 << 15, 1 << 15))
+    sizes = {"fixed_bytes": 900 << 20, "context": context, "n_ctx_used": 1 << 15, "n_ubatch": 2048}
+    slow = dataclasses.replace(H100, h2d=6e9)
+    plan = make_plan(model, slow, budget_bytes=budget_bytes, **sizes)
+    assert [tier.attend_on_cpu for tier in plan.tiers if tier.min_tokens < 8] == [True, True]
+    assert not any(tier.attend_on_cpu for tier in plan.tiers if tier.min_tokens >= 32)
+    for tier in plan.tiers:
+        assert tier.bound_s <= tier.predicted_s
+    # Not with a slow CPU, in stream-only mode, or with room for all of it in VRAM.
+    slow_cpu = dataclasses.replace(slow, dram=6e9)
+    for profile, mode, budget in (
+        (slow_cpu, "planned", budget_bytes),
+        (slow, "stream_only", budget_bytes),
+        (slow, "planned", 0),
+    ):
+        others = make_plan(model, profile, budget_bytes=budget, mode=mode, **sizes)
+        assert not any(tier.attend_on_cpu for tier in others.tiers)
+        assert budget == 0 or others.predicted_decode_s() > plan.predicted_decode_s()
+    # More VRAM is never slower.
+    rates = [
+        make_plan(model, slow, budget_bytes=budget, **sizes).predicted_decode_tps()
+        for budget in range(budget_bytes, 4 << 30, 256 << 20)
+    ]
+    assert rates == sorted(rates)
+
+
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)

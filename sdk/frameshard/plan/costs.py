@@ -40,6 +40,9 @@ _INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU m
 # The least time of the CPU for the experts of a layer, or for its router: the CPU's threads synchronise after each of
 # about six operations. Measured with 14 threads on the H100 machine.
 _MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
+# The same for the CPU's attention over keys and values in host memory: about four operations.
+_ATTEND_MEETINGS_S = 45e-6
+_ATTEND_LANES = 8  # queries that the CPU's attention computes together
 _WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
@@ -51,7 +54,8 @@ class Conditions:
     :param ring: bytes of the ring.
     :param n_ctx_used: tokens of context that each decoded token attends to.
     :param turn_s: seconds of one hand-off to the CPU and back.
-    :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph.
+    :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph, or the
+        CPU attends to it.
     :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
     :param kv_type: the type of the KV cache.
     """
@@ -99,7 +103,12 @@ class Costs:
             copy.append(graph.fetched * left_out / profile.h2d)
             device.append(graph.on_device * left_out)
             cpu.append(graph.on_host * left_out * graph.uncached)
-            resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
+            # Keys and values in host memory are copied, or the CPU attends to them.
+            spilled = graph.attention_s * graph.host_kv.share
+            copy.append(np.array([graph.host_kv.copy_s]))
+            device.append(np.array([spilled]))
+            cpu.append(np.array([graph.host_kv.attend_s]))
+            resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s - spilled
             memory_s += graph.memory_s
         return roofline.least_seconds(
             np.concatenate(copy),
@@ -141,6 +150,24 @@ def _first(values: Floats, n: float) -> float:
     return float(np.interp(n, np.arange(len(values) + 1), np.concatenate(([0.0], np.cumsum(values)))))
 
 
+@dataclass(frozen=True)
+class _HostKv:
+    """Keys and values in host memory: they are copied to the device, or the CPU attends to them.
+
+    :param n_bytes: their bytes.
+    :param share: their share of all keys and values.
+    :param copy_s: the time to copy them.
+    :param attend_s: the time of the CPU's attention.
+    :param n_layers: the number of layers whose keys and values they are.
+    """
+
+    n_bytes: float
+    share: float
+    copy_s: float
+    attend_s: float
+    n_layers: float
+
+
 class Graph:
     """The times of one graph; made by :meth:`Costs.at`."""
 
@@ -161,7 +188,7 @@ class Graph:
         self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
         self._cpu_copies = profile.cpu_copies
         share = costs.resident_share
-        self.memory_s = float((self.fetched * (1 - share)).sum()) / profile.memory
+        self.memory_s = (float((self.fetched * (1 - share)).sum()) + self.host_kv.n_bytes) / profile.memory
 
         device_s = self.on_device + costs.kernels_s + n_tokens * costs.passes_s
         cpu_s = self.on_host * (1 - share) + costs.meetings_s
@@ -216,15 +243,22 @@ class Graph:
         return touched
 
     def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
-        """Sets the times of attention and of copying KV blocks to the device."""
+        """Sets the times of attention, and those of keys and values in host memory."""
         model, conditions = costs.layout.model, costs.conditions
-        head_dim, n_head, _ = heads = heads_of(model)
+        head_dim, n_head, n_head_kv = heads = heads_of(model)
         each = n_tokens / n_seq
         kv_rate, flops_rate = costs.profile.attention_rates(heads, n_before + each / 2, conditions.kv_type)
         flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
         kv_read = kv_bytes(model, 256, kv_type=conditions.kv_type) / 256 * (n_before + each) * n_seq
         self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
-        self._kv_copy_s = max(kv_read - conditions.kv_room, 0.0) / costs.profile.h2d
+        on_host = max(kv_read - conditions.kv_room, 0.0)
+        share = on_host / max(kv_read, 1.0)
+        shared = n_head // max(n_head_kv, 1)
+        times = -(-shared * each // _ATTEND_LANES) / max(-(-shared // _ATTEND_LANES), 1)
+        rate = costs.profile.host_attention_rate(heads, n_before + each, conditions.kv_type)
+        attend_s = on_host / rate * max(times, 1.0)
+        n_layers = float(np.ceil(share * model.n_layer))
+        self.host_kv = _HostKv(on_host, share, on_host / costs.profile.h2d, attend_s, n_layers)
 
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
@@ -278,21 +312,29 @@ class Graph:
         asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors
         return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
 
-    def seconds(self, on_cpu: Mask, best: float = float("inf")) -> float:
+    def seconds(self, on_cpu: Mask, best: float = float("inf"), *, attend: bool = False) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
         and the others are streamed.
 
+        :param attend: the CPU attends to keys and values in host memory; otherwise they are copied to the device.
         :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
         """
         cpu = on_cpu[self._order] & self._left_out
         streamed = self._left_out & ~cpu
-        copy = float(self._copy_s @ streamed) + self._kv_copy_s
-        host = float(self._cpu_s @ cpu)
+        kv = self.host_kv
+        always_s, kv_copy_s, attend_s, hides_s = self._always_s, kv.copy_s, 0.0, 0.0
+        if attend:
+            always_s += kv.n_layers * self.handoff_s - self.attention_s * kv.share
+            kv_copy_s, attend_s = 0.0, kv.attend_s + kv.n_layers * _ATTEND_MEETINGS_S
+            # While the CPU attends, copies go on until the ring is full.
+            hides_s = 0.0 if self._cpu_copies else min(attend_s, kv.n_layers * self._beside_s)
+        copy = float(self._copy_s @ streamed) + kv_copy_s
+        host = float(self._cpu_s @ cpu) + attend_s
         # Adjacent shards on the CPU save a hand-off.
         handoffs = self._handoffs.copy()
         handoffs[1:] -= cpu[:-1]
         turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
-        device = float(turns.sum()) + self._always_s
+        device = float(turns.sum()) + always_s
         # Copies and the CPU share host memory. Each is slowed down for the share of time in which the other works.
         both = max(copy, device + host)
         host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
@@ -311,10 +353,10 @@ class Graph:
         starts = np.flatnonzero(streamed)
         work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
         meanwhile = turns if self._cpu_copies else work
-        uses = meanwhile[starts] + self._always_s / len(starts)
+        uses = meanwhile[starts] + (always_s + hides_s) / len(starts)
         gaps = np.add.reduceat(meanwhile, starts) - meanwhile[starts]
         gaps[-1] += meanwhile[: starts[0]].sum()
-        copies = self._copy_s[starts] * copy_slower + self._kv_copy_s / len(starts)
+        copies = self._copy_s[starts] * copy_slower + kv_copy_s / len(starts)
         beside_s, ahead_s = self._beside_s, self._ahead_s
         lead, waits = min(float(gaps[-1]), ahead_s), 0.0
         for copy_s, use_s, gap_s in zip(copies.tolist(), uses.tolist(), gaps.tolist(), strict=True):
