@@ -52,7 +52,7 @@ void CopyThread::work() {
             return;
         }
         const Copy copy = copies_.front();
-        const size_t bytes = std::min((size_t)copy.to.ne[0], inner_.largest_copy(false));
+        const size_t bytes = std::min((size_t)copy.to.ne[0], inner_.largest_copy());
         busy_ = true;
         lock.unlock();
         copy_part(copy, bytes);

@@ -83,12 +83,10 @@ HostPath Inner::attach(void *p, size_t bytes, bool may_pin) {
 
 void Inner::detach(void *p) { host_paths.remove(p); }
 
-size_t Inner::largest_copy(bool queued) const {
-    return pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : queued ? copy_bytes : kWaitedFor * copy_bytes;
-}
+size_t Inner::largest_copy() const { return pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
 
 void Inner::upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) {
-    for (size_t at = 0, most = largest_copy(stream != nullptr); at < bytes; at += most) {
+    for (size_t at = 0, most = largest_copy(); at < bytes; at += most) {
         const size_t n = std::min(most, bytes - at);
         const char *part = (const char *)from + at;
         ggml_tensor dst = raw_tensor(buffer, (char *)to + at, n);

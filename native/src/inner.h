@@ -65,8 +65,6 @@ const Quirks &quirks_of(const char *name);
 
 // While the host is paced, its own uploads wait for at most one copy of this size.
 constexpr size_t kPacedCopyBytes = 4 * 1024 * 1024;
-// A thread that waits for a copy begins the next one late, so it makes larger ones: so many times copy_bytes.
-constexpr size_t kWaitedFor = 4;
 
 class Inner {
   public:
@@ -94,7 +92,7 @@ class Inner {
     void upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes);
     void upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, size_t bytes);
 
-    size_t largest_copy(bool queued) const; // [any thread]
+    size_t largest_copy() const; // [any thread]
 
     // The host waits for the compute stream.
     void synchronize();
