@@ -114,9 +114,8 @@ const char *row_of(const ggml_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
     return (const char *)t->data + i1 * (int64_t)t->nb[1] + i2 * (int64_t)t->nb[2] + i3 * (int64_t)t->nb[3];
 }
 
-// How the instruction sets differ: the widest vector, and the conversion of 16-bit values.
+// How the instruction sets differ: in the conversion of 16-bit values.
 struct Plain {
-    typedef Lanes Wide;
     static FSD_INLINE void from_f16(const ggml_fp16_t *from, float *to, int64_t n) {
         ggml_fp16_to_fp32_row(from, to, n);
     }
@@ -124,19 +123,9 @@ struct Plain {
 
 #ifdef FSD_X86
 struct Avx2 {
-    typedef Lanes Wide;
     static __attribute__((target("avx2,fma,f16c"))) void from_f16(const ggml_fp16_t *from, float *to, int64_t n) {
         for (int64_t i = 0; i < n; i += 8) {
             _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
-        }
-    }
-};
-
-struct Avx512 {
-    typedef float Wide __attribute__((vector_size(64)));
-    static __attribute__((target("avx512f"))) void from_f16(const ggml_fp16_t *from, float *to, int64_t n) {
-        for (int64_t i = 0; i < n; i += 16) {
-            _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)(from + i))));
         }
     }
 };
@@ -218,19 +207,18 @@ FSD_INLINE void score(const float *keys, const float *queries, int64_t dk, float
 }
 
 // Adds a tile's values, times the weights of its cells, to the sums of each lane.
-template <typename Wide>
 FSD_INLINE void add_values(const float *values, const float *weights, int64_t dv, float *sums, Ahead &ahead) {
-    for (int64_t d = 0; d < dv; d += (int64_t)(sizeof(Wide) / sizeof(float))) {
-        Wide sum[kLanes];
+    for (int64_t d = 0; d < dv; d += kLanes) {
+        Lanes sum[kLanes];
 #pragma GCC unroll 8
         for (int64_t l = 0; l < kLanes; l++) {
-            sum[l] = load<Wide>(sums + l * dv + d);
+            sum[l] = load<Lanes>(sums + l * dv + d);
         }
         for (int64_t t = 0; t < kTile; t += 2) {
             ahead.fetch_line();
 #pragma GCC unroll 2
             for (int64_t k = t; k < t + 2; k++) {
-                const Wide value = load<Wide>(values + k * dv + d);
+                const Lanes value = load<Lanes>(values + k * dv + d);
 #pragma GCC unroll 8
                 for (int64_t l = 0; l < kLanes; l++) {
                     sum[l] += value * weights[k * kLanes + l];
@@ -319,7 +307,7 @@ template <typename Isa> struct Part {
                 float *partial = partials + group * shape.partial();
                 score(keys, queries + group * shape.dk * kLanes, shape.dk, weights, next_keys);
                 weigh(partial, h, g);
-                add_values<typename Isa::Wide>(values, weights, shape.dv, partial + 2 * kLanes, next_values);
+                add_values(values, weights, shape.dv, partial + 2 * kLanes, next_values);
             }
         }
     }
@@ -394,21 +382,12 @@ void attend_plain(const ggml_tensor *node, float *memory, int ith, int nth) {
 __attribute__((target("avx2,fma,f16c"))) void attend_avx2(const ggml_tensor *node, float *memory, int ith, int nth) {
     attend_part<Avx2>(node, memory, ith, nth);
 }
-
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))) void
-attend_avx512(const ggml_tensor *node, float *memory, int ith, int nth) {
-    attend_part<Avx512>(node, memory, ith, nth);
-}
 #endif
 
 using Attend = void (*)(const ggml_tensor *, float *, int, int);
 
 Attend best_attend() {
 #ifdef FSD_X86
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-        return attend_avx512;
-    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         return attend_avx2;
     }
