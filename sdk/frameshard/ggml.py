@@ -213,4 +213,5 @@ def load_module_of(device: str) -> None:
                 load_module(module)
             except errors.Unsupported as error:
                 devices = ["cpu", "emulated", *gpu_devices()]
-                raise errors.UnknownDevice(f"no device named {device!r}: {error.message}", devices=devices) from None
+                there = f"no device named {device!r}; there are: {', '.join(devices)}"
+                raise errors.UnknownDevice(f"{there}; {error.message}", devices=devices) from None
