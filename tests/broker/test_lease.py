@@ -166,7 +166,7 @@ async def test_parking_before_the_engine_is_back_is_hibernating() -> None:
 
 @in_trio
 async def test_more_is_asked_for_while_jobs_are_open() -> None:
-    async with launch(engine=fake_engine(delay_s=0.002), vram_budget_mb=64) as client:
+    async with launch(engine=fake_engine(delay_s=1.0), vram_budget_mb=64) as client:
         notices = client.notices()
         async with client.complete(WORDS):
             notice = await notices.receive()
