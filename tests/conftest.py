@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,15 @@ def model_path() -> Path:
     """SmolLM2-135M-Instruct Q4_1."""
     with one_at_a_time():
         return models.resolve("smollm2-135m")
+
+
+@pytest.fixture
+def own_model(model_path: Path, tmp_path: Path) -> Path:
+    """A copy of the model whose pages no other process uses. It is on disk: the cache can drop its pages."""
+    copy = Path(shutil.copy(model_path, tmp_path / "model.gguf"))
+    with open(copy, "rb+") as file:
+        os.fsync(file.fileno())
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,7 @@ typedef struct {
     uint64_t copy_bytes;  /* the largest copy to the inner device; 4 MiB at most while the host's frames are paced */
     double emulated_link_gbps;    /* emulated device only: copy bandwidth in 1e9 bytes/s, 0: unlimited */
     uint64_t emulated_vram_bytes; /* emulated device only: VRAM of the device, 0: 8 GiB */
+    double emulated_disk_gbps;    /* emulated device only: rate of reads of weights in 1e9 bytes/s, 0: the disk's own */
 } fsd_config;
 
 typedef struct {
@@ -119,8 +120,9 @@ typedef struct {
     uint64_t host_budget_bytes;  /* in force; 0: no limit */
     uint64_t host_used_bytes;    /* weights, pinned memory, KV blocks in host memory, the vision tower's buffers */
     uint64_t host_floor_bytes;   /* the smallest host budget; it grows with the KV blocks; valid after fsd_commit */
-    uint64_t host_weights_bytes; /* part of host_used_bytes: the model file, which is mapped */
+    uint64_t host_weights_bytes; /* part of host_used_bytes: the mapped file, or what is held of it in its place */
     uint64_t disk_read_bytes;    /* read from the file by the shard device since load; 0 while the file is mapped */
+    double disk_waited_s;        /* that graphs have waited for these reads; it grows while a disk is stuck */
 } fsd_stats;
 
 /* Version of this interface, and the ggml version and commit that it was built against. */
@@ -160,9 +162,12 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
  * used_bytes <= bytes, at most timeout_s. A budget below the floor changes nothing and returns FSD_BELOW_FLOOR. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
 
-/* [any thread] Requests a limit on host_used_bytes; 0: no limit. A limit below the floor changes nothing and returns
- * FSD_BELOW_HOST_FLOOR. Before fsd_commit the floor is not known: fsd_commit checks the limit then, with the same result.
- * Waits until host_used_bytes <= bytes, at most timeout_s. */
+/* [any thread] Requests a limit on host_used_bytes; 0: no limit. It is applied between two steps of a running graph, otherwise
+ * at once. With the first limit below what is in use, weights are no longer used through the mapping of the model file: a part
+ * of them is held in memory, the others are read from the file ahead of use. Only Linux can do that, and experts are all held;
+ * the floor says so. A graph fails with GGML_STATUS_FAILED when weights cannot be read, or when the file has changed.
+ * A limit below the floor changes nothing and returns FSD_BELOW_HOST_FLOOR. Before fsd_commit the floor is not known:
+ * fsd_commit checks the limit then, with the same result. Waits until host_used_bytes <= bytes, at most timeout_s. */
 FSD_API fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s);
 
 /* A sequence of llama.cpp has, or soon will have, so many cells. Memory for them is allocated at once. Memory that is no

@@ -2,6 +2,7 @@
 #include "device.h"
 #include "emulated.h"
 #include "kv_layout.h"
+#include "last_error.h"
 #include "plugin.h"
 #include "tower.h"
 
@@ -12,10 +13,8 @@
 
 using namespace fsd;
 
-static thread_local std::string last_error;
-
 static fsd_status fail(fsd_status status, std::string message) {
-    last_error = std::move(message);
+    last_error() = std::move(message);
     return status;
 }
 
@@ -47,6 +46,8 @@ static fsd_status find_device(const fsd_config &config, ggml_backend_dev_t &dev)
             return fail(FSD_BAD_ARGUMENT, "FRAMESHARD_FAULTS is not of the form alloc=7,compute_fail=12");
         }
         dev = fs_emulated_device(emulated);
+        device().cache.set_script({config.emulated_disk_gbps, emulated.faults.disk_fail, emulated.faults.disk_stall,
+                                   emulated.faults.stuck_ms});
     } else {
         dev = ggml_backend_dev_by_name(config.inner_device);
     }
@@ -65,12 +66,12 @@ const char *fsd_build_ggml_version(void) { return FSD_BUILD_GGML_VERSION; }
 
 const char *fsd_build_ggml_commit(void) { return FSD_BUILD_GGML_COMMIT; }
 
-const char *fsd_last_error(void) { return last_error.c_str(); }
+const char *fsd_last_error(void) { return last_error().c_str(); }
 
 fsd_status fsd_configure(const fsd_config *config) {
     Device &d = device();
     if (!config || config->struct_size != sizeof(fsd_config) || !config->inner_device || config->n_threads == 0 ||
-        config->copy_bytes == 0 || !(config->emulated_link_gbps >= 0)) {
+        config->copy_bytes == 0 || !(config->emulated_link_gbps >= 0) || !(config->emulated_disk_gbps >= 0)) {
         return fail(FSD_BAD_ARGUMENT, "fsd_config: a size, name or number is missing or out of range");
     }
     if (d.configured.load()) {
@@ -344,7 +345,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
     return FSD_OK;
 }
 
-fsd_status fsd_set_host_budget(uint64_t bytes, double) {
+fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s) {
     Device &d = device();
     if (!d.configured.load()) {
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
@@ -352,7 +353,21 @@ fsd_status fsd_set_host_budget(uint64_t bytes, double) {
     if (!d.host.fits(bytes)) {
         return fail(FSD_BELOW_HOST_FLOOR, below_host_floor(bytes, d.host.floor()));
     }
-    d.host.set_budget(bytes);
+    const uint64_t number = d.host.ask(bytes);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+    const auto reached = [&] {
+        const bool known = d.host.floor() > 0; // before fsd_commit nothing can be freed
+        return d.host.applied(number) && (bytes == 0 || !known || d.host.used() <= bytes);
+    };
+    while (!reached()) {
+        if (!d.host.applied(number) && d.apply_host_budget_if_idle()) {
+            continue;
+        }
+        if (std::chrono::steady_clock::now() >= deadline) {
+            return fail(FSD_TIMEOUT, "the limit on host memory was not reached in time; it stays in force");
+        }
+        sleep_for(std::chrono::milliseconds(1));
+    }
     return FSD_OK;
 }
 
@@ -536,6 +551,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->host_used_bytes = d.host.used();
     stats->host_floor_bytes = d.host.floor();
     stats->host_weights_bytes = d.host.weights();
+    stats->disk_read_bytes = d.cache.read_bytes();
+    stats->disk_waited_s = d.cache.waited_s();
     stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.ledger.floor();
     stats->full_bytes = d.ledger.full();

@@ -52,6 +52,34 @@ void Arena::start_round() {
     filled_before_ = slabs.size();
 }
 
+// Starts the copies of a slab; false when its weights cannot be read from disk.
+bool Arena::copy_pieces(int slab_index, const Slab &slab) {
+    constexpr std::chrono::milliseconds kPatience{1000}; // with a disk that is stuck: budgets wait meanwhile
+    std::vector<int> pieces;
+    for (size_t i = 0; i < weights_.layout.pieces.size(); i++) {
+        if (weights_.layout.pieces[i].slab == slab_index) {
+            pieces.push_back((int)i);
+        }
+    }
+    cache_.follow(pieces, false);
+    for (int i : pieces) {
+        const Piece &p = weights_.layout.pieces[i];
+        const char *source = cache_.at(i);
+        const bool buffered = !source;
+        if (buffered && cache_.take(i, kPatience, source) != HostCache::Taken::yes) {
+            return false;
+        }
+        char *to = slab.base + p.slab_offset;
+        inner_.upload(inner_.copy, slab.buffer.get(), to, source, p.bytes);
+        // Kernels may read past the last row, where there must be numbers.
+        inner_.upload_zeros(inner_.copy, slab.buffer.get(), to + p.bytes, p.padded - p.bytes);
+        if (buffered) {
+            cache_.taken();
+        }
+    }
+    return true;
+}
+
 bool Arena::fill_next() {
     const int index = (int)slabs.size();
     Slab slab;
@@ -61,13 +89,10 @@ bool Arena::fill_next() {
     }
     ggml_backend_buffer_set_usage(slab.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     slab.base = (char *)ggml_backend_buffer_get_base(slab.buffer.get());
-    for (const Piece &p : weights_.layout.pieces) {
-        if (p.slab == index) {
-            char *to = slab.base + p.slab_offset;
-            inner_.upload(inner_.copy, slab.buffer.get(), to, weights_.all[p.tensor].host + p.host_offset, p.bytes);
-            // Kernels may read past the last row, where there must be numbers.
-            inner_.upload_zeros(inner_.copy, slab.buffer.get(), to + p.bytes, p.padded - p.bytes);
-        }
+    if (!copy_pieces(index, slab)) {
+        ggml_backend_synchronize(inner_.copy);
+        ledger_.release(Use::arena, slab.buffer);
+        return false;
     }
     slab.filled = ggml_backend_event_new(inner_.dev);
     ggml_backend_event_record(slab.filled, inner_.copy);

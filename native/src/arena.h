@@ -1,6 +1,7 @@
 // The arena: resident weights. The core, and the slabs of the shards that fit, a prefix of the ladder.
 #pragma once
 
+#include "host_cache.h"
 #include "ledger.h"
 #include "weights.h"
 
@@ -18,8 +19,8 @@ struct Slab {
 class Arena {
   public:
     // `generation` counts changes after which compiled programs are no longer right.
-    Arena(Inner &inner, Ledger &ledger, const Weights &weights, uint64_t &generation)
-        : inner_(inner), ledger_(ledger), weights_(weights), generation_(generation) {}
+    Arena(Inner &inner, Ledger &ledger, const Weights &weights, HostCache &cache, uint64_t &generation)
+        : inner_(inner), ledger_(ledger), weights_(weights), cache_(cache), generation_(generation) {}
 
     bool take_core(); // false: there is no VRAM for it
     void release_core();
@@ -35,7 +36,8 @@ class Arena {
     bool evict();
     // Waits until at most the copies of the latest round are under way, since an eviction waits for them.
     void start_round();
-    // Starts the copies of slabs up to `n_slabs` and about `max_bytes`; returns bytes. Stops where there is no VRAM.
+    // Starts the copies of slabs up to `n_slabs` and about `max_bytes`; returns bytes. Stops where there is no VRAM, or where
+    // weights cannot be read.
     size_t fill(size_t n_slabs, size_t max_bytes);
     // Slabs whose copies were started become usable: the compute stream waits for them, the host does not.
     void finish_fills();
@@ -45,10 +47,12 @@ class Arena {
 
   private:
     bool fill_next();
+    bool copy_pieces(int slab_index, const Slab &slab);
 
     Inner &inner_;
     Ledger &ledger_;
     const Weights &weights_;
+    HostCache &cache_;
     uint64_t &generation_;
     InnerBuffer core_;
     char *core_base_ = nullptr;

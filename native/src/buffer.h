@@ -13,11 +13,12 @@ namespace fsd {
 struct Buffer {
     char *base = nullptr;
     size_t size = 0;
-    bool weights = false;  // a window on the model file: no inner buffer, base is the mapping
-    bool attached = false; // weights whose memory is prepared for copies
-    bool parked = false;   // its bytes wait in the reserved range for a new inner buffer
-    bool late = false;     // made after commit
-    bool lasting = false;  // outlives graphs: an adapter, or the KV cache of a context that was made after commit
+    bool weights = false;    // a window on the model file: no inner buffer, base is the mapping
+    bool attached = false;   // weights whose memory is prepared for copies
+    uint64_t host_bytes = 0; // that they count for
+    bool parked = false;     // its bytes wait in the reserved range for a new inner buffer
+    bool late = false;       // made after commit
+    bool lasting = false;    // outlives graphs: an adapter, or the KV cache of a context that was made after commit
     // These have storage of their own instead of `inner`: the KV cache, and compute buffers.
     std::unique_ptr<KvCache> kv;
     std::unique_ptr<GraphMemory> graph;

@@ -48,9 +48,10 @@ static std::vector<Ledger::Reclaimer> reclaimers(Device &d) {
 }
 
 Device::Device(Inner &inner, Pacing &pacing, BudgetRequests &requests)
-    : inner(inner), pacing(pacing), requests(requests), arena(inner, ledger, weights, residency_generation),
-      ring(inner, ledger, weights, experts, residency_generation), kv(inner, ledger, weights, residency_generation),
-      ledger(inner, reclaimers(*this)), host(inner, kv) {}
+    : inner(inner), pacing(pacing), requests(requests), cache(inner, weights),
+      arena(inner, ledger, weights, cache, residency_generation),
+      ring(inner, ledger, weights, cache, experts, residency_generation),
+      kv(inner, ledger, weights, residency_generation), ledger(inner, reclaimers(*this)), host(inner, kv, cache) {}
 
 void Device::count(const Ring::Copied &copied) {
     counters.update([&](fsd_stats &c) {
@@ -100,10 +101,12 @@ fsd_status Device::commit(std::string &why) {
               std::to_string((ledger.floor() + (1 << 20) - 1) >> 20) + " MiB";
         return FSD_BELOW_FLOOR;
     }
-    if (!host.commit()) {
+    cache.plan();
+    if (!parked && !host.commit()) { // while parked, all KV blocks count as host memory
         why = below_host_floor(host.budget(), host.floor());
         return FSD_BELOW_HOST_FLOOR;
     }
+    open_cache();
     for (Buffer *b : buffers) {
         if (b->lasting && !materialise(b)) {
             why = "the device refused " + std::to_string(b->size >> 20) + " MiB for an adapter or a KV cache";
@@ -122,6 +125,10 @@ fsd_status Device::commit(std::string &why) {
     }
     committed = true;
     update_floor();
+    if (cache.is_open()) {
+        cache.forget_unheld(); // small weights were read through the mapping
+        balance_host();
+    }
     update_placements();
     return FSD_OK;
 }
@@ -151,6 +158,7 @@ void Device::park() {
     arena.release_core();
     ledger.release(Use::scratch, scratch.buffer);
     scratch.base = nullptr;
+    cache.rest();
     inner.close_streams();
     committed = false;
     count_graph_memory();
@@ -279,6 +287,7 @@ bool Device::apply_requested_budget() {
         return false;
     }
     requests.apply();
+    apply_host_budget();
     return true;
 }
 
@@ -288,6 +297,61 @@ bool Device::apply_budget_if_idle() {
         requests.apply();
     }
     return lock.owns_lock();
+}
+
+// ------------------------------------------------------------------------------------------------------------ host memory
+
+void Device::open_cache() {
+    if (!cache.is_open() && cache.floor() > 0 && !host.within_budget()) {
+        ring.reset(); // its copies read the mapping, also in a thread
+        residency_generation++;
+        cache.open();
+        weights.path = inner.host_buffer_type() ? HostPath::staged : HostPath::direct;
+        counters.update([&](fsd_stats &stats) { stats.host_weights = (uint32_t)weights.path; });
+    }
+}
+
+bool Device::uses_cpu() const {
+    return std::any_of(plan.tiers.begin(), plan.tiers.end(), [](const Tier &t) {
+        return std::find(t.placement.begin(), t.placement.end(), FSD_CPU) != t.placement.end();
+    });
+}
+
+void Device::apply_host_budget() {
+    const uint64_t request = host.asked();
+    if (host.applied(request)) {
+        return;
+    }
+    host.bring_into_force();
+    if (committed || parked) {
+        open_cache();
+        balance_host();
+    }
+    host.note_applied(request);
+}
+
+bool Device::apply_host_budget_if_idle() {
+    std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock);
+    if (lock.owns_lock()) {
+        apply_host_budget();
+    }
+    return lock.owns_lock();
+}
+
+void Device::balance_host() {
+    if (!cache.is_open()) {
+        return;
+    }
+    const auto state = std::make_pair(host.room_for_weights(), arena.slabs.size());
+    bool changed = cache.adopt();
+    if (state != balanced || cache.is_resting()) {
+        changed = cache.set_room(state.first, state.second) || changed;
+        balanced = state;
+    }
+    if (changed) {
+        residency_generation += uses_cpu(); // what is not held is streamed
+        update_placements();
+    }
 }
 
 // Frees slabs at once; fill() fills growth in later.
@@ -308,6 +372,7 @@ void Device::apply_budget(uint64_t bytes) {
     }
     ledger.make_room(0);
     kv.ensure_window();
+    balance_host(); // KV blocks may have gone to host memory
     update_placements();
 }
 
@@ -371,7 +436,7 @@ void Device::update_placements() {
         }
         int kind = 0;
         if (weights.layout.shard_last_slab[s] >= (int)arena.slabs.size()) {
-            kind = decode && decode->on_cpu(s) ? 2 : 1;
+            kind = decode && decode->on_cpu(s) && cache.holds_shard(s) ? 2 : 1;
         }
         shards[kind]++;
         if (kind == 0) {
@@ -382,7 +447,7 @@ void Device::update_placements() {
         if (weights.layout.shard_last_slab[p.shard] < (int)arena.slabs.size()) {
             continue; // counted with its shard
         }
-        const bool on_cpu = decode && decode->on_cpu(p.shard);
+        const bool on_cpu = decode && decode->on_cpu(p.shard) && cache.holds_shard(p.shard);
         bytes[p.slab < (int)arena.slabs.size() ? 0 : on_cpu ? 2 : 1] += p.bytes;
     }
     counters.update([&](fsd_stats &c) {

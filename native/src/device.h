@@ -44,6 +44,7 @@ struct Device {
     Weights weights;
     std::vector<Buffer *> buffers;
     uint64_t residency_generation = 1; // changes when compiled programs are no longer right
+    HostCache cache;                   // weights in host memory
     ExpertCache experts;               // in the ring, behind what is streamed
     Arena arena;
     Ring ring;
@@ -74,6 +75,12 @@ struct Device {
     // False while a graph runs; its executor applies the budget.
     bool apply_budget_if_idle();
 
+    // Brings a requested host budget into force. False while a graph runs; its executor applies the budget.
+    void apply_host_budget();
+    bool apply_host_budget_if_idle();
+    // Divides the host budget again, if anything has changed.
+    void balance_host();
+
     bool has_room_for(size_t bytes) const; // whether the floor with one more buffer is within the budget
     bool materialise(Buffer *b);           // gives a lasting buffer its VRAM; false: there is none within the budget
     bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none
@@ -94,10 +101,14 @@ struct Device {
 
   private:
     bool take_scratch();
+    void open_cache();
+    bool uses_cpu() const;
     uint64_t graph_bytes() const;      // of compute buffers, for the largest graphs
     uint64_t most_graph_bytes() const; // the same, or what they have been if that is more
 
     uint64_t graph_bytes_before = 0; // the most so far
+    // Room for weights in host memory, and resident slabs, when it was divided last.
+    std::pair<uint64_t, size_t> balanced;
 };
 
 Device &device();

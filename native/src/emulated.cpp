@@ -852,6 +852,8 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"compute_fail", &read.compute_fail, nullptr},
         {"compute_stuck", &read.compute_stuck, nullptr},
         {"stuck_ms", nullptr, &read.stuck_ms},
+        {"disk_fail", &read.disk_fail, nullptr},
+        {"disk_stall", &read.disk_stall, nullptr},
         {"free_ms", nullptr, &read.free_ms},
         {"other_mb", nullptr, &read.other_mb},
         {"other_from", &read.other_from, nullptr},

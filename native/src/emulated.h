@@ -18,8 +18,9 @@ struct fs_emulated_faults {
     uint64_t compute_fail = 0;  // this compute returns GGML_STATUS_FAILED, and the device is lost
     uint64_t compute_stuck = 0; // this compute waits for stuck_ms before it runs
     uint32_t stuck_ms = 60000;
-    uint32_t free_ms = 0;  // every free takes this long
-    uint32_t other_mb = 0; // from compute other_from on another process holds so many MiB of VRAM
+    uint64_t disk_fail = 0, disk_stall = 0; // this read of weights from disk and 7 more fail; it takes stuck_ms longer
+    uint32_t free_ms = 0;                   // every free takes this long
+    uint32_t other_mb = 0;                  // from compute other_from on another process holds so many MiB of VRAM
     uint64_t other_from = 0;
     // 1: host memory cannot be pinned where it lies, only memory of the host buffer type is pinned; 2: and the first
     // allocation of that is refused
@@ -43,7 +44,7 @@ struct fs_emulated_stats {
 };
 
 // Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20,other_mb=512,other_from=40,
-// unpinned=1" (any subset, any order) into faults. False, with faults unchanged, when the script is not of that form. Null or empty: no faults.
+// unpinned=1,disk_fail=3,disk_stall=3" (any subset, any order) into faults. False, with faults unchanged, when the script is not of that form. Null or empty: no faults.
 bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults);
 
 // The same, from the environment variable FRAMESHARD_FAULTS.

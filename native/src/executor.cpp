@@ -3,6 +3,7 @@
 #include "experts.h"
 #include "graph_compiler.h"
 #include "kv_transfer.h"
+#include "last_error.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +14,12 @@ namespace fsd {
 static constexpr int kRunAhead = 2;
 // About how many segments lie between a layer's attention and its router.
 static constexpr size_t kSegmentsToRouter = 4;
+
+static ggml_status disk_failed(const std::string &why) {
+    last_error() = why;
+    GGML_LOG_ERROR("frameshard: %s\n", why.c_str());
+    return GGML_STATUS_FAILED;
+}
 
 namespace {
 
@@ -32,6 +39,7 @@ class Executor {
     Program *find_or_compile(std::string &why);
     void adopt_expert_cache();
     bool wait_for_frame(bool &timed);
+    ggml_status bring_weights();
     ggml_status run_cpu(Segment &s);
     void take_inputs(const Segment &s);
     ggml_status give_back(Segment &s);
@@ -93,6 +101,15 @@ ggml_status Executor::run() {
             return GGML_STATUS_ALLOC_FAILED;
         }
         Segment &s = program->segments[next];
+        if (s.entry >= 0 && d.cache.is_open() && !d.ring.has_next()) {
+            const ggml_status read = bring_weights();
+            if (read != GGML_STATUS_SUCCESS) {
+                return stop(read);
+            }
+            if (!program_is_valid()) {
+                continue; // a budget was applied meanwhile
+            }
+        }
         const uint64_t start_ns = clock_ns();
         const ggml_status status = s.cpu ? run_cpu(s) : run_gpu(s);
         if (status != GGML_STATUS_SUCCESS) {
@@ -166,6 +183,27 @@ void Executor::adopt_expert_cache() {
         d.inner.synchronize();
         d.experts.adopt(program->arena);
     }
+}
+
+// Waits until the weights of the next segment are read from disk and their copies queued. Does meanwhile what other threads
+// ask for.
+ggml_status Executor::bring_weights() {
+    const auto end = std::chrono::steady_clock::now() + HostCache::kPatience;
+    while (program_is_valid() && !d.ring.has_next()) {
+        Ring::Copied copied;
+        const bool readable = d.ring.bring_next(std::chrono::milliseconds(2), copied);
+        d.count(copied);
+        if (!readable) {
+            return disk_failed(d.cache.why());
+        }
+        if (!d.ring.has_next() && std::chrono::steady_clock::now() > end) {
+            return disk_failed("the disk does not answer");
+        }
+        if (!apply_requests()) {
+            return GGML_STATUS_ABORTED;
+        }
+    }
+    return GGML_STATUS_SUCCESS;
 }
 
 // Waits until the next segment may start beside the host's frames; false when the graph is to be aborted. `timed` is set
@@ -425,6 +463,9 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
         return GGML_STATUS_ABORTED;
     }
     d.apply_requested_budget();
+    if (!d.cache.begin_graph(tokens_of(d, graph))) {
+        return disk_failed(d.cache.why());
+    }
     for (GraphMemory *memory : graph_memories(graph)) {
         if (!d.hold(*memory) || std::exchange(memory->lost_input, false)) {
             GGML_LOG_ERROR("frameshard: the inner device refused memory for a graph\n");
@@ -432,6 +473,7 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
         }
     }
     d.arena.finish_fills();
+    d.balance_host();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
     return Executor(d, graph).run();
 }

@@ -25,7 +25,7 @@ static KvBlock *block_of(const ggml_tensor *node) {
     return c ? c->block : nullptr;
 }
 
-static int64_t tokens_of(const Device &d, const ggml_cgraph *graph) {
+int64_t tokens_of(const Device &d, const ggml_cgraph *graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor *n = graph->nodes[i];
         if (n->op == GGML_OP_MUL_MAT && d.weights.of(n->src[0])) {
@@ -81,7 +81,8 @@ class Compiler {
     void stage(const Segment &seg, size_t at);
     bool lower(std::string &why);
     Needs needs_of(const ggml_tensor *node) const;
-    bool on_cpu(uint32_t shard) const { return p.key.tier && p.key.tier->on_cpu(shard); }
+    // What is read from disk is streamed: the link is quicker than the disk, and the CPU would wait for whole matrices.
+    bool on_cpu(uint32_t shard) const { return p.key.tier && p.key.tier->on_cpu(shard) && d.cache.holds_shard(shard); }
     bool on_host(const Step &s) const;
     ggml_tensor *shadow(const ggml_tensor *t);
     void place_in_cache(ggml_tensor *s, const ggml_tensor *t, char *base, ggml_backend_buffer_t buffer);

@@ -13,6 +13,9 @@
 
 namespace fsd {
 
+// The number of tokens that a graph computes.
+int64_t tokens_of(const Device &d, const ggml_cgraph *graph);
+
 // What a program for the graph, from a node and row piece on, depends on right now.
 ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node, int first_piece);
 

@@ -4,42 +4,57 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 namespace fsd {
 
-// The message for a host budget below the floor.
-std::string below_host_floor(uint64_t budget, uint64_t floor);
-
+class HostCache;
 class Inner;
 class KvStore;
 
-// [any thread]
+// The message for a host budget below the floor.
+std::string below_host_floor(uint64_t budget, uint64_t floor);
+
+// [any thread], but for commit() and what brings budgets into force.
 class HostLedger {
   public:
-    HostLedger(const Inner &inner, const KvStore &kv) : inner_(inner), kv_(kv) {}
+    HostLedger(const Inner &inner, const KvStore &kv, const HostCache &cache) : inner_(inner), kv_(kv), cache_(cache) {}
 
-    // A window on the model file, or a tower's weights, are in use from now on, or no longer.
-    void add_weights(uint64_t bytes) { weights_ += bytes; }
-    void remove_weights(uint64_t bytes) { weights_ -= bytes; }
+    // A window on the model file is in use from now on, or no longer.
+    void add_weights(uint64_t bytes) { mapped_ += bytes; }
+    void remove_weights(uint64_t bytes) { mapped_ -= bytes; }
+    // The same for a tower's weights.
+    void add_tower(uint64_t bytes) { tower_ += bytes; }
+    void remove_tower(uint64_t bytes) { tower_ -= bytes; }
 
-    uint64_t weights() const { return weights_.load(); }
-    uint64_t used() const; // weights, pinned memory, and KV blocks
-    // The smallest budget: all weights are held. 0 before fsd_commit.
-    uint64_t floor() const { return committed_.load() ? used() : 0; }
+    uint64_t weights() const; // in the mapping, or what the cache has of them
+    uint64_t used() const;    // weights, pinned memory, and KV blocks
+    // The smallest budget. 0 before fsd_commit.
+    uint64_t floor() const;
     uint64_t budget() const { return budget_.load(); } // 0: no limit
-    void set_budget(uint64_t bytes) { budget_.store(bytes); }
     bool fits(uint64_t budget) const { return budget == 0 || floor() <= budget; }
+    bool within_budget() const { return budget() == 0 || used() <= budget(); }
     // From now on the floor is known. Returns whether the budget is not below it.
-    bool commit() {
-        committed_.store(true);
-        return fits(budget());
-    }
+    bool commit();
+    // What the budget leaves to the cache.
+    uint64_t room_for_weights() const;
+
+    // Asks for a budget; returns the number of the request.
+    uint64_t ask(uint64_t bytes);
+    uint64_t asked() const { return asked_.load(); }
+    bool applied(uint64_t request) const { return applied_.load() >= request; }
+    void bring_into_force() { budget_.store(wanted_.load()); }
+    void note_applied(uint64_t request) { applied_.store(request); }
 
   private:
+    uint64_t beside_cache() const;
+
     const Inner &inner_;
     const KvStore &kv_;
-    std::atomic<uint64_t> weights_{0}, budget_{0};
+    const HostCache &cache_;
+    std::mutex mutex_; // of asking
+    std::atomic<uint64_t> mapped_{0}, tower_{0}, budget_{0}, wanted_{0}, asked_{0}, applied_{0};
     std::atomic<bool> committed_{false};
 };
 

@@ -11,8 +11,9 @@
 namespace fsd {
 
 static constexpr unsigned kCopiers = 4;
-static constexpr size_t kSlots = 2 * kCopiers;        // the device copies from one half while the CPU fills the other
-static constexpr size_t kSlotBytes = (size_t)4 << 20; // copies of this size run at the link's full rate
+static constexpr size_t kSlots = 2 * kCopiers; // the device copies from one half while the CPU fills the other
+// Copies of this size run at the link's full rate.
+static constexpr size_t kSlotBytes = HostPaths::kStagingBytes / kSlots;
 static constexpr size_t kMostImported = (size_t)1 << 30;
 static constexpr size_t kMostCopied = (size_t)64 << 20; // in one allocation of pinned memory
 
@@ -269,8 +270,8 @@ void HostPaths::copy_from_windows(ggml_backend_t stream, const Range &range, con
 
 bool HostPaths::take_slots(ggml_backend_dev_t device) {
     if (!slot_memory_) {
-        slot_memory_ = allocate_pinned(device, kSlots * kSlotBytes);
-        pinned_bytes += slot_memory_ ? kSlots * kSlotBytes : 0;
+        slot_memory_ = allocate_pinned(device, kStagingBytes);
+        pinned_bytes += slot_memory_ ? kStagingBytes : 0;
     }
     if (!slot_memory_) {
         return false;
@@ -316,7 +317,7 @@ void HostPaths::close() {
     }
     slots_.clear();
     copiers_.reset();
-    pinned_bytes -= slot_memory_ ? kSlots * kSlotBytes : 0;
+    pinned_bytes -= slot_memory_ ? kStagingBytes : 0;
     slot_memory_.reset();
     next_slot_ = 0;
 }

@@ -63,6 +63,8 @@ class Copiers {
 
 class HostPaths {
   public:
+    static constexpr size_t kStagingBytes = (size_t)32 << 20; // of the slots
+
     HostPaths() = default;
     HostPaths(const HostPaths &) = delete;
     HostPaths &operator=(const HostPaths &) = delete;

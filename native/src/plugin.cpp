@@ -39,8 +39,9 @@ static void buffer_free(ggml_backend_buffer_t b) {
         c->graph->release(d.inner, d.ledger);
     }
     if (c->attached) {
+        d.cache.close(); // the mapping goes away with the model
         d.inner.detach(c->base);
-        d.host.remove_weights(c->size);
+        d.host.remove_weights(c->host_bytes);
     }
     if (!c->weights && c->base) {
         release_addresses(c->base, std::max<size_t>(c->size, 1));
@@ -315,9 +316,14 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->base = (char *)ptr;
     c->size = size;
     c->weights = true;
-    const HostPath path = d.inner.attach(ptr, size);
+    {
+        std::lock_guard<std::mutex> lock(d.graph_mutex);
+        c->host_bytes = d.cache.add((char *)ptr, size);
+    }
+    d.host.add_weights(c->host_bytes);
+    const bool all = d.host.budget() == 0 || c->host_bytes <= d.host.budget(); // otherwise it will not be held as it is
+    const HostPath path = d.inner.attach(ptr, size, all);
     c->attached = true;
-    d.host.add_weights(size);
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.buffers.push_back(c.get());
     d.weights.path = std::max(d.weights.path, path);

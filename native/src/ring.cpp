@@ -60,9 +60,10 @@ bool Ring::resize(size_t bytes) {
 }
 
 // Memory that must be staged for a copy is copied by the host in any case, and the second copy of weights has no fast
-// synchronous path.
+// synchronous path. The cache frees its memory when the copy stream has passed an event.
 bool Ring::wants_thread() const {
-    return inner_.quirks.one_queue && weights_.path != HostPath::copied && weights_.path != HostPath::staged;
+    return inner_.quirks.one_queue && !cache_.is_open() && weights_.path != HostPath::copied &&
+           weights_.path != HostPath::staged;
 }
 
 Ring::Copied Ring::wait_for(size_t entry) {
@@ -136,9 +137,17 @@ void Ring::reset() {
     slots_.clear();
     last_copy_.clear();
     next_copy_ = next_use_ = rested_at_ = given_ = computed_ = 0;
+    n_copied_ = copied_bytes_ = 0;
 }
 
 void Ring::lay_out(const Program &p) {
+    std::vector<int> pieces; // in the order of use
+    for (const RingEntry &e : p.entries) {
+        if (e.layer < 0) {
+            pieces.insert(pieces.end(), e.pieces.begin(), e.pieces.end());
+        }
+    }
+    cache_.follow(pieces, true);
     if (entries_ == p.entries && entry_capacity_ == p.entry_capacity &&
         (entries_.empty() || next_use_ % entries_.size() == 0)) {
         return;
@@ -170,9 +179,8 @@ void Ring::copy_from_host(char *to, const char *from, size_t bytes) {
     }
 }
 
-// Copies the range [from, to) of a piece to its place `at` in the ring, and the padding behind its last byte.
-void Ring::copy_piece(const Piece &p, size_t at, size_t from, size_t to) {
-    const char *source = weights_.all[p.tensor].host + p.host_offset;
+// Copies the range [from, to) of a piece in host memory to its place `at` in the ring, and the padding behind its last byte.
+void Ring::copy_piece(const Piece &p, const char *source, size_t at, size_t from, size_t to) {
     copy_from_host(base_ + at + from, source + from, to - from);
     if (to == p.bytes) {
         ggml_backend_t stream = thread_ ? inner_.compute : inner_.copy;
@@ -199,7 +207,7 @@ uint64_t Ring::copy_experts(size_t entry) {
         const int slot = lacks ? experts_.where(e.layer, (int)i) : -1;
         if (from < i && !(lacks && slot < 0)) {
             const size_t to = std::min(i * each + run, p.bytes);
-            copy_piece(p, slots_[entry].offset, from * each, to);
+            copy_piece(p, weights_.all[p.tensor].host + p.host_offset, slots_[entry].offset, from * each, to);
             bytes += to - from * each;
             from = n;
         }
@@ -236,6 +244,77 @@ void Ring::rest() {
     rested_at_ = next_copy_;
 }
 
+// Copies what an entry lacks of its pieces, as far as they are read.
+HostCache::Taken Ring::copy_pieces(size_t entry, std::chrono::milliseconds most, uint64_t &bytes) {
+    const std::vector<int> &pieces = entries_[entry].pieces;
+    HostCache::Taken taken = HostCache::Taken::yes;
+    for (; n_copied_ < pieces.size(); n_copied_++) {
+        const Piece &p = weights_.layout.pieces[pieces[n_copied_]];
+        const char *source = cache_.at(pieces[n_copied_]);
+        const bool buffered = !source;
+        if (buffered) {
+            taken = cache_.take(pieces[n_copied_], most, source);
+            if (taken != HostCache::Taken::yes) {
+                break;
+            }
+        }
+        if (inner_.trace && bytes == 0) {
+            inner_.trace->begin(FSD_LANE_COPY, inner_.copy);
+        }
+        copy_piece(p, source, slots_[entry].offset + copied_bytes_, 0, p.bytes);
+        if (buffered) {
+            cache_.taken();
+        }
+        copied_bytes_ += p.padded;
+        bytes += p.bytes;
+    }
+    if (inner_.trace && bytes > 0) {
+        inner_.trace->end(FSD_LANE_COPY, inner_.copy, bytes);
+    }
+    if (taken == HostCache::Taken::yes) {
+        n_copied_ = copied_bytes_ = 0;
+    }
+    return taken;
+}
+
+// Copies the next entry, whose place is free.
+HostCache::Taken Ring::copy_next(std::chrono::milliseconds most, Copied &copied) {
+    const size_t i = next_copy_ % entries_.size();
+    uint64_t bytes = 0;
+    HostCache::Taken taken = HostCache::Taken::yes;
+    if (entries_[i].layer >= 0) {
+        if (inner_.trace) {
+            inner_.trace->begin(FSD_LANE_COPY, inner_.copy);
+        }
+        held_[i].clear();
+        bytes = copy_experts(i); // a prediction: the router may not have chosen yet
+        if (inner_.trace) {
+            inner_.trace->end(FSD_LANE_COPY, inner_.copy, bytes);
+        }
+    } else {
+        taken = copy_pieces(i, most, bytes);
+    }
+    copied.bytes += bytes;
+    if (taken == HostCache::Taken::yes) {
+        if (thread_) {
+            last_copy_[i] = given_;
+        } else {
+            ggml_backend_event_record(ready_[i], inner_.copy);
+        }
+        next_copy_++;
+        copied.copies++;
+    }
+    return taken;
+}
+
+bool Ring::bring_next(std::chrono::milliseconds most, Copied &copied) {
+    const uint64_t back = slots_[next_copy_ % entries_.size()].reuse_distance;
+    if (next_copy_ >= back && n_copied_ == 0) {
+        ggml_backend_event_wait(inner_.copy, done_[(next_copy_ - back) % entries_.size()]);
+    }
+    return copy_next(most, copied) != HostCache::Taken::failed;
+}
+
 Ring::Copied Ring::pump(uint64_t least_bytes) {
     Copied all;
     const size_t n = entries_.size();
@@ -243,8 +322,7 @@ Ring::Copied Ring::pump(uint64_t least_bytes) {
         rest();
     }
     while (n > 0 && next_copy_ < next_use_ + n && all.bytes < least_bytes) {
-        const size_t i = next_copy_ % n;
-        const size_t back = slots_[i].reuse_distance;
+        const size_t back = slots_[next_copy_ % n].reuse_distance;
         if (next_copy_ >= back) {
             const uint64_t previous = next_copy_ - back;
             if (previous >= next_use_) {
@@ -257,32 +335,9 @@ Ring::Copied Ring::pump(uint64_t least_bytes) {
                 ggml_backend_event_wait(inner_.copy, done_[previous % n]);
             }
         }
-        if (inner_.trace) {
-            inner_.trace->begin(FSD_LANE_COPY, inner_.copy);
+        if (copy_next(std::chrono::milliseconds(0), all) != HostCache::Taken::yes) {
+            return all; // a failure comes up again when the step is used
         }
-        size_t at = slots_[i].offset;
-        uint64_t bytes = 0;
-        if (entries_[i].layer >= 0) {
-            held_[i].clear();
-            bytes = copy_experts(i); // a prediction: the router may not have chosen yet
-        } else {
-            for (int k : entries_[i].pieces) {
-                copy_piece(weights_.layout.pieces[k], at, 0, weights_.layout.pieces[k].bytes);
-                at += weights_.layout.pieces[k].padded;
-                bytes += weights_.layout.pieces[k].bytes;
-            }
-        }
-        if (inner_.trace) {
-            inner_.trace->end(FSD_LANE_COPY, inner_.copy, bytes);
-        }
-        if (thread_) {
-            last_copy_[i] = given_;
-        } else {
-            ggml_backend_event_record(ready_[i], inner_.copy);
-        }
-        next_copy_++;
-        all.copies++;
-        all.bytes += bytes;
     }
     return all;
 }

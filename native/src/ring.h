@@ -11,6 +11,7 @@
 
 #include "copy_thread.h"
 #include "expert_cache.h"
+#include "host_cache.h"
 #include "ledger.h"
 #include "program.h"
 #include "weights.h"
@@ -33,8 +34,10 @@ std::vector<RingSlot> lay_ring(const std::vector<size_t> &step_bytes, size_t cap
 class Ring {
   public:
     // `generation` counts changes after which compiled programs are no longer right.
-    Ring(Inner &inner, Ledger &ledger, const Weights &weights, ExpertCache &experts, uint64_t &generation)
-        : inner_(inner), ledger_(ledger), weights_(weights), experts_(experts), generation_(generation) {}
+    Ring(Inner &inner, Ledger &ledger, const Weights &weights, HostCache &cache, ExpertCache &experts,
+         uint64_t &generation)
+        : inner_(inner), ledger_(ledger), weights_(weights), cache_(cache), experts_(experts), generation_(generation) {
+    }
 
     // Takes VRAM of another size, rounded down to whole units; all that is in the ring is lost. False: there is none.
     bool resize(size_t bytes);
@@ -49,6 +52,10 @@ class Ring {
     // Starts copies whose slot is free, or will be once queued work is done, until `least_bytes` are under way. Waits only
     // for staging memory, and now and then for all work, on devices that keep what finished work has used.
     Copied pump(uint64_t least_bytes = UINT64_MAX);
+    // Whether the copies of the step that is used next are queued. They may not be while its weights are read from disk.
+    bool has_next() const { return next_copy_ > next_use_; }
+    // Queues them, and waits for the disk as long as `most`. False when the weights cannot be read (HostCache::why).
+    bool bring_next(std::chrono::milliseconds most, Copied &copied);
     // Copies the chosen experts that pump() did not predict.
     Copied copy_missing_experts(size_t entry);
 
@@ -75,13 +82,16 @@ class Ring {
     bool wants_thread() const;
     Copied pump_next();
     void copy_from_host(char *to, const char *from, size_t bytes);
-    void copy_piece(const Piece &p, size_t at, size_t from, size_t to);
+    void copy_piece(const Piece &p, const char *source, size_t at, size_t from, size_t to);
+    HostCache::Taken copy_pieces(size_t entry, std::chrono::milliseconds most, uint64_t &bytes);
+    HostCache::Taken copy_next(std::chrono::milliseconds most, Copied &copied);
     uint64_t copy_experts(size_t entry);
     void rest();
 
     Inner &inner_;
     Ledger &ledger_;
     const Weights &weights_;
+    HostCache &cache_;
     ExpertCache &experts_;
     uint64_t &generation_;
     InnerBuffer buffer_;
@@ -93,6 +103,8 @@ class Ring {
     std::vector<ggml_backend_event_t> ready_, done_; // by entry: copied, computed
     std::vector<std::vector<bool>> held_;            // by entry of experts: those in its latest copy
     uint64_t next_copy_ = 0, next_use_ = 0;
+    // Of the next entry to copy: the pieces that are copied already, and their bytes in the ring.
+    size_t n_copied_ = 0, copied_bytes_ = 0;
     uint64_t rested_at_ = 0; // the next copy then
     std::unique_ptr<CopyThread> thread_;
     std::vector<uint64_t> last_copy_; // by entry: how many copies the thread had been given then

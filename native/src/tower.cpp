@@ -40,7 +40,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Buffer *c = ctx(b);
     if (c->weights) {
         t.weights.clear(); // a tower's weights are one buffer
-        device().host.remove_weights(c->size);
+        device().host.remove_tower(c->size);
     }
     if (c->attached) {
         t.inner.detach(c->base);
@@ -83,7 +83,7 @@ static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!ctx(b)->weights) {
         ctx(b)->weights = true;
-        device().host.add_weights(ctx(b)->size);
+        device().host.add_tower(ctx(b)->size);
         activations().erase(std::remove(activations().begin(), activations().end(), ctx(b)), activations().end());
         d.buffers.push_back(ctx(b));
     }

@@ -42,6 +42,7 @@ class _Config(ctypes.Structure):
         ("copy_bytes", ctypes.c_uint64),
         ("emulated_link_gbps", ctypes.c_double),
         ("emulated_vram_bytes", ctypes.c_uint64),
+        ("emulated_disk_gbps", ctypes.c_double),
     )
 
 
@@ -116,6 +117,7 @@ class Stats:
     host_floor_bytes: int
     host_weights_bytes: int
     disk_read_bytes: int
+    disk_waited_s: float
 
 
 def _c_type(name: str, annotation: str) -> Any:
@@ -571,27 +573,37 @@ class Span:
     n_bytes: int
 
 
-def parse_device(device: str) -> tuple[str, float]:
+class Device(NamedTuple):
+    """A device's name from the options, split. ``inner`` is the name of the inner device. ``link_gbps`` and
+    ``disk_gbps`` are rates of the emulated device in 1e9 bytes/s: of copies, and of reads of weights from disk; 0 is
+    unlimited."""
+
+    inner: str
+    link_gbps: float = 0.0
+    disk_gbps: float = 0.0
+
+
+def parse_device(device: str) -> Device:
     """Splits a device's name from the options.
 
-    :param device: for example ``CUDA0``, ``emulated``, or ``emulated:25`` for an emulated device that copies at most
-        25e9 bytes/s.
-    :returns: the name of the inner device, and the emulated device's copy rate in 1e9 bytes/s (0: unlimited).
-    :raises BadArgument: the rate is not a number above 0.
+    :param device: for example ``CUDA0``, ``emulated``, ``emulated:25`` for an emulated device that copies at most 25e9
+        bytes/s, or ``emulated:25:3`` for one whose disk also reads at most 3e9 bytes/s.
+    :raises BadArgument: a rate is not a number above 0.
     """
-    name, colon, rate = device.partition(":")
-    if name != EMULATED or not colon:
-        return device, 0.0
+    name, *rates = device.split(":")
+    if name != EMULATED or not rates:
+        return Device(device)
     try:
-        link_gbps = float(rate)
+        numbers = [float(rate) for rate in rates]
     except ValueError:
-        link_gbps = 0.0
-    if not 0.0 < link_gbps <= 1e6:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0.0 < rate <= 1e6 for rate in numbers):
         raise errors.BadArgument(
-            f"device {device!r}: after emulated: comes a copy rate above 0, as in emulated:25 for 25e9 bytes/s",
+            f"device {device!r}: after emulated: come a copy rate above 0, as in emulated:25 for 25e9 bytes/s, and if"
+            " wanted a disk's rate, as in emulated:25:3",
             field="device",
         )
-    return name, link_gbps
+    return Device(name, *numbers)
 
 
 class ShardDevice:
@@ -622,7 +634,7 @@ class ShardDevice:
         copy_bytes: int = 16 << 20,
     ) -> None:
         self._lib, handle = _load()
-        self.inner, link_gbps = parse_device(inner)
+        self.inner, link_gbps, disk_gbps = parse_device(inner)
         ggml.load_module_of(self.inner)
         config = _Config(
             struct_size=ctypes.sizeof(_Config),
@@ -635,6 +647,7 @@ class ShardDevice:
             copy_bytes=copy_bytes,
             emulated_link_gbps=link_gbps,
             emulated_vram_bytes=emulated_vram_bytes,
+            emulated_disk_gbps=disk_gbps,
         )
         self._vram_budget_bytes = vram_budget_bytes
         self._check(self._lib.fsd_configure(ctypes.byref(config)))

@@ -92,8 +92,7 @@ def test_a_limit_below_the_floor_is_refused_and_changes_nothing(model_path: Path
         before = await client.budget()
         with pytest.raises(BudgetBelowFloor, match="set host_budget_mb to") as below:
             await client.set_budget(VRAM_MB - 10, host_budget_mb=50)
-        floor = below.value.detail["host_floor_bytes"]
-        assert floor > model_path.stat().st_size
+        assert below.value.detail["host_floor_bytes"] > 50 * MIB
         after = await client.budget()
         assert (after.vram_budget_bytes, after.host_budget_bytes) == (before.vram_budget_bytes, 0)
         # The other budget's floor: the host budget stays.
@@ -120,9 +119,9 @@ def test_the_limit_of_the_launch_holds_in_the_next_engine(model_path: Path) -> N
     play(model_path, main, host_budget_mb=900)
 
 
-def test_a_hundred_shrinks_while_jobs_run_change_no_text(model_path: Path) -> None:
+def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_model: Path) -> None:
     """Shrinks to little more than the floor and growths take turns, first while prompts are read, then during answers.
-    Each release is within the limit by both counts."""
+    Each release is within the limit by both counts. Most weights come from disk then."""
     calm: list[str] = []
     shrunk: list[str] = []
     again: set[str] = set()
@@ -162,8 +161,8 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(model_path: Path) -> No
         assert engine is not None
         evictions = engine["kv_cache_evictions"]
 
-    play(model_path, undisturbed)
-    play(model_path, main)
+    play(own_model, undisturbed)
+    play(own_model, main)
     assert shrunk == calm
     assert len(again) <= 1
     assert evictions > 0

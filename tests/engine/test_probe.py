@@ -73,11 +73,21 @@ def test_measures_what_is_missing_and_all_when_told(
     assert kept.to_dict() == third
 
 
-def test_a_device_name_with_a_copy_rate() -> None:
-    assert native.parse_device("emulated:25") == ("emulated", 25.0)
+def test_a_device_name_with_rates() -> None:
+    assert native.parse_device("emulated:25") == ("emulated", 25.0, 0.0)
+    assert native.parse_device("emulated:25:3") == ("emulated", 25.0, 3.0)
     for name in ("emulated", "CUDA0", "auto", "stock:CUDA0"):
-        assert native.parse_device(name) == (name, 0.0)
-    for name in ("emulated:", "emulated:fast", "emulated:0", "emulated:-1", "emulated:nan", "emulated:1e9"):
+        assert native.parse_device(name) == (name, 0.0, 0.0)
+    for name in (
+        "emulated:",
+        "emulated:fast",
+        "emulated:0",
+        "emulated:-1",
+        "emulated:nan",
+        "emulated:1e9",
+        "emulated:25:0",
+        "emulated:25:3:1",
+    ):
         with pytest.raises(BadArgument, match="25e9 bytes/s"):
             native.parse_device(name)
 

@@ -349,9 +349,12 @@ uint32_t set_shards(const Weights &weights) {
 // A model and its context on the shard device, ready for fsd_commit.
 struct Session {
     explicit Session(const fsd_config &config, const std::vector<Batch> &conversation = kConversation,
-                     int n_ctx = kContext, int largest = kLargestBatch)
+                     int n_ctx = kContext, int largest = kLargestBatch, bool on_disk = false)
         : file(Weights().bytes), conversation(conversation) {
         Weights().write(file.data);
+        if (on_disk) {
+            file.move_to_disk();
+        }
         expected = on_cpu(conversation, file.data, n_ctx);
         CHECK(fsd_configure(&config) == FSD_OK);
         backend = ggml_backend_dev_init(fsd::plugin_device(), nullptr);
@@ -655,8 +658,6 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
     s.check_ledger();
 }
 
-// A buffer that is allocated after fsd_commit, such as one of a second context, takes VRAM from the arena, never from
-// the floor.
 SCENARIO(host_memory_is_counted_and_limited) {
     Session s(config_of(0));
     CHECK(fsd_set_host_budget(1, 0) == FSD_OK); // the floor is not known yet
@@ -678,6 +679,8 @@ SCENARIO(host_memory_is_counted_and_limited) {
     s.check_conversation();
 }
 
+// A buffer that is allocated after fsd_commit, such as one of a second context, takes VRAM from the arena, never from
+// the floor.
 SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
     Session s(config_of(0));
     s.commit();
@@ -1006,6 +1009,158 @@ SCENARIO(a_model_can_go_while_a_thread_copies) {
     s.net.reset();
     s.file.unmap();
 }
+
+#if defined(__linux__)
+
+// A model whose weights are mapped from a file, as llama.cpp maps them.
+struct DiskSession : Session {
+    explicit DiskSession(const fsd_config &config) : Session(config, kConversation, kContext, kLargestBatch, true) {}
+
+    void commit() {
+        Session::commit();
+        host_floor = stats().host_floor_bytes;
+        host_full = stats().host_used_bytes;
+        CHECK(host_floor < host_full);
+    }
+    uint64_t random_host_budget(std::mt19937 &random) const {
+        const uint64_t kv = 1 << 20; // KV blocks may go to host memory
+        return host_floor + kv + (uint64_t)((double)(host_full - host_floor) * ((double)random() / 4294967296.0));
+    }
+    // Decodes until a graph fails.
+    void expect_failure(const char *why) {
+        ggml_status status = GGML_STATUS_SUCCESS;
+        for (size_t i = 0; i < 10 * conversation.size() && status == GGML_STATUS_SUCCESS; i++) {
+            if (i % conversation.size() == 0) {
+                net->forget();
+            }
+            std::vector<float> logits;
+            status = net->decode(conversation[i % conversation.size()], logits);
+            CHECK(status != GGML_STATUS_SUCCESS || logits == expected[i % conversation.size()]);
+        }
+        CHECK(status == GGML_STATUS_FAILED);
+        CHECK(std::strstr(fsd_last_error(), why) != nullptr);
+    }
+
+    uint64_t host_floor = 0, host_full = 0;
+};
+
+SCENARIO(weights_from_disk_give_the_same_result) {
+    DiskSession s(config_of(0));
+    s.commit();
+    s.check_conversation();
+    CHECK(stats().disk_read_bytes == 0);
+    CHECK(fsd_set_host_budget(stats().host_floor_bytes - 1, 0) == FSD_BELOW_HOST_FLOOR);
+    std::mt19937 random(11);
+    for (int i = 0; i < 24; i++) {
+        CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
+        const uint64_t least = stats().host_floor_bytes;
+        const uint64_t budget = i % 6 == 5 ? 0 : i % 3 == 0 ? least : s.random_host_budget(random);
+        CHECK(fsd_set_host_budget(budget, 10) == FSD_OK);
+        if (i > 12) {
+            s.set_random_plan(random);
+        }
+        const uint64_t before = stats().disk_read_bytes;
+        s.check_conversation(i > 12 ? nullptr : &random, [&] {
+            const fsd_stats st = stats();
+            CHECK(budget == 0 || st.host_used_bytes <= std::max(budget, st.host_floor_bytes));
+            CHECK(st.host_used_bytes >= st.host_weights_bytes + st.kv_host_bytes);
+        });
+        CHECK(i % 3 != 0 || stats().disk_read_bytes > before);
+        CHECK(fsd_fill(random() % 2 ? UINT64_MAX : 2 * kPieceBytes, nullptr) == FSD_OK);
+        s.check_conversation();
+        s.check_ledger();
+    }
+    CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK);
+    s.check_conversation();
+}
+
+SCENARIO(host_budget_changes_while_graphs_run) {
+    DiskSession s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
+    std::atomic<bool> done{false};
+    std::thread changer([&] {
+        std::mt19937 random(12);
+        for (int i = 0; i < 150; i++) {
+            const uint64_t steps = stats().steps + random() % 30;
+            while (stats().steps < steps) {
+                std::this_thread::yield();
+            }
+            const uint64_t budget = s.random_host_budget(random);
+            CHECK(fsd_set_host_budget(budget, 60) == FSD_OK);
+            CHECK(stats().host_used_bytes <= budget);
+        }
+        done.store(true);
+    });
+    std::mt19937 random(13);
+    while (!done.load()) {
+        if (random() % 2) {
+            s.set_random_plan(random);
+        }
+        s.check_conversation(&random);
+    }
+    changer.join();
+    s.check_ledger();
+}
+
+SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {
+    const uint64_t budget = Weights().bytes * 3 / 4;
+    CHECK(fsd_set_host_budget(budget, 0) == FSD_BAD_STATE);
+    DiskSession s(config_of(0));
+    CHECK(fsd_set_host_budget(budget, 0) == FSD_OK);
+    s.Session::commit();
+    CHECK(stats().host_used_bytes <= budget && stats().host_budget_bytes == budget);
+    s.check_conversation();
+    CHECK(stats().disk_read_bytes > 0 && stats().host_used_bytes <= budget);
+}
+
+SCENARIO(a_read_that_fails_ends_one_graph) {
+    set_fault("disk_fail", 40);
+    DiskSession s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    CHECK(fsd_set_host_budget(stats().host_floor_bytes, 10) == FSD_OK);
+    s.expect_failure("cannot be read");
+    std::vector<float> logits;
+    s.net->forget();
+    for (int tries = 0; s.net->decode(s.conversation[0], logits) != GGML_STATUS_SUCCESS; tries++) {
+        CHECK(tries < 8); // the reads that are still to fail
+        s.net->forget();
+    }
+    s.check_conversation();
+}
+
+SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) {
+    CHECK(fsd::set_environment("FRAMESHARD_FAULTS", "disk_stall=40,stuck_ms=3000"));
+    DiskSession s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
+    CHECK(fsd_set_host_budget(stats().host_floor_bytes + (1 << 20), 10) == FSD_OK);
+    std::atomic<bool> done{false};
+    std::thread changer([&] {
+        while (!done.load() && stats().disk_waited_s < 0.5) { // it grows while the disk is stuck
+            std::this_thread::yield();
+        }
+        CHECK(!done.load());
+        CHECK(fsd_set_budget(s.floor, 1.5) == FSD_OK && stats().used_bytes <= s.floor);
+    });
+    s.check_conversation();
+    done.store(true);
+    changer.join();
+    CHECK(stats().disk_waited_s >= 0.5);
+}
+
+SCENARIO(a_file_that_changes_ends_every_graph) {
+    DiskSession s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_host_budget(s.host_floor + (1 << 20), 10) == FSD_OK);
+    s.check_conversation();
+    s.file.cut_on_disk(s.net->weights.bytes / 2);
+    s.expect_failure("was changed");
+    s.expect_failure("was changed");
+}
+
+#endif
 
 TEST(every_computation_may_fail) {
     int result = 0;

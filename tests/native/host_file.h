@@ -11,6 +11,7 @@
 #endif
 #include <windows.h>
 #else
+#include <string>
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
@@ -44,15 +45,35 @@ class HostFile {
             VirtualFree(map, 0, MEM_RELEASE);
 #else
             munmap(map, mapped);
+            if (!path.empty()) {
+                unlink(path.c_str());
+            }
 #endif
         }
         map = nullptr;
     }
 
+#if !defined(_WIN32)
+    // From now on the memory is the mapping of a file with the same bytes, to be read only.
+    void move_to_disk() {
+        const char *directory = getenv("TMPDIR");
+        path = std::string(directory ? directory : "/var/tmp") + "/frameshard-test-XXXXXX";
+        const int fd = mkstemp(path.data());
+        const size_t all = mapped - (size_t)sysconf(_SC_PAGESIZE);
+        CHECK(fd >= 0 && write(fd, map, all) == (ssize_t)all);
+        CHECK(mmap(map, all, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == map);
+        close(fd);
+    }
+    void cut_on_disk(size_t bytes) { CHECK(truncate(path.c_str(), (off_t)bytes) == 0); }
+#endif
+
     char *data;
     size_t size;
 
   private:
+#if !defined(_WIN32)
+    std::string path; // of the file, once it is on disk
+#endif
     char *map = nullptr;
     size_t mapped = 0;
 };

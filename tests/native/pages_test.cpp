@@ -1,8 +1,11 @@
 // Tests of the memory that takes the place of a mapped file. Only Linux can do that.
 #include "check.h"
+#include "mapped_file.h"
 #include "system.h"
 
 #include <atomic>
+#include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <sys/mman.h>
 #include <thread>
@@ -61,6 +64,52 @@ TEST(only_mapped_files_become_memory) {
     CHECK(!own_pages(memory, size)); // only a part of it
     release_addresses(memory, size);
     fclose(file);
+}
+
+// While pages are held and given back again and again, whoever reads the mapping finds the file's bytes.
+TEST(held_pages_have_the_bytes_of_the_file) {
+    constexpr size_t unit = MappedFile::kUnit, size = 200 * unit + 1234;
+    std::vector<uint32_t> words(size / 4 + 1);
+    std::iota(words.begin(), words.end(), 0);
+    char path[] = "/var/tmp/frameshard-pages-XXXXXX";
+    const int fd = mkstemp(path);
+    CHECK(fd >= 0 && write(fd, words.data(), size) == (ssize_t)size);
+    char *map = (char *)mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+    CHECK(map != MAP_FAILED);
+    std::unique_ptr<MappedFile> file = MappedFile::find(map + 5 * unit);
+    CHECK(file && file->begin() == map && (size_t)(file->end() - map) == 201 * unit && file->offset_of(map + 7) == 7);
+    CHECK(!MappedFile::find((const char *)words.data()));
+    file->narrow(map + 3, 2 * unit);
+    CHECK(file->begin() == map && (size_t)(file->end() - map) == 201 * unit);
+    std::atomic<bool> over{false};
+    std::thread reader([&] {
+        while (!over) {
+            CHECK(memcmp(map, words.data(), size) == 0);
+        }
+    });
+    std::string why;
+    for (int round = 0; round < 50; round++) {
+        for (size_t at = 0; at < 200; at += 40) {
+            const size_t n = at == 160 ? 41 : 40; // the last page is not whole in the file
+            char *copy = reserve_addresses(n * unit);
+            CHECK(copy && file->read(at * unit, copy, n * unit, why));
+            CHECK(MappedFile::hold(map + at * unit, copy, n * unit));
+        }
+        for (size_t at = 0; at < 200; at += 40) {
+            CHECK(file->give_back(map + at * unit, (at == 160 ? 41 : 40) * unit));
+            file->forget(map + at * unit, 40 * unit);
+        }
+    }
+    over = true;
+    reader.join();
+    CHECK(ftruncate(fd, (off_t)unit) == 0);
+    std::vector<char> rest(3 * unit);
+    char *aligned = (char *)(((uintptr_t)rest.data() + unit - 1) / unit * unit);
+    CHECK(!file->read(unit, aligned, unit, why) && why.find("shorter") != std::string::npos);
+    CHECK(!file->read(0, aligned, unit, why) && why.find("changed") != std::string::npos);
+    munmap(map, size);
+    close(fd);
+    unlink(path);
 }
 
 } // namespace

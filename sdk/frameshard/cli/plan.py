@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MiB = 1 << 20
 _POINTS = 40  # budgets in a plot
-_COLUMNS = ("budget", "resident", "streamed", "cpu", "ring", "TTFT s", "bound", "tok/s", "bound")
+_COLUMNS = ("budget", "resident", "streamed", "cpu", "disk", "ring", "TTFT s", "bound", "tok/s", "bound")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,9 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="what fits into a VRAM budget and how fast it would run, without loading anything",
         description="For each budget: how many MiB of weights are resident, streamed and computed on the CPU while "
-        "decoding, and the predicted time to the first token and decode rate beside their bounds. Of a mixture of "
-        "experts those are taken to be chosen that were when the model last ran here. A budget below the floor is "
-        "listed as such; exit status 2 if all are.",
+        "decoding, how many of them are read from disk, and the predicted time to the first token and decode rate "
+        "beside their bounds. Of a mixture of experts those are taken to be chosen that were when the model last ran "
+        "here. A budget below the floor is listed as such; exit status 2 if all are.",
     )
     common.add_model_args(parser)
     common.add_context_args(parser, auto_ubatch=True)
@@ -40,6 +40,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
     common.add_adapter_arg(parser)
+    parser.add_argument(
+        "--host-budget",
+        type=common.parse_size,
+        default=0,
+        metavar="SIZE",
+        help="host memory for weights in MiB or with a unit (no limit); what does not fit is read from disk",
+    )
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of prompt (512)")
     parser.add_argument(
         "--plot",
@@ -143,6 +150,7 @@ class _Forecast:
             model,
             profile,
             fixed_bytes=self.fixed,
+            host_budget_bytes=args.host_budget,
             prompt_bytes=prompt_bytes,
             context=self.context,
             n_ctx_used=self.n_used,
@@ -222,7 +230,7 @@ def _cells(plan: Plan | None, n_prompt: int) -> list[str]:
     if plan is None:
         return [""] * (len(_COLUMNS) - 1)
     decode = plan.tiers[0]
-    sizes = (decode.resident_bytes, decode.streamed_bytes, decode.cpu_bytes, plan.ring_bytes)
+    sizes = (decode.resident_bytes, decode.streamed_bytes, decode.cpu_bytes, plan.disk_bytes, plan.ring_bytes)
     times = (plan.predicted_ttft(n_prompt), plan.bound_ttft(n_prompt))
     rates = (plan.predicted_decode_tps(), plan.bound_decode_tps())
     return [f"{size / _MiB:.0f}" for size in sizes] + [f"{value:.4g}" for value in times + rates]

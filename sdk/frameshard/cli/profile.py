@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -61,6 +63,10 @@ def table(profile: Profile) -> str:
             cells = _cells(value / (unit if first else 1e9) for value in values)
             label = {"piece_bytes": "copies, GB/s, in pieces of MiB", "threads": "host memory, GB/s, by threads"}
             lines.append(f"{label.get(name, '  ' + name.replace('_', ' ')):32}{cells}")
+    if profile.disk:
+        sizes, rates = profile.disk["read_bytes"], profile.disk["rate"]
+        lines.append(f"{'disk, GB/s, in reads of MiB':32}" + _cells(size / 2**20 for size in sizes))
+        lines.append(f"{'  read':32}" + _cells(rate / 1e9 for rate in rates))
     for name, product in profile.products.items():
         gemv = BYTES_PER_WEIGHT[parse_kind(name)[0]] / 2e9
         lines += [
@@ -94,10 +100,11 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
 
     :param seconds: time in seconds for all measurements together.
     """
-    from frameshard import native
-    from frameshard.engine import gpus, llamalog
-    from frameshard.engine.probe import Measurements
+    from frameshard import models, native
+    from frameshard.engine import diskprobe, gpus, llamalog
+    from frameshard.engine.probe import Measurements, cached_path
     from frameshard.errors import BadArgument
+    from frameshard.plan.profile import save
 
     llamalog.install()
     inner = args.device
@@ -110,4 +117,10 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     measurements = Measurements(
         device, model, device_name=inner, n_threads=args.threads, refresh=refresh, seconds=seconds
     )
-    return measurements.run()
+    profile = measurements.run()
+    if refresh or not profile.disk:
+        disk = diskprobe.measure(models.locate(model.path).path, most_gbps=native.parse_device(inner).disk_gbps)
+        profile = dataclasses.replace(profile, disk=disk)
+        with contextlib.suppress(OSError):  # a read-only cache: it is measured again
+            save(profile, cached_path(profile.fingerprint))
+    return profile

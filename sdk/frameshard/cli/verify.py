@@ -112,7 +112,7 @@ def _compare(
     from frameshard.engine.runtime import STOCK, Runtime
     from frameshard.native import EMULATED, parse_device
 
-    name, _ = parse_device(device)
+    name = parse_device(device).inner
     reference_device = f"{STOCK}{name}" if "full" in sizes and name != EMULATED else "cpu"
     steps.next("stock llama.cpp")
     with Runtime.load(config(reference_device)) as runtime:

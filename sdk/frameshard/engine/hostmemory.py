@@ -235,13 +235,21 @@ class HostMemory:
         device = self._runtime.device
         return device is None or device.stats().disk_read_bytes == 0
 
+    def _is_reclaimable(self) -> bool:
+        """Whether the system can take back the pages of all weights itself."""
+        device = self._runtime.device
+        return device is not None and self._is_mapped() and device.stats().host_weights in RECLAIMABLE
+
     def _least_bytes(self) -> int:
         """The least that pressure may set as the limit."""
+        return self.floor_bytes + self._device_part(by_pressure=True) - self._device_floor()
+
+    def _device_part(self, *, by_pressure: bool) -> int:
+        """The least that the shard device's part may be limited to. Pressure leaves weights that are reclaimable."""
         device = self._runtime.device
-        if device is None or not self._is_mapped() or device.stats().host_weights not in RECLAIMABLE:
-            return self.floor_bytes
-        stats = device.stats()
-        return self.floor_bytes + stats.host_used_bytes - stats.host_floor_bytes
+        if device is None or not by_pressure or not self._is_reclaimable():
+            return self._device_floor()
+        return device.stats().host_used_bytes
 
     def _device_floor(self) -> int:
         device = self._runtime.device
@@ -254,12 +262,14 @@ class HostMemory:
             self._store.set_limit(most, strict=False)
             self._limit_device(0)
             return
-        floor = self._device_floor()
-        wanted = max(self._runtime.model_info.file_bytes - floor, 0)
-        spare = limit - floor - self._processes - SPARE_BYTES
+        by_pressure = limit != self.budget_bytes
+        least = self._device_part(by_pressure=by_pressure)
+        wanted = max(self._runtime.model_info.file_bytes - least, 0)
+        spare = limit - least - self._processes - SPARE_BYTES
         kept = share(spare, wanted, most, weights_first=bool(self.pressed_bytes))
         self._store.set_limit(kept, strict=True)
-        self._limit_device(max(floor, floor + spare - kept))
+        if not (by_pressure and self._is_reclaimable()):
+            self._limit_device(max(least, least + spare - kept))
 
     def _limit_device(self, limit_bytes: int) -> None:
         """Limits the shard device's part. Its release is awaited by :meth:`_await_release`."""

@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from frameshard import models
+from frameshard.engine import diskprobe
 from frameshard.engine.llama import KV_PAGE, Llama
 from frameshard.engine.observer import Observer
 from frameshard.engine.overhead import DriverOverhead
 from frameshard.engine.probe import Measurements
 from frameshard.errors import BudgetBelowFloor, OutOfMemory
-from frameshard.native import CPU, EMULATED, ShardDevice
+from frameshard.native import CPU, EMULATED, ShardDevice, Stats, parse_device
 from frameshard.plan import routing
+from frameshard.plan.host import host_floor
 from frameshard.plan.ladder import make_ladder
-from frameshard.plan.layout import lay_out
+from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
@@ -254,11 +258,13 @@ class Placement:
             window=stats.floor_bytes - fixed - layout.least_bytes,
             kv_type=kv_type,
         )
+        host_bytes = self._host_bytes(stats, layout)
         return make_plan(
             model,
             self.profile,
             budget_bytes=vram_budget_bytes,
             fixed_bytes=fixed,
+            host_budget_bytes=host_bytes,
             prompt_bytes=stats.most_graph_bytes - stats.least_graph_bytes,
             context=context,
             mode=self.mode,
@@ -268,6 +274,20 @@ class Placement:
             routing=self.routing,
             layout=layout,
         )
+
+    def _host_bytes(self, stats: Stats, layout: Layout) -> int:
+        """Host memory for weights, for a plan; 0 for no limit. Measures the disk when it first matters."""
+        if not stats.host_budget_bytes:
+            return 0
+        if not self.profile.disk:
+            rates = diskprobe.measure(
+                models.locate(self._model.path).path, most_gbps=parse_device(self._device_name).disk_gbps
+            )
+            self._profile = replace(self.profile, disk=rates)
+        if not self.profile.disk:
+            return 0  # the disk cannot be measured: plans take all weights to be in host memory
+        beside = stats.host_used_bytes - stats.host_weights_bytes
+        return max(stats.host_budget_bytes - beside, host_floor(layout, self.device.inner))
 
     def what_if(self, vram_budget_bytes: int, n_prompt: int) -> dict[str, object]:
         """[any thread] Whether a budget fits, the bytes of each placement and the predicted times; changes nothing."""

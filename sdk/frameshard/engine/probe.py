@@ -61,7 +61,7 @@ def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
     :param device: the device's name, as for :func:`frameshard.native.parse_device`.
     :param n_threads: threads of the CPU part.
     """
-    name, link_gbps = parse_device(device)
+    name, link_gbps, _ = parse_device(device)
     out: dict[str, str | int | float] = {
         "cpu": cpu.name(),
         "cores": os.cpu_count() or 1,

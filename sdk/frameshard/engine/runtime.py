@@ -126,7 +126,7 @@ class Runtime:
         self.n_threads = config.n_threads or default_threads()
         choice = gpus.resolve(config.device, self._least_bytes)
         device, self.passed_over = choice.device, choice.passed_over
-        self.device_name, _ = parse_device(device)
+        self.device_name = parse_device(device).inner
         size_mib = -(-self.model_info.file_bytes >> 20)
         logger.info("loading %s (%d MiB) on %s", os.path.basename(config.model), size_mib, self.device_name)
 
@@ -436,6 +436,7 @@ class Runtime:
         :raises DecodeAborted: :meth:`abort` was called.
         :raises ContextOverflow: a sequence is full; nothing was changed.
         :raises BadArgument: the batch is empty or too large, or a token is not in the vocabulary; nothing was changed.
+        :raises BadModel: the model file was changed, and weights are read from it. The runtime is of no more use.
         :raises FrameshardError: the device or llama.cpp failed. The runtime must not be used any more.
         """
         starts = [self._lengths[rows.seq] for rows in batch]
@@ -452,6 +453,9 @@ class Runtime:
                 # llama.cpp may have kept part of the batch: cut it. A recurrent state is lost.
                 before, self._lengths[rows.seq] = self._lengths[rows.seq], self.n_ctx_seq
                 self.trim(rows.seq, before)
+            raise
+        except FrameshardError:
+            self.check_file()  # a file that has changed is the better reason
             raise
         for rows in batch:
             self._lengths[rows.seq] += len(rows.tokens)

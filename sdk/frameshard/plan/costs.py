@@ -1,7 +1,8 @@
 """Predicts the time of a graph on one machine, from the times of each shard resident, streamed and on the CPU.
 
 The device and the CPU work in turns, so their times and those of the hand-offs are added. Copies run at the same time,
-except while the ring is full. Copies and the CPU slow each other down, because they share host memory.
+except while the ring is full. Copies and the CPU slow each other down, because they share host memory. Reads from disk
+run ahead of all of them, so a graph takes at least the time of its reads.
 
 Arrays have one value for each shard of the ladder. Times are seconds, sizes bytes, rates per second.
 """
@@ -58,6 +59,7 @@ class Conditions:
         CPU attends to it.
     :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
     :param kv_type: the type of the KV cache.
+    :param host_budget_bytes: host memory for weights; 0 for no limit.
     """
 
     ring: int
@@ -66,14 +68,26 @@ class Conditions:
     kv_room: float
     routing: Sequence[float] = ()
     kv_type: KvType = "f16"
+    host_budget_bytes: int = 0
 
 
 class Costs:
-    """The times of each shard on a machine, if ``share`` of its bytes are resident."""
+    """The times of each shard on a machine, if ``share`` of its bytes are resident.
 
-    def __init__(self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions) -> None:
+    :param disk: the share of each shard's bytes that every graph reads from disk. The CPU does not compute such shards.
+    """
+
+    def __init__(
+        self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions, disk: Floats | None = None
+    ) -> None:
         self.layout, self.profile, self.resident_share, self.conditions = layout, profile, share, conditions
         shards = self.shards = Shards(layout)
+        self.disk_share = np.zeros(len(shards.n_bytes)) if disk is None else disk
+        self.disk_s = 0.0  # of each graph
+        if self.disk_share.any():
+            sizes = layout.sizes
+            read_bytes = float(np.average(sizes.piece_padded_bytes, weights=self.disk_share[sizes.piece_shards]))
+            self.disk_s = float((shards.n_bytes * self.disk_share).sum()) / profile.disk_rate(read_bytes)
         ring = conditions.ring
         self.experts = Experts(layout, shards, share, ring, conditions.routing)
         self.kernels_s = profile.kernel_s * shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
@@ -110,13 +124,14 @@ class Costs:
             cpu.append(np.array([graph.host_kv.attend_s]))
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s - spilled
             memory_s += graph.memory_s
-        return roofline.least_seconds(
+        least_s = roofline.least_seconds(
             np.concatenate(copy),
             np.concatenate(device),
             np.concatenate(cpu) if may_use_cpu else None,
             resident_s=resident_s,
             memory_s=memory_s if may_use_cpu else 0.0,
         )
+        return max(least_s, len(graphs) * self.disk_s)
 
     def static_seconds(self, n_tokens: int, n_before: int, n_seq: int = 1) -> float:
         """The time of a graph without streaming, as llama.cpp runs it: copies and computation do not overlap. The
@@ -215,6 +230,7 @@ class Graph:
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s, self._handoffs, self._copy_s = shared_s[order], turns[order], copy_s[order]
         self._left_out = share[order] < 1.0
+        self._costs = costs
         self._always_s = self.attention_s + costs.conditions.turn_s
 
     def _compute(self, costs: Costs, n_tokens: int, n_rows: int, used: Floats) -> Floats:
@@ -319,7 +335,7 @@ class Graph:
         :param attend: the CPU attends to keys and values in host memory; otherwise they are copied to the device.
         :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
         """
-        cpu = on_cpu[self._order] & self._left_out
+        cpu = on_cpu[self._order] & self._left_out & (self._costs.disk_share[self._order] == 0)
         streamed = self._left_out & ~cpu
         kv = self.host_kv
         always_s, kv_copy_s, attend_s, hides_s = self._always_s, kv.copy_s, 0.0, 0.0
@@ -343,7 +359,7 @@ class Graph:
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
         copying = copy + singly + (host if self._cpu_copies else 0.0)
-        least = max(chain, copying, self.memory_s)
+        least = max(chain, copying, self.memory_s, self._costs.disk_s)
         if least >= best:
             return least
         if not streamed.any():

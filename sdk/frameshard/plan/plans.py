@@ -23,6 +23,7 @@ import numpy as np
 from frameshard.errors import below_floor
 from frameshard.native import CPU, STREAMED
 from frameshard.plan.costs import Conditions, Costs, Graph
+from frameshard.plan.host import disk_share
 from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.memory import Context
 from frameshard.plan.model import Model
@@ -96,6 +97,7 @@ class Plan:
     :param tiers: the placements of the other shards, by the size of a graph.
     :param expert_stream_share: from 0 to 1. It concerns the experts that a token needs and that are neither resident
         nor cached: this share of them is copied, and the CPU computes the others in about the same time.
+    :param disk_bytes: weights that every decode reads from disk.
     """
 
     budget_bytes: int
@@ -106,6 +108,7 @@ class Plan:
     resident: int
     tiers: tuple[TierPlan, ...]
     expert_stream_share: float
+    disk_bytes: int
     mode: Mode
     n_ubatch: int
     _costs: Costs = field(repr=False, compare=False)
@@ -169,6 +172,7 @@ class Plan:
             "floor_bytes": self.floor_bytes,
             "full_bytes": self.full_bytes,
             "ring_bytes": self.ring_bytes,
+            "disk_bytes": self.disk_bytes,
             "tiers": tiers,
             "predicted_ttft_s": self.predicted_ttft(n_prompt, n_parallel),
             "predicted_decode_tps": self.predicted_decode_tps(n_parallel),
@@ -198,6 +202,7 @@ def make_plan(
     *,
     budget_bytes: int,
     fixed_bytes: int,
+    host_budget_bytes: int = 0,
     prompt_bytes: int = 0,
     context: Context = _NO_CONTEXT,
     mode: Mode = "planned",
@@ -212,6 +217,7 @@ def make_plan(
     :param budget_bytes: the VRAM budget; 0 for no limit.
     :param fixed_bytes: VRAM for everything but arena, ring and ``context`` while the largest graph runs: overhead,
         compute buffers, core and scratch. The shard device has it after commit; :func:`estimate_fixed` estimates it.
+    :param host_budget_bytes: host memory for weights; 0 for no limit.
     :param prompt_bytes: the part of it that decodes leave to weights; :func:`estimate_prompt` estimates it. Prompts
         evict these weights.
     :param context: the KV cache.
@@ -222,7 +228,8 @@ def make_plan(
     :param routing: the share of a layer's choices that each expert gets, descending, with sum 1. Empty: all experts the
         same.
     :param layout: the layout, if it is not the default one of the profile's device.
-    :raises BudgetBelowFloor: the budget is below the floor.
+    :raises BudgetBelowFloor: a budget is below its floor.
+    :raises BadArgument: weights come from disk, and the profile lacks its rates.
     """
     layout = layout or lay_out(model, profile.device)
     floor = fixed_bytes + context.window + layout.least_bytes
@@ -237,7 +244,7 @@ def make_plan(
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
     least_ring = n_steps * layout.min_ring_bytes + min(round(gpu_busy_s * profile.h2d), room // 8)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
-    conditions = Conditions(least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type)
+    conditions = Conditions(least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type, host_budget_bytes)
     costs, prompt_costs = _with_cache(
         layout, profile, room, conditions, budget - prompt_fixed, prompt_kv_room, mode, n_ubatch
     )
@@ -256,6 +263,7 @@ def make_plan(
         resident=len(whole) if whole.all() else int(np.argmin(whole)),
         tiers=tiers,
         expert_stream_share=costs.stream_share,
+        disk_bytes=round(float((costs.shards.n_bytes * costs.disk_share).sum())),
         mode=mode,
         n_ubatch=n_ubatch,
         _costs=costs,
@@ -292,17 +300,13 @@ def _with_cache(
     :returns: the costs of decodes, and of prompts.
     """
     least_ring, routing = conditions.ring, conditions.routing
-    prompt_ring, n_slabs = layout.sizes.fit(prompt_room, least_ring)
-    in_prompts, most_share = (
-        replace(conditions, ring=prompt_ring, kv_room=prompt_kv_room),
-        layout.resident_share(n_slabs),
-    )
+    prompt_ring, most_slabs = layout.sizes.fit(prompt_room, least_ring)
+    in_prompts = replace(conditions, ring=prompt_ring, kv_room=prompt_kv_room)
     found: list[tuple[float, Costs, Costs]] = []
     for wanted_ring in _rings(layout, room, least_ring, routing):
         ring, n_slabs = layout.sizes.fit(room, wanted_ring)
-        share = layout.resident_share(n_slabs)
-        costs = Costs(layout, profile, share, replace(conditions, ring=ring))
-        prompt_costs = Costs(layout, profile, np.minimum(share, most_share), in_prompts)
+        costs = _costs(layout, profile, n_slabs, replace(conditions, ring=ring))
+        prompt_costs = _costs(layout, profile, min(n_slabs, most_slabs), in_prompts)
         experts = costs.shards.masks["experts"]
         seconds = _ANSWER * costs.at(1, conditions.n_ctx_used).seconds(experts & (mode == "planned"))
         seconds += prompt_costs.at(n_ubatch, 0).seconds(np.zeros_like(experts))
@@ -310,6 +314,11 @@ def _with_cache(
             found.append((seconds, costs, prompt_costs))
     _, costs, prompt_costs = found[-1]
     return costs, prompt_costs
+
+
+def _costs(layout: Layout, profile: Profile, n_slabs: int, conditions: Conditions) -> Costs:
+    disk = disk_share(layout, profile.device, n_slabs, conditions.host_budget_bytes)
+    return Costs(layout, profile, layout.resident_share(n_slabs), conditions, disk)
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
@@ -343,6 +352,7 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
     share, n_bytes = costs.resident_share, costs.shards.n_bytes
     left_out = share < 1.0
     placements = np.where(np.where(left_out, on_cpu, evicted), CPU, STREAMED)
+    on_cpu = on_cpu & (costs.disk_share == 0)
     streamed, cpu = left_out & ~on_cpu, left_out & on_cpu
     return TierPlan(
         min_tokens=min_tokens,

@@ -98,6 +98,8 @@ class Profile:
     :param attention: rates by heads ("128 x 32:8").
     :param copies: rates by the size of a copy (``piece_bytes``).
     :param host_memory: further measurements of host memory. Plans do not use them.
+    :param disk: rates of reads of weights from disk by the size of a read (``read_bytes``), four at a time; empty if
+        they were not measured.
     :param sources: where figures are from that were not measured.
     :raises BadArgument: a rate is out of range.
     """
@@ -119,6 +121,7 @@ class Profile:
     attention: Mapping[str, Attention] = field(default_factory=dict)
     copies: Mapping[str, list[float]] = field(default_factory=dict)
     host_memory: Mapping[str, list[float]] = field(default_factory=dict)
+    disk: Mapping[str, list[float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,6 +139,9 @@ class Profile:
         if self.copies:
             sizes = tuple(map(int, self.copies.get("piece_bytes", ())))
             _check_curve("copies", sizes, tuple(self._weight_copies))
+        if self.disk:
+            sizes = tuple(map(int, self.disk.get("read_bytes", ())))
+            _check_curve("disk", sizes, tuple(self.disk.get("rate", ())))
 
     @property
     def device(self) -> str:
@@ -171,6 +177,20 @@ class Profile:
             return self.h2d
         sizes, rates = (np.array(each, dtype=np.float64) for each in (self.copies["piece_bytes"], self._weight_copies))
         return min(float(np.interp(np.log(n_bytes), np.log(sizes), rates)), self.h2d)
+
+    def disk_rate(self, n_bytes: float) -> float:
+        """The bytes/s of reads of ``n_bytes`` each from disk.
+
+        :raises BadArgument: it was not measured.
+        """
+        if not self.disk:
+            raise BadArgument(
+                "the profile has no rates of a disk, which a host budget smaller than the model needs: measure them"
+                " with frameshard profile"
+            )
+        at = np.array([max(n_bytes, 1.0)])
+        sizes = tuple(map(int, self.disk["read_bytes"]))
+        return float(_at(at, sizes, tuple(self.disk["rate"]))[0])
 
     @property
     def slowdowns(self) -> tuple[float, float]:
@@ -288,7 +308,7 @@ class Profile:
             values: dict[str, Any] = {name: float(document[name]) for name in _RATES}
             for name, kind in (("products", Product), ("attention", Attention)):
                 values[name] = {str(key): _curves(kind, each) for key, each in dict(document.get(name, {})).items()}
-            for name in ("fingerprint", "copies", "host_memory", "sources"):
+            for name in ("fingerprint", "copies", "host_memory", "disk", "sources"):
                 values[name] = dict(document[name] if name == "fingerprint" else document.get(name, {}))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadArgument(f"not a profile: {error!r}") from error

@@ -1,0 +1,160 @@
+"""Weights that do not fit the host budget come from the disk, on the emulated device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can replace pages of a mapping")
+
+HEAD = """
+import ctypes, json, mmap, os, sys, threading, time
+import numpy as np
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import BudgetBelowFloor, FrameshardError
+from frameshard.wire.engine import EngineConfig
+
+MIB = 1 << 20
+path = sys.argv[1]
+file_bytes = os.path.getsize(path)
+tokens = [300 + 7 * i % 4000 for i in range(80)]
+
+def load(mode="stream_only", device="emulated"):
+    return Runtime.load(EngineConfig(
+        model=path, device=device, n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, mode=mode,
+        vram_budget_bytes=48 * MIB))
+
+def decode(runtime):
+    runtime.clear(0)
+    return np.concatenate([runtime.decode_tokens(0, part) for part in (tokens[:64], *([each] for each in tokens[64:]))])
+
+def cached_bytes():
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        there = (ctypes.c_ubyte * (-(-file_bytes // mmap.PAGESIZE)))()
+        address = np.frombuffer(pages, np.uint8)
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address.ctypes.data), ctypes.c_size_t(file_bytes), there) == 0
+        del address
+        return sum(each & 1 for each in there) * mmap.PAGESIZE
+
+class Sampler(threading.Thread):
+    def __init__(self, device):
+        super().__init__(daemon=True)
+        self.device, self.most, self.n, self.over = device, 0, 0, False
+    def run(self):
+        while not self.over:
+            self.most = max(self.most, self.device.stats().host_used_bytes)
+            self.n += 1
+            time.sleep(0.001)
+    def stop(self):
+        self.over = True
+        self.join()
+        return self.most
+"""
+
+CAPS = """
+with load() as runtime:
+    device = runtime.device
+    expected = decode(runtime)
+    whole = device.stats()
+    found = []
+    for percent in (75, 50, 25):
+        cap = file_bytes * percent // 100
+        device.set_host_budget(cap)
+        sampler = Sampler(device)
+        sampler.start()
+        before = device.stats()
+        same = [bool((decode(runtime) == expected).all()) for _ in range(2)]
+        after, most = device.stats(), sampler.stop()
+        read = after.disk_read_bytes - before.disk_read_bytes
+        found.append([cap, most, read, same, cached_bytes(), after.host_floor_bytes])
+    device.set_host_budget(0)
+    while device.stats().host_used_bytes < file_bytes // 2:  # it grows by and by
+        decode(runtime)
+    grown = bool((decode(runtime) == expected).all())
+    print(json.dumps([whole.host_used_bytes, whole.disk_read_bytes, found, grown]))
+"""
+
+CHANGES = """
+with load() as runtime:
+    device = runtime.device
+    expected = decode(runtime)
+    least = device.stats().host_floor_bytes
+    try:
+        device.set_host_budget(least - 1)
+        refused = 0
+    except BudgetBelowFloor as error:
+        refused = error.detail["floor_bytes"]
+    took, over, done = [], [], False
+    def change():
+        random = np.random.default_rng(3)
+        while not done:
+            cap = int(random.integers(least + 2 * MIB, file_bytes))
+            start = time.monotonic()
+            device.set_host_budget(cap, 60)
+            took.append(time.monotonic() - start)
+            over.append(device.stats().host_used_bytes > cap)
+    thread = threading.Thread(target=change)
+    thread.start()
+    same = [bool((decode(runtime) == expected).all()) for _ in range(4)]
+    done = True
+    thread.join()
+    print(json.dumps([least, refused, same, len(took), sum(over)]))
+"""
+
+PLANNED = """
+with load("planned") as runtime:
+    device = runtime.device
+    expected = decode(runtime)
+    device.set_host_budget(file_bytes // 2)
+    near = float(np.abs(decode(runtime) - expected).max())
+    os.truncate(path, file_bytes // 2)
+    try:
+        decode(runtime)
+        why = ""
+    except FrameshardError as error:
+        why = str(error)
+    print(json.dumps([near, device.stats().disk_read_bytes, why]))
+"""
+
+
+def run(script: str, model: Path, faults: str = "") -> Any:
+    command = [sys.executable, "-c", HEAD + script, str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def test_the_cap_is_kept_and_the_text_is_the_same(own_model: Path) -> None:
+    file_bytes = own_model.stat().st_size
+    whole, read_before, found, grown = run(CAPS, own_model)
+    assert whole >= file_bytes * 0.9
+    assert read_before == 0
+    reads = []
+    for cap, most, read, same, cached, floor in found:
+        assert floor <= most <= cap
+        assert same == [True, True]
+        assert cached <= 8 << 20  # some rows of the embedding
+        reads.append(read)
+    assert reads == sorted(reads)
+    assert reads[0] > 0
+    assert grown
+
+
+def test_the_cap_changes_during_decodes(own_model: Path) -> None:
+    least, refused, same, n_changes, n_over = run(CHANGES, own_model)
+    assert refused == least
+    assert same == [True] * 4
+    assert n_changes > 5
+    assert n_over == 0
+
+
+def test_planned_weights_come_from_disk_and_a_changed_file_is_noticed(own_model: Path) -> None:
+    near, read, why = run(PLANNED, own_model)
+    assert near < 0.5
+    assert read > 0
+    assert "was changed while it was in use" in why

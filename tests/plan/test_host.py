@@ -1,0 +1,95 @@
+"""Plans with a host budget smaller than the model."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from frameshard.engine import diskprobe
+from frameshard.errors import BadArgument, BudgetBelowFloor
+from frameshard.native import CPU
+from frameshard.plan.host import disk_share, host_floor
+from frameshard.plan.layout import lay_out
+from frameshard.plan.model import read_model
+from frameshard.plan.plans import make_plan
+from frameshard.plan.profile import Profile, save
+
+MIB = 1 << 20
+PLAIN = Profile({"device": "emulated"}, 2e9, 2e9, 9e9, 5e9, 2e10, 4e10, 8e10, 17e-6)
+WITH_DISK = replace(PLAIN, disk={"read_bytes": [65536, 1048576], "rate": [2e8, 5e8]})
+
+
+def test_less_host_memory_means_more_reads(model_path: Path) -> None:
+    model = read_model(model_path)
+    layout = lay_out(model, "emulated")
+    plan = partial(make_plan, model, fixed_bytes=8 * MIB, budget_bytes=40 * MIB)
+    floor = host_floor(layout, "emulated")
+    budgets = [floor, *range(floor + MIB, model.file_bytes, 8 * MIB), 0]
+    plans = [plan(WITH_DISK, host_budget_bytes=budget) for budget in budgets]
+    read = [each.disk_bytes for each in plans]
+    assert read == sorted(read, reverse=True)
+    assert read[0] > model.file_bytes / 3
+    assert read[-1] == 0
+    assert plans[-1] == plan(PLAIN)
+    for each in plans:
+        assert each.predicted_decode_s() >= each.disk_bytes / 5e8
+        assert each.predicted_decode_tps() <= each.bound_decode_tps() * 1.000001
+    for budget in budgets:
+        # What is resident in VRAM or on the CPU is not read.
+        n_slabs = len(layout.sizes.slabs) // 3
+        share = disk_share(layout, "emulated", n_slabs, budget)
+        assert (share <= 1 - layout.resident_share(n_slabs) + 1e-9).all()
+        from_disk = disk_share(layout, "emulated", 0, budget) > 0
+        tier = plan(WITH_DISK, host_budget_bytes=budget).tiers[0]
+        on_cpu = np.array(tier.placements) == CPU
+        assert tier.cpu_bytes <= sum(shard.n_bytes for i, shard in enumerate(layout.ladder) if on_cpu[i])
+        assert not budget or tier.cpu_bytes == 0 or not from_disk.all()
+    with pytest.raises(BudgetBelowFloor) as error:
+        plan(WITH_DISK, host_budget_bytes=floor - 1)
+    assert error.value.detail["floor_bytes"] == floor
+    with pytest.raises(BadArgument, match="frameshard profile"):
+        plan(PLAIN, host_budget_bytes=floor)
+
+
+def test_experts_are_held(moe_path: Path) -> None:
+    model = read_model(moe_path)
+    layout = lay_out(model, "emulated")
+    experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
+    assert host_floor(layout, "emulated") > experts
+    share = disk_share(layout, "emulated", 0, host_floor(layout, "emulated") + MIB)
+    assert share.max() == 1
+    assert all(share[i] == 0 for i, shard in enumerate(layout.ladder) if shard.kind == "experts")
+
+
+def test_the_command_line_takes_a_host_budget(model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save(WITH_DISK, path)
+    command = [sys.executable, "-m", "frameshard", "plan", "--model", str(model_path), "--profile", str(path)]
+    command += ["--vram-budget", "full,floor", "--ctx", "512", "--parallel", "1", "--host-budget", "40", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    full, small = json.loads(result.stdout)["rows"]
+    assert full["disk_bytes"] == 0
+    assert small["disk_bytes"] > 0
+    assert small["predicted_decode_tps"] < full["predicted_decode_tps"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct reads are measured on Linux alone")
+def test_the_disk_is_measured(model_path: Path, tmp_path: Path) -> None:
+    rates = diskprobe.measure(model_path, 0.4)
+    assert rates["read_bytes"] == [float(size) for size in diskprobe.READ_BYTES]
+    assert min(rates["rate"]) > 0
+    assert max(diskprobe.measure(model_path, 0.2, most_gbps=0.001)["rate"]) <= 1e6
+    small = tmp_path / "small"
+    small.write_bytes(b"x" * (100 * mmap.PAGESIZE))
+    assert diskprobe.measure(small, 0.2).get("read_bytes", []) in ([65536.0, 262144.0], [])
+    assert diskprobe.measure(tmp_path / "none", 0.2) == {}
+    assert replace(PLAIN, disk=rates).disk_rate(1 << 20) == pytest.approx(rates["rate"][2])
