@@ -402,8 +402,7 @@ class Jobs:
             return
         self._inherit_priorities()
         while not self._on_trial() and (job := self._next()) is not None:
-            if self.running >= self._slots:
-                self._pause_for(job)
+            if self.running - self._ending >= self._slots and not self._pause_for(job):
                 return
             job.at_engine, job.progressed, job.rank = True, False, job.priority
             self.commands.append(job.command())
@@ -455,16 +454,25 @@ class Jobs:
         turn = job.turn or self._turns.get(job.connection, 0)
         return job.deaths == 0, job.order, job.turn == 0, turn, job.number
 
-    def _pause_for(self, job: Job) -> None:
-        """Pauses the running job of the lowest priority, if its priority is below that of ``job`` and no slot is about
-        to become free."""
-        if self._leaving or any(other.pausing or other.cancelling for other in self._jobs.values()):
-            return
-        running = (other for other in self._jobs.values() if other.at_engine)
+    @property
+    def _ending(self) -> int:
+        """How many jobs in the engine are about to leave it. The next ones are sent to it already, so that they are
+        prepared while the decode runs after which the slots are free."""
+        ending = (job for job in self._jobs.values() if job.at_engine and (job.pausing or job.cancelling))
+        return sum(1 for _ in ending) + len(self._leaving)
+
+    def _pause_for(self, job: Job) -> bool:
+        """Pauses the running job of the lowest priority, if its priority is below that of ``job``.
+
+        :returns: whether there is such a job.
+        """
+        running = (job for job in self._jobs.values() if job.at_engine and not (job.pausing or job.cancelling))
         last = min(running, key=lambda other: (other.rank, -other.turn), default=None)
-        if last is not None and last.rank < job.priority:
-            last.pausing = True
-            self.commands.append(em.Cancel(last.number, pause=True))
+        if last is None or last.rank >= job.priority:
+            return False
+        last.pausing = True
+        self.commands.append(em.Cancel(last.number, pause=True))
+        return True
 
     def _on_trial(self) -> bool:
         """Returns true if no further job may enter the engine, because after a death they go back one at a time: some
