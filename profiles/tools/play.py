@@ -6,7 +6,7 @@
   is idle until it has measured the machine, and what it then predicts is compared with what it predicts after
   `frameshard profile`.
 - At each budget: the floor, and the time from the request to the only token of prompts of --prompt tokens that share
-  nothing, beside what `frameshard bench` takes for such a prompt at the same budgets, with the same steps.
+  nothing, beside what `frameshard bench` takes for such a prompt at the same budgets, with as many KV cells.
 - An *urgent* question, at the first budget, while as many background jobs run as there may be: they generate, or they
   read long prompts. One step is the time of one decode of the background, or of one of its prompt steps.
 - *Shrinks* from the last budget to the floor while a prompt of --long tokens is read. If NVML exists, the VRAM in use
@@ -167,6 +167,11 @@ class Game:
         return False
 
 
+def n_ctx(args: argparse.Namespace) -> int:
+    """The context of a conversation."""
+    return int(args.long) + 1024
+
+
 def launched(args: argparse.Namespace, budget_mb: float, n_ctx: int) -> Any:
     return frameshard.launch(
         args.model,
@@ -253,7 +258,7 @@ def bench(args: argparse.Namespace, budgets: list[float]) -> dict[str, Any]:
     given = ",".join(f"{budget}MiB" for budget in budgets)
     command = [sys.executable, "-m", "frameshard", "bench", "--model", args.model, "--device", args.device]
     command += ["--threads", str(args.threads), "--vram-budget", given, "--prompt", str(args.prompt)]
-    command += ["--generate", "4", "--repeat", str(args.repeat), "--json"]
+    command += ["--generate", "4", "--repeat", str(args.repeat), "--ctx", str(N_PARALLEL * n_ctx(args)), "--json"]
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     return dict(json.loads(ran.stdout))
 
@@ -273,12 +278,12 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
         if len(parts) == 1:
             return result
     beside = bench(args, budgets) if {"ttft", "urgent"} & {*parts} else {}
-    result["ubatch"] = beside.get("ubatch")
+    result |= {"ubatch": beside.get("ubatch"), "bench_floor_mb": beside.get("floor_mb")}
     for i, budget in enumerate(budgets):
         last = i == len(budgets) - 1
         card, changes = Card(), [Change(time.monotonic(), round(budget * MIB), False, "start")]
         sampled = args.device not in ("cpu", "emulated") and card.start()
-        async with launched(args, budget, args.long + 1024) as client:
+        async with launched(args, budget, n_ctx(args)) as client:
             game, row = Game(client, args, beside.get("ubatch", 0)), {"budget_mb": budget}
             rows.append(row)
             row["floor_mb"] = (await client.budget()).floor_bytes / MIB
