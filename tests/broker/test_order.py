@@ -172,3 +172,34 @@ def test_the_order_holds_and_no_job_starves(seed: int) -> None:
     kinds = {type(event) for event in play.ends.values()}
     assert kinds == {m.Done, m.Failed, m.Cancelled}
     assert max(play.overtaken.values()) <= MOST_OVERTAKEN
+
+
+def test_the_engine_gets_an_urgent_job_together_with_the_pause_of_another() -> None:
+    """If it came after the pause, the engine would have begun another decode."""
+    jobs = Jobs(slots=1, max_jobs=9, max_client_jobs=9)
+    client = ServerConnection(1, epoch=EPOCH, held_bytes=1 << 14, now=0.0)
+    jobs.engine_ready()
+
+    def submit(number: int, priority: int) -> int:
+        request = m.Submit(number, EPOCH, number, "completion", prompt="x", window=256, priority=priority)
+        return jobs.submit(client, request, 0.0)
+
+    def sent() -> list[tuple[str, int]]:
+        commands = [(type(command).__name__, command.job) for command in jobs.commands]  # type: ignore[union-attr]
+        jobs.commands.clear()
+        return commands
+
+    background = submit(1, 0)
+    assert sent() == [("Submit", background)]
+    urgent = submit(2, 2)
+    assert sent() == [("Cancel", background), ("Submit", urgent)]
+    jobs.engine_event(em.Cancelled(background))
+    assert sent() == []
+    jobs.cancel(client, 2)
+    third = submit(3, 1)
+    assert sent() == [("Cancel", urgent), ("Submit", third)]
+    jobs.engine_event(em.Cancelled(urgent))
+    assert sent() == []
+    jobs.engine_event(em.Started(third, 1, 0, 0))
+    jobs.engine_event(em.Done(third, "stop", 1, 0, 0.0, 0.0))
+    assert (sent(), jobs.running) == ([("Submit", background)], 1)

@@ -478,7 +478,7 @@ class Batcher:
             self.reuse.begin(job, slot, job.to_prefill, shapes)
             job.shapes.extend(shapes[len(slot.shapes) :] if shapes else self._chunks(job, len(slot.tokens)))
         n_reused = min(len(slot.tokens), len(job.prompt))
-        self._runtime.expect(slot.seq, len(job.prompt) + len(job.resume))
+        self._runtime.expect(slot.seq, len(job.prompt) + len(job.resume), prompt=True)
         if self._draft is not None and drafts:
             self._draft.check_file()
             job.draft_state = DraftState()

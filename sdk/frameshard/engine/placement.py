@@ -40,6 +40,10 @@ OnLoading = Callable[[m.LoadingStage, int, int], None]
 _ROUTING_CHANGED = 0.08  # share of the routers' choices that must differ before a new plan is made
 REPLAN_SHARE = 16
 """A new plan is made when the size of the KV cache has changed by more than the budget divided by this number."""
+_PROMPT_SHARE = 4
+"""The same, before a prompt is read. A plan takes a tenth of a second, for which the answer would wait. So a smaller
+change gets its plan from :meth:`Placement.fill`, after the prompt."""
+_PLANS_KEPT = 16  # prompts that come and go need the same few plans again
 _FILL_STEPS = 20  # reports of progress while a load fills VRAM
 _LEAST_CTX_USED = 512  # plans assume at least so many tokens of context
 
@@ -85,6 +89,7 @@ class Placement:
         self._measure, self._on_loading = measure, on_loading
         self._profile: Profile | None = None
         self._plan: Plan | None = None
+        self._plans: dict[object, tuple[Profile, Plan]] = {}  # by all else that they depend on, the latest last
         self._lengths: Sequence[int] = ()
         self._expected: list[int] = []  # for each sequence, the number of tokens that the device has room for
         self._cut = False
@@ -219,7 +224,7 @@ class Placement:
         while True:
             stats = self.device.stats()
             self._kv_planned = stats.kv_bytes + stats.kv_host_bytes
-            n_ctx_used = max(_LEAST_CTX_USED, *self._lengths)
+            n_ctx_used = _pages(max(_LEAST_CTX_USED, *self._lengths))
             try:
                 self.adopt(self.plan_for(_limit(stats.budget_bytes), n_ctx_used, gpu_busy_s=self.gpu_busy_s))
                 return
@@ -259,21 +264,26 @@ class Placement:
             kv_type=kv_type,
         )
         host_bytes = self._host_bytes(stats, layout)
-        return make_plan(
-            model,
-            self.profile,
-            budget_bytes=vram_budget_bytes,
-            fixed_bytes=fixed,
-            host_budget_bytes=host_bytes,
-            prompt_bytes=stats.most_graph_bytes - stats.least_graph_bytes,
-            context=context,
-            mode=self.mode,
-            n_ctx_used=n_ctx_used,
-            n_ubatch=self._n_ubatch,
-            gpu_busy_s=gpu_busy_s,
-            routing=self.routing,
-            layout=layout,
-        )
+        profile = self.profile
+        given: dict[str, Any] = {
+            "budget_bytes": vram_budget_bytes,
+            "fixed_bytes": fixed,
+            "host_budget_bytes": host_bytes,
+            "prompt_bytes": stats.most_graph_bytes - stats.least_graph_bytes,
+            "context": context,
+            "mode": self.mode,
+            "n_ctx_used": n_ctx_used,
+            "n_ubatch": self._n_ubatch,
+            "gpu_busy_s": gpu_busy_s,
+            "routing": self.routing,
+        }
+        key = tuple(given.values())
+        known = self._plans.get(key)
+        if known is None or known[0] is not profile:
+            known = self._plans[key] = profile, make_plan(model, profile, layout=layout, **given)
+            for oldest in list(self._plans)[:-_PLANS_KEPT]:
+                self._plans.pop(oldest, None)  # another thread may have removed it
+        return known[1]
 
     def _host_bytes(self, stats: Stats, layout: Layout) -> int:
         """Host memory for weights, for a plan; 0 for no limit. Measures the disk when it first matters."""
@@ -353,16 +363,17 @@ class Placement:
             logger.warning("fewer weights are resident than the budget allows: %s", error)
             return 0
 
-    def expect(self, seq: int, length: int) -> None:
+    def expect(self, seq: int, length: int, *, prompt: bool = False) -> None:
         """Takes room for ``length`` tokens in sequence ``seq``, and makes a new plan if much less budget is left.
 
+        :param prompt: a prompt is read next, not one token.
         :raises OutOfMemory: neither VRAM nor host memory has room.
         """
         if length <= self._expected[seq]:
             return
         self._expected[seq] = _pages(length)
         self.device.use_kv(seq, self._expected[seq])
-        self._replan_for_context()
+        self._replan_for_context(prompt=prompt)
 
     def shrink(self, seq: int) -> None:
         """Frees the room beyond the length of sequence ``seq``, after it was cut."""
@@ -378,14 +389,17 @@ class Placement:
         self.unfilled, self._cut = self.unfilled or self._cut, False
         self.overhead.follow()
 
-    def _replan_for_context(self) -> None:
-        """Makes a new plan if the KV cache has changed much. A plan takes tens of milliseconds, so small changes keep
-        the old one."""
+    def _replan_for_context(self, *, prompt: bool = False) -> None:
+        """Makes a new plan if the KV cache has changed much. Small changes keep the old one.
+
+        :param prompt: a prompt waits for it.
+        """
         stats = self.device.stats()
         changed = abs(stats.kv_bytes + stats.kv_host_bytes - self._kv_planned)
         # A ring that has shrunk keeps fewer experts than the plan counts on.
-        shrunk = stats.ring_bytes < self._ring_planned
-        if self._plan is not None and (shrunk or changed * REPLAN_SHARE > stats.budget_bytes):
+        shrunk = not prompt and stats.ring_bytes < self._ring_planned
+        share = _PROMPT_SHARE if prompt else REPLAN_SHARE
+        if self._plan is not None and (shrunk or changed * share > stats.budget_bytes):
             try:
                 self.replan()
             except BudgetBelowFloor as error:  # the driver has taken more VRAM; the plan in force still works

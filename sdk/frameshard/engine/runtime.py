@@ -412,13 +412,14 @@ class Runtime:
         self._lengths[seq] = length
         return True
 
-    def expect(self, seq: int, length: int) -> None:
+    def expect(self, seq: int, length: int, *, prompt: bool = False) -> None:
         """Takes room for ``length`` tokens in sequence ``seq``, before they are decoded.
 
+        :param prompt: a prompt is read next, not one token.
         :raises OutOfMemory: neither VRAM nor host memory has room.
         """
         if self.placement is not None:
-            self.placement.expect(seq, length)
+            self.placement.expect(seq, length, prompt=prompt)
 
     def _set_length(self, seq: int, length: int) -> None:
         self._lengths[seq] = length
