@@ -217,7 +217,10 @@ static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink) 
     if (may_shrink && cells * streams * 2 <= held * held_streams) {
         return {cells, streams};
     }
-    return {used > held ? cells : held, std::max(streams, held_streams)};
+    if (used > held) {
+        return {cells, streams}; // storage is made anew anyway: sequences that have ended get none of it
+    }
+    return {held, std::max(streams, held_streams)};
 }
 
 // Gives a block storage of another size, in VRAM if it fits there.

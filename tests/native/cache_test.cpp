@@ -306,6 +306,14 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     s.cut(0, 0);
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     CHECK(stats().kv_bytes == 0 && stats().streamed_bytes == 0);
+    // When a sequence needs more room, those that have ended get none.
+    s.check({0, 3, 20});
+    CHECK(stats().kv_bytes == 3 * 256 * kCellBytes);
+    s.cut(1, 0);
+    s.cut(2, 0);
+    s.check({0, 1, 300});
+    CHECK(stats().kv_bytes == 512 * kCellBytes);
+    s.cut(0, 0);
     s.check({0, 2, 3});
     // The cache never gets larger than its context.
     for (int i = 0; i < kStreams; i++) {
