@@ -43,7 +43,7 @@ def test_the_village_plays_and_the_budget_changes_during_answers(model_path: Pat
     assert villagers == 12
     assert n_read < n_lore / 2
     assert "saved: 3 messages" in result.stdout
-    assert "loaded: 3 messages, no longer 6 messages" in result.stdout
+    assert "loaded: 3 messages with the traveller; before the load there were 6 messages" in result.stdout
     assert "Joss speaks with the LoRA adapter sailor.gguf" in result.stdout
 
 

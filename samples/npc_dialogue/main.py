@@ -143,13 +143,13 @@ class Game:
     def save(self) -> None:
         """Keep all conversations. A game would write these bytes to its own file."""
         self._saved = self._conversations()
-        self._stage.world(f"saved: {self._said()} in {sum(map(len, self._saved.values()))} bytes")
+        self._stage.world(f"saved: {self._said()} with the traveller, in {sum(map(len, self._saved.values()))} bytes")
 
     def load(self) -> None:
         before = self._said()
         for name, data in self._saved.items():
             self._sidecar.load(data, conversation=name)
-        self._stage.world(f"loaded: {self._said()}, no longer {before}")
+        self._stage.world(f"loaded: {self._said()} with the traveller; before the load there were {before}")
 
     async def draw(self) -> None:
         """Show the current figures."""
@@ -189,7 +189,7 @@ class Game:
             async with stream:
                 remark = await stream.completed()
             self.tally.n_read[name] = remark.n_prompt - remark.n_reused
-            self._stage.remark(name, remark.text.strip(), reused(remark))
+            self._stage.remark(name, remark.text.strip() + cut_off(remark), reused(remark))
             self._remark()
 
     async def _move(self, place: str) -> None:
@@ -225,12 +225,18 @@ class Game:
                 if now - drawn > 0.2:
                     await self.draw()
                     drawn = now
-        self._stage.falls_silent()
         assert stream.result is not None
+        self._stage.says(cut_off(stream.result))
+        self._stage.falls_silent()
         self._stage.world(f"first word after {self.tally.first_words_s[-1]:.2f} s; {reused(stream.result)}")
         if self.place == RUINS:  # a short answer
             await self._move(TOWN)
         await self.draw()
+
+
+def cut_off(answer: frameshard.Completion) -> str:
+    """What shows that an answer ends at its limit of tokens, in the middle of a sentence."""
+    return " …" if answer.reason == "length" else ""
 
 
 def reused(answer: frameshard.Completion) -> str:
