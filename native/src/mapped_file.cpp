@@ -5,8 +5,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <cstdlib>
 #include <fcntl.h>
-#include <fstream>
+#include <functional>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -27,13 +28,13 @@ struct Mapping {
     char mode[8] = "";
     std::string path;
 
-    bool read(const std::string &line) {
+    bool read(const char *line) {
         int at = 0;
-        if (sscanf(line.c_str(), "%llx-%llx %7s %llx %x:%x %llu %n", &begin, &end, mode, &offset, &major, &minor,
-                   &inode, &at) < 7) {
+        if (sscanf(line, "%llx-%llx %7s %llx %x:%x %llu %n", &begin, &end, mode, &offset, &major, &minor, &inode, &at) <
+            7) {
             return false;
         }
-        path = line.substr(std::min((size_t)at, line.size()));
+        path.assign(line + at, strcspn(line + at, "\n"));
         return true;
     }
     bool is_read_only_file() const { return strncmp(mode, "r--", 3) == 0 && inode != 0 && !path.empty(); }
@@ -41,15 +42,31 @@ struct Mapping {
 
 } // namespace
 
-std::unique_ptr<MappedFile> MappedFile::find(const char *p) {
-    std::ifstream maps("/proc/self/maps");
-    Mapping m;
-    for (std::string line; std::getline(maps, line);) {
-        if (m.read(line) && (uintptr_t)p >= m.begin && (uintptr_t)p < m.end) {
+// Calls `is_last` with each mapping of this process, by address, until it returns true. Reads with the C library, because a
+// GPU's module may bring a C++ library of its own.
+static void each_mapping(const std::function<bool(const Mapping &)> &is_last) {
+    FILE *maps = fopen("/proc/self/maps", "re");
+    if (!maps) {
+        return;
+    }
+    char *line = nullptr;
+    size_t room = 0;
+    for (Mapping m; getline(&line, &room, maps) > 0;) {
+        if (m.read(line) && is_last(m)) {
             break;
         }
-        m = {};
     }
+    free(line);
+    fclose(maps);
+}
+
+std::unique_ptr<MappedFile> MappedFile::find(const char *p) {
+    Mapping m;
+    each_mapping([&](const Mapping &each) {
+        const bool found = (uintptr_t)p >= each.begin && (uintptr_t)p < each.end;
+        m = found ? each : m;
+        return found;
+    });
     if (!m.is_read_only_file() || (size_t)sysconf(_SC_PAGESIZE) > kUnit) {
         return nullptr;
     }
@@ -73,19 +90,17 @@ void MappedFile::narrow(char *from, size_t bytes) {
     const uintptr_t page = kUnit;
     uintptr_t begin = (uintptr_t)from / page * page, end = ((uintptr_t)from + bytes + page - 1) / page * page;
     uintptr_t run = 0, run_end = 0; // neighbouring mappings of the file
-    std::ifstream maps("/proc/self/maps");
-    for (std::string line; std::getline(maps, line);) {
-        Mapping m;
-        if (!m.read(line) || m.inode != inode_ || !m.is_read_only_file()) {
-            continue;
+    each_mapping([&](const Mapping &m) {
+        if (m.inode == inode_ && m.is_read_only_file()) {
+            run = m.begin == run_end ? run : m.begin;
+            run_end = m.end;
+            if (run <= begin && end <= run_end) {
+                begin = std::max(run, (uintptr_t)begin_);
+                end = std::min<uintptr_t>(run_end, (uintptr_t)end_);
+            }
         }
-        run = m.begin == run_end ? run : m.begin;
-        run_end = m.end;
-        if (run <= begin && end <= run_end) {
-            begin = std::max(run, (uintptr_t)begin_);
-            end = std::min<uintptr_t>(run_end, (uintptr_t)end_);
-        }
-    }
+        return false;
+    });
     offset_ += (uint64_t)(begin - (uintptr_t)begin_);
     begin_ = (char *)begin;
     end_ = (char *)end;
