@@ -428,16 +428,16 @@ fsd_status fsd_set_overhead(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     const uint64_t before = d.ledger.overhead();
     d.ledger.set_overhead(bytes);
-    if (d.committed) {
-        d.update_floor();
+    if (!d.committed) { // fsd_commit checks it, and knows the floor
+        d.ledger.note_peak();
+        return FSD_OK;
     }
+    d.update_floor();
     if (bytes > before && !d.ledger.make_room(0)) {
         return fail(FSD_BELOW_FLOOR, "the overhead leaves less VRAM than the model's floor");
     }
     d.ledger.note_peak();
-    if (d.committed) {
-        d.update_placements();
-    }
+    d.update_placements();
     return FSD_OK;
 }
 

@@ -730,6 +730,17 @@ SCENARIO(overhead_counts) {
     s.check_ledger();
 }
 
+// The driver alone holds more than the budget before anything is committed: the refusal names the floor.
+SCENARIO(overhead_before_the_commit) {
+    Session s(config_of(uint64_t{1} << 20));
+    CHECK(fsd_set_overhead(uint64_t{64} << 20) == FSD_OK);
+    CHECK(fsd_commit() == FSD_BELOW_FLOOR);
+    CHECK(stats().floor_bytes > uint64_t{64} << 20);
+    CHECK(fsd_set_overhead(0) == FSD_OK && fsd_set_budget(0, 0) == FSD_OK);
+    s.commit();
+    s.check_conversation();
+}
+
 // The budget is larger than the free VRAM of the device. This happens when another program uses VRAM.
 SCENARIO(a_card_smaller_than_the_budget) {
     fsd_config config = config_of(0);
