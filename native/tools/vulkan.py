@@ -6,6 +6,7 @@ signature, and it is unpacked in the user's cache. Nothing is installed. The loa
 those of the system, or of the SDK that VULKAN_SDK names.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -18,6 +19,8 @@ import headers
 
 OLDEST = (1, 3, 272)
 PACKAGES = "apt-get install libvulkan-dev glslc spirv-headers"
+OLDEST_MESA = (25, 0)  # the oldest that is known to work
+MESA_PACKAGE = "apt-get install mesa-vulkan-drivers"
 NEWER_RELEASE = "trixie"  # Debian 13
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
@@ -126,12 +129,34 @@ def output(command: list[str], directory: pathlib.Path | None = None) -> str:
 
 
 def check_software_vulkan() -> None:
-    """Ends the program with a message if Mesa's software Vulkan is not installed."""
+    """Ends the program with a message if Mesa's software Vulkan is not installed, or too old."""
+    given = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
     places = [pathlib.Path(each) / "vulkan/icd.d" for each in ("/usr/share", "/usr/local/share", "/etc")]
-    if not any(next(each.glob("lvp_icd*.json"), None) for each in places):
+    files = [pathlib.Path(each) for each in given.split(os.pathsep)] if given else []
+    files = files or [file for place in places for file in sorted(place.glob("lvp_icd*.json"))]
+    found = next((file for file in files if "lvp" in file.name and file.is_file()), None)
+    if found is None:
+        sys.exit(f"Mesa's software Vulkan (lavapipe) is missing. On Debian or Ubuntu: {MESA_PACKAGE}")
+    version = mesa_version(pathlib.Path(json.loads(found.read_text())["ICD"]["library_path"]))
+    if version is not None and version < OLDEST_MESA:
+        here, needed = (".".join(map(str, each)) for each in (version, OLDEST_MESA))
         sys.exit(
-            "Mesa's software Vulkan (lavapipe) is missing. On Debian or Ubuntu: apt-get install mesa-vulkan-drivers"
+            f"Mesa's software Vulkan here ({found}) is {here}. {needed} or newer is needed: of older ones 22.3 was "
+            "tried, and it crashes under the shard device, in a thread of its own. On Debian 12, with its backports "
+            f"among apt's sources: {MESA_PACKAGE.replace('install', 'install -t bookworm-backports')}. Or name "
+            "another one's file: VK_DRIVER_FILES=DIR/lvp_icd.json make vulkan"
         )
+
+
+def mesa_version(library: pathlib.Path) -> tuple[int, int] | None:
+    """Major and minor version of a driver of Mesa, as it would tell a program; None if its file does not show it."""
+    if not library.is_absolute():  # the dynamic loader looks for it
+        library = next(pathlib.Path("/usr").glob(f"lib*/**/{library.name}"), library)
+    try:
+        told = re.search(rb"Mesa (\d+)\.(\d+)\.", library.read_bytes())
+    except OSError:
+        return None
+    return (int(told[1]), int(told[2])) if told else None
 
 
 if __name__ == "__main__":
