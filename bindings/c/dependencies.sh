@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds libsodium and libzmq as static libraries for a client that has them inside:
 # dependencies.sh linux|windows DIRECTORY. It makes DIRECTORY/prefix, with the licences of what ends in the client.
+# For Windows also cJSON, for the conformance runners.
 # Needs Debian or Ubuntu, and: apt-get install g++ cmake ninja-build pkg-config autoconf automake libtool dpkg-dev \
 #        libmsgpack-dev nlohmann-json3-dev, for Windows also g++-mingw-w64-x86-64-posix
 # Compiles Debian's source packages, which it fetches once into DIRECTORY.
@@ -64,6 +65,18 @@ if [ ! -f "$prefix/lib/libzmq.a" ]; then
       -DWITH_LIBSODIUM=ON -DENABLE_CURVE=ON -DWITH_LIBSODIUM_STATIC=ON -DENABLE_PRECOMPILED=OFF $flags \
       && ninja -C "$work/zeromq3-build" -j2 install; } > "$work/libzmq-build.log" 2>&1 \
     || { tail "$work/libzmq-build.log" >&2; exit 1; }
+fi
+
+# What conformance runs read their commands with. On Linux it is the system's.
+if [ "$system" = windows ] && [ ! -f "$prefix/lib/libcjson.a" ]; then
+  cd "$(source_of cjson)"
+  echo "building cJSON"
+  # shellcheck disable=SC2086
+  { cmake -S . -B "$work/cjson-build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_POLICY_VERSION_MINIMUM=3.5 \
+      -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib -DBUILD_SHARED_LIBS=OFF -DENABLE_CJSON_TEST=OFF \
+      -DENABLE_CUSTOM_COMPILER_FLAGS=OFF $flags \
+      && ninja -C "$work/cjson-build" install; } > "$work/cjson-build.log" 2>&1 \
+    || { tail "$work/cjson-build.log" >&2; exit 1; }
 fi
 
 # Only these headers of /usr/include may be used. For Windows, the others are wrong.

@@ -2,6 +2,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include <cjson/cJSON.h>
 #include <frameshard.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -546,10 +547,26 @@ static fs_status obey(const cJSON *command, cJSON *answer) {
     return status;
 }
 
+/* Reads a line into *line, which it makes longer. Returns false at the end of the input. Windows has no getline. */
+static bool next_line(char **line, size_t *room) {
+    size_t length = 0;
+    do {
+        if (*room - length < 2) {
+            *room = *room * 2 + 4096;
+            if ((*line = realloc(*line, *room)) == NULL)
+                abort();
+        }
+        if (fgets(*line + length, (int)(*room - length), stdin) == NULL)
+            return length > 0;
+        length += strlen(*line + length);
+    } while (length == 0 || (*line)[length - 1] != '\n');
+    return true;
+}
+
 int main(void) {
     char *line = NULL;
     size_t room = 0;
-    while (getline(&line, &room, stdin) > 0) {
+    while (next_line(&line, &room)) {
         cJSON *command = cJSON_Parse(line), *answer = cJSON_CreateObject();
         fs_status status = obey(command, answer);
         cJSON_AddBoolToObject(answer, "ok", status == FS_OK);
