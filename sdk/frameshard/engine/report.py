@@ -62,10 +62,14 @@ def statistics(runtime: Runtime, batcher: Batcher, host: HostMemory, *, has_fram
     """[any thread] Returns the engine's part of the protocol's ``stats`` answer."""
     stats: dict[str, object] = batcher.statistics()
     stats["adapters"] = {each.name: each.size_bytes for each in runtime.adapters.describe()}
-    stats["host"] = host.figures()
     stats["observed_by"] = None if runtime.observer is None else runtime.observer.source
+    stats["host"] = host.figures()
     if runtime.device is not None and runtime.placement is not None:
-        stats.update(dataclasses.asdict(runtime.device.stats()))
+        counters = dataclasses.asdict(runtime.device.stats())
+        # A map of the protocol has 64 entries at most.
+        host_counters = {key: counters.pop(key) for key in [*counters] if key.startswith(("host_", "disk_"))}
+        stats["host"] = {**host.figures(), "device": host_counters}
+        stats.update(counters)
         stats["budget_bytes"] = runtime.vram_budget_bytes
         stats["placement"] = runtime.placement.by_kind()
         stats["profile"] = "measured" if runtime.placement.measurements is None else "estimated"
