@@ -323,9 +323,6 @@ void Device::apply_host_budget() {
         return;
     }
     host.bring_into_force();
-    if (host.budget() > 0) {
-        kv.back_up(false);
-    }
     if (committed || parked) {
         open_cache();
         balance_host();

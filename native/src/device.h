@@ -74,9 +74,6 @@ struct Device {
     bool apply_requested_budget();
     // False while a graph runs; its executor applies the budget.
     bool apply_budget_if_idle();
-    // Backs up what graphs have written to the KV cache. Under a host budget there are no backups: they are what host memory
-    // can do without.
-    void back_up_kv() { kv.back_up(host.budget() == 0); }
 
     // Brings a requested host budget into force. False while a graph runs; its executor applies the budget.
     void apply_host_budget();

@@ -475,11 +475,7 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
     d.arena.finish_fills();
     d.balance_host();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
-    const ggml_status status = Executor(d, graph).run();
-    if (status == GGML_STATUS_SUCCESS) {
-        d.back_up_kv();
-    }
-    return status;
+    return Executor(d, graph).run();
 }
 
 } // namespace fsd

@@ -29,8 +29,8 @@ class HostLedger {
     void remove_tower(uint64_t bytes) { tower_ -= bytes; }
 
     uint64_t weights() const; // in the mapping, or what the cache has of them
-    uint64_t used() const;    // weights, pinned memory, KV blocks and their backups
-    // The smallest budget; without backups, of which there are none under a budget. 0 before fsd_commit.
+    uint64_t used() const;    // weights, pinned memory, and KV blocks
+    // The smallest budget. 0 before fsd_commit.
     uint64_t floor() const;
     uint64_t budget() const { return budget_.load(); } // 0: no limit
     bool fits(uint64_t budget) const { return budget == 0 || floor() <= budget; }

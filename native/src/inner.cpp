@@ -131,12 +131,6 @@ void Inner::wait_for_copies() {
     ggml_backend_event_wait(compute, copied);
 }
 
-void Inner::hold_copies() {
-    computed = computed ? computed : ggml_backend_event_new(dev);
-    ggml_backend_event_record(computed, compute);
-    ggml_backend_event_wait(copy, computed);
-}
-
 char *Inner::staging(size_t bytes) {
     if (staging_bytes < bytes) {
         synchronize(); // it may be in use

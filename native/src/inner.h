@@ -98,8 +98,6 @@ class Inner {
     void synchronize();
     // The compute stream waits for all copies queued so far; the host does not.
     void wait_for_copies();
-    // Copies that are queued from now on wait for all that was queued on the compute stream; the host does not.
-    void hold_copies();
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
     // [any thread] Host memory that is held for copies: staging memory, and that of the host paths.
@@ -118,7 +116,7 @@ class Inner {
 
   private:
     const Pacing &pacing;
-    ggml_backend_event_t copied = nullptr, computed = nullptr; // of wait_for_copies() and hold_copies()
+    ggml_backend_event_t copied = nullptr; // of wait_for_copies()
     InnerBuffer pinned_staging, pinned_zeros;
     std::vector<char> pageable_staging; // where the device has no pinned memory
     std::atomic<size_t> staging_bytes{0};

@@ -30,7 +30,6 @@ void KvCache::add(const ggml_tensor *t, size_t offset) {
         group->streams = c.streams;
         group->used.assign((size_t)c.streams, 0);
         group->asked.assign((size_t)c.streams, -1);
-        group->writing.assign((size_t)c.streams, {});
     }
     const std::string key = key_of(t);
     auto block = std::find_if(blocks.begin(), blocks.end(),

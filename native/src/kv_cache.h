@@ -12,7 +12,6 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -24,15 +23,6 @@ namespace fsd {
 
 struct KvGroup;
 struct KvTensor;
-
-// Neighbouring cells of a stream.
-struct Cells {
-    int64_t first = 0, end = 0;
-
-    int64_t count() const { return std::max<int64_t>(0, end - first); }
-    // The smallest run that has both.
-    void add(Cells more) { *this = count() > 0 ? Cells{std::min(first, more.first), std::max(end, more.end)} : more; }
-};
 
 // A layer's tensors: the unit that moves between VRAM and host memory.
 struct KvBlock {
@@ -47,8 +37,6 @@ struct KvBlock {
     size_t pane = 0;    // of the window, while it is in host memory
     bool stays = false; // in VRAM: a node needs it beside another block, and the window has one at a time for a node
     std::vector<KvTensor *> tensors;
-    InnerBuffer backup;         // see KvBackup
-    std::vector<Cells> unsaved; // by stream, what is not up to date in it
 };
 
 struct KvTensor {
@@ -75,7 +63,6 @@ struct KvGroup {
     int64_t cells = 0, streams = 0;
     std::vector<int64_t> used;  // cells by stream, as seen in graphs
     std::vector<int64_t> asked; // by stream, what fsd_use_kv said; -1: nothing yet
-    std::vector<Cells> writing; // by stream, what the graph writes that runs now, or ran last
     bool by_rows = false;       // written by row number, so that the number of cells in use is known by stream
     std::vector<KvBlock *> blocks;
 };

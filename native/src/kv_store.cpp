@@ -14,9 +14,6 @@ namespace fsd {
 void KvStore::add(KvCache &cache) { caches_.push_back(&cache); }
 
 void KvStore::remove(KvCache &cache) {
-    if (inner_.copy) {
-        ggml_backend_synchronize(inner_.copy); // backups of the blocks may be under way
-    }
     for (KvBlock &b : cache.blocks) {
         release_block(b);
     }
@@ -32,12 +29,6 @@ template <typename F> void KvStore::each_block(F use) {
     }
 }
 
-std::vector<KvBlock *> KvStore::all_blocks() {
-    std::vector<KvBlock *> all;
-    each_block([&](KvBlock &b) { all.push_back(&b); });
-    return all;
-}
-
 size_t KvStore::lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::vector<size_t> &at) {
     size_t bytes = 0;
     at.clear();
@@ -48,9 +39,7 @@ size_t KvStore::lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::v
     return bytes;
 }
 
-// Its copies must have run.
 void KvStore::release_block(KvBlock &b) {
-    backup_.drop(b);
     if (b.in_host_memory) {
         b.storage.reset();
         host_bytes_ -= b.bytes;
@@ -69,15 +58,9 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     ggml_backend_synchronize(inner_.copy); // it may be reading the block
     std::vector<size_t> at;
     const size_t bytes = lay_out(b, cells, streams, at);
-    const bool same = cells == b.cells && streams == b.streams;
-    std::vector<Cells> lacking((size_t)streams, {0, cells}); // in the new storage
-    InnerBuffer storage, old;
+    InnerBuffer storage;
     char *base = nullptr;
-    if (same && to_host && b.backup) {
-        lacking = b.unsaved;
-        storage = backup_.take(b);
-        base = (char *)ggml_backend_buffer_get_base(storage.get());
-    } else if (bytes > 0) {
+    if (bytes > 0) {
         if (to_host) {
             // Copies from pinned memory run at the link's full rate. A parked cache is not read for long.
             ggml_backend_buffer_type_t buft = pageable_ ? nullptr : inner_.host_buffer_type();
@@ -94,18 +77,14 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     for (size_t i = 0; i < b.tensors.size(); i++) {
         const KvTensor &t = *b.tensors[i];
         for (int64_t s = 0; s < std::min(b.streams, streams); s++) {
-            const int64_t first = lacking[(size_t)s].first;
-            const int64_t n = std::min({b.group->used[(size_t)s], b.cells, lacking[(size_t)s].end}) - first;
+            const int64_t n = std::min({b.group->used[(size_t)s], b.cells, cells});
             if (n > 0) {
                 const size_t size = t.row * (size_t)n;
-                ggml_tensor from = raw_tensor(b.storage.get(), t.place(b.base, s, first), size);
-                ggml_tensor to = raw_tensor(storage.get(), base + at[i] + t.row * (size_t)(s * cells + first), size);
+                ggml_tensor from = raw_tensor(b.storage.get(), t.place(b.base, s, 0), size);
+                ggml_tensor to = raw_tensor(storage.get(), base + at[i] + t.row * (size_t)(s * cells), size);
                 ggml_backend_tensor_copy(&from, &to);
             }
         }
-    }
-    if (same && b.in_host_memory && !to_host && wants_backups_) {
-        old = std::move(b.storage);
     }
     release_block(b);
     for (size_t i = 0; i < b.tensors.size(); i++) {
@@ -118,28 +97,7 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     b.streams = streams;
     b.in_host_memory = to_host && bytes > 0;
     host_bytes_ += b.in_host_memory ? bytes : 0;
-    if (old) {
-        backup_.keep(b, std::move(old));
-    }
     return true;
-}
-
-// Where copies and kernels share one queue, backups would delay graphs.
-void KvStore::back_up(bool wanted) {
-    wants_backups_ = wanted && !inner_.quirks.one_queue;
-    if (wants_backups_) {
-        backup_.update(all_blocks());
-    } else if (backup_.bytes() > 0) {
-        drop_backups();
-    }
-}
-
-void KvStore::drop_backups() {
-    if (inner_.copy) {
-        ggml_backend_synchronize(inner_.copy);
-    }
-    each_block([&](KvBlock &b) { backup_.drop(b); });
-    backup_.free_dropped();
 }
 
 size_t KvStore::window_lacks() {
@@ -228,7 +186,6 @@ void KvStore::spill_surplus() {
 }
 
 size_t KvStore::fetch_blocks() {
-    backup_.free_dropped();
     size_t all = 0, done = 0;
     each_block([&](const KvBlock &b) { all += b.in_host_memory ? weights_.layout.granular(b.bytes) : 0; });
     const bool all_fit = fits((int64_t)all - (int64_t)window_bytes());
@@ -297,17 +254,6 @@ bool KvStore::settle(bool may_shrink) {
     return ensure_window();
 }
 
-void KvStore::written(KvCache &cache, size_t offset, size_t bytes) {
-    for (const KvRun &run : cache.runs(offset, bytes)) {
-        const KvTensor &t = *cache.at(offset + run.from);
-        const size_t in = offset + run.from - t.offset, whole = t.stream_bytes();
-        for (size_t s = in / whole; s * whole < in + run.bytes; s++) {
-            const size_t first = s * whole < in ? in % whole : 0, end = std::min(whole, in + run.bytes - s * whole);
-            KvBackup::written(*run.block->group, s, {(int64_t)(first / t.row), (int64_t)((end + t.row - 1) / t.row)});
-        }
-    }
-}
-
 bool KvStore::hold_range(KvCache &cache, size_t offset, size_t bytes) {
     for (const KvRun &run : cache.runs(offset, bytes)) {
         if (!run.address) {
@@ -322,7 +268,6 @@ bool KvStore::hold_range(KvCache &cache, size_t offset, size_t bytes) {
 
 void KvStore::clear(KvCache &cache, uint8_t value) {
     inner_.synchronize();
-    drop_backups();
     for (KvGroup &g : cache.groups) {
         std::fill(g.used.begin(), g.used.end(), 0);
     }
@@ -335,7 +280,6 @@ void KvStore::clear(KvCache &cache, uint8_t value) {
 
 void KvStore::park() {
     pageable_ = true;
-    drop_backups();
     each_block([&](KvBlock &b) {
         if (b.bytes > 0 && !b.in_host_memory) {
             relocate(b, b.cells, b.streams, true);
@@ -400,17 +344,16 @@ void numbers_inside(const KvBlock &b, const ggml_tensor *whole, std::vector<int6
 
 static KvAccess access_of(const ggml_cgraph *graph) {
     KvAccess a;
-    const auto want = [&](KvGroup *g, int64_t stream0, int64_t streams, int64_t cells, bool written) {
+    const auto want = [&](KvGroup *g, int64_t stream0, int64_t streams, int64_t cells) {
         auto it = std::find_if(a.wants.begin(), a.wants.end(), [&](const auto &w) { return w.group == g; });
         if (it == a.wants.end()) {
-            a.wants.push_back({g, stream0, streams, cells, written});
+            a.wants.push_back({g, stream0, streams, cells});
             return;
         }
         const int64_t end = std::max(it->stream0 + it->streams, stream0 + streams);
         it->stream0 = std::min(it->stream0, stream0);
         it->streams = end - it->stream0;
         it->cells = std::max(it->cells, cells);
-        it->written = it->written || written;
     };
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor *n = graph->nodes[i];
@@ -439,14 +382,14 @@ static KvAccess access_of(const ggml_cgraph *graph) {
                 continue;
             }
             const Reach r = reach_of(*c, t);
-            want(g, r.stream0, r.streams, r.cells, j < 0);
+            want(g, r.stream0, r.streams, r.cells);
         }
     }
     // One list of row numbers can be changed for only one group: the others hold all of their cells.
     for (const auto &r : a.rows) {
         for (const auto &other : a.rows) {
             if (r.numbers == other.numbers && r.group != other.group) {
-                want(r.group, 0, r.group->streams, r.group->cells, false);
+                want(r.group, 0, r.group->streams, r.group->cells);
             }
         }
     }
@@ -471,15 +414,6 @@ const KvAccess &KvStore::access(const ggml_cgraph *graph) {
 }
 
 bool KvStore::prepare(const KvAccess &a) {
-    const auto writes = [](KvGroup &g, size_t stream, Cells cells) {
-        g.writing[stream].add(cells);
-        KvBackup::written(g, stream, cells);
-    };
-    for (KvCache *cache : caches_) {
-        for (KvGroup &g : cache->groups) {
-            g.writing.assign(g.used.size(), {});
-        }
-    }
     for (KvBlock *b : a.together) {
         b->stays = true;
     }
@@ -488,23 +422,14 @@ bool KvStore::prepare(const KvAccess &a) {
             int64_t &used = w.group->used[(size_t)s];
             const int64_t asked = w.group->asked[(size_t)s];
             used = std::max(asked < 0 ? used : asked, w.cells);
-            if (w.written) {
-                writes(*w.group, (size_t)s, {0, w.cells});
-            }
         }
     }
     for (const auto &r : a.rows) {
         r.group->by_rows = true;
         const int64_t *numbers = (const int64_t *)r.numbers->data;
-        std::map<size_t, Cells> written; // by stream
         for (int64_t i = 0; i < r.numbers->ne[0]; i++) {
-            const int64_t cell = numbers[i] % r.group->cells;
-            written[(size_t)(numbers[i] / r.group->cells)].add({cell, cell + 1});
-        }
-        for (const auto &[stream, cells] : written) {
-            int64_t &used = r.group->used[stream];
-            used = std::max(used, cells.end);
-            writes(*r.group, stream, cells);
+            int64_t &used = r.group->used[(size_t)(numbers[i] / r.group->cells)];
+            used = std::max(used, numbers[i] % r.group->cells + 1);
         }
     }
     if (!settle(false)) {

@@ -1,7 +1,7 @@
 // The KV cache's storage: blocks in VRAM or in host memory, and the window in VRAM through which the latter pass.
 #pragma once
 
-#include "kv_backup.h"
+#include "kv_cache.h"
 #include "ledger.h"
 #include "weights.h"
 
@@ -15,7 +15,6 @@ struct KvAccess {
     struct Want {
         KvGroup *group;
         int64_t stream0, streams, cells;
-        bool written; // not only read
     };
     struct Rows {
         // Row numbers, an input of the graph. In host memory they count in the whole tensor, on the device in what is
@@ -34,19 +33,18 @@ bool writes_rows(const ggml_tensor *node, const KvTensor &c);
 // Row numbers of a whole tensor become those of what a block has storage for.
 void numbers_inside(const KvBlock &b, const ggml_tensor *whole, std::vector<int64_t> &inside);
 
-// All methods but host_bytes() and backup_bytes() need the caller to hold the graph mutex.
+// All methods but host_bytes() need the caller to hold the graph mutex.
 class KvStore {
   public:
     // `generation` counts changes after which compiled programs are no longer right.
     KvStore(Inner &inner, Ledger &ledger, const Weights &weights, uint64_t &generation)
-        : inner_(inner), ledger_(ledger), weights_(weights), generation_(generation), backup_(inner) {}
+        : inner_(inner), ledger_(ledger), weights_(weights), generation_(generation) {}
 
     void add(KvCache &cache);
     void remove(KvCache &cache); // frees its storage
 
     KvNeed need();
     uint64_t host_bytes() const { return host_bytes_.load(); } // [any thread] of blocks in host memory
-    uint64_t backup_bytes() const { return backup_.bytes(); }  // [any thread] of backups of blocks in VRAM
 
     // What a graph reads and writes. Valid until kMaxPrograms other graphs have been asked for.
     const KvAccess &access(const ggml_cgraph *graph);
@@ -57,14 +55,9 @@ class KvStore {
     void use_cells(uint32_t stream, uint64_t cells);
     // Makes room for bytes that are written from outside a graph.
     bool hold_range(KvCache &cache, size_t offset, size_t bytes);
-    // Bytes are going to be written from outside a graph: what moves from now on takes them along.
-    void written(KvCache &cache, size_t offset, size_t bytes);
     void clear(KvCache &cache, uint8_t value);
     // Gives every block storage for the cells in use. It shrinks only if it may, and then by no less than half.
     bool settle(bool may_shrink);
-
-    // To be called after each graph: see KvBackup. Without `wanted` there are no backups.
-    void back_up(bool wanted);
 
     // Moves all blocks to host memory and frees the window; unpark() moves them to pinned memory.
     void park();
@@ -84,14 +77,12 @@ class KvStore {
 
   private:
     template <typename F> void each_block(F use);
-    std::vector<KvBlock *> all_blocks();
     std::vector<KvBlock *> last_to_spill() const;
     static size_t lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::vector<size_t> &at);
     // Moves a block to storage of another size or in the other memory, with the cells in use. False leaves it as it was.
     bool relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host);
     bool resize(KvBlock &b, int64_t cells, int64_t streams);
     void release_block(KvBlock &b);
-    void drop_backups();
     // Whether the cache may take `more` bytes of VRAM. Room for a ring stays, also while everything is resident: a token
     // waits longer for streamed weights than for a part of its context.
     bool fits(int64_t more);
@@ -105,8 +96,6 @@ class KvStore {
     InnerBuffer window_;
     char *window_base_ = nullptr;
     size_t n_panes_ = 0, pane_bytes_ = 0;
-    KvBackup backup_;
-    bool wants_backups_ = false;
     bool pageable_ = false; // host memory for blocks is not pinned
     std::atomic<uint64_t> host_bytes_{0};
 };

@@ -86,12 +86,9 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     return GGML_STATUS_SUCCESS;
 }
 
-enum class Access { read, write, write_zeros };
-
 // each_inner() for a part of a tensor, after memory for it is allocated. Weights are read-only.
 template <typename F>
-static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, Access access,
-                       F use) {
+static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, bool writes, F use) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     Buffer *c = ctx(b);
@@ -101,15 +98,12 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     }
     const size_t begin = (size_t)((char *)t->data - c->base) + offset;
     if (c->kv) {
-        if (access == Access::write && !d.kv.hold_range(*c->kv, begin, size)) {
+        if (writes && !d.kv.hold_range(*c->kv, begin, size)) {
             GGML_ABORT("frameshard: no memory for %zu bytes of the KV cache", size);
-        }
-        if (access != Access::read) {
-            d.kv.written(*c->kv, begin, size);
         }
     } else if (c->graph) {
         if (!d.hold(*c->graph)) {
-            c->graph->lost_input = c->graph->lost_input || access == Access::write;
+            c->graph->lost_input = c->graph->lost_input || writes;
             GGML_LOG_ERROR("frameshard: no VRAM for the compute buffer of a graph\n");
             return;
         }
@@ -121,16 +115,15 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
 }
 
 static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value, size_t offset, size_t size) {
-    with_inner(b, t, offset, size, value == 0 ? Access::write_zeros : Access::write,
-               [&](ggml_tensor *raw, size_t, size_t n) {
-                   if (raw) {
-                       ggml_backend_tensor_memset(raw, value, 0, n);
-                   }
-               });
+    with_inner(b, t, offset, size, value != 0, [&](ggml_tensor *raw, size_t, size_t n) {
+        if (raw) {
+            ggml_backend_tensor_memset(raw, value, 0, n);
+        }
+    });
 }
 
 static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
-    with_inner(b, t, offset, size, Access::write, [&](ggml_tensor *raw, size_t from, size_t n) {
+    with_inner(b, t, offset, size, true, [&](ggml_tensor *raw, size_t from, size_t n) {
         device().inner.upload(nullptr, raw->buffer, raw->data, (const char *)data + from, n);
     });
     if (t->type == GGML_TYPE_I64) { // numbers of KV rows: the device may get others, host memory keeps these
@@ -143,7 +136,7 @@ static void buffer_get(ggml_backend_buffer_t b, const ggml_tensor *t, void *data
         memcpy(data, (const char *)t->data + offset, size);
         return;
     }
-    with_inner(b, t, offset, size, Access::read, [&](ggml_tensor *raw, size_t from, size_t n) {
+    with_inner(b, t, offset, size, false, [&](ggml_tensor *raw, size_t from, size_t n) {
         if (raw) {
             ggml_backend_tensor_get(raw, (char *)data + from, 0, n);
         } else {

@@ -407,25 +407,17 @@ SCENARIO(the_cpu_attends_to_keys_and_values_in_host_memory) {
     }
 }
 
-std::vector<fsd::KvBlock *> blocks() {
-    std::vector<fsd::KvBlock *> all;
-    for (const fsd::Buffer *b : fsd::device().buffers) {
-        for (size_t i = 0; b->kv && i < b->kv->blocks.size(); i++) {
-            all.push_back(&b->kv->blocks[i]);
-        }
-    }
-    return all;
-}
-
 // However many blocks are in host memory, no two of them are neighbours while there are others to choose from.
 SCENARIO(blocks_in_host_memory_are_spread_over_the_layers) {
     Session s;
     s.check({0, 1, 300});
     const auto on_host = [] {
         std::vector<size_t> places;
-        for (const fsd::KvBlock *b : blocks()) {
-            if (b->in_host_memory) {
-                places.push_back(b->place);
+        for (const fsd::Buffer *b : fsd::device().buffers) {
+            for (size_t i = 0; b->kv && i < b->kv->blocks.size(); i++) {
+                if (b->kv->blocks[i].in_host_memory) {
+                    places.push_back(i);
+                }
             }
         }
         return places;
@@ -434,61 +426,6 @@ SCENARIO(blocks_in_host_memory_are_spread_over_the_layers) {
     CHECK(fsd::device().kv.spill_block() && on_host() == std::vector<size_t>{2});
     CHECK(fsd::device().kv.spill_block() && on_host() == (std::vector<size_t>{0, 2}));
     s.check({0, 1, 1});
-}
-
-// A block that has returned to VRAM keeps its memory, and moves there again with what was written since the last copy.
-SCENARIO(a_block_moves_to_its_backup) {
-    for (ggml_type kv : {GGML_TYPE_F16, GGML_TYPE_Q8_0}) {
-        CHECK(run_apart([kv] {
-                  Session s(kv);
-                  s.check({0, 2, 300});
-                  CHECK(stats().host_used_bytes == stats().host_floor_bytes);
-                  spill_all();
-                  std::vector<ggml_backend_buffer_t> memory;
-                  for (const fsd::KvBlock *b : blocks()) {
-                      memory.push_back(b->storage.get());
-                  }
-                  s.check({0, 2, 1});
-                  const auto fetch = [&] {
-                      CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().kv_host_bytes == 0);
-                      for (size_t i = 0; i < memory.size(); i++) {
-                          CHECK(blocks()[i]->backup.get() == memory[i]);
-                      }
-                      CHECK(stats().host_used_bytes > stats().host_floor_bytes);
-                  };
-                  fetch();
-                  s.check({0, 1, 3}); // too few to be copied
-                  for (const fsd::KvBlock *b : blocks()) {
-                      CHECK(b->unsaved[0].first == 300 && b->unsaved[0].end == 304);
-                  }
-                  s.cut(0, 40); // other tokens take the place of some that were copied
-                  s.check({0, 1, 260});
-                  for (const fsd::KvBlock *b : blocks()) {
-                      CHECK(b->unsaved[0].count() == 0);
-                  }
-                  s.check({0, 2, 2});
-                  spill_all();
-                  for (size_t i = 0; i < memory.size(); i++) {
-                      CHECK(blocks()[i]->storage.get() == memory[i]);
-                  }
-                  s.check({0, 2, 2});
-                  fetch();
-                  s.check({0, 2, 2});
-                  // Under a limit for host memory there are no backups.
-                  CHECK(fsd_set_host_budget(stats().host_floor_bytes, 0) == FSD_OK);
-                  CHECK(stats().host_used_bytes == stats().host_floor_bytes);
-                  s.check({0, 2, 1});
-                  CHECK(fsd_set_host_budget(0, 0) == FSD_OK);
-                  spill_all();
-                  s.check({0, 2, 1});
-                  CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
-                  // Nor while the device is parked.
-                  CHECK(fsd_park() == FSD_OK && stats().host_used_bytes == stats().host_floor_bytes);
-                  CHECK(fsd_unpark() == FSD_OK);
-                  s.check({0, 2, 1});
-                  return 0;
-              }) == 0);
-    }
 }
 
 void converse(unsigned seed, bool budgets_beside, bool attends) {

@@ -671,7 +671,7 @@ SCENARIO(host_memory_is_counted_and_limited) {
     CHECK(st.kv_host_bytes == 0 && st.host_used_bytes >= st.host_weights_bytes && st.disk_read_bytes == 0);
     CHECK(fsd_set_budget(s.floor, 0) == FSD_OK); // KV blocks move to host memory
     const fsd_stats small = stats();
-    CHECK(small.kv_host_bytes > 0 && small.host_floor_bytes == st.host_floor_bytes + small.kv_host_bytes);
+    CHECK(small.kv_host_bytes > 0 && small.host_used_bytes == st.host_used_bytes + small.kv_host_bytes);
     CHECK(fsd_set_host_budget(small.host_floor_bytes - 1, 0) == FSD_BELOW_HOST_FLOOR);
     CHECK(stats().host_budget_bytes == 0);
     CHECK(fsd_set_host_budget(small.host_floor_bytes, 0) == FSD_OK);

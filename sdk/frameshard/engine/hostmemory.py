@@ -48,7 +48,7 @@ class Parts:
     """What is held in host memory, in bytes. Each part is counted once.
 
     :param weights_bytes: the model's file as far as it is mapped, and the vision tower's weights.
-    :param pinned_bytes: memory through which copies to the device pass, and backups of KV blocks.
+    :param pinned_bytes: memory through which copies to the device pass.
     :param kv_blocks_bytes: KV blocks of running conversations that have no room in VRAM.
     :param kv_store_bytes: copies of KV caches in the KV store, and memory kept for the next copy.
     :param processes_bytes: all else of broker, engine and the processes that these have started, when it was last
