@@ -34,11 +34,11 @@ def shortened(name: str, directory: Path) -> str:
     return str(path)
 
 
-def test_the_six_traces_play_and_no_lease_is_broken(model_path: Path, tmp_path: Path) -> None:
+def test_the_six_traces_play_and_no_lease_is_broken(own_model: Path, tmp_path: Path) -> None:
     picture = tmp_path / "six.png"
     result = simulate(
         *(shortened(name, tmp_path) for name in trace.names()),
-        "--model", str(model_path), "--device", "emulated:4", "--speed", "8", "--json",
+        "--model", str(own_model), "--device", "emulated:4", "--speed", "8", "--json",
         "--scheduling-mode", "prioritize_compute", "--plot", str(picture),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -166,21 +166,21 @@ def test_without_a_limit_no_host_memory_is_too_much() -> None:
 
 
 @in_trio
-async def test_a_script_limits_host_memory(model_path: Path, tmp_path: Path) -> None:
+async def test_a_script_limits_host_memory(own_model: Path, tmp_path: Path) -> None:
     """The limit is the sidecar's floor and what the script adds, until the script lifts it."""
     events = (
         trace.Host(0.0, 24, deadline_ms=30_000),
         trace.Ask(0.0, "mira", "Who comes there?", 8),
         trace.Host(1.5, None, deadline_ms=30_000),
     )
-    async with frameshard.launch(model_path, device="emulated", n_ctx=512, n_threads=1) as client:
+    async with frameshard.launch(own_model, device="emulated", n_ctx=512, n_threads=1) as client:
         recording = await play(client, trace.Trace("maps", "", 2.0, 8192, events))
         assert (await client.budget()).host_budget_bytes == 0
     assert recording.problems == []
     limited, lifted = recording.changes
-    assert limited.host_budget_bytes >= recording.host_floor_bytes > model_path.stat().st_size
+    assert limited.host_budget_bytes >= recording.host_floor_bytes > own_model.stat().st_size
     assert lifted.host_budget_bytes == 0
-    assert all(sample.host_used_bytes > model_path.stat().st_size for sample in recording.samples)
+    assert all(sample.host_used_bytes > own_model.stat().st_size for sample in recording.samples)
     plot.draw([recording], str(tmp_path / "maps.svg"))
     assert "host, MiB" in (tmp_path / "maps.svg").read_text()
 
