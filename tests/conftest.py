@@ -106,12 +106,14 @@ def model_path() -> Path:
 
 
 @pytest.fixture
-def own_model(model_path: Path, tmp_path: Path) -> Path:
-    """A copy of the model whose pages no other process uses. It is on disk: the cache can drop its pages."""
-    copy = Path(shutil.copy(model_path, tmp_path / "model.gguf"))
-    with open(copy, "rb+") as file:
-        os.fsync(file.fileno())
-    return copy
+def own_model(model_path: Path) -> Iterator[Path]:
+    """A copy of the model whose pages no other process uses. It lies in the cache, since the directory for temporary
+    files may be in memory, and is on disk: the cache can drop its pages."""
+    with tempfile.TemporaryDirectory(dir=models.models_dir().parent) as directory:
+        copy = Path(shutil.copy(model_path, Path(directory) / "model.gguf"))
+        with open(copy, "rb+") as file:
+            os.fsync(file.fileno())
+        yield copy
 
 
 @pytest.fixture(scope="session")
