@@ -3,7 +3,6 @@
 #include "system.h"
 
 #include <algorithm>
-#include <set>
 
 namespace fsd {
 
@@ -100,7 +99,7 @@ void HostCache::plan() {
         place.page = page_up(from);
         place.page_bytes = (size_t)std::max<ptrdiff_t>(page_up(from + p.bytes) - place.page, 0);
         place.always = w.shape.ne[2] > 1;
-        always += place.always ? place.cost() : 0;
+        always += place.always ? place.page_bytes : 0;
         largest = std::max(largest, place.always ? 0 : span_of((int)i));
     }
     for (const Window &window : files_) {
@@ -164,9 +163,9 @@ bool HostCache::set_room(uint64_t room, size_t n_resident) {
                 if (p.always != (bool)always) {
                     continue;
                 }
-                more = more && p.cost() <= left;
+                more = more && p.page_bytes <= left;
                 p.wanted = more && weights_.layout.pieces[i].slab >= (int)n_resident;
-                left -= p.wanted ? p.cost() : 0;
+                left -= p.wanted ? p.page_bytes : 0;
                 if (p.held && !p.wanted) {
                     release((int)i);
                 } else if (!p.held && !p.reading && p.wanted) {
@@ -221,7 +220,7 @@ void HostCache::hold_more() {
         while (n_holding_ < kHoldsAtOnce && !to_hold_.empty()) {
             const int piece = to_hold_.front();
             Place &p = places_[piece];
-            if (held_bytes_.load() + p.cost() > hold_room_) {
+            if (held_bytes_.load() + p.page_bytes > hold_room_) {
                 break; // until reads that are no longer wanted have ended
             }
             to_hold_.pop_front();
@@ -236,7 +235,7 @@ void HostCache::hold_more() {
             read->bytes = p.page_bytes;
             read->finish = [this, piece, copy](bool ok) { return finish_hold(piece, ok, *copy); };
             p.reading = true;
-            held_bytes_ += p.cost();
+            held_bytes_ += p.page_bytes;
             n_holding_++;
             holds_.push_back(read);
             reads.push_back(std::move(read));
@@ -259,7 +258,7 @@ bool HostCache::finish_hold(int piece, bool ok, PageCopy &copy) {
             p.held = true;
         } else {
             copy.free();
-            held_bytes_ -= p.cost();
+            held_bytes_ -= p.page_bytes;
         }
         hold_changed_ = true;
     }
@@ -272,7 +271,7 @@ void HostCache::release(int piece) {
     Place &p = places_[piece];
     if (p.page_bytes == 0 || p.file->give_back(p.page, p.page_bytes)) {
         p.held = false;
-        held_bytes_ -= p.cost();
+        held_bytes_ -= p.page_bytes;
     }
 }
 

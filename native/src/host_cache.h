@@ -95,8 +95,6 @@ class HostCache {
         bool always = false; // it is held at every budget: experts
         // Guarded by hold_mutex_.
         bool wanted = false, held = false, reading = false;
-
-        uint64_t cost() const { return page_bytes; }
     };
     struct Slot { // of the buffer; slots follow one another
         int piece = -1;

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     common.add_adapter_arg(parser)
     parser.add_argument(
         "--host-budget",
-        type=common.parse_size,
+        type=common.size,
         default=0,
         metavar="SIZE",
         help="host memory for weights in MiB or with a unit (no limit); what does not fit is read from disk",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -100,7 +99,7 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
 
     :param seconds: time in seconds for all measurements together.
     """
-    from frameshard import models, native
+    from frameshard import native
     from frameshard.engine import diskprobe, gpus, llamalog
     from frameshard.engine.probe import Measurements, cached_path
     from frameshard.errors import BadArgument
@@ -119,8 +118,7 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     )
     profile = measurements.run()
     if refresh or not profile.disk:
-        disk = diskprobe.measure(models.locate(model.path).path, most_gbps=native.parse_device(inner).disk_gbps)
-        profile = dataclasses.replace(profile, disk=disk)
+        profile = diskprobe.with_disk(profile, model.path, inner)
         with contextlib.suppress(OSError):  # a read-only cache: it is measured again
             save(profile, cached_path(profile.fingerprint))
     return profile

@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from frameshard import models
 from frameshard.engine import diskprobe
 from frameshard.engine.llama import KV_PAGE, Llama
 from frameshard.engine.observer import Observer
 from frameshard.engine.overhead import DriverOverhead
 from frameshard.engine.probe import Measurements
 from frameshard.errors import BudgetBelowFloor, OutOfMemory
-from frameshard.native import CPU, EMULATED, ShardDevice, Stats, parse_device
+from frameshard.native import CPU, EMULATED, ShardDevice, Stats
 from frameshard.plan import routing
 from frameshard.plan.host import host_floor
 from frameshard.plan.ladder import make_ladder
@@ -290,10 +288,7 @@ class Placement:
         if not stats.host_budget_bytes:
             return 0
         if not self.profile.disk:
-            rates = diskprobe.measure(
-                models.locate(self._model.path).path, most_gbps=parse_device(self._device_name).disk_gbps
-            )
-            self._profile = replace(self.profile, disk=rates)
+            self._profile = diskprobe.with_disk(self.profile, self._model.path, self._device_name)
         if not self.profile.disk:
             return 0  # the disk cannot be measured: plans take all weights to be in host memory
         beside = stats.host_used_bytes - stats.host_weights_bytes

@@ -63,12 +63,11 @@ def statistics(runtime: Runtime, batcher: Batcher, host: HostMemory, *, has_fram
     stats: dict[str, object] = batcher.statistics()
     stats["adapters"] = {each.name: each.size_bytes for each in runtime.adapters.describe()}
     stats["observed_by"] = None if runtime.observer is None else runtime.observer.source
-    stats["host"] = host.figures()
+    of_host = stats["host"] = host.figures()
     if runtime.device is not None and runtime.placement is not None:
         counters = dataclasses.asdict(runtime.device.stats())
         # A map of the protocol has 64 entries at most.
-        host_counters = {key: counters.pop(key) for key in [*counters] if key.startswith(("host_", "disk_"))}
-        stats["host"] = {**host.figures(), "device": host_counters}
+        of_host["device"] = {key: counters.pop(key) for key in [*counters] if key.startswith(("host_", "disk_"))}
         stats.update(counters)
         stats["budget_bytes"] = runtime.vram_budget_bytes
         stats["placement"] = runtime.placement.by_kind()

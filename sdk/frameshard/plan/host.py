@@ -23,8 +23,7 @@ def host_floor(layout: Layout, device: str) -> int:
     :param device: name of the inner device.
     """
     n_bytes, experts = layout.sizes.piece_padded_bytes, _of_experts(layout)
-    least_buffer = 2 * int(n_bytes[~experts].max(initial=0))
-    return _beside(layout, device) + least_buffer + int(n_bytes[experts].sum())
+    return _beside(layout, device) + _least_buffer(n_bytes, experts) + int(n_bytes[experts].sum())
 
 
 def disk_share(layout: Layout, device: str, n_slabs: int, host_budget_bytes: int) -> Floats:
@@ -47,7 +46,7 @@ def disk_share(layout: Layout, device: str, n_slabs: int, host_budget_bytes: int
             floor_bytes=floor,
         )
     room = host_budget_bytes - _beside(layout, device)
-    buffer = max(2 * int(n_bytes[~experts].max(initial=0)), min(_MOST_BUFFER_BYTES, room // 4))
+    buffer = max(_least_buffer(n_bytes, experts), min(_MOST_BUFFER_BYTES, room // 4))
     left = room - buffer - int(n_bytes[experts].sum())
     wanted = ~experts & (layout.sizes.piece_slabs >= n_slabs)
     held = np.cumsum(np.where(wanted, n_bytes, 0)) <= left
@@ -63,6 +62,11 @@ def _of_experts(layout: Layout) -> NDArray[np.bool_]:
     kinds = np.array([shard.kind == "experts" for shard in layout.ladder])
     of_experts: NDArray[np.bool_] = kinds[layout.sizes.piece_shards]
     return of_experts
+
+
+def _least_buffer(n_bytes: NDArray[np.int64], experts: NDArray[np.bool_]) -> int:
+    """Room for two of the largest pieces that are not held at every budget."""
+    return 2 * int(n_bytes[~experts].max(initial=0))
 
 
 def _beside(layout: Layout, device: str) -> int:
