@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frameshard.cli import figures
-from frameshard.cli.upstream import placement, placements
+from frameshard.cli.upstream import attention_on_gpu, layers_on_gpu, placement
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model, read_model
 
@@ -64,13 +65,17 @@ def test_a_picture_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     ("args", "says"),
     [
         (("--timeline", "out.txt"), "not the name of a picture"),
-        (("--vs", "/no/such/program"), "cannot run /no/such/program"),
-        (("--vs", sys.executable), "failed:"),
+        (("--vs", "/no/such/program", "--vs-budget", "weights"), "cannot run /no/such/program"),
+        (("--vs", sys.executable, "--vs-budget", "weights"), "failed:"),
         (("--vs", "any", "--device", "cpu"), "nothing is placed"),
-        (("--equal-vram", "--vs", "any", "--device", "cpu"), "nothing is placed"),
-        (("--equal-vram", "--vs", "any"), "--equal-vram needs NVML, which does not count VRAM on emulated:2"),
-        (("--equal-vram",), "name its program with --vs"),
-        (("--equal-vram", "--vs", "any", "--image", "32x32"), "not for images"),
+        (("--timeline", "out.svg", "--device", "cpu"), "nothing is placed"),
+        (("--vs", "any"), "no driver counts VRAM on emulated:2, so llama.cpp cannot be held to the budget: add"),
+        (("--vs", "any", "--vs-budget", "both"), "no driver counts VRAM on emulated:2"),
+        (("--vs-budget", "process"), "name its program with --vs"),
+        (
+            ("--vs-budget", "both", "--vs", "any", "--image", "32x32"),
+            "with --image the budget is for llama.cpp's weights",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, model_path: Path) -> None:
@@ -112,13 +117,30 @@ def test_llama_cpp_gets_as_much_as_fits(share: float, model_path: Path, moe_path
 def test_placements_are_all_there_are_and_count_what_is_on_the_gpu(model_path: Path, moe_path: Path) -> None:
     for path in (model_path, moe_path):
         model = read_model(path)
-        found = placements(model, kv_bytes=model.n_layer * 1000)
+        found = layers_on_gpu(model, kv_bytes=model.n_layer * 1000)
         layers = [f"-ngl {n}" + (f" -ncmoe {model.n_layer}" if n and model.n_expert else "") for n in range(32)]
         experts = [f"-ngl 999 -ncmoe {n}" for n in reversed(range(30))] if model.n_expert else []
         assert [" ".join(args) for args, _ in found] == layers + experts
         for args, n_bytes in found:
             values = [int(value) for value in args[1::2]]
             assert n_bytes == in_vram(model, *values) + 1000 * max(0, min(values[0] - 1, model.n_layer))
+
+
+def test_attention_on_the_gpu_leaves_networks_to_the_cpu(model_path: Path, moe_path: Path) -> None:
+    assert attention_on_gpu(read_model(moe_path), kv_bytes=1000) == []
+    model = read_model(model_path)
+    found = attention_on_gpu(model, kv_bytes=1000)
+    assert len(found) == model.n_layer
+    whole, before = in_vram(model, 999) + 1000, 0
+    for n_layers, ((*ngl, option, pattern), n_bytes) in zip(range(model.n_layer, 0, -1), found, strict=True):
+        assert [*ngl, option] == ["-ngl", "999", "-ot"]
+        # llama.cpp searches each expression in a tensor's name.
+        expressions = [each.removesuffix("=CPU") for each in pattern.split(",")]
+        on_cpu = [t for t in model.tensors if any(re.search(each, t.name) for each in expressions)]
+        assert {int(t.name.split(".")[1]) for t in on_cpu} == set(range(n_layers))
+        assert {t.name.split(".")[2] for t in on_cpu} == {"ffn_gate", "ffn_up", "ffn_down"}
+        assert before < n_bytes == whole - sum(t.n_bytes for t in on_cpu)
+        before = n_bytes
 
 
 def test_nothing_above_the_largest_budget_is_held(model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""frameshard bench --equal-vram: llama.cpp's best setting within a budget is found with few runs."""
+"""frameshard bench --vs: llama.cpp's best setting within a budget is found with few runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from frameshard.cli.equal_vram import Finder, Search
-from frameshard.cli.upstream import Program, Setting
+from frameshard.cli.upstream import Program, Setting, attention_on_gpu
 from frameshard.engine.nvml import NvmlObserver
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model, read_model
@@ -83,10 +84,15 @@ KV_BYTES = 3072 * 2 * 3 * 64 * 2
 """Of a layer of SmolLM2, with 3 KV heads of 64 values, for 3,072 tokens."""
 
 
+SAYS = ("weights", "fixed", "per_ubatch_token", "staged", "attention_pays")
+
+
 class Machine:
     """A GPU, and the stand-in of llama.cpp's program for one model."""
 
-    def __init__(self, folder: Path, model: Model, fixed_mib: int, mib_per_512: int, staged_mib: int = 0) -> None:
+    def __init__(
+        self, folder: Path, model: Model, fixed_mib: int, mib_per_512: int, staged_mib: int = 0, pays: float = 0.5
+    ) -> None:
         self.model = model
         self.vram = folder / "vram"
         self.vram.mkdir()
@@ -95,23 +101,25 @@ class Machine:
         self.program.chmod(stat.S_IRWXU)
         n = model.n_layer
         self.weights = {
-            f"{ngl} {ncmoe}": in_vram(model, ngl, ncmoe) + KV_BYTES * max(0, min(ngl - 1, n))
+            f"{ngl} {ncmoe} ": in_vram(model, ngl, ncmoe) + KV_BYTES * max(0, min(ngl - 1, n))
             for ngl in [*range(n + 2), 999]
             for ncmoe in range(n + 1 if model.n_expert else 1)
         }
+        self.weights |= {f"999 0 {args[3]}": n_bytes for args, n_bytes in attention_on_gpu(model, KV_BYTES * n)}
+        self.attention_pays = pays
         self.fixed, self.per_ubatch_token, self.staged = fixed_mib * MIB, mib_per_512 * MIB // 512, staged_mib * MIB
         self.whole = max(self.weights.values())
-        says = {name: getattr(self, name) for name in ("weights", "fixed", "per_ubatch_token", "staged")}
+        says = {name: getattr(self, name) for name in SAYS}
         (folder / "machine.json").write_text(json.dumps(says))
         self.environment = {"STAND_IN": str(folder / "machine.json"), "STAND_IN_VRAM": str(self.vram)}
 
     def peak(self, setting: Setting) -> int:
-        values = [*setting.placement[1::2], "0"]
-        weights = self.weights[f"{values[0]} {values[1]}"]
+        values = dict(zip(setting.placement[::2], setting.placement[1::2], strict=True))
+        weights = self.weights[f"{values['-ngl']} {values.get('-ncmoe', '0')} {values.get('-ot', '')}"]
         staged = self.staged if weights < self.whole else 0
         return weights + self.fixed + setting.ubatch * self.per_ubatch_token + staged
 
-    def runs(self) -> list[dict[str, str]]:
+    def runs(self) -> list[dict[str, Any]]:
         """The arguments of all runs since the last call."""
         file = self.vram / "runs"
         lines = file.read_text().splitlines() if file.exists() else []
@@ -128,8 +136,8 @@ def finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "pynvml", module)
 
-    def make(path: Path, workload: Workload, *sizes: int) -> tuple[Machine, Finder]:
-        machine = Machine(tmp_path, read_model(path), *sizes)
+    def make(path: Path, workload: Workload, *sizes: int, pays: float = 0.5) -> tuple[Machine, Finder]:
+        machine = Machine(tmp_path, read_model(path), *sizes, pays=pays)
         for name, value in machine.environment.items():
             monkeypatch.setenv(name, value)
         program = Program(str(machine.program), machine.model, ("-dev", "CUDA0"), 4, NvmlObserver)
@@ -161,7 +169,10 @@ def test_dense_layers(
     assert 0 < int(best.placement[1]) <= machine.model.n_layer
     assert machine.peak(best) <= budget < machine.peak(more)
     runs = machine.runs()
-    assert len(runs) == len(caplog.messages) <= 8
+    assert len(runs) == len(caplog.messages) <= 14
+    with_attention = [each for each in runs if "-ot" in each]
+    assert {each["-ub"] for each in with_attention} == {"2048", "512"}
+    assert len(runs) - len(with_attention) <= 8
     assert f"llama.cpp at 1003 MiB: {best} peaks at {-(-machine.peak(best) // MIB)} MiB" in caplog.messages
     assert f"llama.cpp at 1003 MiB: {more} takes more" in caplog.messages
     for each in runs:  # short, but with the context and the prompt that decide the peak
@@ -169,19 +180,39 @@ def test_dense_layers(
         assert (each["-c"], each["-npp"], each["-ntg"]) == expected
     # A second budget begins with what the first has shown.
     assert find.find(budget + 10 * MIB) != best
-    assert len(machine.runs()) <= 6
+    assert len([each for each in machine.runs() if "-ot" not in each]) <= 6
+
+
+def test_attention_of_all_layers_where_that_is_faster(
+    model_path: Path, finder: Callable[..., tuple[Machine, Finder]]
+) -> None:
+    machine, find = finder(model_path, LONG_ANSWER, 900, 10, 3, pays=1.5)
+    budget = (900 + 4 * 10 + 3 + 130) * MIB
+    best = find.find(budget)
+    assert best is not None
+    ways = [args for args, _ in attention_on_gpu(machine.model, 0)]
+    at = ways.index(best.placement)
+    assert machine.peak(best) <= budget < machine.peak(Setting(ways[at + 1], best.ubatch))
+
+
+def test_short_contexts_are_divided_by_layers_alone(
+    model_path: Path, finder: Callable[..., tuple[Machine, Finder]]
+) -> None:
+    machine, find = finder(model_path, Workload(256, n_prompt=100, n_generate=9), 900, 10, 3, pays=1.5)
+    assert find.find(1100 * MIB) is not None
+    assert not [each for each in machine.runs() if "-ot" in each]
 
 
 def test_experts_then_layers(moe_path: Path, finder: Callable[..., tuple[Machine, Finder]]) -> None:
     machine, find = finder(moe_path, LONG_PROMPT, 500, 0)
     n = machine.model.n_layer
     # All layers, and the experts of three layers.
-    with_three = 500 * MIB + machine.weights[f"999 {n - 3}"]
+    with_three = 500 * MIB + machine.weights[f"999 {n - 3} "]
     best = find.find(with_three + 4096)
     assert best is not None
     assert best.placement == ("-ngl", "999", "-ncmoe", str(n - 3))
     # Not even all layers without experts.
-    few = 500 * MIB + machine.weights[f"7 {n}"]
+    few = 500 * MIB + machine.weights[f"7 {n} "]
     best = find.find(few + 4096)
     assert best is not None
     assert best.placement == ("-ngl", "7", "-ncmoe", str(n))
@@ -195,13 +226,32 @@ def test_experts_then_layers(moe_path: Path, finder: Callable[..., tuple[Machine
 def test_nothing_fits(model_path: Path, finder: Callable[..., tuple[Machine, Finder]]) -> None:
     machine, find = finder(model_path, LONG_PROMPT, 900, 20)
     assert find.find(901 * MIB) is None
-    runs = machine.runs()
-    assert {each["-ngl"] for each in runs} == {"0"}
-    assert sorted(each["-ub"] for each in runs) == ["2048", "512"]
+    runs = [(each["-ngl"], each["-ub"], each["copies"]) for each in machine.runs() if "-ot" not in each]
+    assert runs == [("0", "2048", True), ("0", "512", True), ("0", "512", False)]
     # The larger ubatch alone does not fit.
     found = find.find(930 * MIB)
     assert found is not None
     assert found.ubatch == 512
+
+
+def test_prompts_on_the_cpu_where_copied_weights_have_no_room(
+    model_path: Path, finder: Callable[..., tuple[Machine, Finder]]
+) -> None:
+    machine, find = finder(model_path, LONG_PROMPT, 900, 20, 300)
+    budget = 1000 * MIB
+    best = find.find(budget)
+    assert best is not None
+    assert best.ubatch == 512
+    assert best.placement[-1] == "--no-op-offload"
+    assert str(best).endswith("--no-op-offload -ub 512")
+    more = Setting(("-ngl", str(int(best.placement[1]) + 1)), 512)
+    machine.staged = 0
+    assert machine.peak(more) > budget
+    assert not machine.runs()[-1]["copies"]
+    # With room for both the GPU computes prompts.
+    best = find.find(1300 * MIB)
+    assert best is not None
+    assert "--no-op-offload" not in best.placement
 
 
 def test_a_run_above_the_budget_is_stopped(model_path: Path, finder: Callable[..., tuple[Machine, Finder]]) -> None:
@@ -225,8 +275,8 @@ def test_a_program_that_fails_or_is_not_counted_is_said(
 
 BENCH = """
 import sys
-from frameshard.cli import bench, main
-bench._counted = lambda device: True
+from frameshard.cli import comparison, main
+comparison.counted = lambda device: True
 sys.exit(main(sys.argv[1:]))
 """
 """The command, on the emulated device as if NVML counted VRAM there."""
@@ -235,7 +285,7 @@ sys.exit(main(sys.argv[1:]))
 def bench(path: Path, machine: Machine, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BENCH, "bench", "--model", str(path), "--device", "emulated", "--threads", "1"]
     command += ["--prompt", "32", "--generate", "4", "--repeat", "2", "--vram-budget", "50,60"]
-    command += ["--vs", str(machine.program), "--equal-vram", *args]
+    command += ["--vs", str(machine.program), *args]
     paths = os.pathsep.join([str(STAND_INS), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | machine.environment | {"PYTHONPATH": paths}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -249,10 +299,10 @@ def test_the_command_measures_with_what_it_found(model_path: Path, tmp_path: Pat
     assert document["equal_vram"] is True
     small, large = document["rows"]
     assert small["upstream"] == dict.fromkeys(("placement", "ttft_s", "decode_tps", "peak_nvml_mb"))
-    assert "ttft_ratio" not in small
-    assert "decode_ratio" not in small
+    assert "upstream_by_weights" not in large
     theirs = large["upstream"]
-    assert large["ttft_ratio"] == theirs["ttft_s"] / large["ttft_s"]
+    assert theirs["decode_ratio"] == large["decode_tps"] / theirs["decode_tps"]
+    assert theirs["ttft_ratio"] == theirs["ttft_s"] / large["ttft_s"]
     assert 0 < theirs["peak_nvml_mb"] <= 60
     assert len(theirs["runs"]["ttft_s"]) == 2
     runs = machine.runs()
@@ -263,11 +313,38 @@ def test_the_command_measures_with_what_it_found(model_path: Path, tmp_path: Pat
     assert f"llama.cpp at 60 MiB: {theirs['placement']} peaks at {theirs['peak_nvml_mb']:.0f} MiB" in result.stderr
 
 
+def test_both_allowances_are_measured_in_turn(model_path: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, read_model(model_path), 52, 1)
+    result = bench(model_path, machine, "--vs-budget", "both", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["equal_vram"] is True
+    small, large = document["rows"]
+    assert small["upstream"]["placement"] is None
+    assert large["upstream"]["peak_nvml_mb"] <= 60
+    for row in (small, large):  # on the emulated device llama.cpp runs on the CPU
+        assert row["upstream_by_weights"]["placement"] == "-ngl 0"
+        assert row["upstream_by_weights"]["decode_ratio"] > 0
+    measured = [each for each in machine.runs() if each["-ntg"] == "1,4"]
+    held = large["upstream"]["placement"].split()[1]
+    assert [each["-ngl"] for each in measured[-6:]] == ["0", held, "0"] * 2
+    result = bench(model_path, machine, "--vs-budget", "weights", "--json", "--repeat", "1")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["equal_vram"] is False
+    assert all(row["upstream"]["placement"] == "-ngl 0" for row in document["rows"])
+
+
 def test_the_table_says_what_does_not_fit(model_path: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path, read_model(model_path), 80, 1)
-    result = bench(model_path, machine, "--markdown", "--repeat", "1")
+    result = bench(model_path, machine, "--markdown", "--repeat", "1", "--vs-budget", "both")
     assert result.returncode == 0, result.stderr
     assert "whole process is held to the budget" in " ".join(result.stdout.split())
     assert result.stdout.count("does not fit") == 2
-    last = [line.replace("|", " ").split()[-8:] for line in result.stdout.splitlines() if "does not fit" in line]
-    assert last == [["does", "not", "fit", *["-"] * 5]] * 2
+    lines = [line.strip("| \n").split(" | ") for line in result.stdout.splitlines() if line.startswith("|")]
+    at = lines[0].index("llama.cpp")
+    assert lines[0][at + 6] == "llama.cpp, for weights"
+    for cells in lines[2:]:
+        assert cells[at : at + 6] == ["does not fit", *["-"] * 5]
+        assert cells[at + 6] == "-ngl 0"
+        assert all(float(cells[at + i]) > 0 for i in (7, 8, 10, 11))

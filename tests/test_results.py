@@ -70,13 +70,20 @@ def test_rows_at_equal_vram_have_tables_of_their_own(results: ModuleType) -> Non
     above = row | {"upstream": row["upstream"] | {"peak_nvml_mb": row["budget_mb"] + 27}}
     held = old | {"equal_vram": True, "rows": [unfit, above]}
     lines = results.bench([old, held])
-    assert lines[: len(results.bench([old]))] == results.bench([old])
-    first = lines.index("Time to first token, llama.cpp held to the budget:")
-    cells = [line.strip("| ").split(" | ") for line in lines[first:] if line.startswith("| 1,024")]
+    assert lines[-len(results.bench([old])) :] == results.bench([old])
+    assert lines[0] == "Time to first token, both within the budget:"
+    of_old = lines.index("Time to first token, llama.cpp above the budget:")
+    cells = [line.strip("| ").split(" | ") for line in lines[:of_old] if line.startswith("| 1,024")]
     assert len(cells) == 4
     assert cells[0][7:9] == ["-", "-"]  # llama.cpp's time, and the speedup
     assert cells[2][6:] == ["-", "-", results.number(row["peak_nvml_mb"]), "-", "does not fit", "a"]
     assert cells[3][9].endswith("(**27 above**)")
+    # A row that was measured with both allowances is in both tables.
+    both = old | {"equal_vram": True, "rows": [unfit | {"upstream_by_weights": row["upstream"]}]}
+    lines = results.bench([both])
+    of_weights = lines.index("Time to first token, llama.cpp above the budget:")
+    assert results.bench([old | {"rows": [row]}]) == lines[of_weights:]
+    assert sum(line.count("does not fit") for line in lines[:of_weights]) == 1
 
 
 def test_the_readme_quotes_the_files(results: ModuleType) -> None:

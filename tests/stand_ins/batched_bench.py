@@ -1,8 +1,9 @@
 """Stands in for llama.cpp's llama-batched-bench: takes VRAM by its arguments, and answers with rates by its arguments.
 
-The file ``$STAND_IN`` says how much: ``weights`` (with KV) by ``"NGL NCMOE"``, ``fixed`` and ``per_ubatch_token`` in
-bytes. ``staged`` is taken too unless all weights are on the GPU. Each run adds its arguments to the file ``runs`` in
-the folder ``$STAND_IN_VRAM``.
+The file ``$STAND_IN`` says how much: ``weights`` (with KV) by ``"NGL NCMOE OT"``, ``fixed`` and ``per_ubatch_token`` in
+bytes. ``staged`` is taken too unless all weights are on the GPU, or with ``--no-op-offload``, which is ten times slower
+in prompts. ``attention_pays`` is how much more a byte is worth on the GPU with ``-ot``. Each run adds its arguments to
+the file ``runs`` in the folder ``$STAND_IN_VRAM``.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ from pathlib import Path
 
 
 def main() -> None:
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    args = [each for each in sys.argv[1:] if each != "--no-op-offload"]
+    copies = len(args) == len(sys.argv) - 1
+    given = dict(zip(args[::2], args[1::2], strict=True))
     folder = Path(os.environ["STAND_IN_VRAM"])
     with open(folder / "runs", "a") as runs:
-        runs.write(json.dumps(given) + "\n")
+        runs.write(json.dumps(given | {"copies": copies}) + "\n")
     machine = json.loads(Path(os.environ["STAND_IN"]).read_text())
     ubatch = int(given["-ub"])
-    weights = machine["weights"][f"{given['-ngl']} {given.get('-ncmoe', '0')}"]
+    weights = machine["weights"][f"{given['-ngl']} {given.get('-ncmoe', '0')} {given.get('-ot', '')}"]
     whole = max(machine["weights"].values())
     used = weights + machine["fixed"] + ubatch * machine["per_ubatch_token"]
-    used += machine["staged"] if weights < whole else 0
+    used += machine["staged"] if weights < whole and copies else 0
     for parts in (8, 4, 2, 1):  # a look at the VRAM reads it up to three times, and counts the first
         take(folder, used // parts)
     share = weights / whole
+    if "-ot" in given:
+        share = min(share * machine["attention_pays"], 1.0)
     for tokens in map(int, given["-ntg"].split(",")):
-        speed = {"t_pp": (2 - share) * 1000 / ubatch, "speed_tg": 10 / (2 - share)}
+        speed = {"t_pp": (2 - share) * (1 if copies else 10) * 1000 / ubatch, "speed_tg": 10 / (2 - share)}
         print(json.dumps({"tg": tokens, **speed}), flush=True)
 
 

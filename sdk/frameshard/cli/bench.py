@@ -2,15 +2,14 @@
 
 The model is loaded once, and the budget changes between rows. Each figure is the median of ``--repeat`` runs. The runs
 of the rows alternate, so that a slow phase of the machine affects all rows. With ``--vs`` llama.cpp's own benchmark
-runs after each row with the same budget; meanwhile this process holds only its floor. Both programs prefill the prompt
-once before the measured run. With ``--equal-vram`` llama.cpp's setting for each row is found before the first run.
+runs after each row with the same budget (:mod:`frameshard.cli.comparison`). Both programs prefill the prompt once
+before the measured run.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,12 +20,13 @@ from . import common, figures, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
-    from frameshard.cli.upstream import Measured, Program, Setting
+    from frameshard.cli.comparison import Comparison, Theirs
     from frameshard.engine.runtime import Runtime
     from frameshard.plan.workload import Workload
 
 MIB = 2**20
 _DRAWN = 3  # tokens decoded for a time line; it shows the second
+_THEIRS = {"upstream": "", "upstream_by_weights": ", for weights"}  # of llama.cpp: the keys in a row, and in headings
 _START = 61  # each sequence begins so many words later: with the same text all would use the same experts
 
 
@@ -56,12 +56,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--vs",
         metavar="LLAMA_BATCHED_BENCH",
-        help="also run this program of llama.cpp at each budget, with as many layers (or experts) on the GPU as fit",
+        help="also run this program of llama.cpp at each budget, with its best setting that fits",
     )
     parser.add_argument(
-        "--equal-vram",
-        action="store_true",
-        help="hold llama.cpp to the budget, as NVML counts its whole process: its best setting is found by running it",
+        "--vs-budget",
+        choices=("process", "weights", "both"),
+        help="what of llama.cpp the budget is for: its whole process, as the driver counts it; its weights alone, as"
+        " its users choose -ngl, so that the process takes more; or one after the other (process)",
     )
     parser.add_argument(
         "--vs-threads", type=common.positive, metavar="N", help="CPU threads of llama.cpp (all; emulated: as ours)"
@@ -93,8 +94,7 @@ class _Row:
     copied: int = 0
     experts: dict[str, float] = field(default_factory=dict)
     plan: Any = None
-    setting: Setting | None = None  # llama.cpp's
-    upstream: list[Measured] = field(default_factory=list)
+    theirs: dict[str, Theirs] = field(default_factory=dict)  # llama.cpp's runs, by allowance
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,11 +103,13 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.plan.workload import Workload
     from frameshard.wire.engine import EngineConfig
 
+    from . import comparison
+
     if args.image:
         from . import bench_images
 
-        if args.equal_vram:
-            raise errors.BadArgument("--equal-vram is not for images: leave it out")
+        if args.vs_budget in ("process", "both"):
+            raise errors.BadArgument("with --image the budget is for llama.cpp's weights: leave out --vs-budget")
         args.image = bench_images.parse_sizes(args.image)
         return bench_images.run(args)
     device = gpus.resolve(args.device).device
@@ -127,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     result["kv_type"] = args.kv_type
     n_rows = 1 if device == "cpu" else len(args.vram_budget.split(","))
     for_prompts = args.ubatch == common.UBATCH_FOR_PROMPTS
-    n_steps = args.repeat * n_rows * (2 if args.vs else 1) + (n_rows if args.equal_vram else 0)
+    n_theirs = len(comparison.allowances(args)) if args.vs else 0
+    n_steps = n_rows * (n_theirs + args.repeat * (1 + n_theirs))
     with (
         progress.steps(n_steps) as steps,
         common.load_within(config, args.vram_budget, n_prompt=args.prompt * for_prompts) as runtime,
@@ -140,21 +143,20 @@ def run(args: argparse.Namespace) -> int:
         if runtime.device is not None:
             result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
         rows = [_Row(budget) for budget in common.budgets_of(args.vram_budget, runtime)]
-        theirs = _llama_cpp(runtime, args) if args.vs else None
-        if theirs is not None:
-            result["equal_vram"] = args.equal_vram
-            if args.equal_vram:
-                _find_settings(rows, runtime, workload, theirs, steps)
-            else:
-                _choose_settings(rows, runtime)
+        beside = comparison.Comparison(runtime, workload, args) if args.vs else None
+        if beside is not None:
+            result["equal_vram"] = "process" in beside.allowances
+            _choose(rows, beside, steps)
         for _ in range(args.repeat):
             for row in rows:
                 where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
                 steps.next(f"{args.prompt} tokens of prompt, {args.generate} decoded{where}")
                 _measure(row, runtime, workload, any_tokens=bool(args.vs))
-                if theirs is not None:
-                    steps.next(f"llama.cpp{where}{'' if row.setting else ': does not fit'}")
-                    _measure_upstream(row, runtime, workload, theirs)
+                for allowance, theirs in row.theirs.items():
+                    assert beside is not None
+                    assert row.budget is not None
+                    steps.next(beside.what(theirs, allowance, row.budget))
+                    beside.measure(theirs)
         if args.timeline:
             _set_budget(rows[0], runtime)
             _fill(rows[0], runtime, workload)
@@ -162,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
             title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
             summaries = {name: window.summary() for name, window in windows.items()}
             result["timeline"] = {"file": args.timeline, **summaries}
-    result["rows"] = [_document(row, workload, args) for row in rows]
+    result["rows"] = [_document(row, workload) for row in rows]
     if args.json:
         common.emit_json(result)
     else:
@@ -183,13 +185,12 @@ def _check(args: argparse.Namespace, device: str, needed: int) -> None:
     """
     from frameshard import errors
 
-    if device == "cpu" and (args.vs or args.timeline):
-        raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
-    if args.equal_vram and not args.vs:
-        raise errors.BadArgument("--equal-vram is about llama.cpp: name its program with --vs")
-    if args.equal_vram and not _counted(device):
-        raise errors.BadArgument(f"--equal-vram needs NVML, which does not count VRAM on {device}: leave it out")
+    from . import comparison
+
+    comparison.check(args, device)
     if args.timeline:
+        if device == "cpu":
+            raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
         if device.startswith("Vulkan"):
             raise errors.Unsupported(f"--timeline cannot be recorded on {device}: leave it out")
         figures.check(args.timeline)
@@ -255,67 +256,13 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         row.nvml_peak = max(row.nvml_peak or 0, nvml.peak_bytes)
 
 
-def _counted(device: str) -> bool:
-    """Whether the driver counts VRAM on a device."""
-    from frameshard.engine.observer import find_observer
-    from frameshard.native import EMULATED, parse_device
-
-    return parse_device(device)[0] != EMULATED and find_observer().source is not None
-
-
-def _llama_cpp(runtime: Runtime, args: argparse.Namespace) -> Program:
-    from frameshard.engine.observer import find_observer
-    from frameshard.native import EMULATED
-
-    from . import upstream
-
-    emulated = runtime.device_name == EMULATED
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return upstream.Program(
-        args.vs,
-        runtime.model_info,
-        ("-dev", "none" if emulated else runtime.device_name),
-        args.vs_threads or (args.threads if emulated else cpus),
-        find_observer if _counted(runtime.device_name) else None,
-    )
-
-
-def _choose_settings(rows: list[_Row], runtime: Runtime) -> None:
-    """Gives llama.cpp as many layers as fit in each row's budget by their weights."""
-    from frameshard.native import EMULATED
-
-    from .upstream import Setting, placement
-
-    for row in rows:
-        assert row.budget is not None
-        emulated = runtime.device_name == EMULATED
-        row.setting = Setting(("-ngl", "0") if emulated else tuple(placement(runtime.model_info, row.budget)))
-
-
-def _find_settings(
-    rows: list[_Row], runtime: Runtime, workload: Workload, theirs: Program, steps: progress.Steps
-) -> None:
-    """Finds llama.cpp's best setting for each row, of which NVML counts no more VRAM than the budget."""
-    from .equal_vram import Finder
-
-    finder = Finder(theirs, workload)
-    _yield_vram(runtime)
-    for row in rows:
-        assert row.budget is not None
-        steps.next(f"llama.cpp's best setting at {common.format_size(row.budget)}")
-        row.setting = finder.find(row.budget)
-
-
-def _yield_vram(runtime: Runtime) -> None:
-    """Holds only the floor, while llama.cpp runs."""
-    assert runtime.device is not None
-    runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60.0)
-
-
-def _measure_upstream(row: _Row, runtime: Runtime, workload: Workload, theirs: Program) -> None:
-    if row.setting is not None:
-        _yield_vram(runtime)
-        row.upstream.append(theirs.run(row.setting, workload))
+def _choose(rows: list[_Row], beside: Comparison, steps: progress.Steps) -> None:
+    """Chooses llama.cpp's settings for each row."""
+    for allowance in beside.allowances:
+        for row in rows:
+            assert row.budget is not None
+            steps.next(f"llama.cpp's best setting at {common.format_size(row.budget)}")
+            row.theirs[allowance] = beside.choose(row.budget, allowance)
 
 
 def _tokens(runtime: Runtime, n: int, *, any_at_all: bool) -> tuple[list[int], list[int]]:
@@ -387,7 +334,7 @@ def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[
     return {"decode": decode, "prefill": prefill}
 
 
-def _document(row: _Row, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+def _document(row: _Row, workload: Workload) -> dict[str, Any]:
     ttft, decode = statistics.median(row.ttft), statistics.median(row.decode_tps)
     document: dict[str, Any] = {
         "budget_mb": None if row.budget is None else round(row.budget / MIB, 3),
@@ -408,23 +355,7 @@ def _document(row: _Row, workload: Workload, args: argparse.Namespace) -> dict[s
             "bound_decode_tps": row.plan.bound_decode_tps(workload.n_parallel),
             "plan": row.plan.summary(workload.n_prompt, workload.n_parallel),
         }
-    if row.setting is not None:
-        theirs_ttft = statistics.median(each.ttft_s for each in row.upstream)
-        theirs_decode = statistics.median(each.decode_tps for each in row.upstream)
-        peak = max((each.nvml_peak or 0 for each in row.upstream), default=0)
-        document["upstream"] = {
-            "placement": str(row.setting),
-            "ttft_s": theirs_ttft,
-            "decode_tps": theirs_decode,
-            "peak_nvml_mb": round(peak / MIB, 3) if peak else None,
-            "runs": {
-                "ttft_s": [each.ttft_s for each in row.upstream],
-                "decode_tps": [each.decode_tps for each in row.upstream],
-            },
-        }
-        document |= {"ttft_ratio": theirs_ttft / ttft, "decode_ratio": decode / theirs_decode}
-    elif args.vs:
-        document["upstream"] = dict.fromkeys(("placement", "ttft_s", "decode_tps", "peak_nvml_mb"))  # nothing fits
+    document |= {key: theirs.document(document) for key, theirs in zip(_THEIRS, row.theirs.values(), strict=False)}
     return document
 
 
@@ -434,8 +365,9 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
         columns[2:2] = ["predicted", "bound"]
         columns[5:5] = ["predicted", "bound"]
     n_ours = len(columns)
-    if "equal_vram" in result:
-        columns += ["llama.cpp with", "TTFT s", "tok/s", "peak MiB", "TTFT ×", "tok/s ×"]  # noqa: RUF001
+    beside = [f"llama.cpp{which}" for key, which in _THEIRS.items() if key in result["rows"][0]]
+    for which in beside:
+        columns += [which, "TTFT s", "tok/s", "peak MiB", "TTFT ×", "tok/s ×"]  # noqa: RUF001
     table = [columns, *([_cell(value) for value in _values(document)] for document in result["rows"])]
     print(
         common.wrapped(
@@ -452,8 +384,8 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
         print("\n".join(f"| {' | '.join(cells)} |" for cells in table))
     else:
         print(common.table([cells[:n_ours] for cells in table]))
-        if len(columns) > n_ours:
-            print("\n" + common.table([cells[:1] + cells[n_ours:] for cells in table]))
+        for at in range(n_ours, len(columns), 6):
+            print("\n" + common.table([cells[:1] + cells[at : at + 6] for cells in table]))
     if "timeline" in result:
         print()
         for name in ("decode", "prefill"):
@@ -472,11 +404,10 @@ def _values(document: dict[str, Any]) -> Iterator[object]:
     if planned:
         yield from (document["predicted_decode_tps"], document["bound_decode_tps"])
     yield _peak(document["peak_nvml_mb"] or document["peak_vram_mb"])
-    if "upstream" in document:
-        theirs = document["upstream"]
+    for theirs in (document[key] for key in _THEIRS if key in document):
         yield from (theirs["placement"] or "does not fit", theirs["ttft_s"], theirs["decode_tps"])
         yield _peak(theirs["peak_nvml_mb"])
-        yield from (document.get("ttft_ratio"), document.get("decode_ratio"))
+        yield from (theirs.get("ttft_ratio"), theirs.get("decode_ratio"))
 
 
 def _peak(mib: float | None) -> str:

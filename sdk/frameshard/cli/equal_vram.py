@@ -1,8 +1,13 @@
 """Finds llama.cpp's best setting whose whole process takes no more VRAM than a budget, by running it.
 
-More layers on the GPU take more VRAM and are faster, so for each size of a ubatch the most layers are looked for that
-fit. Of these settings the one with the shortest time for prompt and answer is the best. A run that takes too much is
-stopped at once. It is short, but has the row's context and prompt, which decide the peak.
+More layers on the GPU take more VRAM and are faster, so for each way to divide the model and each size of a ubatch the
+most layers are looked for that fit. The ways are whole layers (``-ngl``, then experts by ``-ncmoe``) and, where keys
+and values are large, the attention of all layers with some of the feed-forward networks (``-ot``). Of the settings
+found the one with the shortest time for prompt and answer is the best. A run that takes too much is stopped at once. It
+is short, but has the row's context and prompt, which decide the peak.
+
+In prompts llama.cpp copies the weights that it keeps on the CPU to the GPU, the largest tensor too. Where no setting
+has room for that, it computes them on the CPU (``--no-op-offload``).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from frameshard.plan.memory import kv_bytes
 from frameshard.plan.workload import Workload
 
 from . import common
-from .upstream import AboveLimit, Setting, cells, placements
+from .upstream import AboveLimit, Placements, Setting, attention_on_gpu, cells, layers_on_gpu
 
 if TYPE_CHECKING:
     from .upstream import Measured, Program
@@ -25,6 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("frameshard")
 
 UBATCHES = (2048, 512)
+LARGE_KV = 1 / 16
+"""The share of the weights from which on keys and values decide where attention should be. With less, ``-ot`` leaves
+about the same bytes to the CPU as ``-ngl``."""
+
 GENERATED = 8
 """Tokens that a run decodes to estimate the rate."""
 
@@ -85,9 +94,13 @@ class Finder:
     """Finds settings for one workload at several budgets."""
 
     def __init__(self, program: Program, workload: Workload) -> None:
-        n_tokens = cells(workload) * workload.n_parallel
-        kv = kv_bytes(program.model, n_tokens, workload.n_parallel, workload.kv_type)
-        self._placements, self._sizes = zip(*placements(program.model, kv), strict=True)
+        model, n_tokens = program.model, cells(workload) * workload.n_parallel
+        kv = kv_bytes(model, n_tokens, workload.n_parallel, workload.kv_type)
+        layers = layers_on_gpu(model, kv)
+        self._ways = [layers]
+        if kv > LARGE_KV * sum(tensor.n_bytes for tensor in model.tensors):
+            self._ways.append(attention_on_gpu(model, kv))
+        self._without_copies: Placements = [((*args, "--no-op-offload"), n_bytes) for args, n_bytes in layers]
         self._program, self._workload = program, workload
         self._overheads: dict[int, int] = {}  # by ubatch, of the last run that fitted
 
@@ -96,22 +109,27 @@ class Finder:
 
         :raises FrameshardError: the program failed, or NVML does not count its VRAM.
         """
-        found = [best for ubatch in UBATCHES if (best := self._most(budget_bytes, ubatch)) is not None]
-        return min(found, key=lambda each: self._seconds(each[1]))[0] if found else None
+        tried = [self._most(budget_bytes, way, ubatch) for way in self._ways for ubatch in UBATCHES]
+        found = [best for best in tried if best is not None]
+        if not found:
+            last = self._most(budget_bytes, self._without_copies, min(UBATCHES))
+            return last[0] if last is not None else None
+        return min(found, key=lambda each: self._seconds(each[1]))[0]
 
-    def _most(self, budget_bytes: int, ubatch: int) -> tuple[Setting, Measured] | None:
+    def _most(self, budget_bytes: int, way: Placements, ubatch: int) -> tuple[Setting, Measured] | None:
         """The most layers on the GPU that fit, and their run."""
         overhead = self._overheads.get(ubatch, max(self._overheads.values(), default=OVERHEAD))
-        search, best = Search(self._sizes, budget_bytes, overhead), None
+        sizes = [n_bytes for _, n_bytes in way]
+        search, best = Search(sizes, budget_bytes, overhead), None
         while (index := search.next) is not None:
-            setting = Setting(self._placements[index], ubatch)
+            setting = Setting(way[index][0], ubatch)
             measured = self._run(setting, budget_bytes)
             if measured is None:
                 search.does_not_fit(index)
                 continue
             assert measured.nvml_peak is not None
             search.fits(index, measured.nvml_peak)
-            self._overheads[ubatch] = measured.nvml_peak - self._sizes[index]
+            self._overheads[ubatch] = measured.nvml_peak - sizes[index]
             best = setting, measured
         return best
 
@@ -125,7 +143,7 @@ class Finder:
             logger.info("%s takes more", what)
             return None
         if measured.nvml_peak is None:
-            raise FrameshardError(f"NVML does not count the VRAM of {self._program.binary}: leave out --equal-vram")
+            raise FrameshardError(f"NVML does not count the VRAM of {self._program.binary}: add --vs-budget weights")
         logger.info("%s peaks at %s", what, common.format_size(measured.nvml_peak))
         return measured
 

@@ -1,9 +1,10 @@
 """Runs stock llama.cpp's own benchmark for comparison, with as much of the model on the GPU as fits in a budget.
 
-By default the whole budget is for weights. Context and buffers are not counted, so llama.cpp may use more VRAM than the
-budget. Dense models run with the largest possible ``-ngl``. Mixtures of experts run with ``-ngl 999`` and the experts
-of as few layers as possible on the CPU (``-ncmoe``): that is faster than ``-ngl`` at every budget in which it fits.
-:mod:`frameshard.cli.equal_vram` finds what fits with everything counted.
+With :func:`placement` the whole budget is for weights. Context and buffers are not counted, so llama.cpp may use more
+VRAM than the budget. Dense models run with the largest possible ``-ngl``. Mixtures of experts run with ``-ngl 999`` and
+the experts of as few layers as possible on the CPU (``-ncmoe``): that is faster than ``-ngl`` at every budget in which
+it fits. :mod:`frameshard.cli.equal_vram` finds what fits with everything counted, among :func:`layers_on_gpu` and
+:func:`attention_on_gpu`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def batch(ubatch: int = UBATCH) -> list[str]:
 class Setting:
     """What llama.cpp puts on the GPU.
 
-    :param placement: arguments from :func:`placement` or :func:`placements`.
+    :param placement: arguments from :func:`placement`, :func:`layers_on_gpu` or :func:`attention_on_gpu`.
     :param ubatch: tokens of a ubatch, 2048 at most.
     """
 
@@ -109,15 +110,19 @@ def placement(model: Model, budget_bytes: int) -> list[str]:
     return ["-ngl", str(n)]
 
 
-def placements(model: Model, kv_bytes: int) -> list[tuple[tuple[str, ...], int]]:
-    """The arguments of all placements of layers and experts, from none on the GPU to the whole model there. With each
-    are the bytes of weights, keys and values on the GPU. Experts are on it only if all layers are.
+Placements = list[tuple[tuple[str, ...], int]]
+"""Arguments, and the bytes of weights, keys and values that they put on the GPU; ascending."""
+
+
+def layers_on_gpu(model: Model, kv_bytes: int) -> Placements:
+    """All placements of layers and experts, from none on the GPU to the whole model there. Experts are on it only if
+    all layers are.
 
     :param kv_bytes: the bytes of keys and values of all layers. Those of a layer are where its attention is.
     """
     head, layers, experts = _sizes(model)
     all_on_cpu = ("-ncmoe", str(model.n_layer)) if experts else ()
-    found: list[tuple[tuple[str, ...], int]] = [(("-ngl", "0"), 0)]
+    found: Placements = [(("-ngl", "0"), 0)]
     n_bytes = head
     for n in range(1, model.n_layer + 2):
         if n > 1:
@@ -128,6 +133,37 @@ def placements(model: Model, kv_bytes: int) -> list[tuple[tuple[str, ...], int]]
         if experts[on_cpu]:
             found.append((("-ngl", str(ALL_LAYERS), "-ncmoe", str(on_cpu)), n_bytes))
     return found
+
+
+def attention_on_gpu(model: Model, kv_bytes: int) -> Placements:
+    """The placements of a dense model with the attention of all layers on the GPU, and the feed-forward networks of the
+    first layers on the CPU; from all of them to the first one. None for a mixture of experts, for which ``-ncmoe`` does
+    that.
+
+    :param kv_bytes: the bytes of keys and values of all layers.
+    """
+    head, layers, experts = _sizes(model)
+    networks = Counter[int]()
+    for tensor in model.tensors:
+        part = tensor.name.split(".")
+        if part[0] == "blk" and part[2] in ("ffn_gate", "ffn_up", "ffn_down"):
+            networks[int(part[1])] += tensor.n_bytes
+    if experts or not networks:
+        return []
+    whole = head + sum(layers.values()) + kv_bytes
+    return [
+        (("-ngl", str(ALL_LAYERS), "-ot", _networks_on_cpu(n)), whole - sum(networks[i] for i in range(n)))
+        for n in range(model.n_layer, 0, -1)
+    ]
+
+
+def _networks_on_cpu(n: int) -> str:
+    """llama.cpp's pattern for the feed-forward networks of the first ``n`` layers. It has no ``|``, for tables."""
+    tens, units = divmod(n, 10)
+    layers = [f"{'' if ten == 0 else ten}[0-9]" for ten in range(tens)]
+    if units:
+        layers.append(f"{tens or ''}[0-{units - 1}]")
+    return ",".join(rf"blk\.{each}\.ffn_[gud]=CPU" for each in layers)
 
 
 def kv_type(name: str) -> list[str]:
