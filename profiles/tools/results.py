@@ -120,26 +120,28 @@ def origin(path: Path, results: Sequence[Result]) -> list[str]:
 
 
 def bench(results: list[Result]) -> list[str]:
-    """Tables of the results in which llama.cpp's whole process is held to the budget, and of those in which it has the
-    budget for its weights. Rows may be in both."""
-    letters = runs(results)
-    lines: list[str] = []
-    for held in (True, False):
-        chosen = []
-        for i, result in enumerate(results):
-            if result.get("equal_vram", False) == held:
-                chosen += [(row, result, letters[i]) for row in result["rows"]]
-            elif not held:
-                chosen += [(row | {"upstream": row["upstream_by_weights"]}, result, letters[i])
-                           for row in result["rows"] if "upstream_by_weights" in row]  # fmt: skip
-        if chosen:
-            lines += bench_tables(chosen, held)
-    return lines
+    """Tables of the rows in which llama.cpp's whole process is held to the budget, of those in which it has the budget
+    for its weights, and of those without it. A row may be in the first two."""
+    held, above, alone = [], [], []
+    for result, run in zip(results, runs(results).values(), strict=True):
+        for row in result["rows"]:
+            if "upstream" not in row:
+                alone.append((row, result, run))
+            elif result.get("equal_vram"):
+                held.append((row, result, run))
+            else:
+                above.append((row, result, run))
+            if "upstream_by_weights" in row:
+                above.append((row | {"upstream": row["upstream_by_weights"]}, result, run))
+    lines = bench_tables(held, "both within the budget", held=True) if held else []
+    lines += bench_tables(above, "llama.cpp above the budget") if above else []
+    return lines + (bench_tables(alone, "without llama.cpp") if alone else [])
 
 
-def bench_tables(chosen: list[tuple[Result, Result, str]], held: bool) -> list[str]:
+def bench_tables(chosen: list[tuple[Result, Result, str]], beside: str, *, held: bool = False) -> list[str]:
     """The tables of rows, each with its result and the letter of its run.
 
+    :param beside: what the headings say about llama.cpp.
     :param held: whether llama.cpp was held to the budget.
     """
     first, decode = [], []
@@ -172,7 +174,6 @@ def bench_tables(chosen: list[tuple[Result, Result, str]], held: bool) -> list[s
             ]
         )
     case = ["prompt tokens", "sequences", "budget MiB"]
-    beside = "both within the budget" if held else "llama.cpp above the budget"
     return [
         f"Time to first token, {beside}:",
         "",
@@ -664,7 +665,7 @@ def chart() -> str:
         results = read(PROFILES / "h100-80gb-pcie5-16c" / f"bench-{model}.json")
         rows = [
             row for each in results if (each["prompt"], each["parallel"]) == (1024, 1) for row in each["rows"]
-            if row["budget_mb"] <= 12288 and not each.get("equal_vram")
+            if row["budget_mb"] <= 12288 and "upstream" in row and not each.get("equal_vram")
         ]  # fmt: skip
         for title, unit, key in (("time to first token", "s", "ttft_s"), ("decode", "tokens/s", "decode_tps")):
             ours = [(row["peak_nvml_mb"] / 1024, row[key]) for row in rows]
