@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from frameshard.errors import BudgetBelowFloor
 from frameshard.native import CPU, STREAMED
+from frameshard.plan.costs import Conditions, Costs, Graph
 from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
@@ -240,6 +241,15 @@ def dense(n_layer: int = 40, n_ff: int = 11520) -> Model:
     return model_of(shards, n_layer)
 
 
+def experts_model() -> Model:
+    """48 layers with 8 of 128 experts."""
+    shards = []
+    for i in range(48):
+        shards.append(shard(f"blk.{i}.attention", "attention", i, [(2048, 4096), (2048, 1024), (4096, 2048)]))
+        shards.append(shard(f"blk.{i}.experts", "experts", i, [(2048, 768 * 128)] * 3, 8 / 128))
+    return model_of(shards, 48, 128, 8)
+
+
 def test_the_ladder_spreads_each_kind_over_the_layers() -> None:
     ladder = make_ladder(dense(8))
     assert [shard.layer for shard in ladder if shard.kind == "ffn"] == [0, 4, 2, 6, 1, 5, 3, 7]
@@ -434,6 +444,44 @@ def test_a_context_without_room_waits_on_the_host() -> None:
     assert 1 / both.predicted_decode_tps() > 1 / alone.predicted_decode_tps() + missing / H100.h2d
     assert small.predicted_ttft(1 << 15) > large.predicted_ttft(1 << 15)
     assert streamed.tiers[0].resident_bytes > small.tiers[0].resident_bytes
+
+
+def test_experts_wait_behind_keys_and_values() -> None:
+    """Keys and values of a layer are copied at once. Meanwhile no chosen experts are copied, so a token takes longer
+    by what the link does not hide between two layers."""
+    model, n_used = experts_model(), 1 << 14
+    layout = layout_for(model, H100)
+    held = estimate_context(model, "CUDA0", Workload(n_used, n_used)).used
+    on_cpu = np.array([shard.kind == "experts" for shard in layout.ladder])
+
+    def decode(n_on_host: int) -> Graph:
+        """With everything but experts in VRAM."""
+        room = float("inf") if n_on_host == 0 else held * (1 - (n_on_host - 0.5) / model.n_layer)
+        conditions = Conditions(8 * layout.min_ring_bytes, n_used, 17e-6, room, kv_held=held)
+        return Costs(layout, H100, np.where(on_cpu, 0.0, 1.0), conditions).at(1, n_used)
+
+    none, few = decode(0), decode(6)
+    assert few.host_kv.n_layers == 6
+    assert few.host_kv.copy_s == pytest.approx(held * 6 / model.n_layer / H100.h2d, rel=0.01)
+    waits_s = few.seconds(on_cpu) - none.seconds(on_cpu)
+    # Longer contexts have longer copies, of which the link hides no more.
+    longer = decode(6)
+    longer.host_kv = dataclasses.replace(few.host_kv, copy_s=2 * few.host_kv.copy_s)
+    assert longer.seconds(on_cpu) - few.seconds(on_cpu) >= 0.99 * few.host_kv.copy_s
+    assert 0 <= waits_s < few.host_kv.copy_s
+
+
+def test_copies_that_the_host_starts_delay_the_cpu() -> None:
+    """The CPU begins with a layer's experts after the host has started the copies of the others."""
+    model = experts_model()
+    layout = layout_for(model, H100)
+    on_cpu = np.array([shard.kind == "experts" for shard in layout.ladder])
+    conditions = Conditions(8 * layout.min_ring_bytes, 512, 0.0, float("inf"))
+    graph = Costs(layout, H100, np.where(on_cpu, 0.0, 1.0), conditions).at(1, 512)
+    assert 0 < graph.expert_stream_share < 1
+    n_copies = 3 * model.n_expert_used * model.n_layer * graph.expert_stream_share
+    computed_s = float((graph.on_host * graph.uncached)[on_cpu].sum()) * (1 - graph.expert_stream_share)
+    assert graph.seconds(on_cpu) > computed_s + 3.5e-6 * float(graph.uncached[on_cpu].mean()) * n_copies
 
 
 def test_the_cpu_attends_to_a_context_behind_a_slow_link() -> None:

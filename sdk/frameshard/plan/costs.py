@@ -44,6 +44,9 @@ _MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
 # The same for the CPU's attention over keys and values in host memory: about four operations.
 _ATTEND_MEETINGS_S = 45e-6
 _ATTEND_LANES = 8  # queries that the CPU's attention computes together
+# The time in which the host starts one copy. With experts it starts a dozen in each layer before the CPU begins. On an
+# H100 machine a second thread that started them let the CPU begin 40 us earlier.
+_START_S = 4e-6
 _WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
@@ -57,6 +60,7 @@ class Conditions:
     :param turn_s: seconds of one hand-off to the CPU and back.
     :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph, or the
         CPU attends to it.
+    :param kv_held: bytes of the whole KV cache, with its room for further tokens.
     :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
     :param kv_type: the type of the KV cache.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
@@ -69,6 +73,7 @@ class Conditions:
     routing: Sequence[float] = ()
     kv_type: KvType = "f16"
     host_budget_bytes: int = 0
+    kv_held: float = 0.0
 
 
 class Costs:
@@ -200,7 +205,7 @@ class Graph:
         self._attend(costs, n_tokens, n_before, n_seq)
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
-        self._cpu_slowdown, self._copy_slowdown = profile.slowdowns
+        self._cpu_slowdown, self._copy_slowdown = profile.slowdowns(shards.main_type)
         self._cpu_copies = profile.cpu_copies
         share = costs.resident_share
         self.memory_s = (float((self.fetched * (1 - share)).sum()) + self.host_kv.n_bytes) / profile.memory
@@ -267,13 +272,15 @@ class Graph:
         flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
         kv_read = kv_bytes(model, 256, kv_type=conditions.kv_type) / 256 * (n_before + each) * n_seq
         self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
-        on_host = max(kv_read - conditions.kv_room, 0.0)
-        share = on_host / max(kv_read, 1.0)
+        # Whole layers are in host memory.
+        left_out = max(1 - conditions.kv_room / max(kv_read, conditions.kv_held, 1.0), 0.0)
+        n_layers = float(np.ceil(left_out * model.n_layer))
+        share = n_layers / max(model.n_layer, 1)
+        on_host = kv_read * share
         shared = n_head // max(n_head_kv, 1)
         times = -(-shared * each // _ATTEND_LANES) / max(-(-shared // _ATTEND_LANES), 1)
         rate = costs.profile.host_attention_rate(heads, n_before + each, conditions.kv_type)
         attend_s = on_host / rate * max(times, 1.0)
-        n_layers = float(np.ceil(share * model.n_layer))
         self.host_kv = _HostKv(on_host, share, on_host / costs.profile.h2d, attend_s, n_layers)
 
     def _single_experts(
@@ -304,7 +311,9 @@ class Graph:
         copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
         at_least = _CHOICE + _INPUT
         turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, costs.handoffs)
-        computed_s, sent_s = any_s + here_s * left, there_s * self.expert_stream_share
+        n_sent = float(used.sum()) * uncached * self.expert_stream_share * costs.shards.n_tensors
+        starts_s = np.where(missing, _START_S * n_sent * (1 - share), 0.0)
+        computed_s, sent_s = starts_s + any_s + here_s * left, there_s * self.expert_stream_share
         missing_s = computed_s + sent_s if costs.profile.cpu_copies else np.maximum(computed_s, sent_s)
         cpu_s = np.where(missing, missing_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
@@ -360,21 +369,23 @@ class Graph:
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
         copying = copy + singly + (host if self._cpu_copies else 0.0)
         least = max(chain, copying, self.memory_s, self._costs.disk_s)
-        if least >= best:
-            return least
-        if not streamed.any():
+        work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
+        # The link is not free for other copies while single experts are copied.
+        taken = self._streamed_singly * self._expert_copy_s * np.where(cpu, self.expert_stream_share, streamed)
+        held_s = self._held_up(float((work - taken).sum()), kv_copy_s * copy_slower)
+        least = max(least, chain + held_s)
+        if least >= best or not streamed.any():
             return least
         # Copies run ahead while a streamed shard is used, and further until the next one is needed. If the copy of that
         # one is not complete then, the device waits for it.
         starts = np.flatnonzero(streamed)
-        work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
-        meanwhile = turns if self._cpu_copies else work
+        meanwhile = np.maximum((turns if self._cpu_copies else work) - taken, 0.0)
         uses = meanwhile[starts] + (always_s + hides_s) / len(starts)
         gaps = np.add.reduceat(meanwhile, starts) - meanwhile[starts]
         gaps[-1] += meanwhile[: starts[0]].sum()
-        copies = self._copy_s[starts] * copy_slower + kv_copy_s / len(starts)
+        copies = self._copy_s[starts] * copy_slower + max(kv_copy_s - held_s, 0.0) / len(starts)
         beside_s, ahead_s = self._beside_s, self._ahead_s
-        lead, waits = min(float(gaps[-1]), ahead_s), 0.0
+        lead, waits = min(float(gaps[-1]), ahead_s), held_s
         for copy_s, use_s, gap_s in zip(copies.tolist(), uses.tolist(), gaps.tolist(), strict=True):
             if copy_s > lead:
                 waits += copy_s - lead
@@ -387,3 +398,15 @@ class Graph:
             if lead < ahead_s:
                 lead = min(lead + gap_s, ahead_s)
         return max(least, chain + waits)
+
+    def _held_up(self, free_s: float, kv_copy_s: float) -> float:
+        """How long the graph waits for single experts whose copies stand behind keys and values. These are copied a
+        layer at once, and longer than the link is free between the experts of two layers.
+
+        :param free_s: the time in which the link copies no experts.
+        :param kv_copy_s: the time of the copies of keys and values.
+        """
+        n_experts = int((self._expert_copy_s > 0).sum()) if self._streamed_singly else 0
+        if not n_experts or not kv_copy_s:
+            return 0.0
+        return max(kv_copy_s - self.host_kv.n_layers * free_s / n_experts, 0.0)

@@ -244,7 +244,9 @@ def make_plan(
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
     least_ring = n_steps * layout.min_ring_bytes + min(round(gpu_busy_s * profile.h2d), room // 8)
     turn_s = profile.handoff_s + gpu_busy_s * _BUSY_TURN
-    conditions = Conditions(least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type, host_budget_bytes)
+    conditions = Conditions(
+        least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type, host_budget_bytes, context.used
+    )
     costs, prompt_costs = _with_cache(
         layout, profile, room, conditions, budget - prompt_fixed, prompt_kv_room, mode, n_ubatch
     )
@@ -280,7 +282,8 @@ def _with_context(layout: Layout, budget: int, fixed_bytes: int, context: Contex
     room = max(budget - fixed_bytes - layout.sizes.weights_beside_kv_bytes, 0)
     if context.used <= room:
         return fixed_bytes + context.used, float("inf")
-    return fixed_bytes + max(room, context.window), max(room - context.window, 0)
+    # The window has two panes, so that one is filled while the other is in use.
+    return fixed_bytes + max(room, context.window), max(room - 2 * context.window, 0)
 
 
 def _with_cache(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -37,10 +38,10 @@ _MEMORY_OVER_READ = 1.25
 # The time of one kernel launch in a graph with hundreds of them. On an H100 it was the time of a token with all weights
 # resident, minus the time to read the weights, divided by the kernels.
 _KERNEL_S = 2e-6
-# The rate of the CPU's attention over 16-bit keys and values, relative to reads by the CPU alone: 41 to 89 GB/s on an
-# H100 machine with 14 threads. For quantised types it computes as many values per second. It is used with profiles in
-# which that was not measured.
-_ATTENTION_OF_READ = 0.45
+# The rate of the CPU's attention over 16-bit keys and values, relative to reads by the CPU alone: 25 to 29 and 73 to 84
+# GB/s on two H100 machines with 14 threads and 8,192 cells. For quantised types it computes as many values per second.
+# It is used with profiles in which that was not measured.
+_ATTENTION_OF_READ = 0.33
 _MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
 _LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
@@ -192,13 +193,27 @@ class Profile:
         sizes = tuple(map(int, self.disk["read_bytes"]))
         return float(_at(at, sizes, tuple(self.disk["rate"]))[0])
 
-    @property
-    def slowdowns(self) -> tuple[float, float]:
+    def slowdowns(self, type_name: str) -> tuple[float, float]:
         """How much longer the CPU and copies take if both work at the same time: (CPU, copies), relative to the time
-        that each takes alone. 0 for no difference."""
+        that each takes alone. 0 for no difference. Each shape of a type was measured at another moment, with what else
+        the machine did then, so the median of the shapes counts.
+
+        :param type_name: the type of the weights that the CPU reads.
+        """
         if self.cpu_copies:
             return 0.0, 0.0  # they never work at the same time
-        if self.cpu_beside_copies and self.h2d_beside_cpu:
+        same = [
+            each
+            for key, each in self.products.items()
+            if parse_kind(key)[0] == type_name and each.cpu_beside_copies and each.h2d_beside_cpu
+        ]
+        if same:
+            gemv = BYTES_PER_WEIGHT[type_name] / 2
+            slowed = (
+                statistics.median(each.cpu_flops[0] * gemv / each.cpu_beside_copies for each in same),
+                statistics.median(self.h2d / each.h2d_beside_cpu for each in same),
+            )
+        elif self.cpu_beside_copies and self.h2d_beside_cpu:
             slowed = (self.cpu_gemv / self.cpu_beside_copies, self.h2d / self.h2d_beside_cpu)
         else:
             slowed = ((self.cpu_gemv + self.h2d) / self.memory,) * 2

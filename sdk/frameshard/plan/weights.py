@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frameshard.plan.layout import USE_ORDER, Layout
-from frameshard.plan.profile import Kind, kind_of
+from frameshard.plan.profile import BYTES_PER_WEIGHT, Kind, kind_of
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -35,6 +35,9 @@ class Shards:
         for i, row in enumerate(of_kind):
             for kind, n in row:
                 self.n_weights[self.kinds[kind], i] += n
+        n_bytes = {kind: BYTES_PER_WEIGHT[kind[0]] * self.n_weights[i].sum() for kind, i in self.kinds.items()}
+        self.main_type = max(n_bytes, key=lambda kind: n_bytes[kind], default=("F16", 0, 0))[0]
+        """The type of the kind of weights with the most bytes."""
         self.names = [shard.kind for shard in ladder]
         self.masks: dict[str, Mask] = {
             kind: np.array([k == kind for k in self.names], dtype=np.bool_) for kind in USE_ORDER
