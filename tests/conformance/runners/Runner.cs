@@ -151,7 +151,7 @@ internal static class Runner
                     { "n_tokens", (long)found.NTokens }, { "n_left", (long)found.NLeft },
                 });
             case "embed":
-                var texts = command["texts"].Cast<JsonValue>().Select(text => (string)text).ToArray();
+                var texts = Texts(command["texts"]);
                 return Watch("embeddings", Client.EmbedAsync(texts), found => new JsonObject
                 {
                     { "n_dim", (long)found.NDim }, { "n_tokens", (long)found.NTokens },
@@ -279,8 +279,18 @@ internal static class Runner
         if (wanted.ContainsKey("min_p")) sampling.MinP = (double)wanted["min_p"];
         if (wanted.ContainsKey("repeat_penalty")) sampling.RepeatPenalty = (double)wanted["repeat_penalty"];
         if (wanted.ContainsKey("seed")) sampling.Seed = (uint)wanted["seed"];
-        if (wanted.ContainsKey("stop"))
-            sampling.Stop = wanted["stop"].Cast<JsonValue>().Select(text => (string)text).ToArray();
+        if (wanted.ContainsKey("frequency_penalty")) sampling.FrequencyPenalty = (double)wanted["frequency_penalty"];
+        if (wanted.ContainsKey("presence_penalty")) sampling.PresencePenalty = (double)wanted["presence_penalty"];
+        if (wanted.ContainsKey("typical_p")) sampling.TypicalP = (double)wanted["typical_p"];
+        if (wanted.ContainsKey("xtc_probability")) sampling.XtcProbability = (double)wanted["xtc_probability"];
+        if (wanted.ContainsKey("xtc_threshold")) sampling.XtcThreshold = (double)wanted["xtc_threshold"];
+        if (wanted.ContainsKey("dry_multiplier")) sampling.DryMultiplier = (double)wanted["dry_multiplier"];
+        if (wanted.ContainsKey("dry_base")) sampling.DryBase = (double)wanted["dry_base"];
+        if (wanted.ContainsKey("stop")) sampling.Stop = Texts(wanted["stop"]);
+        if (wanted.ContainsKey("json_schema")) sampling.JsonSchema = (string)wanted["json_schema"];
+        if (wanted.ContainsKey("choices")) sampling.Choices = Texts(wanted["choices"]);
+        if (wanted.ContainsKey("regex")) sampling.Regex = (string)wanted["regex"];
+        if (wanted.ContainsKey("lark")) sampling.Lark = (string)wanted["lark"];
         if (wanted.ContainsKey("logit_bias"))
             sampling.LogitBias = wanted["logit_bias"].Cast<JsonValue>().Select(bias => new LogitBias
             {
@@ -288,6 +298,11 @@ internal static class Runner
                 Token = bias.ContainsKey("token") ? (int?)(int)bias["token"] : null,
             }).ToArray();
         return options;
+    }
+
+    private static string[] Texts(JsonValue list)
+    {
+        return list.Cast<JsonValue>().Select(text => (string)text).ToArray();
     }
 
     private static Lease LeaseOf(JsonObject given)

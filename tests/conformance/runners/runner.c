@@ -89,11 +89,62 @@ static uint32_t tools_of(const cJSON *given, fs_tool tools[MAX_TOOLS]) {
     return count;
 }
 
-/* Makes the job's options. They point into the other arguments. The caller frees the images' bytes. */
-static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, const char *stop[16],
-                                  fs_logit_bias biases[16], fs_image images[8], fs_adapter adapters[8],
-                                  fs_tool tools[MAX_TOOLS]) {
-    const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted, *word;
+/* What a job's options point to. */
+typedef struct kept_options {
+    fs_sampling sampling;
+    const char *stop[16], *choices[16];
+    fs_logit_bias biases[16];
+    fs_image images[8];
+    fs_adapter adapters[8];
+    fs_tool tools[MAX_TOOLS];
+} kept_options;
+
+/* Fills `found` with the strings of a list, and returns their number. */
+static uint32_t texts(const cJSON *object, const char *name, const char *found[16]) {
+    const cJSON *word;
+    uint32_t count = 0;
+    cJSON_ArrayForEach(word, cJSON_GetObjectItemCaseSensitive(object, name)) if (count < 16) found[count++] =
+        word->valuestring;
+    return count;
+}
+
+static void fill_sampling(const cJSON *wanted, kept_options *kept) {
+    fs_sampling *sampling = &kept->sampling;
+    const cJSON *word;
+    fs_sampling_init(sampling, sizeof *sampling);
+    sampling->max_tokens = (int32_t)number(wanted, "max_tokens", sampling->max_tokens);
+    sampling->top_k = (int32_t)number(wanted, "top_k", sampling->top_k);
+    sampling->temperature = number(wanted, "temperature", sampling->temperature);
+    sampling->top_p = number(wanted, "top_p", sampling->top_p);
+    sampling->min_p = number(wanted, "min_p", sampling->min_p);
+    sampling->repeat_penalty = number(wanted, "repeat_penalty", sampling->repeat_penalty);
+    sampling->seed = (int64_t)number(wanted, "seed", -1);
+    sampling->frequency_penalty = number(wanted, "frequency_penalty", sampling->frequency_penalty);
+    sampling->presence_penalty = number(wanted, "presence_penalty", sampling->presence_penalty);
+    sampling->typical_p = number(wanted, "typical_p", sampling->typical_p);
+    sampling->xtc_probability = number(wanted, "xtc_probability", sampling->xtc_probability);
+    sampling->xtc_threshold = number(wanted, "xtc_threshold", sampling->xtc_threshold);
+    sampling->dry_multiplier = number(wanted, "dry_multiplier", sampling->dry_multiplier);
+    sampling->dry_base = number(wanted, "dry_base", sampling->dry_base);
+    sampling->n_stop = texts(wanted, "stop", kept->stop);
+    sampling->stop = kept->stop;
+    sampling->json_schema = text(wanted, "json_schema", NULL);
+    sampling->n_choices = texts(wanted, "choices", kept->choices);
+    sampling->choices = kept->choices;
+    sampling->regex = text(wanted, "regex", NULL);
+    sampling->lark = text(wanted, "lark", NULL);
+    cJSON_ArrayForEach(word, cJSON_GetObjectItemCaseSensitive(wanted, "logit_bias")) if (sampling->n_logit_bias < 16)
+        kept->biases[sampling->n_logit_bias++] =
+        (fs_logit_bias){text(word, "text", NULL), (int64_t)number(word, "token", 0), number(word, "bias", 0)};
+    sampling->logit_bias = kept->biases;
+}
+
+/* Makes the job's options. They point into `kept`. The caller frees the images' bytes. */
+static fs_job_options job_options(const cJSON *command, kept_options *kept) {
+    fs_image *images = kept->images;
+    fs_adapter *adapters = kept->adapters;
+    fs_tool *tools = kept->tools;
+    const cJSON *given = cJSON_GetObjectItemCaseSensitive(command, "options"), *wanted;
     fs_job_options options;
     fs_job_options_init(&options, sizeof options);
     options.conversation = text(given, "conversation", NULL);
@@ -109,23 +160,8 @@ static fs_job_options job_options(const cJSON *command, fs_sampling *sampling, c
     options.thinking_tokens = (uint64_t)number(given, "thinking_tokens", 0);
     options.template_keywords = text(given, "template_keywords", NULL);
     if ((wanted = cJSON_GetObjectItemCaseSensitive(given, "sampling")) != NULL) {
-        fs_sampling_init(sampling, sizeof *sampling);
-        sampling->max_tokens = (int32_t)number(wanted, "max_tokens", sampling->max_tokens);
-        sampling->top_k = (int32_t)number(wanted, "top_k", sampling->top_k);
-        sampling->temperature = number(wanted, "temperature", sampling->temperature);
-        sampling->top_p = number(wanted, "top_p", sampling->top_p);
-        sampling->min_p = number(wanted, "min_p", sampling->min_p);
-        sampling->repeat_penalty = number(wanted, "repeat_penalty", sampling->repeat_penalty);
-        sampling->seed = (int64_t)number(wanted, "seed", -1);
-        cJSON_ArrayForEach(word, cJSON_GetObjectItemCaseSensitive(wanted, "stop")) if (sampling->n_stop < 16)
-            stop[sampling->n_stop++] = word->valuestring;
-        sampling->stop = stop;
-        cJSON_ArrayForEach(word,
-                           cJSON_GetObjectItemCaseSensitive(wanted, "logit_bias")) if (sampling->n_logit_bias < 16)
-            biases[sampling->n_logit_bias++] =
-                (fs_logit_bias){text(word, "text", NULL), (int64_t)number(word, "token", 0), number(word, "bias", 0)};
-        sampling->logit_bias = biases;
-        options.sampling = sampling;
+        fill_sampling(wanted, kept);
+        options.sampling = &kept->sampling;
     }
     options.adapters = adapters;
     cJSON_ArrayForEach(wanted, cJSON_GetObjectItemCaseSensitive(given, "adapters")) if (options.n_adapters < 8) {
@@ -242,13 +278,8 @@ static fs_status tool_results(const cJSON *command, const fs_job_options *option
 }
 
 static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
-    fs_sampling sampling;
-    const char *stop[16];
-    fs_logit_bias biases[16];
-    fs_image images[8];
-    fs_adapter adapters[8];
-    fs_tool tools[MAX_TOOLS];
-    fs_job_options options = job_options(command, &sampling, stop, biases, images, adapters, tools);
+    kept_options kept;
+    fs_job_options options = job_options(command, &kept);
     fs_status status = FS_OK;
     if (strcmp(what, "ask") == 0) {
         status = fs_ask(client, text(command, "text", NULL), FS_NUL_TERMINATED, &options, job);
@@ -266,7 +297,7 @@ static fs_status submit(const cJSON *command, const char *what, uint64_t *job) {
         free_messages(messages, count);
     }
     for (uint32_t i = 0; i < options.n_images; ++i)
-        free((void *)(uintptr_t)images[i].data); /* the library has copied it */
+        free((void *)(uintptr_t)kept.images[i].data); /* the library has copied it */
     return status;
 }
 

@@ -41,6 +41,16 @@ const char *text(const json &object, const char *name) {
 
 const char *chars(const json &value) { return value.get_ref<const std::string &>().c_str(); }
 
+std::vector<const char *> texts(const json &object, const char *name) {
+    std::vector<const char *> found;
+    if (auto list = object.find(name); list != object.end()) {
+        for (const json &word : *list) {
+            found.push_back(chars(word));
+        }
+    }
+    return found;
+}
+
 std::vector<fs_tool> tools_of(const json &given) {
     std::vector<fs_tool> tools;
     if (given.contains("tools")) {
@@ -90,13 +100,22 @@ struct Options {
         sampling.min_p = wanted->value("min_p", sampling.min_p);
         sampling.repeat_penalty = wanted->value("repeat_penalty", sampling.repeat_penalty);
         sampling.seed = wanted->value("seed", sampling.seed);
-        if (wanted->contains("stop")) {
-            for (const json &word : (*wanted)["stop"]) {
-                stop.push_back(word.get_ref<const std::string &>().c_str());
-            }
-        }
+        sampling.frequency_penalty = wanted->value("frequency_penalty", sampling.frequency_penalty);
+        sampling.presence_penalty = wanted->value("presence_penalty", sampling.presence_penalty);
+        sampling.typical_p = wanted->value("typical_p", sampling.typical_p);
+        sampling.xtc_probability = wanted->value("xtc_probability", sampling.xtc_probability);
+        sampling.xtc_threshold = wanted->value("xtc_threshold", sampling.xtc_threshold);
+        sampling.dry_multiplier = wanted->value("dry_multiplier", sampling.dry_multiplier);
+        sampling.dry_base = wanted->value("dry_base", sampling.dry_base);
+        stop = texts(*wanted, "stop");
         sampling.n_stop = uint32_t(stop.size());
         sampling.stop = stop.data();
+        sampling.json_schema = text(*wanted, "json_schema");
+        choices = texts(*wanted, "choices");
+        sampling.n_choices = choices.size();
+        sampling.choices = choices.data();
+        sampling.regex = text(*wanted, "regex");
+        sampling.lark = text(*wanted, "lark");
         if (wanted->contains("logit_bias")) {
             for (const json &bias : (*wanted)["logit_bias"]) {
                 biases.push_back({text(bias, "text"), bias.value("token", int64_t(0)), bias["bias"]});
@@ -110,7 +129,7 @@ struct Options {
     json kept;
     std::vector<fs_adapter> adapters;
     std::vector<fs_tool> tools;
-    std::vector<const char *> stop;
+    std::vector<const char *> stop, choices;
     std::vector<fs_logit_bias> biases;
     frameshard::Sampling sampling;
     frameshard::JobOptions options;

@@ -139,7 +139,8 @@ class Session:
 
     def job(self, options: dict[str, Any], turn: str | None, begin: Callable[..., frameshard.Stream]) -> int:
         sampling = dict(options.get("sampling", {}))
-        sampling["stop"] = tuple(sampling.get("stop", ()))
+        for name in ("stop", "choices"):
+            sampling[name] = tuple(sampling.get(name, ()))
         sampling["logit_bias"] = tuple(frameshard.LogitBias(**bias) for bias in sampling.get("logit_bias", ()))
         given = {name: options[name] for name in JOB_OPTIONS if name in options}
         given["sampling"] = frameshard.Sampling(**sampling)
