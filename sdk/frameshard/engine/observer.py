@@ -1,7 +1,7 @@
-"""What the GPU's driver counts, to check the device's own ledger: by NVML, else by Linux's DRM drivers.
+"""What the GPU's driver counts, to check the device's own ledger: by Windows' DXGI, NVML or Linux's DRM drivers.
 
-Some systems report nothing: Windows under WDDM, or a container that hides process ids. There :meth:`Observer.used` is
-``None`` and the ledger is not checked.
+Some systems report nothing, such as a container that hides process ids. There :meth:`Observer.used` is ``None`` and the
+ledger is not checked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from typing import Protocol
 
 from frameshard.engine.drm import DrmObserver
+from frameshard.engine.dxgi import DxgiObserver
 from frameshard.engine.nvml import NvmlObserver
 
 logger = logging.getLogger("frameshard.engine")
@@ -26,7 +27,7 @@ class Observer(Protocol):
 
     @property
     def source(self) -> str | None:
-        """Where the figures come from: ``"nvml"`` or ``"drm"``; ``None`` if there are none."""
+        """Where the figures come from: ``"dxgi"``, ``"nvml"`` or ``"drm"``; ``None`` if there are none."""
 
     def used(self) -> int | None:
         """The bytes of VRAM that the driver counts for the process on all GPUs; ``None`` if it does not report them."""
@@ -41,7 +42,11 @@ class Observer(Protocol):
 
 
 def find_observer() -> Observer:
-    """NVML where it works, else DRM. Without both the observer has no figures, and the log says so."""
+    """DXGI where Windows knows a GPU, because NVML does not count a process there (WDDM); else NVML where it works,
+    else DRM. Without all of them the observer has no figures, and the log says so."""
+    dxgi = DxgiObserver()
+    if dxgi.source is not None:
+        return dxgi
     nvml = NvmlObserver()
     if nvml.source is not None:
         return nvml

@@ -1,8 +1,8 @@
 """Watches the device's memory and the other processes that use it, to check the host's budget, and host memory.
 
-The figures come from the driver (NVML, DRM), else from the device's own interface (CUDA, Vulkan's memory budget), which
-knows no other processes by their ids. The emulated device simulates another process if its fault script says so. Where
-there are no figures, the log says so once.
+The figures come from the driver (NVML, DRM, DXGI), else from the device's own interface (CUDA, Vulkan's memory budget),
+which knows no other processes by their ids. The emulated device simulates another process if its fault script says so.
+Where there are no figures, the log says so once.
 """
 
 from __future__ import annotations
