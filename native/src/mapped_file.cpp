@@ -8,8 +8,10 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <functional>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #endif
 
@@ -60,6 +62,12 @@ static void each_mapping(const std::function<bool(const Mapping &)> &is_last) {
     fclose(maps);
 }
 
+// Whether the pages of a file are all there is of it, so that none can be dropped.
+static bool is_in_memory(int fd) {
+    struct statfs fs = {};
+    return fstatfs(fd, &fs) == 0 && (fs.f_type == TMPFS_MAGIC || fs.f_type == RAMFS_MAGIC);
+}
+
 std::unique_ptr<MappedFile> MappedFile::find(const char *p) {
     Mapping m;
     each_mapping([&](const Mapping &each) {
@@ -78,6 +86,9 @@ std::unique_ptr<MappedFile> MappedFile::find(const char *p) {
     struct stat st = {};
     if (f->file_ < 0 || fstat(f->file_, &st) != 0 || (unsigned long long)st.st_ino != m.inode) {
         return nullptr; // another file has its name now
+    }
+    if (is_in_memory(f->file_)) {
+        return nullptr;
     }
     f->inode_ = (uint64_t)st.st_ino;
     f->size_ = (uint64_t)st.st_size;

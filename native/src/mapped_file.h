@@ -15,7 +15,7 @@ namespace fsd {
 class MappedFile {
   public:
     // The file that is mapped at an address, and the whole of its mapping around it. Null: there is none, it is not mapped
-    // to be read only, or the system cannot do what is needed.
+    // to be read only, its file system is in memory (tmpfs, ramfs), or the system cannot do what is needed.
     static std::unique_ptr<MappedFile> find(const char *p);
     ~MappedFile();
     MappedFile(const MappedFile &) = delete;

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +123,22 @@ with load("planned") as runtime:
     print(json.dumps([near, device.stats().disk_read_bytes, why]))
 """
 
+IN_MEMORY = """
+with load() as runtime:
+    device = runtime.device
+    floor = device.stats().host_floor_bytes
+    device.set_host_budget(floor)
+    try:
+        device.set_host_budget(floor - 1)
+        refused = 0
+    except BudgetBelowFloor as error:
+        refused = error.detail["floor_bytes"]
+    decode(runtime)
+    print(json.dumps([floor, refused, device.stats().disk_read_bytes]))
+"""
 
-def run(script: str, model: Path, faults: str = "") -> Any:
+
+def run(script: str, model: Path) -> Any:
     command = [sys.executable, "-c", HEAD + script, str(model)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -158,3 +174,12 @@ def test_planned_weights_come_from_disk_and_a_changed_file_is_noticed(own_model:
     assert near < 0.5
     assert read > 0
     assert "was changed while it was in use" in why
+
+
+def test_a_file_in_memory_is_needed_whole(own_model: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        copy = Path(shutil.copy(own_model, directory))
+        floor, refused, read = run(IN_MEMORY, copy)
+        assert floor == refused
+        assert floor >= copy.stat().st_size * 0.9  # the header is not mapped
+        assert read == 0
