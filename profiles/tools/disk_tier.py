@@ -4,8 +4,8 @@
         --host-budget 12GiB,8GiB,4GiB --cold 8GiB --link 54 --json
 
 - A sidecar in mode `stream_only` answers a question without a limit, and then at each host budget, when what fits is in
-  host memory. The answers must be the same text. The time per token is compared with the slowest lane: the bytes that were
-  read over the disk's rate, and the bytes that were copied over the link's.
+  host memory. The answers must be the same text. The time per token is compared with the slowest lane: the bytes that
+  were read over the disk's rate, and the bytes that were copied over the link's.
 - Meanwhile the sidecar's own count of host memory is sampled, and what the system counts; no sample may be above the
   budget.
 - *Cold*: the model's file is dropped from the page cache, and a sidecar is launched at each of the budgets in --cold.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -65,7 +66,7 @@ async def answer(client: frameshard.Client, n_tokens: int) -> tuple[str, float, 
         async for delta in stream:
             times += [time.perf_counter()] * delta.tokens
             text += delta.text
-    return text, times[0] - start, [after - before for before, after in zip(times, times[1:], strict=False)]
+    return text, times[0] - start, [after - before for before, after in itertools.pairwise(times)]
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +179,9 @@ def main() -> None:
     parser.add_argument("--host-budget", required=True, metavar="SIZE[,SIZE…]")
     parser.add_argument("--cold", default="", metavar="SIZE[,SIZE…]", help="host budgets of cold starts; 0: no limit")
     parser.add_argument("--generate", type=common.positive, default=8, metavar="N", help="tokens of an answer (8)")
-    parser.add_argument("--settle", type=float, default=60, metavar="S", help="longest wait for weights to be read (60)")
+    parser.add_argument(
+        "--settle", type=float, default=60, metavar="S", help="longest wait until what fits is read (60)"
+    )
     parser.add_argument("--link", type=float, required=True, metavar="GBPS", help="the link's rate in 1e9 bytes/s")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

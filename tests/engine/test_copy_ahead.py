@@ -245,7 +245,11 @@ def test_the_moment_must_be_idle(tiny_model: Callable[[str], Path], monkeypatch:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with talk(tiny_model("llama")) as one:
-        work = idle.Idle(idle.IdleProfile(one.batcher._runtime, lambda: None), one.batcher.reuse.copy_ahead)
+        work = idle.Idle(
+            idle.IdleProfile(one.batcher._runtime, lambda: None),
+            idle.IdleDisk(None, lambda: None),
+            one.batcher.reuse.copy_ahead,
+        )
         assert work.due_in() is None
         for name in ("fox", "owl"):
             one.say(tale(name), name)

@@ -137,6 +137,35 @@ with load() as runtime:
     print(json.dumps([floor, refused, device.stats().disk_read_bytes]))
 """
 
+MEASURED = """
+from dataclasses import replace
+from frameshard.engine import idle
+
+replanned = threading.Event()
+with load("planned", "emulated:2:0.1") as runtime:
+    placement = runtime.placement
+    placement._profile = replace(placement.profile, disk={})  # as on a machine that was never profiled
+    disk = idle.IdleDisk(placement, replanned.set)
+    found = [disk.due_in() is None]  # without a limit plans do not need it
+    runtime.device.set_host_budget(file_bytes // 2)
+    placement.replan()
+    before = placement.plan.predicted_decode_tps()
+    for disturbed in (True, False):
+        while (due_in := disk.due_in()) is not None:  # until the thread has begun
+            time.sleep(due_in)
+            disk.work()
+        if disturbed:
+            disk.disturb()
+            while disk.due_in() is None:  # until it has ended
+                time.sleep(0.01)
+            found.append(not replanned.is_set())
+    found.append(replanned.wait(60))
+    placement.replan()
+    found.append(placement.plan.predicted_decode_tps() < before)
+    found.append(disk.due_in() is None)
+    print(json.dumps([found, max(placement.profile.disk["rate"])]))
+"""
+
 
 def run(script: str, model: Path) -> Any:
     command = [sys.executable, "-c", HEAD + script, str(model)]
@@ -183,3 +212,9 @@ def test_a_file_in_memory_is_needed_whole(own_model: Path) -> None:
         assert floor == refused
         assert floor >= copy.stat().st_size * 0.9  # the header is not mapped
         assert read == 0
+
+
+def test_a_thread_measures_the_disk_in_an_idle_moment(own_model: Path) -> None:
+    found, rate = run(MEASURED, own_model)
+    assert found == [True] * 5
+    assert rate <= 0.1e9

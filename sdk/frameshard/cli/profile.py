@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import common, progress
@@ -118,7 +119,7 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
     )
     profile = measurements.run()
     if refresh or not profile.disk:
-        profile = diskprobe.with_disk(profile, model.path, inner)
+        profile = replace(profile, disk=diskprobe.measure_model(model.path, inner))
         with contextlib.suppress(OSError):  # a read-only cache: it is measured again
             save(profile, cached_path(profile.fingerprint))
     return profile

@@ -8,11 +8,9 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from frameshard import models, native
-from frameshard.plan.profile import Profile
 
 READ_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """The sizes of reads that are measured."""
@@ -42,13 +40,12 @@ def measure(path: Path, seconds: float = 1.0, most_gbps: float = 0.0) -> dict[st
     return {}
 
 
-def with_disk(profile: Profile, model: Path, device: str) -> Profile:
-    """The profile with the rates of the model's disk, measured now.
+def measure_model(model: Path, device: str) -> dict[str, list[float]]:
+    """The rates of the disk that a model is on, as :func:`measure` gives them.
 
     :param device: name of the device, which limits the rates if it is an emulated one with a disk.
     """
-    rates = measure(models.locate(model).path, most_gbps=native.parse_device(device).disk_gbps)
-    return replace(profile, disk=rates)
+    return measure(models.locate(model).path, most_gbps=native.parse_device(device).disk_gbps)
 
 
 def _rate(fd: int, size: int, seconds: float) -> float:

@@ -1,4 +1,5 @@
-"""What the engine does while it has nothing to do: it copies conversations ahead of time, and measures the machine.
+"""What the engine does while it has nothing to do: it copies conversations ahead of time, and measures the machine and,
+under a host limit, the model's disk.
 
 Copies (:meth:`frameshard.engine.reuse.Reuse.copy_ahead`) are made one at a time, so that a job waits for one copy at
 most. They are made while the host draws frames, too: they take no compute of the GPU, and without them the same copy
@@ -16,9 +17,11 @@ copied back afterwards.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
+from frameshard.engine.placement import Placement
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import OutOfMemory
 from frameshard.native import ProbeStopped
@@ -98,15 +101,57 @@ class IdleProfile:
         return True
 
 
+class IdleDisk:
+    """The measurement of the model's disk, for plans under a host limit. A thread makes it, so that no job waits for
+    it. If a job comes meanwhile, its reads falsify the result, and it is made again later.
+
+    :param placement: of the model; ``None`` without a shard device.
+    :param replan: asks the main thread for a new plan.
+    """
+
+    def __init__(self, placement: Placement | None, replan: Callable[[], None]) -> None:
+        self._placement = placement
+        self._replan = replan
+        self._thread: threading.Thread | None = None
+        self._disturbed_at = time.monotonic()
+
+    def disturb(self) -> None:
+        """[any thread] The moment is not idle any more."""
+        self._disturbed_at = time.monotonic()
+
+    def due_in(self) -> float | None:
+        """Seconds until the measurement may begin if nothing comes between; None if there is none to make."""
+        running = self._thread is not None and self._thread.is_alive()
+        if self._placement is None or running or not self._placement.lacks_disk:
+            return None
+        return max(0.0, self._disturbed_at + QUIET_S - time.monotonic())
+
+    def work(self) -> None:
+        """Starts the measurement, if the moment is still idle."""
+        if self.due_in() == 0.0:
+            self._thread = threading.Thread(target=self._measure, name="disk", daemon=True)
+            self._thread.start()
+
+    def _measure(self) -> None:
+        assert self._placement is not None
+        disturbed_at = self._disturbed_at
+        rates = self._placement.measure_disk()
+        if self._disturbed_at == disturbed_at:
+            self._placement.adopt_disk(rates)
+            self._replan()
+
+
 class Idle:
     """The work of idle moments. Only the main thread may call it, except for methods with [any thread].
 
     :param profile: the measurements that the profile lacks.
+    :param disk: the measurement of the disk.
     :param copy_ahead: copies a conversation; returns false if there is nothing to copy.
     """
 
-    def __init__(self, profile: IdleProfile, copy_ahead: Callable[[], bool]) -> None:
+    def __init__(self, profile: IdleProfile, disk: IdleDisk, copy_ahead: Callable[[], bool]) -> None:
         self._profile = profile
+        self._disk = disk
         self._copy_ahead = copy_ahead
         self._disturbed_at = time.monotonic()
         self._may_copy = False
@@ -122,10 +167,11 @@ class Idle:
         self._disturbed_at = time.monotonic()
         self._may_copy = True
         self._profile.disturb()
+        self._disk.disturb()
 
     def due_in(self) -> float | None:
         """Seconds until there is work if nothing comes between; None if there is none."""
-        due = [self._copy_due_in(), self._profile.due_in()]
+        due = [self._copy_due_in(), self._profile.due_in(), self._disk.due_in()]
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def work(self) -> bool:
@@ -134,6 +180,7 @@ class Idle:
         :returns: whether weights may have been evicted, so that the caller must fill again.
         """
         if self._copy_due_in() != 0.0:
+            self._disk.work()
             return self._profile.work()
         self._may_copy = False  # before the copy: a disturbance in between sets it again
         if self._copy_ahead():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from frameshard.engine import diskprobe
@@ -86,6 +87,7 @@ class Placement:
         """The measurements that the profile in use lacks; ``None`` if it is measured."""
         self._measure, self._on_loading = measure, on_loading
         self._profile: Profile | None = None
+        self._knows_disk = False  # it was measured, or cannot be
         self._plan: Plan | None = None
         self._plans: dict[object, tuple[Profile, Plan]] = {}  # by all else that they depend on, the latest last
         self._lengths: Sequence[int] = ()
@@ -118,7 +120,22 @@ class Placement:
 
     def adopt_profile(self, profile: Profile) -> None:
         """Uses a measured profile. The next :meth:`replan` plans with it."""
-        self._profile, self.measurements = profile, None
+        self._profile, self.measurements = replace(profile, disk=self.profile.disk), None
+
+    @property
+    def lacks_disk(self) -> bool:
+        """[any thread] Whether plans need rates of the disk that were not measured yet. Until then they take all
+        weights to be in host memory."""
+        return not (self._knows_disk or self.profile.disk) and self.device.stats().host_budget_bytes > 0
+
+    def measure_disk(self) -> dict[str, list[float]]:
+        """[any thread] Measures the model's disk; takes about a second."""
+        return diskprobe.measure_model(self._model.path, self._device_name)
+
+    def adopt_disk(self, rates: dict[str, list[float]]) -> None:
+        """[any thread] Uses measured rates of the disk; empty if it cannot be measured. The next :meth:`replan` plans
+        with them."""
+        self._knows_disk, self._profile = True, replace(self.profile, disk=rates)
 
     @property
     def plan(self) -> Plan:
@@ -284,13 +301,9 @@ class Placement:
         return known[1]
 
     def _host_bytes(self, stats: Stats, layout: Layout) -> int:
-        """Host memory for weights, for a plan; 0 for no limit. Measures the disk when it first matters."""
-        if not stats.host_budget_bytes:
+        """Host memory for weights, for a plan; 0 for no limit, and while the disk's rates are not known."""
+        if not stats.host_budget_bytes or not self.profile.disk:
             return 0
-        if not self.profile.disk:
-            self._profile = diskprobe.with_disk(self.profile, self._model.path, self._device_name)
-        if not self.profile.disk:
-            return 0  # the disk cannot be measured: plans take all weights to be in host memory
         beside = stats.host_used_bytes - stats.host_weights_bytes
         return max(stats.host_budget_bytes - beside, host_floor(layout, self.device.inner))
 

@@ -44,7 +44,7 @@ from frameshard.engine.counting import Counting
 from frameshard.engine.draft import DraftModel
 from frameshard.engine.hostcount import PROC
 from frameshard.engine.hostmemory import HostMemory
-from frameshard.engine.idle import Idle, IdleProfile
+from frameshard.engine.idle import Idle, IdleDisk, IdleProfile
 from frameshard.engine.job import Job
 from frameshard.engine.kvfile import KvFiles
 from frameshard.engine.link import BrokerGone, Link
@@ -251,7 +251,8 @@ class Engine:
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
-        self._idle = Idle(IdleProfile(runtime, self._want_plan), self._batcher.reuse.copy_ahead)
+        disk = IdleDisk(runtime.placement, self._want_plan)
+        self._idle = Idle(IdleProfile(runtime, self._want_plan), disk, self._batcher.reuse.copy_ahead)
         host = HostMemory(runtime, self._batcher.store)
         host.measure()
         host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S, spare_bytes=0)
