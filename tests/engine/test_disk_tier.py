@@ -166,6 +166,29 @@ with load("planned", "emulated:2:0.1") as runtime:
     print(json.dumps([found, max(placement.profile.disk["rate"])]))
 """
 
+COUNTED = """
+from frameshard.engine import hostcount, hostmemory
+from frameshard.engine.kvstore import KvStore
+
+with load() as runtime:
+    host = hostmemory.HostMemory(runtime, KvStore(0))
+    host.measure()
+    before = host.parts().processes_bytes
+    real, caps = hostcount.own, [file_bytes // 2, file_bytes // 4]
+
+    def own(*args, **options):
+        found = real(*args, **options)
+        runtime.device.set_host_budget(caps.pop(0))  # weights are dropped while the system is asked
+        return found
+
+    hostcount.own = own
+    host.measure()
+    hostcount.own = real
+    during = host.parts().processes_bytes
+    host.measure()
+    print(json.dumps([before, during, host.parts().processes_bytes, len(caps)]))
+"""
+
 
 def run(script: str, model: Path) -> Any:
     command = [sys.executable, "-c", HEAD + script, str(model)]
@@ -218,3 +241,9 @@ def test_a_thread_measures_the_disk_in_an_idle_moment(own_model: Path) -> None:
     found, rate = run(MEASURED, own_model)
     assert found == [True] * 5
     assert rate <= 0.1e9
+
+
+def test_weights_that_are_dropped_meanwhile_do_not_count_as_the_processes(own_model: Path) -> None:
+    before, during, after, n_left = run(COUNTED, own_model)
+    assert n_left == 0
+    assert max(during, after) < before + (8 << 20)

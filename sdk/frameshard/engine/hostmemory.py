@@ -42,6 +42,8 @@ that holds weights in their place could only be swapped."""
 
 POLL_S = 0.002
 
+_MEASUREMENTS = 2  # at most, of processes while weights come and go
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -138,22 +140,39 @@ class HostMemory:
         if self._file is None:
             return None
         with self._lock:
-            own = hostcount.own(self._file, emulated=self._runtime.device_name == EMULATED)
-            broker = os.getppid()
-            others = sum(hostcount.process_bytes(pid) for pid in hostcount.family(broker) if pid != os.getpid())
-            cached = self._file.cached_bytes()
-            parts = self.parts()
-            # The mapped weights are in the page cache, and the other parts in the engine's own share. Pages of the
-            # file that are not mapped, such as its header, are left to the processes.
-            mapped = min(parts.weights_bytes, own.mapped_bytes)
-            if not self._is_mapped():
-                mapped = min(mapped, cached or 0)  # memory has taken the place of the mapping's pages
-            counted = parts.used_bytes - self._processes - mapped
-            self._processes = max(0, own.bytes + others - counted) + max(0, (cached or 0) - mapped)
+            steady = False
+            for _ in range(_MEASUREMENTS):
+                before = self.parts().used_bytes
+                own = hostcount.own(self._file, emulated=self._runtime.device_name == EMULATED)
+                broker = os.getppid()
+                others = sum(hostcount.process_bytes(pid) for pid in hostcount.family(broker) if pid != os.getpid())
+                cached = self._file.cached_bytes()
+                parts = self.parts()
+                steady = abs(parts.used_bytes - before) < STEP_BYTES
+                if steady:
+                    break
+            # What weights have taken or freed meanwhile would be counted as the processes'.
+            if steady or not self._processes:
+                self._processes = self._of_processes(parts, own, others, cached or 0)
             self.observed_bytes = None if cached is None else own.bytes + others + cached
             self._measured_at = time.monotonic()
             self._give_shares()
         return self.observed_bytes
+
+    def _of_processes(self, parts: Parts, own: hostcount.Own, others_bytes: int, cached_bytes: int) -> int:
+        """What the processes hold besides the other parts.
+
+        :param own: what this process holds.
+        :param others_bytes: what the others hold.
+        :param cached_bytes: pages of the model's file in the page cache.
+        """
+        # The mapped weights are in the page cache, and the other parts in the engine's own share. Pages of the file
+        # that are not mapped, such as its header, are left to the processes.
+        mapped = min(parts.weights_bytes, own.mapped_bytes)
+        if not self._is_mapped():
+            mapped = min(mapped, cached_bytes)  # memory has taken the place of the mapping's pages
+        counted = parts.used_bytes - parts.processes_bytes - mapped
+        return max(0, own.bytes + others_bytes - counted) + max(0, cached_bytes - mapped)
 
     def look(self) -> None:
         """To be called several times a second: measures when it is due, and lets the shares follow the counters."""
