@@ -1,10 +1,9 @@
 // Weights in host memory, where the host budget has no room for all of them.
 //
 // Until then, and on systems that cannot do better, weights are the mapping of the model file. From open() on, a part of them
-// is held: read from the file into memory that takes the place of the mapping's pages, so that all who read weights find them
-// where they always were. Graphs go through weights in the same order again and again, so the latest ones are the last to be
+// is held (HeldWeights). Graphs go through weights in the same order again and again, so the latest ones are the last to be
 // needed: what is held is therefore a prefix of the ladder, behind what is resident in VRAM, and never what was used last.
-// The other weights are read ahead of use into a buffer, in the order of use, and copied to the device from there. PIPO
+// The other weights are read ahead of use into a buffer (ReadAhead), and copied to the device from there. PIPO
 // (arXiv 2504.03664) overlaps disk, link and computing in this way.
 //
 // Single experts are copied from where they lie in host memory, so all experts are held. What was not held and is read through
@@ -14,16 +13,15 @@
 // Needs the graph mutex but for what is marked [any thread].
 #pragma once
 
-#include "disk.h"
+#include "held_weights.h"
+#include "read_ahead.h"
 #include "weights.h"
 
 namespace fsd {
 
-struct PageCopy;
-
 class HostCache {
   public:
-    HostCache(Inner &inner, const Weights &weights) : inner_(inner), weights_(weights) {}
+    HostCache(Inner &inner, const Weights &weights) : inner_(inner), weights_(weights), ahead_(inner) {}
     ~HostCache() { close(); }
     HostCache(const HostCache &) = delete;
     HostCache &operator=(const HostCache &) = delete;
@@ -44,7 +42,7 @@ class HostCache {
     void open();
     bool is_open() const { return open_.load(); } // [any thread]
     // [any thread] Host memory that it has.
-    uint64_t used() const { return held_bytes_.load() + buffer_bytes_.load() + embedding_bytes_.load(); }
+    uint64_t used() const { return held_.bytes() + ahead_.bytes() + embedding_bytes_.load(); }
     // Divides `room` between the buffer and weights that are held, of which the first `n_resident` slabs need none. What is
     // too much is freed at once, but for reads under way; the rest is read by and by. Returns whether the answers of
     // holds_shard() have changed.
@@ -53,7 +51,7 @@ class HostCache {
     bool adopt();
     // Frees the buffer, until set_room() is called.
     void rest();
-    bool is_resting() const { return buffer_size_ == 0; }
+    bool is_resting() const { return ahead_.bytes() == 0; }
     // Whether all of a shard that is not resident can be read in host memory, by the CPU too.
     bool holds_shard(uint32_t shard) const { return !is_open() || shard_held_[shard]; }
 
@@ -63,15 +61,19 @@ class HostCache {
         return is_open() && !readable(piece) ? nullptr : weights_.all[p.tensor].host + p.host_offset;
     }
     // The order in which pieces will be taken, again and again, or once. Reads begin.
-    void follow(const std::vector<int> &pieces, bool again);
-    enum class Taken { yes, not_yet, failed };
+    void follow(const std::vector<int> &pieces, bool again) {
+        if (is_open()) {
+            ahead_.follow(pieces, again);
+        }
+    }
+    using Taken = ReadAhead::Taken;
     // How long a graph waits for a disk before it fails.
     static constexpr std::chrono::milliseconds kPatience{30000};
     // The next piece, for which at() was null, at `data` once it is read. Waits `most` for it.
     Taken take(int piece, std::chrono::milliseconds most, const char *&data);
     // All copies of pieces that were taken are queued on the copy stream.
-    void taken();
-    const std::string &why() const { return why_; } // of the latest failure
+    void taken() { ahead_.taken(); }
+    const std::string &why() const { return changed_.empty() ? ahead_.why() : changed_; } // of the latest failure
 
     // A graph of so many tokens begins. False with a reason when a file has changed.
     bool begin_graph(int64_t n_tokens);
@@ -80,7 +82,8 @@ class HostCache {
     void forget_unheld();
 
     uint64_t read_bytes() const { return read_bytes_.load(); } // [any thread]
-    double waited_s() const; // [any thread] that graphs have waited for the disk, the wait of now included
+    // [any thread] How long graphs have waited for the disk, the wait of now included.
+    double waited_s() const { return ahead_.waited_s(); }
 
   private:
     struct Window {
@@ -88,37 +91,9 @@ class HostCache {
         char *begin = nullptr;
         size_t bytes = 0;
     };
-    struct Place { // of a piece
-        const MappedFile *file = nullptr;
-        char *page = nullptr; // the pages that begin in the piece
-        size_t page_bytes = 0;
-        bool always = false; // it is held at every budget: experts
-        // Guarded by hold_mutex_.
-        bool wanted = false, held = false, reading = false;
-    };
-    struct Slot { // of the buffer; slots follow one another
-        int piece = -1;
-        size_t at = 0, bytes = 0;
-        size_t skip = 0; // to the piece's first byte
-        Disk::Read read;
-        bool taken = false;
-        SharedEvent copied; // of a slot that was taken
-    };
 
-    bool readable(int piece) const;
-    size_t span_of(int piece) const; // bytes of whole pages around a piece
-    void hold_more();
-    bool finish_hold(int piece, bool ok, PageCopy &copy);
-    void release(int piece);
+    bool readable(int piece) const { return always_[piece] || held_.has(piece); }
     bool note_held(bool only_less);
-    void resize_buffer(size_t bytes);
-    size_t first_waiting() const;
-    void drop_slots(size_t from);
-    int next_piece();
-    bool find_place(size_t bytes, size_t &at);
-    void read_ahead();
-    void seek(int piece);
-    static double seconds();
 
     Inner &inner_;
     const Weights &weights_;
@@ -127,31 +102,16 @@ class HostCache {
     bool all_files_ = true; // every window is of a file
     std::unique_ptr<Disk> disk_;
     std::atomic<bool> open_{false};
-    std::vector<Place> places_;   // by piece
-    std::vector<int> by_address_; // pieces
+    std::vector<FileRange> ranges_; // by piece
+    std::vector<bool> always_;      // by piece: it is held at every budget, since it has experts
     std::vector<bool> shard_held_;
     uint64_t least_buffer_ = 0, embedding_room_ = 0;
     size_t n_resident_ = 0;
-    std::atomic<uint64_t> floor_{0}, held_bytes_{0}, buffer_bytes_{0}, embedding_bytes_{0}, read_bytes_{0};
-    mutable std::mutex hold_mutex_; // of these; Disk's is taken after it
-    std::deque<int> to_hold_;
-    std::vector<Disk::Read> holds_; // reads of what is to be held
-    uint64_t hold_room_ = 0;
-    size_t n_holding_ = 0;
-    std::atomic<bool> hold_changed_{false};
-
-    // The buffer.
-    std::shared_ptr<void> buffer_;
-    char *buffer_base_ = nullptr;
-    size_t buffer_size_ = 0;
-    std::deque<Slot> slots_; // those that were taken come first
-    std::vector<int> order_;
-    bool again_ = false;
-    size_t next_ = 0;   // to read, in order_
-    SharedEvent freed_; // of the latest slot whose place was given away
-    std::string why_;
+    std::atomic<uint64_t> floor_{0}, embedding_bytes_{0}, read_bytes_{0};
+    HeldWeights held_;
+    ReadAhead ahead_;
+    std::string changed_;        // why no graph can run
     uint64_t touched_bytes_ = 0; // at most, of the file's pages since they were forgotten
-    std::atomic<double> waited_s_{0}, waiting_since_s_{0};
 };
 
 } // namespace fsd

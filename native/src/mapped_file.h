@@ -57,4 +57,21 @@ class MappedFile {
     int64_t changed_ns_ = 0;
 };
 
+// A part of a mapped file.
+struct FileRange {
+    const MappedFile *file = nullptr;
+    const char *from = nullptr; // in the mapping
+    size_t bytes = 0;
+
+    // The pages around it.
+    char *span() const { return down(from); }
+    size_t span_bytes() const { return (size_t)(up(from + bytes) - span()); }
+    // The pages that begin in it: no other range has them.
+    char *pages() const { return up(from); }
+    size_t page_bytes() const { return up(from + bytes) > pages() ? (size_t)(up(from + bytes) - pages()) : 0; }
+
+    static char *down(const char *p) { return (char *)((uintptr_t)p / MappedFile::kUnit * MappedFile::kUnit); }
+    static char *up(const char *p) { return down(p + MappedFile::kUnit - 1); }
+};
+
 } // namespace fsd

@@ -1,0 +1,177 @@
+#include "held_weights.h"
+
+#include "system.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace fsd {
+
+static constexpr size_t kReadsAtOnce = 2;
+
+// Memory from reserve_addresses() until it becomes part of a mapping.
+struct PageCopy {
+    explicit PageCopy(size_t n) : data(reserve_addresses(n)), bytes(n) {}
+    ~PageCopy() { free(); }
+    void free() {
+        if (data) {
+            release_addresses(data, bytes);
+        }
+        data = nullptr;
+    }
+    PageCopy(const PageCopy &) = delete;
+    PageCopy &operator=(const PageCopy &) = delete;
+    char *data;
+    size_t bytes;
+};
+
+void HeldWeights::start(Disk &disk, std::vector<FileRange> ranges) {
+    disk_ = &disk;
+    ranges_ = std::move(ranges);
+    by_address_.resize(ranges_.size());
+    for (size_t i = 0; i < by_address_.size(); i++) {
+        by_address_[i] = (int)i;
+    }
+    std::sort(by_address_.begin(), by_address_.end(), [&](int a, int b) { return ranges_[a].from < ranges_[b].from; });
+    states_.assign(ranges_.size(), {});
+}
+
+void HeldWeights::stop() {
+    std::vector<Disk::Read> reads;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        to_read_.clear();
+        reads = reads_;
+    }
+    for (const Disk::Read &read : reads) {
+        disk_->drop(read);
+    }
+    reads_.clear();
+    states_.clear();
+    ranges_.clear();
+    n_reading_ = 0;
+    changed_ = false;
+    bytes_ = 0;
+}
+
+void HeldWeights::want(const std::vector<int> &ranges, uint64_t room) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        room_ = room;
+        to_read_.clear();
+        for (State &s : states_) {
+            s.wanted = false;
+        }
+        for (int i : ranges) {
+            State &s = states_[i];
+            s.wanted = true;
+            if (!s.held && !s.reading && ranges_[i].page_bytes() > 0) {
+                to_read_.push_back(i);
+            }
+        }
+        for (size_t i = 0; i < states_.size(); i++) {
+            if (states_[i].held && !states_[i].wanted) {
+                release((int)i);
+            }
+        }
+        changed_ = true;
+    }
+    read_more();
+}
+
+bool HeldWeights::has(int range) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return states_[range].held;
+}
+
+bool HeldWeights::changed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return n_reading_ == 0 && std::exchange(changed_, false);
+}
+
+void HeldWeights::read_more() {
+    std::vector<Disk::Read> reads;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        reads_.erase(std::remove_if(reads_.begin(), reads_.end(),
+                                    [&](const Disk::Read &r) { return disk_->state(r) > DiskRead::State::running; }),
+                     reads_.end());
+        while (n_reading_ < kReadsAtOnce && !to_read_.empty()) {
+            const int range = to_read_.front();
+            const FileRange &r = ranges_[range];
+            if (bytes_.load() + r.page_bytes() > room_) {
+                break; // until reads that are no longer wanted have ended
+            }
+            to_read_.pop_front();
+            auto copy = std::make_shared<PageCopy>(r.page_bytes());
+            if (!copy->data) {
+                continue;
+            }
+            auto read = std::make_shared<DiskRead>();
+            read->file = r.file;
+            read->offset = r.file->offset_of(r.pages());
+            read->to = copy->data;
+            read->bytes = r.page_bytes();
+            read->finish = [this, range, copy](bool ok) { return finish(range, ok, *copy); };
+            states_[range].reading = true;
+            bytes_ += r.page_bytes();
+            n_reading_++;
+            reads_.push_back(read);
+            reads.push_back(std::move(read));
+        }
+    }
+    for (const Disk::Read &read : reads) {
+        disk_->submit(read, false);
+    }
+}
+
+// A reader calls this.
+bool HeldWeights::finish(int range, bool ok, PageCopy &copy) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        State &s = states_[range];
+        s.reading = false;
+        n_reading_--;
+        if (ok && s.wanted && MappedFile::hold(ranges_[range].pages(), copy.data, copy.bytes)) {
+            copy.data = nullptr; // the mapping's
+            s.held = true;
+        } else {
+            bytes_ -= copy.bytes;
+            copy.free();
+        }
+        changed_ = true;
+    }
+    read_more();
+    return ok;
+}
+
+// The caller holds mutex_.
+void HeldWeights::release(int range) {
+    const FileRange &r = ranges_[range];
+    if (r.file->give_back(r.pages(), r.page_bytes())) {
+        states_[range].held = false;
+        bytes_ -= r.page_bytes();
+    }
+}
+
+void HeldWeights::forget_others(const std::vector<const MappedFile *> &files) const {
+    std::lock_guard<std::mutex> lock(mutex_); // nothing becomes held meanwhile
+    for (const MappedFile *file : files) {
+        char *from = file->begin();
+        const auto forget_to = [&](char *to) {
+            if (to > from) {
+                file->forget(from, (size_t)(to - from));
+            }
+        };
+        for (int i : by_address_) {
+            const FileRange &r = ranges_[i];
+            if (states_[i].held && r.file == file) {
+                forget_to(r.pages());
+                from = r.pages() + r.page_bytes();
+            }
+        }
+        forget_to(file->end());
+    }
+}
+
+} // namespace fsd

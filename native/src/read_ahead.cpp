@@ -1,0 +1,232 @@
+#include "read_ahead.h"
+
+#include "system.h"
+
+#include <algorithm>
+
+namespace fsd {
+
+using std::chrono::milliseconds;
+
+void ReadAhead::start(Disk &disk, std::vector<FileRange> ranges, std::function<bool(int)> passes) {
+    disk_ = &disk;
+    ranges_ = std::move(ranges);
+    passes_ = std::move(passes);
+}
+
+void ReadAhead::stop() {
+    drop_slots(0);
+    slots_.clear();
+    freed_.reset();
+    order_.clear();
+    ranges_.clear();
+    memory_.reset();
+    base_ = nullptr;
+    bytes_ = 0;
+    next_ = 0;
+}
+
+void ReadAhead::resize(size_t bytes) {
+    drop_slots(0);
+    ggml_backend_synchronize(inner_.copy);
+    slots_.clear();
+    freed_.reset();
+    memory_.reset();
+    base_ = nullptr;
+    if (bytes > 0) {
+        const size_t all = bytes + MappedFile::kUnit;
+        ggml_backend_buffer_type_t host = inner_.host_buffer_type();
+        if (InnerBuffer pinned(host ? ggml_backend_buft_alloc_buffer(host, all) : nullptr); pinned) {
+            base_ = FileRange::up((char *)ggml_backend_buffer_get_base(pinned.get()));
+            memory_ = std::shared_ptr<ggml_backend_buffer>(pinned.release(), BufferDeleter());
+        } else if (char *pages = reserve_addresses(all)) {
+            base_ = FileRange::up(pages);
+            memory_ = std::shared_ptr<void>(pages, [all](void *p) { release_addresses((char *)p, all); });
+        }
+    }
+    bytes_ = base_ ? bytes : 0;
+    next_ = 0;
+}
+
+// Drops slots that were not taken, from this one on.
+void ReadAhead::drop_slots(size_t from) {
+    while (slots_.size() > from && !slots_.back().taken) {
+        disk_->drop(slots_.back().read);
+        slots_.pop_back();
+    }
+}
+
+size_t ReadAhead::first_waiting() const {
+    return (size_t)(std::find_if(slots_.begin(), slots_.end(), [](const Slot &s) { return !s.taken; }) -
+                    slots_.begin());
+}
+
+void ReadAhead::follow(const std::vector<int> &ranges, bool again) {
+    if (ranges == order_ && again == again_) {
+        read();
+        return;
+    }
+    order_ = ranges;
+    again_ = again;
+    next_ = 0;
+    const size_t first = first_waiting();
+    if (first < slots_.size()) {
+        // Graphs of another kind often go through the same weights in the same order: what was read stays.
+        next_ = (size_t)(std::find(order_.begin(), order_.end(), slots_[first].range) - order_.begin());
+        size_t same = first;
+        while (same < slots_.size() && next_range() == slots_[same].range) {
+            next_++;
+            same++;
+        }
+        drop_slots(same);
+        next_ = same == first ? 0 : next_;
+    }
+    read();
+}
+
+// The next range to read, or -1.
+int ReadAhead::next_range() {
+    for (size_t tries = 0; tries <= order_.size(); tries++) {
+        if (next_ >= order_.size()) {
+            if (!again_ || order_.empty()) {
+                return -1;
+            }
+            next_ = 0;
+        }
+        if (!passes_(order_[next_])) {
+            return order_[next_];
+        }
+        next_++;
+    }
+    return -1; // all pass
+}
+
+// A place for the next slot, behind the last one; false: there is none yet.
+bool ReadAhead::find_place(size_t bytes, size_t &at) {
+    at = slots_.empty() ? 0 : slots_.back().at + slots_.back().bytes;
+    at = at + bytes > bytes_ ? 0 : at;
+    const auto in_the_way = [&](const Slot &s) { return s.at < at + bytes && at < s.at + s.bytes; };
+    if (bytes > bytes_ ||
+        std::any_of(slots_.begin(), slots_.end(), [&](const Slot &s) { return in_the_way(s) && !s.copied; })) {
+        return false;
+    }
+    while (std::any_of(slots_.begin(), slots_.end(), in_the_way)) {
+        freed_ = slots_.front().copied;
+        slots_.pop_front();
+    }
+    return true;
+}
+
+void ReadAhead::read() {
+    for (;;) {
+        const int range = next_range();
+        const size_t first = first_waiting();
+        const bool there = std::any_of(slots_.begin() + (ptrdiff_t)first, slots_.end(),
+                                       [&](const Slot &s) { return s.range == range; });
+        Slot slot;
+        slot.range = range;
+        if (range < 0 || there || !find_place(slot.bytes = ranges_[range].span_bytes(), slot.at)) {
+            return;
+        }
+        const FileRange &r = ranges_[range];
+        slot.skip = (size_t)(r.from - r.span());
+        slot.read = std::make_shared<DiskRead>();
+        slot.read->file = r.file;
+        slot.read->offset = r.file->offset_of(r.span());
+        slot.read->to = base_ + slot.at;
+        slot.read->bytes = slot.bytes;
+        if (freed_ && inner_.quirks.keeps_until_waited) { // no other thread may wait for its events
+            ggml_backend_event_synchronize(freed_.get());
+        } else {
+            slot.read->after = freed_;
+        }
+        disk_->submit(slot.read, true);
+        slots_.push_back(std::move(slot));
+        next_++;
+    }
+}
+
+// Makes a range the first of the slots that wait.
+void ReadAhead::seek(int range) {
+    const size_t first = first_waiting();
+    size_t i = first;
+    while (i < slots_.size() && slots_[i].range != range) {
+        i++;
+    }
+    if (i < slots_.size()) { // those before it are not needed: they are held by now, or resident
+        for (size_t k = first; k < i; k++) {
+            disk_->drop(slots_[k].read);
+        }
+        slots_.erase(slots_.begin() + (ptrdiff_t)first, slots_.begin() + (ptrdiff_t)i);
+        return;
+    }
+    drop_slots(first);
+    const auto found = std::find(order_.begin(), order_.end(), range);
+    if (found == order_.end()) {
+        order_ = {range};
+        again_ = false;
+    }
+    next_ = found == order_.end() ? 0 : (size_t)(found - order_.begin());
+    read();
+}
+
+ReadAhead::Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
+    size_t first = first_waiting();
+    if (first == slots_.size() || slots_[first].range != range) {
+        seek(range);
+        first = first_waiting();
+    }
+    if (first == slots_.size() || slots_[first].range != range) {
+        // It passes since it was asked for, or copies that are under way have all of the buffer.
+        data = nullptr;
+        return passes_(range) ? Taken::yes : Taken::not_yet;
+    }
+    Slot &slot = slots_[first];
+    DiskRead::State state = disk_->state(slot.read);
+    if (state <= DiskRead::State::running && most.count() > 0) {
+        const double start = seconds();
+        waiting_since_s_ = start;
+        state = disk_->wait(slot.read, most);
+        waiting_since_s_ = 0;
+        waited_s_ = waited_s_ + (seconds() - start);
+    }
+    if (state == DiskRead::State::done) {
+        slot.taken = true;
+        data = base_ + slot.at + slot.skip;
+        return Taken::yes;
+    }
+    if (state <= DiskRead::State::running) {
+        return Taken::not_yet;
+    }
+    why_ = slot.read->why;
+    drop_slots(first);
+    return Taken::failed;
+}
+
+void ReadAhead::taken() {
+    if (slots_.empty() || !slots_.front().taken) {
+        return;
+    }
+    SharedEvent copied;
+    for (Slot &s : slots_) {
+        if (s.taken && !s.copied) {
+            if (!copied) {
+                copied.reset(ggml_backend_event_new(inner_.dev), ggml_backend_event_free);
+                ggml_backend_event_record(copied.get(), inner_.copy);
+            }
+            s.copied = copied;
+        }
+    }
+    read();
+}
+
+double ReadAhead::seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double ReadAhead::waited_s() const {
+    const double since = waiting_since_s_.load();
+    return waited_s_.load() + (since > 0 ? seconds() - since : 0);
+}
+
+} // namespace fsd
