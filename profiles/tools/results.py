@@ -9,7 +9,7 @@ profiles/RESULTS.md from all files, and the chart of the README. With ``--check`
 is 1 if one of them is out of date.
 
 The name of a file begins with its kind (bench, ablation, bench-image, vram-grid, negotiate, render-loop, states,
-verify, speculation, characters, play, soak, evaluation).
+verify, speculation, characters, play, disk-tier, soak, evaluation).
 """
 
 from __future__ import annotations
@@ -529,6 +529,27 @@ def _launches(results: Sequence[Result]) -> Shown:
     return "Launches; the predictions are those at the end:", columns, found
 
 
+def disk_tier(results: list[Result]) -> list[str]:
+    """A model whose weights come from the disk, because a host budget has no room for them."""
+    lines = []
+    for result in results:
+        rows = []
+        for row in result["rows"]:
+            values = [row["read_bytes_per_token"] / 2**20, row["token_s"], row["disk_s"], row["link_s"]]
+            values += [row["over_slowest"], row["first_token_s"], row["most_used_bytes"] / 2**20, row["samples"]]
+            rows.append([number(row["budget_mb"] or None), *(number(value) for value in values)])
+        lines += [
+            f"A file of {result['file_bytes'] / 2**20:,.0f} MiB at {number(result['vram_budget_mb'])} MiB of VRAM; a "
+            f"disk of {max(result['disk']['rate']) / 1e9:.2f} GB/s, measured before. "
+            + ("The text is the same in all rows." if result["same_text"] else "The texts differ."),
+            "",
+        ]
+        columns = ["host budget MiB", "MiB from disk for a token", "s for a token", "disk alone s", "link alone s"]
+        columns += ["over the slower", "first token s", "most host memory MiB, own count", "samples"]
+        lines += table(columns, rows)
+    return lines
+
+
 def flight(results: list[Result]) -> list[str]:
     """Flights of samples/streaming_world, one result each. Late: the work of a frame took longer than 1/60 s."""
     columns = {
@@ -625,6 +646,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "speculation": ("Speculative decoding", speculation),
     "characters": ("Many characters with one lore", characters),
     "play": ("What a game sees through the client", play),
+    "disk-tier": ("Weights from the disk", disk_tier),
     "flight": ("A flight whose textures and model share the VRAM", flight),
     "soak": ("An hour of simulated play", soak),
     "evaluation": ("The paper's evaluation, predicted", evaluation),
