@@ -352,9 +352,13 @@ struct Session {
                      int n_ctx = kContext, int largest = kLargestBatch, bool on_disk = false)
         : file(Weights().bytes), conversation(conversation) {
         Weights().write(file.data);
+#if defined(__linux__) // elsewhere no weights come from disk
         if (on_disk) {
             file.move_to_disk();
         }
+#else
+        CHECK(!on_disk);
+#endif
         expected = on_cpu(conversation, file.data, n_ctx);
         CHECK(fsd_configure(&config) == FSD_OK);
         backend = ggml_backend_dev_init(fsd::plugin_device(), nullptr);
