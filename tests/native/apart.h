@@ -79,3 +79,6 @@ inline int run_apart(const std::function<int()> &scenario) {
               }) == 0);                                                                                                \
     }                                                                                                                  \
     static void scenario_##name()
+
+// A scenario inside "#if defined(__linux__)". CMake registers it on Linux alone.
+#define LINUX_SCENARIO(name) SCENARIO(name)

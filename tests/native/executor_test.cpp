@@ -1059,7 +1059,7 @@ struct DiskSession : Session {
     uint64_t host_floor = 0, host_full = 0;
 };
 
-SCENARIO(weights_from_disk_give_the_same_result) {
+LINUX_SCENARIO(weights_from_disk_give_the_same_result) {
     DiskSession s(config_of(0));
     s.commit();
     s.check_conversation();
@@ -1089,7 +1089,7 @@ SCENARIO(weights_from_disk_give_the_same_result) {
     s.check_conversation();
 }
 
-SCENARIO(host_budget_changes_while_graphs_run) {
+LINUX_SCENARIO(host_budget_changes_while_graphs_run) {
     DiskSession s(config_of(0));
     s.commit();
     CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
@@ -1118,7 +1118,7 @@ SCENARIO(host_budget_changes_while_graphs_run) {
     s.check_ledger();
 }
 
-SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {
+LINUX_SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {
     const uint64_t budget = Weights().bytes * 3 / 4;
     CHECK(fsd_set_host_budget(budget, 0) == FSD_BAD_STATE);
     DiskSession s(config_of(0));
@@ -1129,7 +1129,7 @@ SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {
     CHECK(stats().disk_read_bytes > 0 && stats().host_used_bytes <= budget);
 }
 
-SCENARIO(a_read_that_fails_ends_one_graph) {
+LINUX_SCENARIO(a_read_that_fails_ends_one_graph) {
     set_fault("disk_fail", 40);
     DiskSession s(config_of(0));
     s.commit();
@@ -1145,7 +1145,7 @@ SCENARIO(a_read_that_fails_ends_one_graph) {
     s.check_conversation();
 }
 
-SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) {
+LINUX_SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) {
     CHECK(fsd::set_environment("FRAMESHARD_FAULTS", "disk_stall=40,stuck_ms=3000"));
     DiskSession s(config_of(0));
     s.commit();
@@ -1165,7 +1165,7 @@ SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) {
     CHECK(stats().disk_waited_s >= 0.5);
 }
 
-SCENARIO(a_file_that_changes_ends_every_graph) {
+LINUX_SCENARIO(a_file_that_changes_ends_every_graph) {
     DiskSession s(config_of(0));
     s.commit();
     CHECK(fsd_set_host_budget(s.host_floor + (1 << 20), 10) == FSD_OK);
