@@ -43,6 +43,9 @@ mkdir -p "$work/llama/licences"
 cp /usr/share/doc/gcc-mingw-w64-base/copyright "$work/llama/licences/gcc-mingw-w64.txt"
 cp /usr/share/doc/mingw-w64-common/copyright "$work/llama/licences/mingw-w64.txt"
 
+# Wine's server ends with the last program, and a program that starts at that moment fails. So it stays for a minute.
+mkdir -p "$WINEPREFIX"
+wineserver -p60 < /dev/null > /dev/null 2>&1 || true # it runs already
 # A first start of Wine prints lines, which CMake would take for output of a program.
 wine cmd /c exit >/dev/null 2>&1 || true
 WINEPATH=$(winepath -w "$work/llama/bin")

@@ -23,6 +23,9 @@ done
 for program in wine mcs unzip x86_64-w64-mingw32-gcc-posix; do
   command -v $program >/dev/null || { echo "Missing on this system: $program (the head of $0 says what to install)" >&2; exit 1; }
 done
+# Wine's server ends with the last program, and a program that starts at that moment fails. So it stays for a minute.
+mkdir -p "$WINEPREFIX"
+wineserver -p60 < /dev/null > /dev/null 2>&1 || true # it runs already
 if [ ! -f "$python/complete" ]; then
   echo "fetching Python for Windows and its packages"
   rm -rf "$python" "$work/packages"
