@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,12 @@ from frameshard.engine.dxgi import DxgiObserver
 
 MIB = 1 << 20
 LOOK = """
-import json
+import json, pathlib, sys
 from frameshard.engine.observer import find_observer
 observer = find_observer()
 mine = [observer.source, observer.used(), observer.totals(), observer.others()]
 observer.pid += 4
-print(json.dumps([mine, observer.used(), observer.totals()]))
+pathlib.Path(sys.argv[1]).write_text(json.dumps([mine, observer.used(), observer.totals()]))
 """
 
 
@@ -28,10 +29,13 @@ def is_wine() -> bool:
 
 
 @pytest.mark.skipif(not is_wine(), reason="needs the GPU that Wine shows")
-def test_windows_counts_the_vram_of_this_process_alone() -> None:
+def test_windows_counts_the_vram_of_this_process_alone(tmp_path: Path) -> None:
     environment = {**os.environ, "WINE_D3D_CONFIG": "renderer=no3d"}
-    said = subprocess.run([sys.executable, "-c", LOOK], env=environment, capture_output=True, check=True, timeout=60)
-    mine, used_of_another, totals_of_another = json.loads(said.stdout)
+    said = tmp_path / "said"
+    # No pipe: Wine's desktop, which starts with DXGI, would keep it open.
+    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", LOOK, said], env=environment, check=True, timeout=60, **nowhere)
+    mine, used_of_another, totals_of_another = json.loads(said.read_text())
     assert mine == ["dxgi", 0, [128 * MIB, 128 * MIB], {}]
     assert used_of_another is None
     assert totals_of_another is None
