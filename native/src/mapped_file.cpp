@@ -1,11 +1,12 @@
 #include "mapped_file.h"
 
+#include "system.h"
+
 #if defined(__linux__)
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <cstdlib>
 #include <fcntl.h>
 #include <functional>
 #include <linux/magic.h>
@@ -36,7 +37,7 @@ struct Mapping {
             7) {
             return false;
         }
-        path.assign(line + at, strcspn(line + at, "\n"));
+        path = line + at;
         return true;
     }
     bool is_read_only_file() const { return strncmp(mode, "r--", 3) == 0 && inode != 0 && !path.empty(); }
@@ -44,22 +45,10 @@ struct Mapping {
 
 } // namespace
 
-// Calls `is_last` with each mapping of this process, by address, until it returns true. Reads with the C library, because a
-// GPU's module may bring a C++ library of its own.
+// Calls `is_last` with each mapping of this process, by address, until it returns true.
 static void each_mapping(const std::function<bool(const Mapping &)> &is_last) {
-    FILE *maps = fopen("/proc/self/maps", "re");
-    if (!maps) {
-        return;
-    }
-    char *line = nullptr;
-    size_t room = 0;
-    for (Mapping m; getline(&line, &room, maps) > 0;) {
-        if (m.read(line) && is_last(m)) {
-            break;
-        }
-    }
-    free(line);
-    fclose(maps);
+    Mapping m;
+    each_line("/proc/self/maps", [&](const char *line) { return m.read(line) && is_last(m); });
 }
 
 // Whether the pages of a file are all there is of it, so that none can be dropped.

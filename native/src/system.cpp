@@ -1,6 +1,7 @@
 #include "system.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <thread>
 
@@ -19,7 +20,6 @@
 #include <unistd.h>
 #endif
 #if defined(__linux__)
-#include <fstream>
 #include <sys/prctl.h>
 #include <vector>
 #endif
@@ -165,28 +165,48 @@ void prefer_large_pages(void *p, size_t size) {
 
 #if defined(__linux__)
 
+void each_line(const char *path, const std::function<bool(const char *line)> &is_last) {
+    FILE *file = fopen(path, "re");
+    if (!file) {
+        return;
+    }
+    char *line = nullptr;
+    size_t room = 0;
+    while (getline(&line, &room, file) > 0) {
+        line[strcspn(line, "\n")] = '\0';
+        if (is_last(line)) {
+            break;
+        }
+    }
+    free(line);
+    fclose(file);
+}
+
+// Finds a line with a number in one of the kernel's files. False if there is none.
+static bool read_number(const std::string &path, const char *format, unsigned long long &number) {
+    bool found = false;
+    each_line(path.c_str(), [&](const char *line) { return found = sscanf(line, format, &number) == 1; });
+    return found;
+}
+
 // Memory that this process may still take: of the system, and of the control groups that it is in.
 static size_t available_bytes() {
-    std::string word;
-    size_t left = 0, kib = 0;
-    for (std::ifstream file("/proc/meminfo"); file >> word;) {
-        if (word == "MemAvailable:" && file >> kib) {
-            left = kib * 1024;
-        }
-    }
+    unsigned long long kib = 0;
+    read_number("/proc/meminfo", "MemAvailable: %llu", kib);
+    size_t left = (size_t)kib * 1024;
     std::string group;
-    for (std::ifstream file("/proc/self/cgroup"); std::getline(file, word);) {
-        if (word.rfind("0::/", 0) == 0) {
-            group = word.substr(3);
-        }
-    }
+    each_line("/proc/self/cgroup", [&](const char *line) {
+        const bool unified = strncmp(line, "0::/", 4) == 0;
+        group = unified ? line + 3 : "";
+        return unified;
+    });
     for (bool root = false; !root; group.resize(group.empty() ? 0 : group.rfind('/'))) {
         root = group.empty();
         const std::string directory = "/sys/fs/cgroup" + group + "/";
-        size_t most = 0, anonymous = 0;
-        if (std::ifstream(directory + "memory.max") >> most) { // "max" is no number
-            std::ifstream(directory + "memory.stat") >> word >> anonymous;
-            left = std::min(left, most - std::min(most, anonymous)); // cached files are given back
+        unsigned long long most = 0, anonymous = 0;
+        if (read_number(directory + "memory.max", "%llu", most)) { // "max" is no number
+            read_number(directory + "memory.stat", "anon %llu", anonymous);
+            left = std::min(left, (size_t)(most - std::min(most, anonymous))); // cached files are given back
         }
     }
     return left;
@@ -198,15 +218,15 @@ bool has_room(size_t bytes) { return bytes <= available_bytes() / 4 * 3; }
 static bool is_mapped_file(const char *p, size_t size) {
     uintptr_t at = (uintptr_t)p;
     const uintptr_t to = at + size;
-    std::ifstream maps("/proc/self/maps");
-    for (std::string line; at < to && std::getline(maps, line);) {
+    each_line("/proc/self/maps", [&](const char *line) {
         unsigned long long begin = 0, end = 0, inode = 0;
         char mode[8] = "";
-        if (sscanf(line.c_str(), "%llx-%llx %7s %*s %*s %llu", &begin, &end, mode, &inode) == 4 && begin <= at &&
-            at < end && strncmp(mode, "r--", 3) == 0 && inode != 0) {
+        if (sscanf(line, "%llx-%llx %7s %*s %*s %llu", &begin, &end, mode, &inode) == 4 && begin <= at && at < end &&
+            strncmp(mode, "r--", 3) == 0 && inode != 0) {
             at = (uintptr_t)end;
         }
-    }
+        return at >= to;
+    });
     return at >= to;
 }
 

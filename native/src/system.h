@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace fsd {
@@ -26,6 +27,10 @@ bool has_room(size_t bytes);
 // other threads may read them. False, and what is not replaced stays mapped, if the range is no such mapping, if there is no
 // room for the copies, or if the system cannot do it. `p` is on a page.
 bool own_pages(char *p, size_t size);
+
+// Linux alone: calls `is_last` with each line of one of the kernel's text files until it returns true; with none if the file
+// cannot be read. Reads with the C library, because a GPU's module may bring a C++ library of its own.
+void each_line(const char *path, const std::function<bool(const char *line)> &is_last);
 
 // Maps a file of exactly `size` bytes that cannot shrink while it is mapped, to read and write. The path is UTF-8. Null with
 // the reason in `why`.
