@@ -103,7 +103,9 @@ async def test_a_task_is_cancelled_at_any_step() -> None:
                     await asyncio.sleep(0)
                 task.cancel()
                 outcome = (await asyncio.gather(task, return_exceptions=True))[0]
-                assert isinstance(outcome, asyncio.CancelledError) or (work is not read and steps > 2), outcome
+                # An answer may come within one step, if another process had the CPU meanwhile. read() never ends.
+                answered = work is not read and steps > 0 and not isinstance(outcome, BaseException)
+                assert answered or isinstance(outcome, asyncio.CancelledError), outcome
         await idle(client)
         del task, outcome
         assert len(client._answers) == answers_awaited
