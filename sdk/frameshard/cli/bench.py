@@ -187,10 +187,10 @@ def _check(args: argparse.Namespace, device: str, needed: int) -> None:
 
     from . import comparison
 
+    if device == "cpu" and (args.vs or args.timeline):
+        raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
     comparison.check(args, device)
     if args.timeline:
-        if device == "cpu":
-            raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
         if device.startswith("Vulkan"):
             raise errors.Unsupported(f"--timeline cannot be recorded on {device}: leave it out")
         figures.check(args.timeline)

@@ -38,8 +38,6 @@ def check(args: argparse.Namespace, device: str) -> None:
     """
     if args.vs_budget and not args.vs:
         raise errors.BadArgument("--vs-budget is about llama.cpp: name its program with --vs")
-    if args.vs and device == "cpu":
-        raise errors.BadArgument("on the CPU alone nothing is placed: name a GPU, or --device emulated")
     if args.vs and "process" in allowances(args) and not counted(device):
         raise errors.BadArgument(
             f"no driver counts VRAM on {device}, so llama.cpp cannot be held to the budget: add --vs-budget weights"
