@@ -247,7 +247,7 @@ def test_the_moment_must_be_idle(tiny_model: Callable[[str], Path], monkeypatch:
     with talk(tiny_model("llama")) as one:
         work = idle.Idle(
             idle.IdleProfile(one.batcher._runtime, lambda: None),
-            idle.IdleDisk(None, lambda: None),
+            idle.IdleDisk(None, lambda change: change(), lambda: None),
             one.batcher.reuse.copy_ahead,
         )
         assert work.due_in() is None

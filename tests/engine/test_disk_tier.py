@@ -138,14 +138,17 @@ with load() as runtime:
 """
 
 MEASURED = """
+import queue
 from dataclasses import replace
 from frameshard.engine import idle
 
-replanned = threading.Event()
+commands = queue.SimpleQueue()
+replans = []
 with load("planned", "emulated:2:0.1") as runtime:
     placement = runtime.placement
     placement._profile = replace(placement.profile, disk={})  # as on a machine that was never profiled
-    disk = idle.IdleDisk(placement, replanned.set)
+    disk = idle.IdleDisk(placement, commands.put, lambda: replans.append(1))
+    work = idle.Idle(idle.IdleProfile(runtime, lambda: None), disk, lambda: False)
     found = [disk.due_in() is None]  # without a limit plans do not need it
     runtime.device.set_host_budget(file_bytes // 2)
     placement.replan()
@@ -153,13 +156,17 @@ with load("planned", "emulated:2:0.1") as runtime:
     for disturbed in (True, False):
         while (due_in := disk.due_in()) is not None:  # until the thread has begun
             time.sleep(due_in)
-            disk.work()
+            work.work()
+        found.append(work.due_in() is None)  # nothing else is measured meanwhile
         if disturbed:
             disk.disturb()
-            while disk.due_in() is None:  # until it has ended
-                time.sleep(0.01)
-            found.append(not replanned.is_set())
-    found.append(replanned.wait(60))
+        take = commands.get(timeout=60)
+        faster = replace(placement.profile, h2d=placement.profile.h2d * 2)
+        placement.adopt_profile(faster)  # the main thread has taken the other measurements first
+        take()
+        found.append(len(replans) == (0 if disturbed else 1))
+        found.append(placement.profile.h2d == faster.h2d)
+        found.append(bool(placement.profile.disk) == (not disturbed))
     placement.replan()
     found.append(placement.plan.predicted_decode_tps() < before)
     found.append(disk.due_in() is None)
@@ -239,7 +246,7 @@ def test_a_file_in_memory_is_needed_whole(own_model: Path) -> None:
 
 def test_a_thread_measures_the_disk_in_an_idle_moment(own_model: Path) -> None:
     found, rate = run(MEASURED, own_model)
-    assert found == [True] * 5
+    assert found == [True] * 11
     assert rate <= 0.1e9
 
 

@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from frameshard.engine.placement import Placement
 from frameshard.engine.runtime import Runtime
@@ -103,16 +104,25 @@ class IdleProfile:
 
 class IdleDisk:
     """The measurement of the model's disk, for plans under a host limit. A thread makes it, so that no job waits for
-    it. If a job comes meanwhile, its reads falsify the result, and it is made again later.
+    it, and hands the result to the main thread, which alone changes the profile. If a job comes meanwhile, its reads
+    falsify the result, and it is made again later.
 
     :param placement: of the model; ``None`` without a shard device.
+    :param on_main: runs a function in the main thread, between two decodes.
     :param replan: asks the main thread for a new plan.
     """
 
-    def __init__(self, placement: Placement | None, replan: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        placement: Placement | None,
+        on_main: Callable[[Callable[[], None]], None],
+        replan: Callable[[], None],
+    ) -> None:
+        self.running = False
+        """A measurement has begun whose result the main thread has not taken yet."""
         self._placement = placement
+        self._on_main = on_main
         self._replan = replan
-        self._thread: threading.Thread | None = None
         self._disturbed_at = time.monotonic()
 
     def disturb(self) -> None:
@@ -121,23 +131,25 @@ class IdleDisk:
 
     def due_in(self) -> float | None:
         """Seconds until the measurement may begin if nothing comes between; None if there is none to make."""
-        running = self._thread is not None and self._thread.is_alive()
-        if self._placement is None or running or not self._placement.lacks_disk:
+        if self._placement is None or self.running or not self._placement.lacks_disk:
             return None
         return max(0.0, self._disturbed_at + QUIET_S - time.monotonic())
 
     def work(self) -> None:
         """Starts the measurement, if the moment is still idle."""
-        if self.due_in() == 0.0:
-            self._thread = threading.Thread(target=self._measure, name="disk", daemon=True)
-            self._thread.start()
+        if self._placement is not None and self.due_in() == 0.0:
+            self.running = True
+            measure = partial(self._measure, self._placement, self._disturbed_at)
+            threading.Thread(target=measure, name="disk", daemon=True).start()
 
-    def _measure(self) -> None:
-        assert self._placement is not None
-        disturbed_at = self._disturbed_at
-        rates = self._placement.measure_disk()
+    def _measure(self, placement: Placement, disturbed_at: float) -> None:
+        rates = placement.measure_disk()
+        self._on_main(lambda: self._take(placement, rates, disturbed_at))
+
+    def _take(self, placement: Placement, rates: dict[str, list[float]], disturbed_at: float) -> None:
+        self.running = False
         if self._disturbed_at == disturbed_at:
-            self._placement.adopt_disk(rates)
+            placement.adopt_disk(rates)
             self._replan()
 
 
@@ -171,7 +183,9 @@ class Idle:
 
     def due_in(self) -> float | None:
         """Seconds until there is work if nothing comes between; None if there is none."""
-        due = [self._copy_due_in(), self._profile.due_in(), self._disk.due_in()]
+        # The two measurements would falsify each other.
+        profile_due_in = None if self._disk.running else self._profile.due_in()
+        due = [self._copy_due_in(), profile_due_in, self._disk.due_in()]
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def work(self) -> bool:
@@ -181,7 +195,7 @@ class Idle:
         """
         if self._copy_due_in() != 0.0:
             self._disk.work()
-            return self._profile.work()
+            return not self._disk.running and self._profile.work()
         self._may_copy = False  # before the copy: a disturbance in between sets it again
         if self._copy_ahead():
             self._may_copy = True

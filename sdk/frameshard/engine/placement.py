@@ -133,8 +133,7 @@ class Placement:
         return diskprobe.measure_model(self._model.path, self._device_name)
 
     def adopt_disk(self, rates: dict[str, list[float]]) -> None:
-        """[any thread] Uses measured rates of the disk; empty if it cannot be measured. The next :meth:`replan` plans
-        with them."""
+        """Uses measured rates of the disk; empty if it cannot be measured. The next :meth:`replan` plans with them."""
         self._knows_disk, self._profile = True, replace(self.profile, disk=rates)
 
     @property

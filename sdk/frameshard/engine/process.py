@@ -251,7 +251,7 @@ class Engine:
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
-        disk = IdleDisk(runtime.placement, self._want_plan)
+        disk = IdleDisk(runtime.placement, self._commands.put, self._want_plan)
         self._idle = Idle(IdleProfile(runtime, self._want_plan), disk, self._batcher.reuse.copy_ahead)
         host = HostMemory(runtime, self._batcher.store)
         host.measure()
