@@ -82,6 +82,19 @@ def test_the_command_line_takes_a_host_budget(model_path: Path, tmp_path: Path) 
     assert small["predicted_decode_tps"] < full["predicted_decode_tps"]
 
 
+def test_both_budgets_are_drawn(model_path: Path, tmp_path: Path) -> None:
+    path, picture = tmp_path / "profile.json", tmp_path / "surface.svg"
+    save(WITH_DISK, path)
+    command = [sys.executable, "-m", "frameshard", "plan", "--model", str(model_path), "--profile", str(path)]
+    command += ["--vram-budget", "60", "--ctx", "512", "--parallel", "1", "--host-budget", "40", "--plot", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "planning with" in result.stderr  # it takes some seconds
+    drawn = picture.read_text()
+    assert "host memory for weights" in drawn
+    assert "VRAM budget" in drawn
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="direct reads are measured on Linux alone")
 def test_the_disk_is_measured(model_path: Path, tmp_path: Path) -> None:
     rates = diskprobe.measure(model_path, 0.4)

@@ -173,14 +173,70 @@ def draw_plans(
             axis.axvline(budget, color="0.5", linewidth=1)
         axis.set_xlim(left=max(0.0, min([floor, *below]) - 0.05 * (sweep[-1].budget_gib - floor)))
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        _plain_numbers(axis.yaxis)
         axis.set_title(what, loc="left", fontsize=10)
         axis.set_xlabel("VRAM budget, GiB")
         axis.grid(alpha=0.3, which="both")
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[0].legend(frameon=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+_LABEL = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Labels a logarithmic axis with 1, 2 and 5 of each power of ten."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Predicted times over two budgets, in GiB: VRAM (ascending, along rows) and host memory (ascending, by row)."""
+
+    vram_gib: Sequence[float]
+    host_gib: Sequence[float]
+    ttft_s: Sequence[Sequence[float]]
+    tokens_per_second: Sequence[Sequence[float]]
+
+
+def draw_surface(
+    path: str, title: str, surface: Surface, marked: Sequence[Point], marked_host_gib: float, n_prompt: int
+) -> None:
+    """Draws TTFT and tokens per second over budgets of VRAM and of host memory, as colours with contour lines.
+
+    :param marked: points that are drawn as dots, at ``marked_host_gib`` of host memory.
+    """
+    pyplot = _pyplot()
+    from matplotlib.colors import LogNorm
+
+    panels = [
+        (f"seconds to the first token, prompt of {n_prompt}", surface.ttft_s, "viridis_r"),
+        ("tokens per second, one sequence", surface.tokens_per_second, "viridis"),
+    ]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 4.6), sharey=True)
+    for number, (axis, (what, values, colours)) in enumerate(zip(axes, panels, strict=True)):
+        highest = max(map(max, values))
+        norm = LogNorm(min(map(min, values)), highest * 1.001)
+        mesh = axis.pcolormesh(surface.vram_gib, surface.host_gib, values, cmap=colours, norm=norm, shading="gouraud")
+        _plain_numbers(figure.colorbar(mesh, ax=axis).ax.yaxis)
+        levels = [power * digit for power in (0.001, 0.01, 0.1, 1, 10, 100, 1000) for digit in (1, 2, 5)]
+        lines = axis.contour(surface.vram_gib, surface.host_gib, values, levels, colors="white", linewidths=0.8)
+        axis.clabel(lines, fmt="{:g}".format, fontsize=8)
+        for point in marked:
+            here = (min(point.budget_gib, surface.vram_gib[-1]), marked_host_gib)
+            axis.plot(*here, "o", color="white", markeredgecolor="black", clip_on=False)
+            value = (point.ttft_s, point.tokens_per_second)[number][0]
+            side = "right" if here[0] == surface.vram_gib[-1] else "center"
+            axis.annotate(f"{value:.3g}", here, (0, 8), textcoords="offset points", ha=side, fontsize=8, bbox=_LABEL)
+        axis.set_title(what, loc="left", fontsize=10)
+        axis.set_xlabel("VRAM budget, GiB")
+    axes[0].set_ylabel("host memory for weights, GiB")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

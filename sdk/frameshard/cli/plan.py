@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MiB = 1 << 20
 _POINTS = 40  # budgets in a plot
+_SURFACE = 20, 12  # budgets of VRAM and of host memory in a plot of both
 _COLUMNS = ("budget", "resident", "streamed", "cpu", "disk", "ring", "TTFT s", "bound", "tok/s", "bound")
 
 
@@ -51,7 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw both over all budgets, with bounds and llama.cpp's static offload (.svg, .png, .pdf)",
+        help="draw both over all budgets, with bounds and llama.cpp's static offload; with --host-budget, over all "
+        "budgets of VRAM and of host memory (.svg, .png, .pdf)",
     )
     parser.add_argument(
         "--profile",
@@ -120,7 +122,7 @@ class _Forecast:
 
         memory.check_kv_type(model, args.kv_type)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
-        self.device = profile.device
+        self.device, self.host_budget = profile.device, args.host_budget
         self.where = str(profile.fingerprint.get("gpus", self.device))
         if profile.sources and not profile.products:
             self.where += ", by its spec sheet (not measured)"
@@ -171,14 +173,38 @@ class _Forecast:
         self._plan(budget_bytes=budget_bytes)
 
     def plot(self, path: str, budgets: Sequence[int]) -> None:
+        title = f"{self.model.path.name} on {self.where}"
+        marked = [figures.Point.of(plan, self.n_prompt) for plan in map(self.at, budgets) if plan]
+        if self.host_budget:
+            host_gib = self.host_budget / 2**30
+            figures.draw_apart(figures.draw_surface, path, title, self._surface(), marked, host_gib, self.n_prompt)
+            return
         floor, full = self.full.floor_bytes, self.full.full_bytes
         step = max(1, (full - floor) // _POINTS)
-        sweep = [self._plan(budget_bytes=budget) for budget in range(floor, full, step)] + [self.full]
-        marked = [plan for plan in map(self.at, budgets) if plan]
-        points = [[figures.Point.of(each, self.n_prompt) for each in some] for some in (sweep, marked)]
+        plans = [self._plan(budget_bytes=budget) for budget in range(floor, full, step)] + [self.full]
+        sweep = [figures.Point.of(plan, self.n_prompt) for plan in plans]
         below = [budget / 2**30 for budget in budgets if self.at(budget) is None]
-        title = f"{self.model.path.name} on {self.where}"
-        figures.draw_apart(figures.draw_plans, path, title, *points, self.n_prompt, below)
+        figures.draw_apart(figures.draw_plans, path, title, sweep, marked, self.n_prompt, below)
+
+    def _surface(self) -> figures.Surface:
+        """From both floors to where everything is resident, and to where the whole file is in host memory."""
+        import numpy as np
+
+        from frameshard.plan.host import host_floor
+        from frameshard.plan.layout import lay_out
+
+        least = host_floor(lay_out(self.model, self.device), self.device)
+        columns, rows = _SURFACE
+        vram = np.linspace(self.full.floor_bytes, self.full.full_bytes, columns).astype(int).tolist()
+        host = np.linspace(least, max(self.model.file_bytes, least), rows).astype(int).tolist()
+        ttft, rate = [], []
+        with progress.steps(rows) as steps:
+            for host_bytes in host:
+                steps.next(f"planning with {common.format_size(host_bytes)} of host memory")
+                plans = [self._plan(budget_bytes=budget, host_budget_bytes=host_bytes) for budget in vram]
+                ttft.append([plan.predicted_ttft(self.n_prompt) for plan in plans])
+                rate.append([plan.predicted_decode_tps() for plan in plans])
+        return figures.Surface([n / 2**30 for n in vram], [n / 2**30 for n in host], ttft, rate)
 
     def document(self, budgets: Sequence[int], plans: Sequence[Plan | None]) -> dict[str, object]:
         """The document for ``--json``. The floor and all figures that depend on it are estimates."""
