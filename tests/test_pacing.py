@@ -64,7 +64,8 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
 @in_trio
 async def test_answers_go_on_beside_frames(model_path: Path) -> None:
     """Each mode is tested with frames that leave GPU time and frames that leave none. Idle frames are used fully."""
-    async with frameshard.launch(model_path, device="emulated", n_ctx=512, n_parallel=1) as client:
+    options = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_parallel": 1}
+    async with frameshard.launch(model_path, **options) as client:
         block = await client.frame_block(target_frame_ms=16.0)
         texts = set()
 

@@ -48,7 +48,8 @@ async def pids(client: frameshard.Client) -> tuple[int, int]:
 async def test_a_model_speaks_on_cpu_and_emulated_device(model_path: Path) -> None:
     texts = []
     for device, budget_mb in (("cpu", 0), ("emulated", 128)):
-        async with frameshard.launch(model_path, device=device, vram_budget_mb=budget_mb, n_threads=1) as client:
+        options = {"device": device, "vram_budget_mb": budget_mb, "mode": "stream_only", "n_threads": 1}
+        async with frameshard.launch(model_path, **options) as client:
             sampling = frameshard.Sampling(max_tokens=16, temperature=0.0)
             texts.append((await client.ask("Who are you?", sampling=sampling).completed()).text)
             if budget_mb:
