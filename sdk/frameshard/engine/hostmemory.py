@@ -10,6 +10,7 @@ Without a limit nothing changes: the KV store may hold what the launch option ``
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -43,6 +44,9 @@ that holds weights in their place could only be swapped."""
 POLL_S = 0.002
 
 _MEASUREMENTS = 2  # at most, of processes while weights come and go
+_REMEMBERED = 3
+"""What the processes hold is the most of so many measurements: memory that a read from disk is still filling is counted
+as weights already, so one measurement beside reads finds too little."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class HostMemory:
         self._store = store
         self._lock = threading.RLock()
         self._processes = 0
+        self._measured: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         self._measured_at = -MEASURE_S
         self._file = hostcount.ModelPages(runtime.config.model) if hostcount.counts() else None
 
@@ -153,7 +158,8 @@ class HostMemory:
                     break
             # What weights have taken or freed meanwhile would be counted as the processes'.
             if steady or not self._processes:
-                self._processes = self._of_processes(parts, own, others, cached or 0)
+                self._measured.append(self._of_processes(parts, own, others, cached or 0))
+                self._processes = max(self._measured)
             self.observed_bytes = None if cached is None else own.bytes + others + cached
             self._measured_at = time.monotonic()
             self._give_shares()
