@@ -8,8 +8,8 @@ machine, driver and command. With ``--append`` it adds the object to the results
 profiles/RESULTS.md from all files, and the chart of the README. With ``--check`` it writes nothing, and the exit status
 is 1 if one of them is out of date.
 
-The name of a file begins with its kind (bench, ablation, bench-image, vram-grid, negotiate, render-loop, states,
-verify, speculation, characters, play, disk-tier, soak, evaluation).
+The name of a file begins with its kind (bench, ablation, regret, bench-image, vram-grid, negotiate, render-loop,
+states, verify, speculation, characters, play, disk-tier, soak, evaluation).
 """
 
 from __future__ import annotations
@@ -283,6 +283,26 @@ def ablation(results: list[Result]) -> list[str]:
             ["budget MiB", "variant", "TTFT s", "of as planned", "tokens/s", "of as planned", "repeats"], rows
         )
     return lines
+
+
+def regret(results: list[Result]) -> list[str]:
+    columns = ["budget MiB", "context", "arrangements", "tokens/s as planned", "predicted", "tokens/s of the best"]
+    rows = [
+        [
+            number(row["budget_mb"]),
+            number(result["context"]),
+            number(len(row["arrangements"])),
+            number(row["planned_tokens_per_second"]),
+            number(row["predicted_tokens_per_second"]),
+            number(row["best_tokens_per_second"]),
+            row["best"],
+            f"{row['planned_over_best']:.3f}",
+            number(result["repeat"]),
+        ]
+        for result in results
+        for row in result["rows"]
+    ]
+    return table([*columns, "the best", "planned over best", "repeats"], rows)
 
 
 def vram_grid(results: list[Result]) -> list[str]:
@@ -637,6 +657,7 @@ def evaluation(results: list[Result]) -> list[str]:
 KINDS: dict[str, tuple[str, Callable[[list[Result]], list[str]]]] = {
     "bench": ("Speed and VRAM beside llama.cpp", bench),
     "ablation": ("What each mechanism is worth", ablation),
+    "regret": ("The plan beside other arrangements", regret),
     "bench-image": ("Images beside llama.cpp", bench_image),
     "vram-grid": ("VRAM over contexts, conversations and images", vram_grid),
     "negotiate": ("Changes of the budget", negotiate),
