@@ -6,8 +6,8 @@ An arrangement differs from the plan in what a decoded token depends on: the siz
 weights are resident and how many experts are cached), the kinds and layers that the CPU computes, the share of missing
 experts that is copied, and who attends to keys and values in host memory. A prompt is read once for each budget. Then
 each arrangement is adopted, filled, and decodes the last tokens of the context after the same prompt. The best few and
-the plan are measured again in turns, because the best of many noisy figures is too good; the ratio is that of
-these medians.
+the plan are measured again in turns, because the best of many noisy figures is too good; the ratio is that of these
+medians.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from frameshard import models
 from frameshard.cli import common, progress
@@ -148,7 +149,7 @@ def measure(runtime: Runtime, each: Arrangement, words: list[int], n_prompt: int
     return rate
 
 
-def cell(runtime: Runtime, budget: int, args: argparse.Namespace) -> dict[str, object]:
+def cell(runtime: Runtime, budget: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measures all arrangements at a budget."""
     placement, device = runtime.placement, runtime.device
     assert placement is not None
