@@ -1,16 +1,14 @@
 """``frameshard verify``: compares the shard device at several budgets with stock llama.cpp, on the same text.
 
 Stream-only rows must give the same bits as the shard device at the largest given budget, also if the budget changes
-during the answer. Planned rows may compute on the CPU, which rounds differently. There the most likely next token and
-the perplexity must agree with stock llama.cpp. The device's ledger must stay within the budget at every allocation.
+during the answer. Planned rows may compute on the CPU, and divide a graph as the plan wants, so they round differently.
+There the most likely next token and the perplexity must agree with stock llama.cpp, or the KL divergence must be no
+larger than rounding makes it. The device's ledger must stay within the budget at every allocation.
 
 No run uses more VRAM than the largest given budget. If ``full`` is given, everything is resident in the run that
 stream-only rows are compared with, and the reference of a GPU is stock llama.cpp on that GPU. Otherwise the reference
-is stock llama.cpp on the CPU.
-
-Stock llama.cpp itself does not give the same logits if it reads the prompt in other steps, or on another processor: it
-rounds differently, and a small quantised model makes much of that. Both differences are measured, and printed as
-``steps`` and ``processors``. A planned row may also differ as much as twice the larger one.
+is stock llama.cpp on the CPU. A planned row uses GPU and CPU. So it may differ from the reference as much as these two
+differ from each other, which is measured too and printed as ``processors``.
 """
 
 from __future__ import annotations
@@ -39,7 +37,9 @@ logger = logging.getLogger("frameshard.verify")
 
 TOP1_AGREEMENT = 0.97  # planned rows: share of positions with the same most likely token as stock llama.cpp
 PERPLEXITY_RATIO = 0.01  # planned rows: relative difference of perplexity
-_OF_ROUNDING = 2.0  # or a KL divergence of so many times that of stock llama.cpp from itself
+KL_OF_ROUNDING = 0.01
+"""Planned rows: a KL divergence that proves nothing wrong. Stock llama.cpp differs by 0.004 from itself if it reads 96
+tokens by 64 or by 4 (SmolLM2-135M, Q4_1). A wrong choice of experts makes 0.8."""
 MODES: tuple[Mode, ...] = ("stream_only", "planned")
 _LOGITS_OF_PROMPT = 16  # so many rows of logits of the prompt are compared; one graph computes several
 
@@ -122,10 +122,7 @@ def _compare(
     with Runtime.load(config(reference_device)) as runtime:
         tokens = _tokens(runtime, args.prompt + args.generate)
         reference = _logits(runtime, tokens, args.prompt)
-        half = max(1, runtime.n_ubatch // 2)
-        in_steps = _agreement(_logits(runtime, tokens, args.prompt, step=half), reference, tokens)
     document: dict[str, object] = {"model": args.model, "device": name, "reference": reference_device}
-    document["steps"] = in_steps
     processors: dict[str, float] = {}
     if reference_device != "cpu":
         with Runtime.load(config("cpu")) as runtime:
@@ -146,7 +143,7 @@ def _compare(
             processors = _agreement(resident, reference, tokens)
         if processors:
             document["processors"] = processors
-        spread = _OF_ROUNDING * max(in_steps["kl"], processors.get("kl", 0.0))
+        spread = max(KL_OF_ROUNDING, processors.get("kl", 0.0))
         for budget in budgets:
             for mode in MODES:
                 steps.next(f"{mode} at {common.format_size(budget)}")
@@ -167,26 +164,18 @@ def _tokens(runtime: Runtime, n: int) -> list[int]:
 
 
 def _logits(
-    runtime: Runtime,
-    tokens: Sequence[int],
-    n_prompt: int,
-    before: Callable[[int], None] | None = None,
-    *,
-    step: int = 0,
+    runtime: Runtime, tokens: Sequence[int], n_prompt: int, before: Callable[[int], None] | None = None
 ) -> Floats:
     """The logits of the last positions of the prompt, computed together, and of each later token, computed alone.
 
-    :param before: called before each later token, with its number.
-    :param step: tokens of the prompt that are computed together; 0: as many as possible.
     :returns: shape [rows, n_vocab].
     """
     import numpy as np
 
     runtime.clear(0)
     tail = min(_LOGITS_OF_PROMPT, n_prompt, runtime.n_ubatch)
-    step = step or runtime.n_ubatch
-    for at in range(0, n_prompt - tail, step):
-        runtime.decode_tokens(0, tokens[at : min(at + step, n_prompt - tail)], "none")
+    if n_prompt > tail:
+        runtime.decode_tokens(0, tokens[: n_prompt - tail], "none")
     out = [runtime.decode_tokens(0, tokens[n_prompt - tail : n_prompt], "all")]
     for i in range(n_prompt, len(tokens)):
         if before is not None:
