@@ -45,6 +45,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def _save(figure: Any, path: str, title: str) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)
+
+
 @dataclass(frozen=True)
 class Window:
     """The executor's work between two times of ``time.perf_counter``."""
@@ -116,10 +123,7 @@ def draw_timeline(path: str, title: str, windows: Sequence[Window]) -> None:
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
     axes[-1, 0].set_xlabel("ms")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    _save(figure, path, title)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Point:
         return cls(plan.budget_bytes / 2**30, ttft, rate)
 
 
+_TTFT, _RATE = "seconds to the first token, prompt of {}", "tokens per second, one sequence"
 _LINES = (
     ("frameshard, predicted", "#4477aa", "-"),
     ("bound", "#4477aa", ":"),
@@ -155,8 +160,8 @@ def draw_plans(
     """
     pyplot = _pyplot()
     panels: list[tuple[str, Callable[[Point], tuple[float, float, float]]]] = [
-        (f"seconds to the first token, prompt of {n_prompt}", lambda point: point.ttft_s),
-        ("tokens per second, one sequence", lambda point: point.tokens_per_second),
+        (_TTFT.format(n_prompt), lambda point: point.ttft_s),
+        (_RATE, lambda point: point.tokens_per_second),
     ]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 4.6))
     for axis, (what, values) in zip(axes, panels, strict=True):
@@ -180,10 +185,7 @@ def draw_plans(
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[0].legend(frameon=False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    _save(figure, path, title)
 
 
 _LABEL = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
@@ -216,8 +218,8 @@ def draw_surface(
     from matplotlib.colors import LogNorm
 
     panels = [
-        (f"seconds to the first token, prompt of {n_prompt}", surface.ttft_s, "viridis_r"),
-        ("tokens per second, one sequence", surface.tokens_per_second, "viridis"),
+        (_TTFT.format(n_prompt), surface.ttft_s, "viridis_r"),
+        (_RATE, surface.tokens_per_second, "viridis"),
     ]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 4.6), sharey=True)
     for number, (axis, (what, values, colours)) in enumerate(zip(axes, panels, strict=True)):
@@ -237,10 +239,7 @@ def draw_surface(
         axis.set_title(what, loc="left", fontsize=10)
         axis.set_xlabel("VRAM budget, GiB")
     axes[0].set_ylabel("host memory for weights, GiB")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    _save(figure, path, title)
 
 
 def _draw_from_stdin() -> None:

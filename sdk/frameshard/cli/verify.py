@@ -38,8 +38,8 @@ logger = logging.getLogger("frameshard.verify")
 TOP1_AGREEMENT = 0.97  # planned rows: share of positions with the same most likely token as stock llama.cpp
 PERPLEXITY_RATIO = 0.01  # planned rows: relative difference of perplexity
 KL_OF_ROUNDING = 0.01
-"""Planned rows: a KL divergence that proves nothing wrong. Stock llama.cpp differs by 0.004 from itself if it reads 96
-tokens by 64 or by 4 (SmolLM2-135M, Q4_1). A wrong choice of experts makes 0.8."""
+"""Planned rows: a KL divergence up to this can come from rounding alone. Stock llama.cpp differs by 0.004 from
+itself if it reads 96 tokens in steps of 64 or of 4 (SmolLM2-135M, Q4_1). A wrong choice of experts makes 0.8."""
 MODES: tuple[Mode, ...] = ("stream_only", "planned")
 _LOGITS_OF_PROMPT = 16  # so many rows of logits of the prompt are compared; one graph computes several
 

@@ -20,7 +20,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 from frameshard.engine.placement import Placement
 from frameshard.engine.runtime import Runtime
@@ -139,8 +138,8 @@ class IdleDisk:
         """Starts the measurement, if the moment is still idle."""
         if self._placement is not None and self.due_in() == 0.0:
             self.running = True
-            measure = partial(self._measure, self._placement, self._disturbed_at)
-            threading.Thread(target=measure, name="disk", daemon=True).start()
+            given = self._placement, self._disturbed_at
+            threading.Thread(target=self._measure, args=given, name="disk", daemon=True).start()
 
     def _measure(self, placement: Placement, disturbed_at: float) -> None:
         rates = placement.measure_disk()
