@@ -39,9 +39,9 @@ static void buffer_free(ggml_backend_buffer_t b) {
         c->graph->release(d.inner, d.ledger);
     }
     if (c->attached) {
-        d.cache.close(); // the mapping goes away with the model
+        d.host.remove_weights(c->host_bytes); // first: without the cache the whole mapping would be counted
+        d.cache.close();                      // the mapping goes away with the model
         d.inner.detach(c->base);
-        d.host.remove_weights(c->host_bytes);
     }
     if (!c->weights && c->base) {
         release_addresses(c->base, std::max<size_t>(c->size, 1));

@@ -1135,6 +1135,30 @@ LINUX_SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {
     CHECK(stats().disk_read_bytes > 0 && stats().host_used_bytes <= budget);
 }
 
+LINUX_SCENARIO(a_host_budget_holds_while_the_model_is_freed) {
+    DiskSession s(config_of(0));
+    s.commit();
+    const uint64_t budget = Weights().bytes * 3 / 4;
+    CHECK(fsd_set_host_budget(budget, 10) == FSD_OK);
+    s.check_conversation();
+    std::atomic<bool> done{false};
+    std::atomic<uint64_t> looks{0};
+    uint64_t most = 0;
+    std::thread sampler([&] {
+        while (!done.load()) {
+            most = std::max(most, stats().host_used_bytes);
+            looks++;
+        }
+    });
+    while (looks.load() == 0) {
+        std::this_thread::yield();
+    }
+    s.net.reset();
+    done.store(true);
+    sampler.join();
+    CHECK(most <= budget && stats().host_weights_bytes == 0);
+}
+
 LINUX_SCENARIO(a_read_that_fails_ends_one_graph) {
     set_fault("disk_fail", 40);
     DiskSession s(config_of(0));
