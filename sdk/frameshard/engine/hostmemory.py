@@ -100,6 +100,7 @@ class HostMemory:
         self._runtime = runtime
         self._store = store
         self._lock = threading.RLock()
+        self._asked_bytes: int | None = None  # of the shard device, which may obey later
         self._processes = 0
         self._measured: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         self._measured_at = -MEASURE_S
@@ -299,15 +300,33 @@ class HostMemory:
     def _limit_device(self, limit_bytes: int) -> None:
         """Limits the shard device's part. Its release is awaited by :meth:`_await_release`."""
         device = self._runtime.device
-        if device is not None and abs(device.stats().host_budget_bytes - limit_bytes) >= STEP_BYTES:
+        if device is None:
+            return
+        asked_bytes = device.stats().host_budget_bytes if self._asked_bytes is None else self._asked_bytes
+        if abs(asked_bytes - limit_bytes) >= STEP_BYTES or self._is_late():
             # Its floor rises with the KV blocks: the next look sets it anew.
-            with contextlib.suppress(BudgetBelowFloor, DeadlineMissed):
-                device.set_host_budget(limit_bytes, 0.0)
+            with contextlib.suppress(BudgetBelowFloor):
+                with contextlib.suppress(DeadlineMissed):  # it obeys after the graph
+                    device.set_host_budget(limit_bytes, 0.0)
+                self._asked_bytes = limit_bytes
+
+    def _is_late(self) -> bool:
+        """Whether the shard device has not obeyed yet."""
+        device = self._runtime.device
+        return (
+            device is not None
+            and self._asked_bytes is not None
+            and device.stats().host_budget_bytes != self._asked_bytes
+        )
 
     def _await_release(self, timeout_s: float) -> None:
-        """Waits for the shard device, and for copies that are being made, which cannot be taken back."""
+        """Waits for the shard device, and for copies that are being made, which cannot be taken back. What is held may
+        still grow until the device obeys."""
         until = time.monotonic() + timeout_s
-        while 0 < self.limit_bytes < self.parts().used_bytes:
+        while self.limit_bytes and (self._is_late() or self.limit_bytes < self.parts().used_bytes):
             if time.monotonic() >= until:
                 raise DeadlineMissed("host memory is still in use; the host budget stays in force")
             time.sleep(POLL_S)
+            if self._is_late():
+                with self._lock:
+                    self._give_shares()  # a device that has become idle obeys when it is asked
