@@ -11,7 +11,8 @@ when all are there, a new plan is made from them.
 
 Nothing is measured while the engine is parked, or while the host draws frames by the frame block: the measurements
 would delay its frames, and its frames would falsify them. They take VRAM within the budget only, from weights that are
-copied back afterwards.
+copied back afterwards. The machine is not measured while a host limit has no room for the memory that copies are timed
+with.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from collections.abc import Callable
 from frameshard.engine.placement import Placement
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import OutOfMemory
-from frameshard.native import ProbeStopped
+from frameshard.native import ProbeStopped, ShardDevice
 
 logger = logging.getLogger("frameshard.engine")
 
 QUIET_S = 1.0
 """The machine is measured after so many seconds without a command or a decode."""
+
+HOST_BYTES = 2560 << 20
+"""Host memory for the measurements: three buffers that are larger than the caches of processors, of pinned, of
+pageable and of imported memory."""
 
 COPY_QUIET_S = 0.25
 """Conversations are copied after so many seconds without a command or a decode. Jobs of characters that talk in turns
@@ -50,6 +55,7 @@ class IdleProfile:
         self._replan = replan
         self._disturbed_at = time.monotonic()
         self._started_at = 0.0  # of the running measurement; 0: none runs
+        self._told = False
 
     @property
     def measuring_s(self) -> float:
@@ -79,7 +85,7 @@ class IdleProfile:
         device.stop_probe(False)
         if self.due_in():
             return False
-        if device.pacing().pacing:
+        if device.pacing().pacing or self._lacks_host_memory(device):
             self._disturbed_at = time.monotonic()
             return False
         try:
@@ -99,6 +105,14 @@ class IdleProfile:
             logger.info("plans are made from the measured profile now")
             self._replan()
         return True
+
+    def _lacks_host_memory(self, device: ShardDevice) -> bool:
+        stats = device.stats()
+        lacks = 0 < stats.host_budget_bytes < stats.host_used_bytes + HOST_BYTES
+        if lacks and not self._told:
+            logger.info("the host limit has no room to measure this machine: plans stay those from an estimate")
+            self._told = True
+        return lacks
 
 
 class IdleDisk:
