@@ -100,7 +100,7 @@ class HostMemory:
         self._runtime = runtime
         self._store = store
         self._lock = threading.RLock()
-        self._asked_bytes: int | None = None  # of the shard device, which may obey later
+        self._asked_bytes = 0  # of the shard device, which may obey later
         self._processes = 0
         self._measured: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
         self._measured_at = -MEASURE_S
@@ -300,10 +300,7 @@ class HostMemory:
     def _limit_device(self, limit_bytes: int) -> None:
         """Limits the shard device's part. Its release is awaited by :meth:`_await_release`."""
         device = self._runtime.device
-        if device is None:
-            return
-        asked_bytes = device.stats().host_budget_bytes if self._asked_bytes is None else self._asked_bytes
-        if abs(asked_bytes - limit_bytes) >= STEP_BYTES or self._is_late():
+        if device is not None and (abs(self._asked_bytes - limit_bytes) >= STEP_BYTES or self._is_late()):
             # Its floor rises with the KV blocks: the next look sets it anew.
             with contextlib.suppress(BudgetBelowFloor):
                 with contextlib.suppress(DeadlineMissed):  # it obeys after the graph
@@ -313,11 +310,7 @@ class HostMemory:
     def _is_late(self) -> bool:
         """Whether the shard device has not obeyed yet."""
         device = self._runtime.device
-        return (
-            device is not None
-            and self._asked_bytes is not None
-            and device.stats().host_budget_bytes != self._asked_bytes
-        )
+        return device is not None and device.stats().host_budget_bytes != self._asked_bytes
 
     def _await_release(self, timeout_s: float) -> None:
         """Waits for the shard device, and for copies that are being made, which cannot be taken back. What is held may

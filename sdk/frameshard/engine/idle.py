@@ -33,8 +33,8 @@ QUIET_S = 1.0
 """The machine is measured after so many seconds without a command or a decode."""
 
 HOST_BYTES = 2560 << 20
-"""Host memory for the measurements: three buffers that are larger than the caches of processors, of pinned, of
-pageable and of imported memory."""
+"""Host memory that the measurements need: a buffer each of pinned, pageable and imported memory. Each is larger than
+any processor's cache."""
 
 COPY_QUIET_S = 0.25
 """Conversations are copied after so many seconds without a command or a decode. Jobs of characters that talk in turns
