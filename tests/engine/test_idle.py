@@ -57,3 +57,18 @@ def test_a_launch_plans_from_an_estimate_and_measures_when_idle(
         assert child.stats()["profile"] == "measured"
         assert predicted(child) == measured  # plans of a launch with the kept profile are the same
     assert kept.stat().st_mtime_ns == before
+
+
+def test_nothing_is_measured_where_a_host_limit_has_no_room_for_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = probe.cached_path(probe.fingerprint(DEVICE, 1))
+    deadline, said = time.monotonic() + 240, ""
+    with engine(model_path, vram_budget_bytes=BUDGET, host_budget_bytes=1024 * MIB, **FIELDS) as child:
+        while "the host limit has no room to measure this machine" not in said:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            said += capfd.readouterr().err
+        assert child.stats()["profile"] == "estimated"
+        assert not kept.exists()
